@@ -79,13 +79,13 @@ def test_a_hidden_state_that_is_fed_back(tmp_path, cache):
     assert done.returncode == 2
     number = line_of("self.hidden = hidden")
     told = (
-        r"error: step 2: the backward pass came to the graph of an earlier forward pass, which is gone by then: "
+        r"error: step 2: the backward pass came to the graph of an earlier forward pass, which is already freed: "
         r"`model\.hidden` is kept from pass to pass and not detached \(a hidden state, for example\); in .*"
         rf"leaky_models\.py:{number}, write `self\.hidden = hidden\.detach\(\)` for `self\.hidden = hidden`"
     )
     assert re.search(told, done.stderr)
     (finding,) = explained(run, 1).findings
-    assert finding.title == "hidden state not detached: backward came to the graph of an earlier step"
+    assert finding.title == "hidden state not detached: backward reached the graph of an earlier step"
 
 
 def test_a_healthy_run_has_no_finding_and_no_line(tmp_path, cache):
@@ -103,7 +103,7 @@ def test_memory_that_grows_for_another_reason_is_no_graph(tmp_path, cache):
     assert diagnosis.findings == ()
     assert diagnosis.growth.is_steady
     assert diagnosis.growth.likely_bytes == pytest.approx(ARRAY_BYTES, rel=0.5)
-    assert "is not that of a graph that is kept: look for what your own code keeps" in diagnosis.notes[0]
+    assert "look for objects that your own code keeps" in diagnosis.notes[0]
 
 
 @pytest.mark.slow

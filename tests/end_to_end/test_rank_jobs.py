@@ -322,7 +322,7 @@ def test_a_rank_that_nobody_meets_says_where_it_waited(rank: str, whom: str):
     command = [sys.executable, "-m", "plimsoll", "train-worker", os.devnull]
     done = subprocess.run(command, env=alone_of_two, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
-    assert f"rank {rank}: error: rank {rank} of 2 did not meet the others at 127.0.0.1:" in done.stderr
+    assert f"rank {rank}: error: rank {rank} of 2 could not connect to the others at 127.0.0.1:" in done.stderr
     assert whom in done.stderr
 
 

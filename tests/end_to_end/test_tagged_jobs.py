@@ -100,7 +100,7 @@ def test_a_hugging_face_model_learns_from_rows_in_batches_of_so_many_tokens(tmp_
     ("changes", "message"),
     [
         (["data.pack=true"], "data.pack joins texts into rows, but token-classification takes them one by one"),
-        (["data.label=ner_tags"], "has columns by number, and none 'ner_tags'"),
+        (["data.label=ner_tags"], "has column numbers, not names, but 'ner_tags' is given"),
         (["task=classification", "data.label=2"], "it is plain text, which has no column '2'"),
     ],
 )  # fmt: skip

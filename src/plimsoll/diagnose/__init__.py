@@ -1,1 +1,1 @@
-"""What used the memory and what would free it: from the records of a run to a diagnosis."""
+"""Diagnoses of memory use: the objects that use it, and ways to free it."""

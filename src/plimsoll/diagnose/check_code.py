@@ -1,7 +1,7 @@
-"""From files and folders to what is wrong in them.
+"""A linter for memory mistakes in Python files.
 
-``# plimsoll: ignore[rule, rule]`` behind a line leaves out those rules there, ``# plimsoll: ignore`` all. Files are
-read in the encoding that they declare. Does NOT read notebooks, nor follow imports; one file is seen at a time.
+``# plimsoll: ignore[rule, rule]`` at the end of a line ignores those rules there, ``# plimsoll: ignore`` all rules.
+Files are decoded with the encoding that they declare. Not handled: notebooks and imports; each file is checked alone.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def check_code(
     fix: bool = False,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> LintReport:
-    """Check files, and all Python files in folders but hidden ones, environments and builds.
+    """Check files, and all Python files in folders except hidden folders, virtual environments and build outputs.
 
     Args:
-        paths: of files and folders.
-        rules: their names; all by default.
-        fix: write what can be mended safely into the files.
-        report: called with how many of how many files are done.
+        paths: files and folders.
+        rules: names of the rules to apply; all rules by default.
+        fix: apply the safe fixes and write them to the files.
+        report: progress callback, called with the number of files done and their total.
 
     Raises:
-        InputError: if a path is not there, or there is no Python file, or no such rule.
-        OutputError: if a mended file cannot be written.
+        InputError: if a path does not exist, no Python file is found, or a rule is unknown.
+        OutputError: if a fixed file cannot be written.
     """
     chosen = _chosen(rules)
     files = list(_files(paths))
@@ -66,7 +66,7 @@ def check_code(
                 text = fixed[0]
                 num_fixed += fixed[1]
             findings += _findings(str(path), text, chosen)
-        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:  # ast's, for deep nesting
+        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:  # or nested too deeply
             unread.append(Unread(file=str(path), reason=_reason(error)))
             continue
         num_lines += text.count("\n") + (not text.endswith("\n") and text != "")
@@ -110,14 +110,14 @@ def _within(folder: Path) -> Iterator[Path]:
 
 def _read(path: Path) -> tuple[str, str]:
     if not path.is_file():
-        raise ValueError(f"{path} is no regular file: give one")
+        raise ValueError(f"{path} is not a regular file: give a Python file")
     content = path.read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     return content.decode(encoding), encoding
 
 
 def _found(text: str, rules: list[str]) -> list[_Found]:
-    """Return what is wrong in a text, by line, without what its comments ignore."""
+    """Return the hits in a text, sorted by line, without the ignored ones."""
     if not _TELLING.search(text):
         return []
     source, known, ignored = parse(text), every_rule(), _ignored(text)
@@ -127,7 +127,7 @@ def _found(text: str, rules: list[str]) -> list[_Found]:
 
 
 def _ignored(text: str) -> dict[int, set[str] | None]:
-    """Return the rules that are ignored in each line; ``None``: all of them."""
+    """Return the rules that each line ignores; ``None`` means all rules."""
     if "plimsoll:" not in text:
         return {}
     found: dict[int, set[str] | None] = {}
@@ -139,7 +139,7 @@ def _ignored(text: str) -> dict[int, set[str] | None]:
 
 
 def _is_ignored(found: _Found, source: Source, ignored: dict[int, set[str] | None]) -> bool:
-    """Say whether a comment of the mistake's lines, or of its statement's first, ignores it."""
+    """Return whether a comment ignores a hit, on one of its own lines or on the first line of its statement."""
     if not ignored:
         return False
     node = found.hit.node
@@ -173,10 +173,10 @@ def _findings(file: str, text: str, rules: list[str]) -> list[LintFinding]:
 
 
 def _fixed(text: str, rules: list[str]) -> tuple[str, int]:
-    """Return a text with all that can be mended, and how many mistakes that were."""
+    """Return a text with all safe fixes applied, and the number of fixes."""
     num_fixed = 0
     if re.search(r"\r(?!\n)", text):
-        return text, 0  # lines of the tree would not be those of the text
+        return text, 0  # ast counts a lone CR as a line break, so its line numbers would not match the text's
     for _ in range(_MOST_ROUNDS):
         mended = [one.hit for one in _found(text, rules) if one.hit.edits]
         if not mended:
@@ -189,7 +189,7 @@ def _fixed(text: str, rules: list[str]) -> tuple[str, int]:
 
 
 def _parses(text: str) -> bool:
-    """Say whether a text is still Python; it is not written where it is not."""
+    """Return whether a fixed text is still valid Python. Otherwise it is not written."""
     try:
         compile(text, "text", "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
@@ -198,7 +198,7 @@ def _parses(text: str) -> bool:
 
 
 def _edited(text: str, hits: list[Hit]) -> tuple[str, int]:
-    """Make the edits of each hit that touch none of an earlier one, from the end of the text to its beginning."""
+    """Apply the edits of each hit that do not overlap earlier edits, from the end of the text to its beginning."""
     taken: list[Edit] = []
     num_done = 0
     for hit in hits:
@@ -213,7 +213,7 @@ def _edited(text: str, hits: list[Hit]) -> tuple[str, int]:
 
 
 def _write(path: Path, text: str, encoding: str) -> None:
-    """Put a mended file in the place of the old one, with its permissions; a link stays a link."""
+    """Replace a file by its fixed text and keep its permissions. A symbolic link stays a link."""
     target = path.resolve()
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -226,7 +226,7 @@ def _write(path: Path, text: str, encoding: str) -> None:
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise OutputError(
-            f"cannot write the mended {path} ({error.strerror}): leave --fix out, or make it writable"
+            f"cannot write the fixed {path} ({error.strerror}): leave --fix out, or make it writable"
         ) from None
 
 
@@ -235,4 +235,4 @@ def _reason(error: Exception) -> str:
         return f"line {error.lineno}: {error.msg}" if error.lineno else str(error.msg)
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    return str(error) or "it is nested too deeply"
+    return str(error) or "the code is nested too deeply"

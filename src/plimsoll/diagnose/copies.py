@@ -1,13 +1,17 @@
-"""What the user's variables keep of a training a second time: a loaded checkpoint, the best weights, an average.
+"""Detection of second copies of a training in user variables: a loaded checkpoint, the best weights, an average.
 
-A container's tensors are such a copy where they have the names of weights (those of a live module, or with a dot in
-them, as ``state_dict`` writes them), where they are the ``state`` of an optimizer's ``state_dict``, or where four or
-more of them have the shapes of at least half of a live module's weights. What modules, optimizers, gradients and graphs
-use does not count, so of a checkpoint whose states the optimizer has taken over only the rest does. A module is a copy
-where another one of the same shapes is trained and it is not.
+The tensors of a container count as a copy in one of three cases:
 
-Does NOT see what `plimsoll.diagnose.holders` does not see, a copy that is one long vector, and the states of an
-optimizer that is not torch's: they have the shapes of weights, and are taken for a copy.
+- Their keys are names of weights: names in a live module, or names with a dot, as ``state_dict`` writes them.
+- They are the ``state`` of an optimizer's ``state_dict``.
+- At least four of them have shapes that cover at least half of a live module's weights.
+
+Storages that modules, optimizers, gradients and graphs use do not count. If an optimizer has taken over the states of a
+checkpoint, only the rest of the checkpoint counts. A module is a copy if another module with the same shapes is trained
+and it is not.
+
+Not handled: objects that `plimsoll.diagnose.holders` does not find, and a copy that is one long vector. The states of
+an optimizer that is not torch's have the shapes of weights, and are mistaken for a copy.
 """
 
 from __future__ import annotations
@@ -35,14 +39,14 @@ Shapes = Counter[tuple[int, ...]]
 
 
 class Copy(NamedTuple):
-    """A variable or attribute, the tensors of the copy, and what it is a copy of (see `Kept.copy_of`)."""
+    """A variable or attribute, the tensors of its copy, and the kind of copy (see `Kept.copy_of`)."""
 
     root: Found
     tensors: list[Tensor]
     of: str
 
     def kept(self) -> Kept:
-        """Size it."""
+        """Return the copy with its size and the line that stores it."""
         store = stored(self.root)
         is_loaded = self.of == "weights" and _LOADS.search(store.code) is not None
         return Kept(
@@ -58,7 +62,7 @@ class Copy(NamedTuple):
 
 
 def _whose(root: Found) -> str:
-    """What kind of variable it is, with the function that has it."""
+    """Describe the kind of variable, with the function or class that owns it."""
     owner = root.owners[0]
     if not isinstance(owner, CodeType):
         return f"an attribute of a {type(owner).__name__}"
@@ -67,13 +71,13 @@ def _whose(root: Found) -> str:
 
 
 def copies_in(found: Iterable[Found], frames: Sequence[FrameType], stock: Inventory) -> list[Copy]:
-    """Find the copies among what variables keep.
+    """Find the copies among the values that variables keep alive.
 
     Args:
-        found: what `plimsoll.diagnose.holders.found_in` found.
-        frames: what it looked at: of several that have the same container, the variable of the last is named, which is
-            where it comes from and must be let go.
-        stock: the inventory of the device, before its rest is claimed.
+        found: the result of `plimsoll.diagnose.holders.found_in`.
+        frames: the frames that were searched, innermost first. If several have a variable for the same container, the
+            copy is named after the last one, because that variable must be deleted.
+        stock: the inventory of the device, before its unclaimed storages are claimed.
     """
     used = stock.claimed() | stock.saved_by_graphs()
     models = _models_of(stock)
@@ -93,7 +97,7 @@ def copies_in(found: Iterable[Found], frames: Sequence[FrameType], stock: Invent
 
 
 def _outermost(one: Found, frames: Sequence[FrameType]) -> Found:
-    """The variable or attribute that something is an item of; of an argument, the variable that was given."""
+    """Return the variable or attribute that contains a value; for an argument, the caller's variable."""
     root, seen = one._replace(name=one.root_name, value=one.root_value), set[int]()
     if "." in root.name:
         return root
@@ -105,7 +109,7 @@ def _outermost(one: Found, frames: Sequence[FrameType]) -> Found:
 
 
 class _Model(NamedTuple):
-    """A module that is in no other: the names and shapes of its weights, and whether they are trained."""
+    """An outermost module, the names and shapes of its weights, and whether it is trained."""
 
     module: nn.Module
     names: set[str]
@@ -168,7 +172,7 @@ def _of_container(root: Found, kind: str, models: list[_Model], used: set[int]) 
 
 
 def _is_free(tensor: Tensor, kind: str, used: set[int]) -> bool:
-    """Whether a tensor is on the device, and no part of the training."""
+    """Return whether a tensor is on the device and the training does not use it."""
     if tensor.device.type != kind or tensor.requires_grad or has_graph(tensor):
         return False
     key = storage_key(tensor)
@@ -176,7 +180,7 @@ def _is_free(tensor: Tensor, kind: str, used: set[int]) -> bool:
 
 
 def _tables_in(value: Any) -> Iterator[tuple[dict[Any, Tensor], bool]]:
-    """The tensors of each container in a value by their keys, and whether they are states of an optimizer."""
+    """Yield the tensors of each container in a value by their keys, and whether they are optimizer states."""
     waiting, seen, num_items = [(value, False)], set(), 0
     while waiting and num_items < _MOST_ITEMS:
         container, is_of_optimizer = waiting.pop()
@@ -197,13 +201,13 @@ def _tables_in(value: Any) -> Iterator[tuple[dict[Any, Tensor], bool]]:
 
 
 def _are_names(table: dict[Any, Tensor], names: set[str]) -> bool:
-    """Whether nearly all keys are names of weights: a batch can have one, such as ``mask``."""
+    """Return whether at least 90 % of the keys are names of weights: a batch can contain one, such as ``mask``."""
     known = sum(isinstance(key, str) and ("." in key or key in names) for key in table)
     return known >= _LEAST_NAMED_SHARE * len(table)
 
 
 def _covers(shapes: Shapes, of_model: Shapes) -> bool:
-    """Whether tensors have most of a model's shapes, and few others."""
+    """Return whether tensors have at least half of a model's elements, and at most half of theirs have other shapes."""
     if shapes.total() < _FEWEST:
         return False
     common = sum(prod(shape) * number for shape, number in (shapes & of_model).items())

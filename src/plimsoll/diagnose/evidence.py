@@ -1,6 +1,7 @@
-"""What causes are looked for in, as plain numbers: a training process of a run or a loop, an error's text, a snapshot.
+"""Evidence in which causes are searched: a process of a run or a loop, an error text, or a snapshot, as plain numbers.
 
-Of a run that was killed or resumed the process with the most steps is taken: what a process keeps is gone with it.
+For a run that was killed or resumed, the process with the most steps is used, because each process starts with fresh
+memory.
 """
 
 from __future__ import annotations
@@ -21,37 +22,37 @@ if TYPE_CHECKING:
     from plimsoll.step.train_step import TrainStep
 from plimsoll.records.watch import Line, ProcessUse
 
-_OF_MEMORY = ("OOM killer", "memory ran out")  # what the evidence of a death says where memory was why
+_OF_MEMORY = ("OOM killer", "memory ran out")  # phrases in the evidence of a death that was caused by memory
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One training process, or what is known of one; what is not known is empty or ``None``.
+    """Facts about one training process. Unknown facts are empty or ``None``.
 
     Attributes:
-        subject: what it is called.
-        kind: of the device, such as ``"cpu"``, on which the host's memory counts.
-        first_step: the step before its first.
-        last_step: its last.
-        last_step_of_run: the last of all processes of a run that was killed or resumed.
-        used_bytes: in use after a step, by the step, ascending.
-        graphs: what of earlier graphs was alive, ascending by step.
-        peak_bytes: the most it used, as far as it was measured.
-        message: what the run ended with, if it failed.
-        event: the out-of-memory error that is to be explained.
-        shares: what the peak is made of, where that is known.
+        subject: name of the run, job, model or file.
+        kind: kind of device, such as ``"cpu"``, for which host memory counts.
+        first_step: the step before the first step of this process.
+        last_step: the last step of this process.
+        last_step_of_run: the last step of the whole run, if several processes did it.
+        used_bytes: steps in ascending order, and the bytes in use after each.
+        graphs: graphs of earlier steps that were still alive, in ascending order of the step.
+        peak_bytes: the measured or predicted peak, in bytes.
+        message: the error with which the run ended, if it failed.
+        event: the out-of-memory error to explain.
+        shares: the parts of the peak, if known.
         has_run_out: whether memory ran out, or is predicted to.
-        limit_bytes: what there was to use.
-        requested_bytes: what was asked for when memory ran out.
-        asked_category: what that would have been, where it has a share of its own (`plimsoll.records.diagnosis.ASKED`).
-        is_fragmented: whether the allocator then had as much as was asked for, not contiguous.
-        phase: of the training in which the peak is.
-        holdings: what is alive at the peak, like tensors grouped.
+        limit_bytes: bytes that the process may use.
+        requested_bytes: size of the allocation that failed.
+        asked_category: category of that allocation, if it has a share of its own (`plimsoll.records.diagnosis.ASKED`).
+        is_fragmented: whether the allocator had enough free bytes for that allocation, but not contiguous.
+        phase: phase of the training in which the peak occurs.
+        holdings: tensors that are alive at the peak, grouped by similarity.
         sequence_length: tokens of a sample.
-        vocab_size: tokens there are.
-        padding_share: of the tokens of a batch, on average, those that are padding.
-        remedies: what was found to free memory, best first.
-        seen: what was seen in a live process.
+        vocab_size: number of tokens in the vocabulary.
+        padding_share: average share of the tokens of a batch that are padding.
+        remedies: remedies that were found, best first.
+        seen: observations in a live process.
         unreached: trainable parameters that no gradient has reached.
     """
 
@@ -82,24 +83,24 @@ class Evidence:
 
     @property
     def holdings_known(self) -> KnownHow:
-        """How `holdings` are known: seen in a live process, or predicted."""
+        """The provenance of `holdings`: counted in a live process, or predicted."""
         return "predicted" if self.seen is None else "counted"
 
     @property
     def num_steps(self) -> int:
-        """How many steps it did."""
+        """The number of steps that the process did."""
         return self.last_step - self.first_step
 
     @property
     def growth(self) -> MemoryGrowth | None:
-        """How the memory in use changed from step to step; ``None`` for too few steps to tell."""
+        """The growth of the memory in use per step; ``None`` if there are too few measurements."""
         return growth_of(self.used_bytes)
 
 
 def with_prediction(evidence: Evidence, prediction: Prediction, **more: Any) -> Evidence:
-    """Add what a prediction says: what the peak is made of, and what is alive at it.
+    """Add the parts of a predicted peak and the tensors that are alive at it.
 
-    Where memory ran out the peak is the one that is predicted: what was measured ends at the limit.
+    If memory ran out, the predicted peak replaces the measured one, which ends at the limit.
     """
     measured_bytes = None if evidence.has_run_out else evidence.peak_bytes
     return replace(
@@ -115,7 +116,7 @@ def with_prediction(evidence: Evidence, prediction: Prediction, **more: Any) -> 
 
 
 def shares_of(prediction: Prediction) -> tuple[Share, ...]:
-    """Return what a predicted peak is made of, largest first, each with the module and line that made most of it."""
+    """Return the parts of a predicted peak, largest first, with the module and line that made most of each."""
     places: dict[str, str] = {}
     for holding in prediction.largest:  # largest first
         places.setdefault(holding.category, place_of(holding))
@@ -126,14 +127,14 @@ def shares_of(prediction: Prediction) -> tuple[Share, ...]:
 
 
 def place_of(holding: Holding) -> str:
-    """Say which module and line made something: ``transformer.h.*.attn, attention.py:193``."""
+    """Return the module and line that made a holding: ``transformer.h.*.attn, attention.py:193``."""
     path, colon, number = holding.made.line.rpartition(":")
     line = f"{PurePath(path).name}:{number}" if colon else ""
     return ", ".join(filter(None, (holding.made.module, line)))
 
 
 def ended_in_oom(run: RunRecord) -> bool:
-    """Whether a run ended because memory ran out: by its own error, or killed for it and not started again."""
+    """Return whether a run ended because memory ran out: it failed with that error, or was killed and not restarted."""
     if run.status == "failed":
         event = next(reversed(run.oom_events), None)
         return "memory ran out" in run.message or (event is not None and not event.survived)
@@ -144,7 +145,7 @@ def ended_in_oom(run: RunRecord) -> bool:
 
 
 def evidence_of_run(run: RunRecord) -> Evidence:
-    """Take the evidence out of the record of a run."""
+    """Return the evidence in the record of a run."""
     event = next(reversed(run.oom_events), None) if ended_in_oom(run) else None
     borders = [*sorted({start.step for start in run.starts} | {0}), max((step.step for step in run.steps), default=0)]
     first, last = max(pairwise(borders), key=lambda part: part[1] - part[0], default=(0, 0))
@@ -168,12 +169,12 @@ def evidence_of_run(run: RunRecord) -> Evidence:
     prediction = run.plan.prediction
     if prediction is None:
         return evidence
-    is_over = evidence.has_run_out and prediction.verdict != "fits"  # else parts of the peak do not explain the end
+    is_over = evidence.has_run_out and prediction.verdict != "fits"  # else the peak's parts do not explain the end
     return with_prediction(replace(evidence, has_run_out=is_over), prediction)
 
 
 def evidence_of_step(step: TrainStep) -> Evidence:
-    """Take the evidence out of a step that is used in a loop of one's own."""
+    """Return the evidence in a `TrainStep` that the user's own loop calls."""
     used = tuple(step.graphs.memory)
     return Evidence(
         subject=type(step.workload.model).__name__,
@@ -190,25 +191,26 @@ def evidence_of_step(step: TrainStep) -> Evidence:
 
 @dataclass(frozen=True)
 class Kept:
-    """What one variable or attribute of the user's keeps.
+    """A value that one variable or attribute of user code keeps alive.
 
     Attributes:
-        name: as the user would write it, such as ``history["loss"]`` or ``model.cache``.
-        kind: of the value, such as ``list``.
-        num_items: in it; 1 for what is no container.
-        num_items_before: as it was first seen, after the first step or before it; ``None`` where it was not there.
-        tensor_bytes: the storages of its tensors, each once, without those of parameters.
-        graph_bytes: what the graphs of its tensors save for a backward pass, and their nodes.
-        host_bytes: of what is no tensor: numbers, texts, arrays.
-        is_estimated: whether sizes come from a sample of the items.
-        num_graphs: tensors in it that have a graph.
-        num_steps_back: how many finished steps the oldest operation of these graphs is older than.
-        is_of_data: whether a data set or a loader has it.
-        place: the line that stores it, ``file.py:12``; "" where it was not found.
-        code: that line.
-        remedy: the line without the graph.
-        is_made_at_once: whether it was made with all its items, as a batch is, and is no collection that grows.
-        copy_of: what of the training it is a copy of, ``"checkpoint"``, ``"weights"`` or ``"model"``; "" for none.
+        name: the expression in user code, such as ``history["loss"]`` or ``model.cache``.
+        kind: type of the value, such as ``list``.
+        num_items: number of items; 1 if the value is not a container.
+        num_items_before: number of items when it was first seen, before or after the first step; ``None`` if it did not
+            exist then.
+        tensor_bytes: bytes of the storages of its tensors, each counted once, without parameters.
+        graph_bytes: bytes of the graphs of its tensors: nodes, and tensors saved for backward.
+        host_bytes: bytes of other objects: numbers, texts, arrays.
+        is_estimated: whether the sizes are extrapolated from a sample of the items.
+        num_graphs: number of its tensors that have a graph.
+        num_steps_back: number of finished steps since the oldest operation of these graphs.
+        is_of_data: whether a data set or a loader owns it.
+        place: the line that stores it, ``file.py:12``; "" if unknown.
+        code: the source text of that line.
+        remedy: that line, changed to drop the graph.
+        is_made_at_once: whether it was created with all its items, as a batch is, and does not grow.
+        copy_of: the part of the training that it copies, ``"checkpoint"``, ``"weights"`` or ``"model"``; "" otherwise.
     """
 
     name: str
@@ -230,31 +232,31 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """The total size in bytes."""
         return self.tensor_bytes + self.graph_bytes + self.host_bytes
 
     @property
     def has_grown(self) -> bool:
-        """Whether it has got items since it was first seen, and not one for the other."""
+        """True if it has gained at least three items, and more than half, since it was first seen."""
         before = self.num_items_before or 0
         return not self.is_made_at_once and self.num_items - before >= 3 and self.num_items > 1.5 * before
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One process at the moment its memory ran out.
+    """Observations in one process at the moment its memory ran out.
 
     Attributes:
-        kept: what the user's variables keep, largest first.
+        kept: values that user variables keep alive, largest first.
         is_evaluating: whether every model that has parameters is in evaluation mode.
         records_graph: whether autograd was recording.
-        evaluation_place: the line that called the model, where that is so.
-        processes: this process first, then those it started.
-        is_of_worker: whether the error is that of a worker of a DataLoader.
-        loader: the variable of the user's that has the loader, with the line that made it.
-        num_workers: that this loader starts.
-        lines: the limits on this process, with what is used of each.
-        machine_bytes: the memory that the machine has.
+        evaluation_place: the line that called the model; "" if unknown.
+        processes: this process first, then its child processes.
+        is_of_worker: whether the error comes from a DataLoader worker.
+        loader: the user's variable for the DataLoader, with the line that made it.
+        num_workers: workers that this loader starts.
+        lines: the limits on this process, with the use of each.
+        machine_bytes: total memory of the machine.
     """
 
     kept: tuple[Kept, ...] = ()

@@ -1,4 +1,4 @@
-"""From a job, a run or a text to its diagnosis: every cause is looked for, and what explains nothing is noted."""
+"""The entry point of ``plimsoll explain``: diagnose a job, a run, a training step or a file."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def explain(
     budget: str | int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Diagnosis:
-    """Find out what uses memory, or why it ran out, and what would free it.
+    """Explain which objects use memory, or why memory ran out, and how to free it.
 
     Args:
-        source: a job file, before it runs; a run directory, also of a run that is going on or was killed; the record of
-            a run; the `plimsoll.TrainStep` of a loop of your own; or a file with the text of an error, a log, a memory
-            snapshot of CUDA, or the recording of a watch.
-        device: of a job or a run, see `plimsoll.plan_job`; by default the job's.
-        budget: what a job or a run may use, such as ``"2GiB"``; by default the job's.
-        progress: told what is being done, where a job is dry-run.
+        source: one of these: a job file, before it runs; a run directory, also of a running or killed run; the record
+            of a run; the `plimsoll.TrainStep` of your own loop; a file with an error text, a log, a CUDA memory
+            snapshot or a recorded watch.
+        device: device for a job or a run, see `plimsoll.plan_job`; the job's device by default.
+        budget: memory budget for a job or a run, such as ``"2GiB"``; the job's budget by default.
+        progress: callback that receives a status text during a dry run.
 
     Raises:
-        RecordError: if it is no run directory, or a file in it is damaged.
-        InputError: if the file cannot be read or is another pickle, or a job cannot be predicted (see
+        RecordError: if the folder is not a run directory, or a file in it is damaged.
+        InputError: if the file cannot be read, is a pickle but no snapshot, or the job cannot be predicted (see
             `plimsoll.plan_job`).
     """
     if isinstance(source, str | Path):
@@ -69,16 +69,16 @@ def explain(
 
 
 def is_job(path: Path) -> bool:
-    """Whether a file is a job, by its name; other programs write YAML, too: Kubernetes names an ``apiVersion``."""
+    """Return whether a file is a job: a YAML file without ``apiVersion``, which marks Kubernetes manifests."""
     if path.suffix.lower() not in _JOB_SUFFIXES or path.is_dir():
         return False
     with suppress(OSError), path.open("rb") as file:
         return re.search(rb"^apiVersion:", file.read(_HEAD_BYTES), re.MULTILINE) is None
-    return True  # and reading it says why not
+    return True  # reading it later raises the error
 
 
 def is_not_begun(path: Path) -> bool:
-    """Whether a folder is that of a run that was refused before its first step: what its job needs is known."""
+    """Return whether a run was refused before its first step: its folder has a job and a plan, but no run record."""
     return (path / "job.yaml").is_file() and (path / "plan.json").is_file() and not (path / "run.json").exists()
 
 
@@ -104,13 +104,13 @@ def _of_run(
 
 
 def _survived(run: RunRecord) -> tuple[str, ...]:
-    """What is to be said of memory that ran out where the run went on."""
+    """Return a note about memory that ran out if the run continued."""
     phases = [event.phase or "an unknown phase" for event in run.oom_events if event.survived]
     if not phases:
         return ()
     times = "once" if len(phases) == 1 else f"{len(phases):,} times"
     where = ", ".join(dict.fromkeys(phases))
-    return (f"Memory ran out {times} ({where}) and the run went on: `plimsoll report` of its directory shows how.",)
+    return (f"Memory ran out {times} ({where}) and the run continued: `plimsoll report` of its directory shows how.",)
 
 
 def _bytes(budget: str | int | None) -> int | None:
@@ -124,7 +124,7 @@ def _of_file(path: Path) -> Diagnosis:
         return diagnosis_of_watch(WatchRecord.read(path))
     if path.suffix == ".py":
         raise InputError(
-            f"{path} is a program, not what it said: give that, `python {path} 2>&1 | plimsoll explain`, or use "
+            f"{path} is a program, not its output: give its output, `python {path} 2>&1 | plimsoll explain`, or use "
             f"`plimsoll lint {path}`, which finds mistakes in it"
         )
     try:

@@ -1,6 +1,7 @@
-"""From evidence to a diagnosis: every cause is looked for, and growth that none of them explains is noted.
+"""The diagnosis of evidence: the findings of every cause, and a note about growth that no cause explains.
 
-The largest effect comes first; before all others what the training does not use at all, where it frees enough.
+Findings are sorted by effect, largest first. Memory that the training does not use at all comes first if freeing it is
+enough.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from plimsoll.records.units import format_bytes
 
 
 def diagnosed(evidence: Evidence, notes: tuple[str, ...] = ()) -> Diagnosis:
-    """Look for every cause and say what was found, the largest effect first."""
+    """Look for every cause in the evidence and return the diagnosis, largest effect first."""
     findings = [finding for find in every_cause().values() for finding in find(evidence)]
     return Diagnosis(
         subject=evidence.subject,
@@ -29,7 +30,7 @@ def diagnosed(evidence: Evidence, notes: tuple[str, ...] = ()) -> Diagnosis:
 
 
 def _place(finding: Finding, evidence: Evidence) -> tuple[bool, int, bool]:
-    """What a finding is sorted by, ascending."""
+    """Return the sort key of a finding, for ascending order."""
     effect_bytes = finding.effect_bytes or 0
     is_enough = finding.is_unused and effect_bytes >= (evidence.requested_bytes or 0)
     is_less_likely = evidence.event is not None and finding.cause == evidence.event.likely_cause_alt
@@ -41,8 +42,8 @@ def _of_which_steps(evidence: Evidence) -> tuple[str, ...]:
     if not 0 < evidence.num_steps < all_steps:
         return ()
     return (
-        f"Of the {all_steps} steps of this run, which more than one process did, steps {first} to {last} were looked "
-        "at, the most that are of one process: what a process keeps is gone with it.",
+        f"More than one process did the {all_steps} steps of this run. Steps {first} to {last} were analyzed, the most "
+        "that one process did: its memory is freed when it ends.",
     )
 
 
@@ -51,13 +52,13 @@ def _of_growth(evidence: Evidence, is_explained: bool) -> tuple[str, ...]:
     if evidence.num_steps and growth is None:
         num_measured = len(evidence.used_bytes)
         return (
-            f"Whether memory grows cannot be told from {num_measured} measurement{'s' * (num_measured != 1)}: 11 are "
+            f"Whether memory grows cannot be judged from {num_measured} measurement{'s' * (num_measured != 1)}: 11 are "
             "needed, 3 of them for the warm-up.",
         )
     if growth is not None and growth.is_steady and not is_explained:
         return (
-            f"The growth of {format_bytes(growth.likely_bytes)} per step is not that of a graph that is kept: look for "
-            "what your own code keeps from step to step (lists, caches, arrays); where it comes to an end after some "
-            "hundred steps it is the heap, which batches of changing lengths fill slowly.",
+            f"No retained graph explains the growth of {format_bytes(growth.likely_bytes)} per step: look for objects "
+            "that your own code keeps from step to step (lists, caches, arrays). If the growth ends after some hundred "
+            "steps, it is the heap, which batches of changing lengths fill slowly.",
         )
     return ()

@@ -1,4 +1,4 @@
-"""The job changed by a remedy that was found for it, written beside it."""
+"""A copy of a job with a remedy applied, written next to the job file."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from plimsoll.records.job_edit import changed_job
 
 
 class FixedJob(NamedTuple):
-    """A job file, and where the job goes that is changed by a remedy."""
+    """A job file, and the path for the fixed job."""
 
     job_file: Path
     path: Path
 
     @classmethod
     def beside(cls, job_file: Path, output: Path | None, force: bool) -> FixedJob:
-        """Choose where it goes; refused before the work, which takes seconds to minutes.
+        """Choose the output path. It is checked before the diagnosis, which takes seconds to minutes.
 
         Args:
             job_file: the job.
-            output: where it goes; ``None``: beside the job, as NAME-fixed.yaml.
+            output: path of the fixed job; ``None`` means NAME-fixed.yaml in the job's folder.
             force: whether an existing file may be overwritten.
 
         Raises:
-            OutputError: if it cannot go there.
+            OutputError: if the fixed job cannot be written to that path.
         """
         path = job_file.with_name(f"{job_file.stem}-fixed{job_file.suffix}") if output is None else output
         is_never = path.is_dir() or (path.exists() and job_file.exists() and path.samefile(job_file))
@@ -37,13 +37,13 @@ class FixedJob(NamedTuple):
             more = "" if is_never else ", or --force"
             raise OutputError(f"{path} exists already and is not overwritten: give another -o{more}")
         if path.suffix not in (".yaml", ".yml"):
-            raise OutputError(f"{path} would not be known for a job file by its name: give -o a name in .yaml")
+            raise OutputError(f"{path} does not have the suffix of a job file: give -o a name that ends in .yaml")
         if not path.parent.is_dir():
             raise OutputError(f"cannot write {path}, there is no folder {path.parent}: make it, or give another -o")
         return cls(job_file, path)
 
     def write(self, diagnosis: Diagnosis, number: int | None) -> str:
-        """Write the job changed by the remedy of that number, or by the first that fits; returns a sentence of it.
+        """Write the job with the chosen remedy, by default the first that fits, and return a sentence about it.
 
         Raises:
             InputError: if there is no such remedy.
@@ -55,10 +55,10 @@ class FixedJob(NamedTuple):
 
 
 def require_known_training(source: Path, options: Mapping[str, object]) -> Path | None:
-    """Return the job file of what is explained; ``None`` for a text, of which these options cannot be.
+    """Return the job file of a source; ``None`` for a text or snapshot, for which these options are refused.
 
     Raises:
-        InputError: if one of them is given all the same.
+        InputError: if one of the options is set for a text or snapshot.
     """
     if source.is_dir():
         return source / "job.yaml"
@@ -67,27 +67,28 @@ def require_known_training(source: Path, options: Mapping[str, object]) -> Path 
     given = [name for name, value in options.items() if value]
     if given:
         raise InputError(
-            f"{', '.join(given)} is for a training that is known, and {source} is a text or a snapshot: give a job "
+            f"{', '.join(given)} is only for jobs and runs, and {source} is a text or a snapshot: give a job "
             "file or a run directory"
         )
     return None
 
 
 def chosen_remedy(diagnosis: Diagnosis, number: int | None) -> Remedy:
-    """Return the remedy to apply; by itself only one that fits and leaves the training as it is.
+    """Return the remedy to apply: the numbered one, or the first that fits and does not change the training.
 
     Raises:
-        InputError: if there is none, or it must be chosen by its number.
+        InputError: if no remedy was found, or it must be chosen by its number.
     """
     remedies = diagnosis.remedies
     if not remedies:
         raise InputError(
-            f"no remedy was found for {diagnosis.subject}, so no job was written: give a --budget that it does not fit"
+            f"no remedy was found for {diagnosis.subject}, so no job was written: give a --budget that is too small "
+            "for it"
         )
     if number is not None:
         if number > len(remedies):
             raise InputError(
-                f"--remedy {number} is not one of the {len(remedies)} that were found: give 1 to that many"
+                f"--remedy is {number}, but {len(remedies)} were found: give a number from 1 to {len(remedies)}"
             )
         return remedies[number - 1]
     fitting = [one for one in remedies if one.fits]
@@ -97,10 +98,10 @@ def chosen_remedy(diagnosis: Diagnosis, number: int | None) -> Remedy:
     if fitting:
         first = remedies.index(fitting[0]) + 1
         raise InputError(
-            f"what fits changes the training or its precision, as {' + '.join(map(str, fitting[0].choices))} does: "
-            f"choose it with --remedy {first}"
+            "every remedy that fits changes the training or its precision, as "
+            f"{' + '.join(map(str, fitting[0].choices))} does: choose it with --remedy {first}"
         )
     raise InputError(
-        f"none of the {len(remedies)} remedies that were found fits, so no job was written: give a larger --budget, or "
-        "choose one with --remedy"
+        f"none of the {len(remedies)} remedies found fits, so no job was written: give a larger --budget, or choose "
+        "one with --remedy"
     )

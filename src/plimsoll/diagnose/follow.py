@@ -1,4 +1,4 @@
-"""A watch gone through to its end: every sample noted, written and shown, until something ends it.
+"""The loop of ``plimsoll watch``: every sample is counted, recorded and shown until the watch ends.
 
 seen = follow(watch, every_seconds=2.0, num_samples=None, record=None, show=print)
 """
@@ -25,15 +25,18 @@ def follow(
     show: Callable[[WatchSample], None],
     keeps_samples: bool = False,
 ) -> Seen:
-    """Look until what is watched has ended, so many times, or until Ctrl-C or SIGTERM.
+    """Take samples until the watched processes end, `num_samples` are taken, or Ctrl-C or SIGTERM arrives.
 
     Args:
-        watch: what is looked at.
-        every_seconds: between samples.
-        num_samples: how many; ``None`` for all.
-        record: the file of a watch that was begun, to which samples are added.
-        show: shows a sample.
-        keeps_samples: whether all of them are kept, which fills memory.
+        watch: the watch to sample.
+        every_seconds: seconds between samples.
+        num_samples: number of samples; ``None`` for no limit.
+        record: file of a recording that was started, to which samples are appended.
+        show: callback that shows a sample.
+        keeps_samples: whether to keep all samples in memory.
+
+    Returns:
+        the warnings, samples and signal that were seen.
 
     Raises:
         InputError: see `Watch.samples`.
@@ -52,7 +55,7 @@ def follow(
 
 @dataclass
 class Seen:
-    """What was seen; all samples are kept only to be printed, they would fill memory."""
+    """The results of a watch. Samples are only kept if they are printed at the end, because they fill memory."""
 
     keeps_samples: bool
     samples: list[WatchSample] = field(default_factory=list)
@@ -60,14 +63,14 @@ class Seen:
     interrupted_by: int | None = None
 
     def note(self, sample: WatchSample) -> None:
-        """Take note of a sample."""
+        """Record whether a sample has warnings, and keep the sample if samples are kept."""
         self.has_warned |= bool(sample.warnings)
         if self.keeps_samples:
             self.samples.append(sample)
 
     @contextmanager
     def until_interrupted(self) -> Iterator[None]:
-        """Let Ctrl-C and SIGTERM end the block, and nothing else."""
+        """Run the block until it ends, or until Ctrl-C or SIGTERM. Other exceptions propagate."""
 
         def stop(number: int, _: FrameType | None) -> None:
             self.interrupted_by = number
@@ -84,7 +87,7 @@ class Seen:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Have Ctrl-C and SIGTERM wait for the end of the block."""
+    """Delay Ctrl-C and SIGTERM until the end of the block."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield

@@ -1,6 +1,6 @@
-"""The frames of the user's code where an error was raised: those of its traceback, and their callers.
+"""Frames of user code at an error: those in its traceback, and their callers.
 
-A frame is the user's where its file is in no installed package, not in Python's library and not in this package.
+A frame is user code if its file is outside installed packages, the standard library and this package.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Line(NamedTuple):
-    """A line of the user's that was running; ``place`` is ``file.py:12``."""
+    """A running line of user code; ``place`` is ``file.py:12``."""
 
     frame: FrameType
     number: int
 
     @property
     def place(self) -> str:
-        """The file, from the current folder where it is below that, and the line."""
+        """The file and line; the path is relative if the file is below the current folder."""
         path = self.frame.f_code.co_filename
         here = os.path.relpath(path)
         return f"{path if here.startswith(os.pardir) else here}:{self.number}"
 
     @property
     def code(self) -> str:
-        """The text of the line; "" where its file is gone."""
+        """The source text of the line; "" if the file cannot be read."""
         return linecache.getline(self.frame.f_code.co_filename, self.number).strip()[:200]
 
 
 def frames_of(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
-    """Return every frame of a traceback with the line it was at, the innermost first."""
+    """Return every frame of a traceback with its current line, innermost first."""
     found = []
     while traceback is not None:
         found.append((traceback.tb_frame, traceback.tb_lineno))
@@ -44,12 +44,12 @@ def frames_of(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
 
 
 def users_lines(frames: list[tuple[FrameType, int]]) -> list[Line]:
-    """Return the user's among frames."""
+    """Return the lines of user code among frames."""
     return [Line(frame, number) for frame, number in frames if _is_users_frame(frame)]
 
 
 def users_callers(frame: FrameType | None) -> list[Line]:
-    """Return the user's frames among a frame and those that called it, the innermost first."""
+    """Return the lines of user code among a frame and its callers, innermost first."""
     found = []
     while frame is not None:
         found.append((frame, frame.f_lineno))

@@ -1,9 +1,10 @@
-"""Whether memory grows from step to step, told from the noise of an allocator.
+"""A test for steady growth of memory from step to step, despite the noise of an allocator.
 
-A jump (a longer batch than any before, an evaluation) is not steady growth: it is in one rate only. Noise without a
-trend puts four medians in ascending order once in 24 times, and must then also rise evenly, and by enough. It does NOT
-tell growth without a limit from a heap that still fills: a heap of glibc grows for hundreds of steps where lengths
-change from batch to batch, though nothing is kept (`docs/explain.md` says how often that is called growth).
+A jump (a batch longer than any before, an evaluation) is not steady growth, because it appears in one rate only. Noise
+without a trend puts four medians in ascending order once in 24 times. It must then also rise evenly, and by enough.
+
+Not handled: growth without a limit looks like a heap that still fills. A glibc heap grows for hundreds of steps if
+lengths change from batch to batch, though nothing is kept. `docs/explain.md` reports how often that is called growth.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _NOISE_BYTES, _NOISE_SHARE = 1 << 20, 0.02
 
 
 def growth_of(points: Sequence[tuple[int, int]]) -> MemoryGrowth | None:
-    """Fit the growth of memory: steady where each quarter of the steps grows by about as much as the whole.
+    """Estimate the growth of memory. It is steady if each quarter of the steps grows about as fast as the whole.
 
     Args:
-        points: steps, ascending, and the bytes in use after each.
+        points: steps in ascending order, and the bytes in use after each.
 
     Returns:
-        the growth, steady or not; ``None`` where fewer than 8 points are left after the warm-up.
+        the growth, steady or not; ``None`` if fewer than 8 points are left after the warm-up.
     """
     kept = points[max(int(len(points) * _WARM_UP_SHARE), _FEWEST_WARM_UP_POINTS) :]
     if len(kept) < _FEWEST_POINTS:

@@ -1,12 +1,12 @@
-"""What the variables of the user's code keep: containers, arrays and tensors with a graph, each with its size.
+"""Values that the variables of user code keep alive: containers, arrays and tensors with a graph, with their sizes.
 
-Looked through, from the frames that are given: local variables, the global variables of their modules, attributes of
-modules and plain objects, and containers in them, to a depth of four. Containers of up to `_FEW` items are looked
-through item by item, larger ones are taken as one thing. A large container is sized from 500 of its items, evenly
-spaced; of a graph up to `_MOST_NODES` operations are walked and the rest is taken to be alike.
+The search starts at the given frames: local variables, global variables of their modules, attributes of modules and
+plain objects, and containers in them, to a depth of four. Containers of up to `_FEW` items are searched item by item;
+larger ones count as one value. The size of a large container is extrapolated from 500 evenly spaced items. Of each
+graph up to `_MOST_NODES` operations are walked, and the rest is assumed to be alike.
 
-Does NOT see variables of functions that have returned, generators, what only C++ objects keep, and buffers of other
-libraries that do not tell their ``nbytes``. An optimizer and the parameters of modules are nobody's here.
+Not handled: variables of functions that have returned, generators, objects that only C++ keeps alive, and buffers of
+other libraries without ``nbytes``. Optimizers and the parameters of modules do not count.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from plimsoll.step.retained.assignments import Assignment, assignment_of
 from plimsoll.step.retained.tensors import OF_TORCH, attributes_of
 
 _DEEPEST, _FEW, _SAMPLE = 4, 16, 500
-_INNER_SAMPLE = 32  # of what is in an item
+_INNER_SAMPLE = 32  # for containers inside an item
 _MOST_NODES = 10_000
-_NODE_BYTES = 1024  # of the host's memory, see `plimsoll.diagnose.causes.graph_kept`
+_NODE_BYTES = 1024  # host memory, see `plimsoll.diagnose.causes.graph_kept`
 _LEAST_BYTES = 64 << 10
-_SIZED = ("numpy", "pyarrow", "array", "builtins", "scipy")  # libraries whose objects tell their ``nbytes``
+_SIZED = ("numpy", "pyarrow", "array", "builtins", "scipy")  # libraries whose objects have ``nbytes``
 CONTAINERS = (list, tuple, deque, set, frozenset, dict)
-"""What is looked into item by item."""
+"""Types that are searched item by item."""
 _LEAVES = (int, float, complex, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, FrameType)
 
 
 class Found(NamedTuple):
-    """A value that keeps something: its name, the last part of it, who has it (a frame's code or objects), itself.
+    """A value that keeps memory alive, with its name, the last part of the name, and its owners.
 
-    ``root_name`` and ``root_value`` are the variable or the attribute that it is an item of, or itself.
+    The owners are the code of a frame, or objects. ``root_name`` and ``root_value`` are the variable or attribute that
+    contains the value, or the value itself.
     """
 
     name: str
@@ -53,12 +54,12 @@ class Found(NamedTuple):
 
     @property
     def num_items(self) -> int:
-        """Its length."""
+        """The number of items; 1 if the value is not a container."""
         return len(self.value) if isinstance(self.value, CONTAINERS) else 1
 
 
 class _Size(NamedTuple):
-    """Bytes of what is no tensor, the tensors, by how much both are to be multiplied."""
+    """Bytes of objects that are not tensors, the tensors, and the factor that extrapolates both from a sample."""
 
     host_bytes: int
     tensors: list[Tensor]
@@ -66,7 +67,7 @@ class _Size(NamedTuple):
 
 
 def found_in(frames: Iterable[FrameType]) -> list[Found]:
-    """Find what the variables of frames keep, those of the first frame first."""
+    """Find the values that the variables of frames keep alive, in the order of the frames."""
     seen: set[int] = set()
     found: list[Found] = []
     for frame in frames:
@@ -76,11 +77,11 @@ def found_in(frames: Iterable[FrameType]) -> list[Found]:
 
 
 def variables_of(frame: FrameType, seen: set[int]) -> Iterator[tuple[str, Any, tuple[CodeType, ...]]]:
-    """Go through the variables of a frame and of its module, each with the code that may store it.
+    """Yield the variables of a frame and of its module, each with the code that may store it.
 
     Args:
-        frame: whose variables.
-        seen: the identities of the scopes that were gone through, which are left out; those of now are added.
+        frame: the frame.
+        seen: identities of scopes that are skipped because they were searched. The scopes of this frame are added.
     """
     code = frame.f_code
     for scope, owners in ((frame.f_locals, (code,)), (frame.f_globals, (code, _whole_file(code)))):
@@ -90,7 +91,7 @@ def variables_of(frame: FrameType, seen: set[int]) -> Iterator[tuple[str, Any, t
 
 
 def lengths_of(found: Iterable[Found]) -> dict[int, int]:
-    """Note how long everything is that was found, by its identity."""
+    """Return the number of items of every found value, by its identity."""
     return {id(one.value): one.num_items for one in found}
 
 
@@ -101,14 +102,14 @@ def kept_by(
     kind: str = "cpu",
     used: Iterable[int] = (),
 ) -> list[Kept]:
-    """Size what was found, largest first.
+    """Return the found values with their sizes, largest first.
 
     Args:
-        found: what `found_in` found.
-        lengths_before: of an earlier time.
-        borders: the number of operations that autograd had recorded at the end of each step, ascending.
-        kind: of device: other devices' tensors, and on another than the host all other objects, do not count.
-        used: the storages that do not count.
+        found: the result of `found_in`.
+        lengths_before: the result of an earlier `lengths_of`.
+        borders: number of operations that autograd had recorded at the end of each step, ascending.
+        kind: kind of device. Tensors on other devices do not count. Other objects only count on the CPU.
+        used: storages that do not count.
     """
     seen: set[int | None] = {None, *used}
     kept = [_kept(one, lengths_before, borders, kind, seen) for one in found if not isinstance(one.value, nn.Module)]
@@ -116,17 +117,17 @@ def kept_by(
 
 
 def stored(found: Found) -> Assignment:
-    """Return the line of the user's that stores a value; empty texts where it was not found."""
+    """Return the line of user code that stores a value; empty strings if it was not found."""
     owners = found.owners
     of_graph = assignment_of(owners, found.variable, found.value)
     store = of_graph or assignment_of(owners, found.variable, found.value, True)
-    if store is None and "." in found.root_name and isinstance(owners[-1], CodeType):  # code that has returned did it
+    if store is None and "." in found.root_name and isinstance(owners[-1], CodeType):  # its function has returned
         store = assignment_of([_whole_file(owners[-1])], f".{found.variable}", found.value, True)
     return store or Assignment("", "", "")
 
 
 def _whole_file(code: CodeType) -> CodeType:
-    """Code of which `inspect` gives the whole file that it is in."""
+    """Return a code object for which `inspect` returns the whole file."""
     return code.replace(co_name="<module>")
 
 
@@ -161,12 +162,12 @@ def _of_container(found: Found, seen: set[int], depth: int) -> Iterator[Found]:
 
 
 def _is_leaf(item: Any) -> bool:
-    """Whether an item is taken with its container: a tensor, a text, and what has no attributes."""
+    """Return whether an item belongs to its container: a tensor, a text, or an object without attributes."""
     return isinstance(item, Tensor | str | bytes) or not hasattr(item, "__dict__")
 
 
 def _named(value: Any) -> Iterable[tuple[str, Any]]:
-    """The attributes of an object; of a module those that are no module's of torch, and its parts."""
+    """Return the attributes of an object; of a module, those that torch does not define, also of its submodules."""
     if not isinstance(value, nn.Module):
         return attributes_of(value)
     parts = [(path, part) for path, part in value.named_modules() if path]
@@ -178,7 +179,7 @@ def _named(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _own_bytes(value: Any) -> int:
-    """What a value says that it takes, such as an array or a table."""
+    """Return the size that a value reports, such as an array or a table; 0 if it reports none."""
     if isinstance(value, str | bytes | bytearray):
         return sys.getsizeof(value)
     num_bytes = getattr(value, "nbytes", None) if type(value).__module__.partition(".")[0] in _SIZED else None
@@ -216,7 +217,7 @@ def _kept(one: Found, before: Mapping[int, int], borders: Sequence[int], kind: s
 
 
 def _is_made_at_once(value: Any, store: Assignment) -> bool:
-    """Whether a container that was not there before is a batch: a tuple, a few named items, or a few of a loop."""
+    """Return whether a new container is a batch: a tuple, a small dict with text keys, or a small loop variable."""
     if isinstance(value, tuple):
         return True
     is_named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
@@ -224,7 +225,7 @@ def _is_made_at_once(value: Any, store: Assignment) -> bool:
 
 
 def _graph(tensors: list[Tensor], without: set[int | None]) -> tuple[int, int | None]:
-    """Bytes of the graphs of tensors, and the number of their oldest operation."""
+    """Return the bytes of the graphs of tensors, and the number of their oldest operation."""
     own = set(without)
     num_nodes = num_done = saved_bytes = 0
     oldest: int | None = None
@@ -247,10 +248,10 @@ def _graph(tensors: list[Tensor], without: set[int | None]) -> tuple[int, int | 
 
 
 def _size(value: Any, depth: int = 0, seen: set[int] | None = None) -> _Size:
-    """Size a value with what is in it; an object that is in it twice counts once."""
+    """Return the size of a value and its items. An object that occurs twice counts once."""
     seen = set() if seen is None else seen
     if isinstance(value, _LEAVES):
-        return _of_object(value, depth, seen)  # millions of numbers are not remembered one by one
+        return _of_object(value, depth, seen)  # not added to `seen`: there may be millions of numbers
     if id(value) in seen or depth > 2 * _DEEPEST:
         return _Size(0, [], 1.0)
     seen.add(id(value))

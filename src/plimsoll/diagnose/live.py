@@ -1,13 +1,14 @@
-"""``with plimsoll.explained():`` around any training code: memory runs out, and it is said what used it.
+"""``with plimsoll.explained():`` around any training code explains an out-of-memory error when it is raised.
 
-The exception goes on as it was raised. Explaining it takes some memory, which is kept back for it while the code runs
-and given back first; where that is not enough, the note says so in place of the diagnosis. Without ``record`` the only
-thing that is done while the code runs is a reading of the memory in use after each ``step()`` of an optimizer of
-torch's, 50 to 70 microseconds.
+The exception propagates unchanged. The explanation takes some memory: a reserve is held while the code runs, and freed
+first. If that is not enough, a note replaces the diagnosis. Without ``record``, the only work while the code runs is to
+read the memory in use after each ``step()`` of a torch optimizer. It takes 50 to 70 microseconds.
 
-Does NOT cover a process that the kernel kills (``plimsoll watch`` and ``plimsoll explain`` read what is left), or that
-code in Rust ends when it is refused memory (where and why is printed, see `plimsoll.device.aborts`), errors
-of `plimsoll.TrainStep`, which say themselves what happened, and code that catches the error itself.
+Not handled:
+
+- A process that the kernel kills; use ``plimsoll watch``, or ``plimsoll explain`` on its log.
+- An abort in Rust code when it is refused memory; the place and reason are printed, see `plimsoll.device.aborts`.
+- Errors of `plimsoll.TrainStep`, which explain themselves, and errors that the code catches itself.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _MOST_STEPS = 4096
 
 @final
 class Explained(ContextDecorator):
-    """What `explained` returns; ``diagnosis`` is there once memory has run out."""
+    """The context manager that `explained` returns; ``diagnosis`` is set when memory has run out."""
 
     def __init__(self, record: bool = False, file: TextIO | None = None) -> None:
         self.diagnosis: Diagnosis | None = None
@@ -51,11 +52,11 @@ class Explained(ContextDecorator):
         self._depth = 0
 
     def __enter__(self) -> Explained:
-        """Begin to watch; within itself, as where a decorated function calls itself, the outermost does all."""
+        """Start to observe. If it is nested, as in a decorated recursive function, only the outermost one works."""
         self._depth += 1
         if self._depth > 1:
             return self
-        every_cause()  # a module that is loaded once memory has run out is one too many
+        every_cause()  # import all causes now: imports may fail when memory has run out
         baseline_bytes = _used_bytes(False) - sum(one.num_bytes for one in inventory("cpu").pieces)
         self._before = Before(baseline_bytes=max(0, baseline_bytes))
         self._before.look_at(_frames(sys._getframe(1)))
@@ -70,7 +71,7 @@ class Explained(ContextDecorator):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Explain an error, if it is that memory ran out, and let it go on."""
+        """Explain an out-of-memory error; every exception propagates."""
         self._depth -= 1
         if self._depth:
             return
@@ -96,18 +97,18 @@ class Explained(ContextDecorator):
         is_cuda = next((one.is_cuda for group in optimizer.param_groups for one in group["params"]), False)
         before.used_bytes.append((before.num_steps, _used_bytes(is_cuda)))
         before.borders.append(int(torch._C._autograd._get_sequence_nr()))
-        if len(before.borders) > _MOST_STEPS:  # every other one is enough
+        if len(before.borders) > _MOST_STEPS:  # half of the measurements are enough
             del before.used_bytes[1::2], before.borders[1::2]
 
 
 def explained(*, record: bool = False, file: TextIO | None = None) -> Explained:
-    """Say what used the memory where it runs out in a block or, as a decorator, in a function.
+    """Explain which objects used the memory if it runs out in a block or, as a decorator, in a function.
 
         with plimsoll.explained():
             train(model, loader)
 
     Args:
-        record: also note which line made each large tensor; each operation then takes 10 to 20 microseconds more.
+        record: also record the line that made each large tensor; each operation then takes 10 to 20 microseconds more.
         file: where to print; standard error by default.
 
     Returns:

@@ -1,6 +1,6 @@
-"""From an exception of a live process to its evidence: who owns every storage, what the user's variables keep.
+"""The evidence of an exception in a live process: the owner of every storage, and the values that user variables keep.
 
-Nothing is kept of the process: what is returned is numbers and text. Does NOT see how memory was a moment earlier.
+The result is numbers and text, so no object of the process is kept alive. Memory before the error is not seen.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _MOST_HOLDINGS = 20
 
 @dataclass
 class Before:
-    """What was noted before memory ran out.
+    """Observations from before memory ran out.
 
     Attributes:
-        lengths: of containers, by their identity.
-        tensors: in variables, as they were when the block was entered and after the first step; a batch comes later.
-        used_bytes: after each step, with its number.
-        borders: how many operations autograd had recorded by the end of each step.
-        births: lines that made tensors, by their addresses.
-        num_steps: that were done.
-        baseline_bytes: in use at the beginning, without the tensors that were there.
+        lengths: lengths of containers, by their identity.
+        tensors: tensors in variables at the start of the block and after the first step. Later ones are batches.
+        used_bytes: step numbers, and the bytes in use after each.
+        borders: number of operations that autograd had recorded at the end of each step.
+        births: lines that made tensors, by the tensors' addresses.
+        num_steps: number of finished steps.
+        baseline_bytes: bytes in use at the start, without tensors.
     """
 
     lengths: dict[int, int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Before:
     baseline_bytes: int = 0
 
     def look_at(self, frames: Iterable[FrameType]) -> None:
-        """Note what variables keep now."""
+        """Record the values that variables keep alive now."""
         found = list(found_in(frames))
         self.lengths |= lengths_of(found)
         self.tensors += [ref(tensor) for one in found for tensor in _tensors_of(one.value)]
@@ -71,7 +71,7 @@ class Before:
 
 @dataclass
 class _Scene:
-    """The frames at the error, and what was found in them."""
+    """The frames at the error, and the values found in them."""
 
     frames: list[tuple[FrameType, int]]
     lines: list[Line]
@@ -79,7 +79,7 @@ class _Scene:
 
     @property
     def phase(self) -> str:
-        """What the training was doing."""
+        """The phase of the training: forward, backward or optimizer."""
         for frame, _ in self.frames:
             name, path = frame.f_code.co_name, frame.f_code.co_filename
             if name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
@@ -89,7 +89,7 @@ class _Scene:
         return "forward"
 
     def assignment_of_variable(self, kind: type) -> tuple[Found, Any] | None:
-        """The variable of the user's that has an object of a kind."""
+        """Return the user's variable for an object of a type, and the object; ``None`` if there is no such variable."""
         for line in self.lines:
             for scope in (line.frame.f_locals, line.frame.f_globals):
                 for name, value in list(scope.items()):
@@ -98,13 +98,13 @@ class _Scene:
         return None
 
     def line_of_variable(self, kind: type) -> str:
-        """Where such a variable is assigned; "" where there is none."""
+        """Return the line that assigns such a variable; "" if unknown."""
         variable = self.assignment_of_variable(kind)
         return "" if variable is None else stored(variable[0]).place
 
 
 def backend_of(error: BaseException) -> tuple[Backend, str] | None:
-    """Return the backend on which memory ran out and the family of the error; ``None`` where it is no such error."""
+    """Return the backend on which memory ran out and the family of the error; ``None`` for any other error."""
     on_host = backend_for("cpu")
     uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     backend = backend_for(f"cuda:{torch.cuda.current_device()}") if uses_cuda else on_host
@@ -115,12 +115,12 @@ def backend_of(error: BaseException) -> tuple[Backend, str] | None:
 
 
 def evidence_of_error(error: BaseException, backend: Backend, before: Before, caller: FrameType | None) -> Evidence:
-    """Look at a process whose memory has run out.
+    """Return the evidence in a process whose memory has run out.
 
     Args:
-        error: as it was raised, with its traceback.
-        backend: on which memory ran out.
-        before: what was noted until then.
+        error: the exception, with its traceback.
+        backend: the backend on which memory ran out.
+        before: the observations until then.
         caller: the frame around the code that failed.
     """
     frames = frames_of(error.__traceback__)
@@ -164,7 +164,7 @@ def _event(error: BaseException, lines: list[Line]) -> OomText:
 
 
 def _limit_bytes(backend: Backend) -> int:
-    """What this process may use, counted as its use is; ``RLIMIT_DATA`` also counts what is never touched."""
+    """Return the bytes that this process may use, without the untouched memory that ``RLIMIT_DATA`` also counts."""
     capacity_bytes, use = backend.probe().capacity_bytes, backend.use()
     if backend.kind != "cpu":
         return capacity_bytes
@@ -173,7 +173,7 @@ def _limit_bytes(backend: Backend) -> int:
 
 
 def _missing_states_bytes(scene: _Scene) -> int:
-    """What the states that an optimizer was making when memory ran out would have taken."""
+    """Return the bytes of the states that the optimizer had yet to allocate when memory ran out."""
     frame = next((frame for frame, _ in scene.frames if frame.f_code.co_name == "_init_group"), None)
     optimizer = frame.f_locals.get("self") if frame is not None else None
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -185,20 +185,20 @@ def _missing_states_bytes(scene: _Scene) -> int:
 
 
 def _num_states(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
-    """How many states of its shape a parameter has."""
+    """Return the number of states that have the shape of their parameter."""
     state = optimizer.state.get(parameter, {})
     return sum(isinstance(one, Tensor) and one.shape == parameter.shape for one in state.values())
 
 
 def _innermost(frames: list[tuple[FrameType, int]], lines: list[Line]) -> list[FrameType]:
-    """The frames from the one that failed out to the first of the user's."""
+    """Return the frames from the innermost out to the first frame of user code."""
     users = lines[0].frame if lines else None
     numbers = [number for number, (frame, _) in enumerate(frames) if frame is users]
     return [frame for frame, _ in frames[: numbers[0] + 1 if numbers else 1]]
 
 
 def _kept(scene: _Scene, stock: Inventory, before: Before) -> list[Kept]:
-    """Size what variables keep, largest first, and claim it: copies and containers that grow or are many, the batch."""
+    """Return the values that variables keep, largest first, and claim their storages by category."""
     copies = copies_in(scene.found, [line.frame for line in scene.lines], stock)
     roots = {id(copy.root.value) for copy in copies}
     used = stock.claimed()
@@ -213,14 +213,14 @@ def _kept(scene: _Scene, stock: Inventory, before: Before) -> list[Kept]:
 
 
 def _given_to_modules(scene: _Scene) -> Iterator[Tensor]:
-    """What the modules that were at work when memory ran out were called with, and what they made of it."""
+    """Yield the inputs and local results of the modules that were running when memory ran out."""
     for frame, _ in scene.frames:
         if isinstance(frame.f_locals.get("self"), nn.Module):
             yield from (one for value in list(frame.f_locals.values()) for one in _tensors_of(value))
 
 
 def _named(all_found: list[Found], kept: list[Kept], stays: set[int]) -> dict[str, list[Tensor]]:
-    """Tensors without a graph in variables: those that stay from step to step, or grow or are many, and the batch."""
+    """Group tensors without a graph: tensors in growing containers or kept from step to step, and the batch."""
     many = {one.name for one in kept if one.num_items > 2 and (one.has_grown or one.is_of_data)}
     tensors: list[Tensor] = []
     batch: list[Tensor] = []
@@ -234,7 +234,7 @@ def _named(all_found: list[Found], kept: list[Kept], stays: set[int]) -> dict[st
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
-    """A tensor, or those that are items of a container."""
+    """Return a tensor, or the tensors that are items of a container, as a list."""
     if isinstance(value, Tensor):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, CONTAINERS) else ()
@@ -242,13 +242,13 @@ def _tensors_of(value: Any) -> list[Tensor]:
 
 
 def _vocab_size(stock: Inventory) -> int | None:
-    """The rows of the largest table of embeddings, which a head has as well."""
+    """Return the number of rows of the largest embedding; the output layer has as many."""
     tables = [one.num_embeddings for one in stock.modules if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
     return max(tables, default=None)
 
 
 def _sequence_length(stock: Inventory, asked: Asked | None) -> int | None:
-    """The length of the largest square of at least three dimensions that is no parameter."""
+    """Return the last dimension of the largest tensor with at least three dimensions that ends in a square."""
     free = {"activations", "temporaries"}
     shapes = [(one.num_bytes, one.shape) for one in stock.pieces if one.category in free]
     shapes += [(prod(asked.shape) * asked.dtype.itemsize, asked.shape)] if asked else []
@@ -257,7 +257,7 @@ def _sequence_length(stock: Inventory, asked: Asked | None) -> int | None:
 
 
 def _asked_category(scene: _Scene, stock: Inventory) -> str:
-    """What the tensor that was asked for would have been; "" for a first state of an optimizer, of which all count."""
+    """Return the category of the requested tensor; "" for an optimizer's first states, which are counted whole."""
     names = {frame.f_code.co_name for frame, _ in scene.frames}
     if scene.phase == "optimizer":
         return "" if "_init_group" in names else "temporaries"
@@ -302,7 +302,7 @@ def _shares(stock: Inventory, used_bytes: int, evidence: Evidence, scene: _Scene
 
 
 def _holdings(stock: Inventory, scene: _Scene, asked: Asked | None, before: Before) -> tuple[Holding, ...]:
-    """The largest things that are alive, like tensors grouped, and what was asked for."""
+    """Return the largest tensors that are alive, grouped by similarity, and the tensor that was requested."""
     groups: dict[tuple[Any, ...], list[Piece]] = {}
     model = scene.line_of_variable(nn.Module)
     lines = {"parameters": model, "gradients": model, "optimizer states": scene.line_of_variable(torch.optim.Optimizer)}
@@ -318,7 +318,7 @@ def _holdings(stock: Inventory, scene: _Scene, asked: Asked | None, before: Befo
 
 
 def _op_asked(scene: _Scene) -> str:
-    """The words of the line that failed, in which the name of the operation stands."""
+    """Return the text of the line that failed, which contains the name of the operation."""
     return scene.lines[0].code.lower()
 
 
@@ -354,5 +354,5 @@ def _of_variable(found: Found) -> Kept:
 
 
 def _caller_of_model(scene: _Scene) -> Line | None:
-    """The innermost line of the user's that is in no method of a module."""
+    """Return the innermost line of user code that is in no method of a module."""
     return next((one for one in scene.lines if not isinstance(one.frame.f_locals.get("self"), nn.Module)), None)

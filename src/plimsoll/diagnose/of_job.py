@@ -1,10 +1,10 @@
-"""The diagnosis of a job before it runs, and of a run that ended because memory ran out: both are dry-run.
+"""The diagnosis of a job before it runs, and of a run that ended because memory ran out. Both use a dry run.
 
-What the peak is made of is predicted (`plimsoll.planning.remedies`), and every remedy was tried by the predictor on
-this training. A run is dry-run with what it had in force when it ended. Where it fits by the prediction all the same,
-the causes that are part of a peak do not explain the end, and that is said.
+The parts of the peak are predicted (`plimsoll.planning.remedies`), and the predictor tries every remedy on this
+training. The dry run of a finished run uses the choices that were in force at its end. If that fits by the prediction,
+parts of the peak do not explain the end, and a note reports it.
 
-Does NOT read the texts of a job that has not run: of padding only a run knows.
+Not handled: the texts of a job that has not run. Only a run knows its padding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from plimsoll.records.prepared import Prepared
 from plimsoll.records.run import RunRecord
 from plimsoll.records.units import format_bytes
 
-_FITS = "It fits as it is, so that nothing was tried: `--budget SIZE` says what would make it fit in less."
+_FITS = "It fits as it is, so no remedies were tried: add `--budget SIZE` to find remedies for less memory."
 
 
 def diagnosis_of_job(
@@ -37,14 +37,14 @@ def diagnosis_of_job(
     limit_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Say what a job will need, and where that is too much what would make it fit.
+    """Predict the memory of a job, and find remedies if it does not fit.
 
     Args:
         job: the job.
-        subject: what it is called.
-        device: see `plimsoll.planning.plan.plan_job`, as is ``limit_bytes``.
-        limit_bytes: see `device`.
-        progress: told what is being done.
+        subject: name of the job in the diagnosis.
+        device: see `plimsoll.planning.plan.plan_job`.
+        limit_bytes: see `plimsoll.planning.plan.plan_job`.
+        progress: callback that receives a status text.
 
     Raises:
         InputError: if the job cannot be predicted; see `plimsoll.planning.plan.plan_job`.
@@ -67,14 +67,14 @@ def diagnosis_of_run(
     limit_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Say why memory ran out in a run, or would within ``limit_bytes``, and what would have made it fit.
+    """Explain why memory ran out in a run, or would within `limit_bytes`, and find remedies.
 
     Args:
-        run: the run.
-        directory: of it.
-        device: see `diagnosis_of_job`, as are the next two.
-        limit_bytes: see `device`.
-        progress: see `device`.
+        run: the record of the run.
+        directory: the run directory.
+        device: see `diagnosis_of_job`.
+        limit_bytes: see `diagnosis_of_job`.
+        progress: see `diagnosis_of_job`.
     """
     evidence = evidence_of_run(run)
     try:
@@ -89,17 +89,16 @@ def diagnosis_of_run(
         )
     except PlimsollError as error:
         if device is not None or limit_bytes is not None:
-            raise  # what was asked for cannot be
-        return diagnosed(evidence, (f"What would free memory could not be predicted: {error}",))
+            raise  # the requested device or limit is impossible
+        return diagnosed(evidence, (f"Remedies could not be predicted: {error}",))
     prediction, notes = found.prediction, found.notes
     is_over = prediction.verdict != "fits"
     if not is_over and not evidence.has_run_out:
         notes = (_FITS,)
     elif not is_over:
         notes = (
-            f"The training as it is should need {format_bytes(prediction.peak.high_bytes)} at the most of "
-            f"{format_bytes(prediction.limit_bytes)}: what ran out of memory is something that grew, or that only this "
-            "run has.",
+            f"The training should need at most {format_bytes(prediction.peak.high_bytes)} of "
+            f"{format_bytes(prediction.limit_bytes)}: something that grew, or that only this run has, used the rest.",
             *notes,
         )
     seen = with_prediction(
@@ -113,7 +112,7 @@ def diagnosis_of_run(
 
 
 def _texts(directory: Path) -> TextSketch | None:
-    """What is known of the texts of a run; ``None`` where what it has prepared cannot be read: they are sketched."""
+    """Return a sketch of the texts of a run; ``None`` if the prepared data cannot be read."""
     try:
         return texts_of(Prepared.load(directory / "prepared.json"))
     except PlimsollError:
@@ -121,7 +120,7 @@ def _texts(directory: Path) -> TextSketch | None:
 
 
 def _last(run: RunRecord) -> tuple[int | None, int | None]:
-    """The fallback and the micro-batch (samples) that a run had at its end."""
+    """Return the fallback and the micro-batch (samples) at the end of a run."""
     event = next(reversed(run.oom_events), None)
     if event is not None and ended_in_oom(run):
         return event.fallback, event.micro_batch
@@ -130,7 +129,7 @@ def _last(run: RunRecord) -> tuple[int | None, int | None]:
 
 
 def _padding_share(directory: Path) -> float | None:
-    """What of a batch is padding, from the tokens that the run has; ``None`` where they are not there any more."""
+    """Return the padding share of a batch from the run's tokens; ``None`` if they were deleted or nothing is padded."""
     try:
         job = Job.from_yaml(directory / "job.yaml")
         if not (job.is_labelled or job.data.has_padding):

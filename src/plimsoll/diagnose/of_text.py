@@ -1,8 +1,8 @@
-"""The diagnosis of an error's text or of a log: the last out-of-memory error in it, and the causes its numbers name.
+"""The diagnosis of an error text or a log: the last out-of-memory error in it, and the causes that its numbers support.
 
-What would fix it is said where the numbers bound it: what other processes hold, what the allocator holds and cannot
-use, what is missing. The file that its traceback names is checked for mistakes that cost memory, if it is here and has
-the line that the traceback shows. Does NOT know the training that failed, so it says nothing of techniques.
+A saving is only given if the numbers bound it: memory of other processes, reserved but unusable memory, missing memory.
+If the file in the traceback exists here and still has the line shown, it is linted for mistakes that cost memory. Not
+handled: the training that failed is unknown, so no techniques are suggested.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from plimsoll.records.lint import LintFinding
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.units import format_bytes
 
-_MOST_CODE_BYTES = 128 << 10  # checked in seconds, also where nothing else is in it than mistakes
+_MOST_CODE_BYTES = 128 << 10  # checked in seconds, even if it contains only mistakes
 _MOST_MISTAKES = 5
-_CAUSES = {"host_ram": "true_capacity", "tiny_shm": "shm"}  # whose words in a text's labels are others
+_CAUSES = {"host_ram": "true_capacity", "tiny_shm": "shm"}  # labels of a text that differ from the cause's name
 
 _POOL = (
-    "A process of a pool ended without a word, as one does that the kernel kills for memory, or that crashes: "
-    "`dmesg | grep -i oom` tells which, and `plimsoll watch` shows how much the processes use."
+    "A process of a pool ended without an error message: it crashed, or the kernel killed it for memory. "
+    "`dmesg | grep -i oom` shows which, and `plimsoll watch` shows how much memory the processes use."
 )
 
 
@@ -36,9 +36,9 @@ def diagnosis_of_text(file: BinaryIO, subject: str, report: Callable[[int], None
     """Read a text or a log to its end and explain the last out-of-memory error in it.
 
     Args:
-        file: of bytes.
-        subject: what it is called.
-        report: called now and then with how many characters were read.
+        file: a binary file.
+        subject: name of the text in the diagnosis.
+        report: progress callback, called with the number of characters read.
     """
     log = read_log(file, report)
     event = log.last or nothing_in(log.tail)
@@ -53,7 +53,7 @@ def diagnosis_of_text(file: BinaryIO, subject: str, report: Callable[[int], None
 
 
 def _findings(subject: str, event: OomText) -> tuple[Finding, ...]:
-    """Every cause that the text names, the likely one first."""
+    """Return the findings of every cause that the text supports, the likely cause first."""
     evidence = Evidence(subject=subject, kind="unknown", event=event)
     likely = _CAUSES.get(event.likely_cause or "", event.likely_cause)
     found = [finding for find in every_cause().values() for finding in find(evidence)]
@@ -61,7 +61,7 @@ def _findings(subject: str, event: OomText) -> tuple[Finding, ...]:
 
 
 def _remedies(found: tuple[Finding, ...]) -> tuple[Remedy, ...]:
-    """What the text bounds: it cannot free more than that."""
+    """Return the remedies whose saving the text bounds from above."""
     return tuple(
         Remedy(text=str(one.remedy), code=one.code, saving_high_bytes=one.effect_high_bytes, known="bound")
         for one in found
@@ -71,21 +71,21 @@ def _remedies(found: tuple[Finding, ...]) -> tuple[Remedy, ...]:
 
 def _notes(event: OomText, log: Log, is_explained: bool) -> list[str]:
     if not event.is_oom:
-        nothing = f"No text that means out of memory was found in {log.num_lines:,} line{'s' * (log.num_lines != 1)}."
+        nothing = f"No out-of-memory error was found in {log.num_lines:,} line{'s' * (log.num_lines != 1)}."
         return [nothing, _POOL] if "terminated abruptly" in log.tail else [nothing]
     notes = [] if is_explained else [_unknown(event)]
     others = len(log.events) - 1
     if others > 0:
-        stand = "error stands" if others == 1 else "errors stand"
-        notes.append(f"{others:,} other out-of-memory {stand} above the last one.")
+        stand = "error comes" if others == 1 else "errors come"
+        notes.append(f"{others:,} other out-of-memory {stand} before the last one.")
     return notes + _mistakes(event)
 
 
 def _mistakes(event: OomText) -> list[str]:
-    """What the check of code finds in the file of an error's place, if that file is here and as it was."""
+    """Return the lint findings in the file where the error was raised, if the file exists here and is unchanged."""
     path, line = Path(event.place.rpartition(":")[0]), event.place.rpartition(":")[2]
     found: tuple[LintFinding, ...] = ()
-    with suppress(OSError):  # it is of another machine or another user
+    with suppress(OSError):  # the path is from another machine or user
         if path.suffix == ".py" and path.is_file() and path.stat().st_size <= _MOST_CODE_BYTES:
             lines = path.read_text("utf-8", errors="replace").splitlines()
             if event.code and lines[int(line) - 1 : int(line)] and lines[int(line) - 1].strip().startswith(event.code):
@@ -101,8 +101,8 @@ def _mistakes(event: OomText) -> list[str]:
 def _unknown(event: OomText) -> str:
     if event.free is not None and event.tried_to_allocate is not None:
         return (
-            f"{format_bytes(event.free)} were free when {format_bytes(event.tried_to_allocate)} were asked for, so the "
-            "text does not say why it failed: another process may have held the memory for a moment, or one piece of "
-            "that size was not to be had."
+            f"{format_bytes(event.free)} were free when {format_bytes(event.tried_to_allocate)} were requested, so the "
+            "text does not show why it failed: another process may have held the memory for a moment, or no contiguous "
+            "block of that size was free."
         )
-    return "The text states no sizes, so it does not say what used the memory: look for an earlier message with sizes."
+    return "The text states no sizes, so it does not show what used the memory: look for an earlier message with sizes."

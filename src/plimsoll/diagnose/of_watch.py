@@ -1,9 +1,9 @@
-"""The diagnosis of a recorded watch: which process grew, which limit was reached, what the kernel killed.
+"""The diagnosis of a recorded watch: processes that grew, limits that were reached, and OOM kills.
 
-From outside a process only its sizes are seen, so this says who and how fast, and not which line of code: what to do is
-where to look next. A process grows where `plimsoll.diagnose.growth` says so of its private memory over the samples. A
-run is meant to use its budget: that, and the ``RLIMIT_DATA`` that enforces it, is named only where memory ran out. Does
-NOT tell growth without a limit from growth that ends.
+Only the sizes of processes are visible from outside. The diagnosis names the process and its rate, not the line of
+code, and the remedies tell where to look next. A process grows if `plimsoll.diagnose.growth` finds steady growth of its
+private memory over the samples. A run is meant to use its budget. The budget, and the ``RLIMIT_DATA`` that enforces it,
+are named only if memory ran out. Growth without a limit is not distinguished from growth that ends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from plimsoll.records.watch import Line, LineKind, ProcessUse, WatchRecord, Watc
 _PAGE = "docs/watch.md"
 _REACHED_SHARE = 0.95
 _FEWEST_SWAP_BYTES = 16 << 20
-_FEWEST_SAMPLES = 11  # what `growth_of` needs, with its warm-up
+_FEWEST_SAMPLES = 11  # the minimum for `growth_of`, with its warm-up
 
 Points = list[tuple[float, ProcessUse]]
 
 
 class _Grown(NamedTuple):
-    """A process that grew, as it was last, and how fast."""
+    """A process that grew, its last sample, and its rate."""
 
     use: ProcessUse
     risen_bytes: int
@@ -39,22 +39,23 @@ class _Grown(NamedTuple):
 
 
 _REMEDIES: dict[LineKind, str] = {
-    "machine": "Close what else uses the machine, or keep the training under a limit of its own: `plimsoll train "
-    "job.yaml --budget SIZE` finds a way that fits.",
-    "swap": "Close what else uses the machine: once swap is full, the kernel kills.",
+    "machine": "Close other programs on the machine, or limit the training: `plimsoll train job.yaml --budget SIZE` "
+    "finds a plan that fits.",
+    "swap": "Close other programs on the machine: once swap is full, the kernel kills processes.",
     "shm": "Give the container more shared memory (`docker run --shm-size=8g`, or an emptyDir of medium Memory at "
     "/dev/shm), or use fewer DataLoader workers.",
     "cgroup": "Raise the limit of the control group (`docker run --memory`, `resources.limits.memory`, `sbatch --mem`) "
     "or stay below it: `plimsoll train job.yaml --budget SIZE`.",
     "data": "Raise the limit (`ulimit -d`), or stay below it: `plimsoll train job.yaml --budget SIZE`.",
-    "address": "Raise the limit (`ulimit -v`): it counts addresses, also those that are never touched.",
-    "budget": "Give a larger --budget, or see what `plimsoll explain` says of the run's directory.",
-    "gpu": "See `nvidia-smi` for who else uses the GPU; `plimsoll plan job.yaml --budget SIZE` finds a way that fits.",
+    "address": "Raise the limit (`ulimit -v`): it counts all reserved addresses, even if they are never touched.",
+    "budget": "Give a larger --budget, or run `plimsoll explain` on the run directory.",
+    "gpu": "Run `nvidia-smi` to see who else uses the GPU; `plimsoll plan job.yaml --budget SIZE` finds a plan that "
+    "fits.",
 }
 
 
 def diagnosis_of_watch(record: WatchRecord) -> Diagnosis:
-    """Explain what a recording shows."""
+    """Explain a recording."""
     grown = [*_grown(record)]
     findings = [*grown, *_killed(record), *_reached(record), *_swapped(record)]
     return Diagnosis(
@@ -68,17 +69,17 @@ def diagnosis_of_watch(record: WatchRecord) -> Diagnosis:
 def _notes(record: WatchRecord, *, has_grown: bool) -> Iterator[str]:
     num = len(record.samples)
     span = f" over {format_seconds(record.samples[-1].seconds)}" if num else ""
-    yield f"From {num:,} sample{'s' * (num != 1)}{span}: what was between them was not seen."
+    yield f"From {num:,} sample{'s' * (num != 1)}{span}: memory between the samples was not seen."
     if num < _FEWEST_SAMPLES and not has_grown:
         yield f"Whether a process grows cannot be told from fewer than {_FEWEST_SAMPLES} samples."
     if record.end is None:
-        yield "The recording breaks off: the watch itself was killed, or it goes on."
+        yield "The recording breaks off: the watch itself was killed, or is still running."
     elif record.end.how != "out_of_memory":
         yield f"The end: {record.end.text}."
 
 
 def _grown(record: WatchRecord) -> Iterator[Finding]:
-    """One finding for each process that grew, but one for all that the same process started."""
+    """Yield a finding for each process that grew; child processes of one parent share a finding."""
     grown = [found for points in record.uses_by_pid.values() if (found := _growth(points)) is not None]
     parents = {use.pid for sample in record.samples for use in sample.processes}
     workers: dict[int, list[_Grown]] = {}
@@ -108,8 +109,8 @@ def _growth_finding(grown: _Grown) -> Finding:
         title=f"{grown.name[:1].upper()}{grown.name[1:]} grows by "
         f"{format_bytes(round(grown.bytes_per_second))} a second",
         evidence=(_rise(grown),),
-        remedy="Look for what is kept from step to step: losses or outputs with their graph, lists, caches. `plimsoll "
-        "explain` of a run's directory names the line that keeps a graph.",
+        remedy="Look for objects that are kept from step to step: losses or outputs with their graph, lists, caches. "
+        "`plimsoll explain` of a run directory names the line that keeps a graph.",
         effect_bytes=grown.risen_bytes,
         effect_known="measured",
         page=_PAGE,
@@ -123,7 +124,7 @@ def _workers_finding(parent: int, found: Sequence[_Grown]) -> Finding:
         title=f"{len(found)} processes that process {parent} started grow by {format_bytes(round(rate))} a second",
         evidence=(
             *map(_rise, found),
-            Fact(text="a forked worker copies each page of Python objects that it looks at", known="assumed"),
+            Fact(text="a forked worker copies each page of Python objects that it reads", known="assumed"),
         ),
         remedy="Keep the data set in arrays or files and not in Python objects (`plimsoll data index`), or use fewer "
         "DataLoader workers.",
@@ -143,7 +144,7 @@ def _rise(grown: _Grown) -> Fact:
 
 
 def _killed(record: WatchRecord) -> Iterator[Finding]:
-    """The end for memory, or kills on the way."""
+    """Yield a finding if the watch ended in an out-of-memory error, or the kernel killed processes during it."""
     num_kills = _num_kills(record)
     is_end = record.end is not None and record.end.how == "out_of_memory"
     if not is_end and not num_kills:
@@ -151,10 +152,10 @@ def _killed(record: WatchRecord) -> Iterator[Finding]:
     facts = [Fact(text=record.end.text, known="measured")] if is_end and record.end is not None else []
     if num_kills:
         killed = f"{num_kills} process{'es' * (num_kills != 1)}"
-        facts.append(Fact(text=f"the kernel's counter of kills for memory rose by {killed}", known="measured"))
+        facts.append(Fact(text=f"the kernel's counter of OOM kills rose by {killed}", known="measured"))
     limit = _limit_that_killed(record)
     if limit is not None:
-        text = f"at the last sample the nearest limit that can have done it was {_used(limit)}"
+        text = f"at the last sample, the limit closest to being reached was {_used(limit)}"
         facts.append(Fact(text=text, known="measured"))
     yield Finding(
         cause="out_of_memory",
@@ -170,7 +171,7 @@ def _num_kills(record: WatchRecord) -> int:
 
 
 def _limit_that_killed(record: WatchRecord) -> Line | None:
-    """The kernel kills for its groups and for the machine; a run ends by itself where its budget is too small."""
+    """Return the limit that caused the end. The kernel enforces control groups and the machine; a run its budget."""
     is_by_kernel = _num_kills(record) or (record.end is not None and record.end.exit_code == -signal.SIGKILL)
     kinds = {"cgroup", "machine"} if is_by_kernel else {"budget", "data", "address", "gpu"}
     lines = record.samples[-1].lines if record.samples else ()
@@ -178,7 +179,7 @@ def _limit_that_killed(record: WatchRecord) -> Line | None:
 
 
 def _reached(record: WatchRecord) -> Iterator[Finding]:
-    """Limits that were used up, or were going to be."""
+    """Yield a finding for each limit that was reached, or nearly reached."""
     highest: dict[str, tuple[float, Line]] = {}
     warned: dict[str, float] = {}
     for sample in record.samples:
@@ -197,7 +198,8 @@ def _reached(record: WatchRecord) -> Iterator[Finding]:
         if name in warned:
             facts.append(
                 Fact(
-                    text=f"from {format_seconds(warned[name])} on it would be reached within a minute", known="assumed"
+                    text=f"from {format_seconds(warned[name])} on, it was expected to be reached within a minute",
+                    known="assumed",
                 )
             )
         verb = "was reached" if line.used_share >= _REACHED_SHARE else "was near"
@@ -215,13 +217,13 @@ def _swapped(record: WatchRecord) -> Iterator[Finding]:
     if highest is None or _swap_bytes(highest) < _FEWEST_SWAP_BYTES:
         return
     size = format_bytes(_swap_bytes(highest))
-    text = f"{size} of the watched processes lay in swap after {format_seconds(highest.seconds)}"
+    text = f"{size} of the watched processes were in swap after {format_seconds(highest.seconds)}"
     yield Finding(
         cause="swap",
         title="Memory was moved to swap",
         evidence=(Fact(text=text, known="measured"),),
-        remedy="Free memory on the machine: a step that waits for swap takes many times as long, and no limit but the "
-        "machine's notices.",
+        remedy="Free memory on the machine: a step that waits for swap takes many times as long, and only the "
+        "machine's limit counts swap.",
         page=_PAGE,
     )
 

@@ -1,8 +1,8 @@
-"""Which tensor was asked for when memory ran out, from its size and the tensors at hand in the line that failed.
+"""A guess of the tensor that was requested when memory ran out, from its size and the tensors in the line that failed.
 
-Tried in this order: the result has the shape of a tensor at hand; it is that tensor times a matrix (``x @ w.T``, a
-layer of a module); it is the product of two tensors at hand (``q @ k.transpose(-2, -1)``). A size that several explain
-is given to the first, so a shape that is found is likely and not certain. Below 64 KiB nothing is looked for.
+Three shapes are tried in this order: the shape of a tensor at hand; that tensor times a matrix (``x @ w.T``, a layer of
+a module); the product of two tensors at hand (``q @ k.transpose(-2, -1)``). The first that explains the size is
+returned, so the result is likely and not certain. Sizes below 64 KiB are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_TENSORS = 64
 
 
 class Asked(NamedTuple):
-    """A shape that explains a size, and how."""
+    """A shape that explains a size, and a description of the operation."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,13 +29,13 @@ class Asked(NamedTuple):
 
 
 def tensors_at_hand(frames: Iterable[FrameType]) -> list[Tensor]:
-    """Return the tensors in the local variables of frames, and those of modules of theirs, at most 64."""
+    """Return at most 64 tensors in the local variables of frames and in the modules among them."""
     found = {id(one): one for frame in frames for value in list(frame.f_locals.values()) for one in _tensors(value)}
     return list(islice(found.values(), _MOST_TENSORS))
 
 
 def tensor_asked(num_bytes: int | None, at_hand: Iterable[Tensor]) -> Asked | None:
-    """Find what tensor has a size; ``None`` where nothing at hand explains it."""
+    """Return a tensor shape that has the given size; ``None`` if no tensor at hand explains it."""
     if num_bytes is None or num_bytes < _LEAST_BYTES:
         return None
     tensors = list(at_hand)

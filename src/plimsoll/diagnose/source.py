@@ -1,4 +1,4 @@
-"""What `plimsoll explain` is given: a path, or what is piped into it; a large text is gone through with progress."""
+"""The input of ``plimsoll explain``: a path or standard input. Large texts are read with a progress bar."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def explain_source(source: Path, device: str | None, limit_bytes: int | None, qu
 
     Args:
         source: see `plimsoll.diagnose.explain.explain`; ``-`` reads standard input.
-        device: where it trains; ``None``: the job's.
-        limit_bytes: that it may use; ``None``: the job's budget, or what there is.
+        device: device to train on; ``None`` for the job's device.
+        limit_bytes: bytes that the training may use; ``None`` for the job's budget, or all available memory.
         quiet: show no progress.
 
     Raises:
@@ -54,7 +54,7 @@ def explain_source(source: Path, device: str | None, limit_bytes: int | None, qu
 
 @contextmanager
 def _spooled(stream: io.BufferedReader) -> Iterator[Path | None]:
-    """What is piped as a file for a while, where it must be gone through more than once; ``None`` of a text."""
+    """Yield standard input as a temporary file if it must be read more than once; ``None`` for a text."""
     with tempfile.TemporaryDirectory(prefix="plimsoll-") as folder:
         path = Path(folder) / "standard input"
         path.write_bytes(stream.peek(_HEAD_BYTES))

@@ -1,11 +1,11 @@
-"""Look at processes again and again, and say before a limit is reached that it will be.
+"""Repeated samples of processes, with a warning before a limit is reached.
 
-What is watched: a process and what it started, a run by its directory (its command, with every process of it, also
-through restarts of the training), or the largest processes of this machine.
+A watch follows one of these: a process and its children; a run by its directory, that is, its command with all
+processes, also through restarts; or the largest processes of this machine.
 
-The rate is that of the last 30 samples (Theil-Sen), from 8 on. A warning begins where the limit is under 60 s away and
-at least half used, and ends where it is over 120 s away, so that it does not flap. What a plan predicts of a limit may
-be used without one. Does NOT tell growth that will stop from growth that will not.
+The rate is computed from the last 30 samples (Theil-Sen), and from 8 samples on. A warning starts when the limit is
+under 60 s away and at least half used. It ends when the limit is over 120 s away, so that it does not flap. Use below
+the plan's predicted peak gives no warning. Growth that will stop is not distinguished from growth that will not.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _LEAST_USED_SHARE = 0.5
 
 
 class Forecast:
-    """When one limit will be reached; it is told of every sample, in order."""
+    """A forecast of the time when one limit is reached. It must receive every sample, in order."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque(maxlen=_MOST_POINTS)
         self._is_warning = False
 
     def seconds_left(self, seconds: float, line: Line) -> float | None:
-        """Add what is used now, and return the seconds until the limit; ``None`` where nothing warns."""
+        """Add the current use, and return the seconds until the limit; ``None`` without a warning."""
         self._points.append((seconds, line.used_bytes))
         if len(self._points) < _FEWEST_POINTS:
             return None
@@ -55,12 +55,12 @@ class Forecast:
 
 
 class Watch:
-    """Looks at a process, a run, or (without either) the machine; close it with ``with``.
+    """A watch of a process, a run, or (without either) the machine; close it with ``with``.
 
     Args:
-        pid: the process; of a run the one of its command.
-        run: the run.
-        num_processes: of the machine, how many are shown.
+        pid: the process; for a run, the process of its command.
+        run: the run directory.
+        num_processes: number of processes to show for a machine.
 
     Raises:
         InputError: if there is no such process.
@@ -80,14 +80,14 @@ class Watch:
         self._started = time.monotonic()
 
     def __enter__(self) -> Watch:
-        """Open the driver of the GPUs."""
+        """Open the GPU driver."""
         self._gpus = self._stack.enter_context(gpu_uses())
         if self._watched is not None:
             self._stack.callback(self._watched.close)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it, and forget the process."""
+        """Close the GPU driver and release the process."""
         self._stack.close()
 
     def head(self) -> WatchRecord:
@@ -99,10 +99,14 @@ class Watch:
         return WatchRecord(subject=subject, wall_time=datetime.now(UTC).isoformat(timespec="seconds"))
 
     def samples(self, every_seconds: float, num_samples: int | None) -> Iterator[WatchSample]:
-        """Look until what is watched has ended, or so many times.
+        """Yield samples until the watched process ends, or `num_samples` were taken.
+
+        Args:
+            every_seconds: seconds between samples.
+            num_samples: number of samples; ``None`` for no limit.
 
         Raises:
-            InputError: if a process is another user's, and hidden.
+            InputError: if a process belongs to another user and is hidden.
             RecordError: if the metrics of the run are damaged.
         """
         number = 0
@@ -116,7 +120,7 @@ class Watch:
                 return
 
     def _wait(self, seconds: float) -> bool:
-        """Return whether what is watched has ended."""
+        """Wait, and return whether the watched process has ended."""
         if self._watched is not None:
             return self._watched.wait(seconds)
         time.sleep(seconds)
@@ -138,14 +142,16 @@ class Watch:
         )
 
     def end(self) -> WatchEnd:
-        """Say how it ended, at once after the last sample."""
+        """Return how the watch ended. Call this directly after the last sample."""
         seconds = round(time.monotonic() - self._started, 3)
         if self._watched is None or not self._watched.has_ended:
-            return WatchEnd(seconds=seconds, how="stopped", text="the watch was stopped; what was watched goes on")
+            return WatchEnd(
+                seconds=seconds, how="stopped", text="the watch was stopped; the watched processes continue"
+            )
         code = self._watched.exit_code()
         said = f"; {words}" if (words := self._said()) else ""
         if code is None:
-            text = f"process {self._pid} has ended, it is not known how{said}"
+            text = f"process {self._pid} has ended, its exit code is unknown{said}"
             return WatchEnd(seconds=seconds, how="gone", text=text)
         if code >= 0:
             text = f"process {self._pid} ended with exit code {code}{said}"
@@ -153,12 +159,12 @@ class Watch:
             return WatchEnd(seconds=seconds, how="out_of_memory" if is_out else "ended", exit_code=code, text=text)
         text = f"process {self._pid} was killed by {_signal_name(-code)}"
         if -code == signal.SIGKILL and self._num_kills():
-            text += f"; the kernel has killed for memory meanwhile ({self._counted_by()} counts it){said}"
+            text += f"; meanwhile the kernel killed a process for memory (counted by {self._counted_by()}){said}"
             return WatchEnd(seconds=seconds, how="out_of_memory", exit_code=code, text=text)
         return WatchEnd(seconds=seconds, how="killed", exit_code=code, text=text + said)
 
     def _said(self) -> str:
-        """What a run says of its own end."""
+        """Return the run's own record of its end."""
         progress = None if self._follower is None else self._follower.progress()
         if progress is None:
             return ""
@@ -177,7 +183,7 @@ class Watch:
     def _num_kills(self) -> int | None:
         before, now = self._kills_before, self._kills.read()
         if before is None or now is None or before.is_whole_machine != now.is_whole_machine:
-            return None  # the group went with its last process
+            return None  # the group was deleted with its last process
         return now.number - before.number
 
     def _counted_by(self) -> str:
@@ -185,7 +191,7 @@ class Watch:
 
 
 def _signal_name(number: int) -> str:
-    """Real-time signals have no name."""
+    """Return the name of a signal; real-time signals have none."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
@@ -193,7 +199,7 @@ def watch_of(run: Path | None, pid: int | None) -> Watch:
     """Return the watch of a run directory, of a process, or of this machine.
 
     Raises:
-        InputError: if the process has ended, the folder is no run directory, or no process of the run is here.
+        InputError: if the process has ended, the folder is not a run directory, or no process of the run is here.
     """
     if run is None:
         return Watch(pid)
@@ -209,7 +215,7 @@ def watch_of(run: Path | None, pid: int | None) -> Watch:
 
 
 def _over(run: Path, progress: RunProgress) -> str:
-    """Why there is nothing to watch in a run directory, and what to do."""
+    """Return the reason that nothing can be watched in a run directory, and the command to use instead."""
     if progress.status in {"finished", "interrupted", "failed"}:
         return (
             f"the run in {run} is over ({progress.status} at step {progress.step:,}), so there is nothing to watch: "
@@ -217,5 +223,5 @@ def _over(run: Path, progress: RunProgress) -> str:
         )
     return (
         f"no process of the run in {run} is on this machine (at step {progress.step:,}): start `plimsoll watch` where "
-        f"it runs; if it was killed, go on with `plimsoll train --resume --out {run}`"
+        f"it runs; if it was killed, resume it with `plimsoll train --resume --out {run}`"
     )

@@ -1,1 +1,1 @@
-"""The ranks that train one model: who they are, how they agree, and how gradients are summed."""
+"""Data-parallel ranks: joining them, agreeing on a decision, and summing gradients."""

@@ -1,9 +1,9 @@
-"""Starting the ranks of one machine, with torchrun's own agent, and saying with one exit code how they ended.
+"""Launcher for the ranks of one machine, based on torchrun's agent. It reports one exit code for all ranks.
 
-`plimsoll train --nproc 4` starts this in a process of its own; who starts torchrun himself does without. A rank that
-was killed counts first, since the others end because of it, and a rank that lost another one last.
+`plimsoll train --nproc 4` runs this in a separate process. It is not used if torchrun starts the ranks. The exit code
+of a killed rank takes precedence, because the other ranks end as a consequence.
 
-Does NOT start anything again: that is the supervisor's, which finds out why they ended (`plimsoll.training.supervise`).
+Does not restart ranks: the supervisor does, after it has found the cause (`plimsoll.training.supervise`).
 
 Source: https://docs.pytorch.org/docs/stable/elastic/run.html
 """
@@ -26,16 +26,16 @@ from plimsoll.errors import RankLostError
 from plimsoll.files.temporary import own_folder
 from plimsoll.processes.children import LAUNCHER, begin_supervised
 
-# A rank that was asked to stop finishes its step and saves.
+# After SIGTERM, a rank finishes its step and saves a checkpoint.
 _SHUTDOWN_SECONDS = 600
 _THREADS = "OMP_NUM_THREADS"
 
 
 def launch(num_ranks: int, arguments: Iterable[str]) -> int:
-    """Run ``plimsoll`` with these arguments in so many processes, until all have ended.
+    """Run ``plimsoll`` with these arguments in ``num_ranks`` processes, and wait until all have ended.
 
     Returns:
-        0, or the exit code of the rank that is the cause; 128 + n if signal n ended it.
+        0, or the exit code of the rank that failed first; 128 + n if signal n ended it.
     """
     begin_supervised()
     with own_folder() as folder:
@@ -43,7 +43,7 @@ def launch(num_ranks: int, arguments: Iterable[str]) -> int:
 
 
 def _launched(num_ranks: int, arguments: Iterable[str], log_folder: Path) -> int:
-    logging.disable(logging.WARNING)  # the ranks say themselves what it is
+    logging.disable(logging.WARNING)  # the ranks report their errors themselves
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault(_THREADS, str(max(len(os.sched_getaffinity(0)) // num_ranks, 1)))
@@ -68,9 +68,9 @@ def _launched(num_ranks: int, arguments: Iterable[str], log_folder: Path) -> int
 
 
 def exit_code_of(return_codes: Iterable[int]) -> int:
-    """Return the exit code of the rank that is the cause; return codes of killed processes are less than 0."""
+    """Return the exit code of the rank that caused the failure. Return codes of killed processes are negative."""
     return min(
         (128 - code if code < 0 else code for code in return_codes),
-        # Who was only asked to end, by torchrun's agent since another one had ended, is never the cause.
+        # torchrun's agent sends SIGTERM to the remaining ranks after one has failed: they are never the cause.
         key=lambda code: (code == 128 + signal.SIGTERM, code == RankLostError.exit_code, code <= 128),
     )

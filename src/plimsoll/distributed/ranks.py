@@ -1,13 +1,13 @@
-"""The processes that train one model, each with its part of every batch: who they are, and how they agree.
+"""Data-parallel ranks: each processes its part of every batch, and all agree on each decision.
 
-    with joined() as ranks:               # of torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...
-        if ranks.agree(memory_ran_out):   # True on all of them, if it is on one
+    with joined() as ranks:               # reads torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...
+        if ranks.agree(memory_ran_out):   # True on all ranks if it is True on at least one
             ...
 
-A rank that dies takes its connections with it: the others learn it in their next exchange, at once, and one that stands
-still after ``PLIMSOLL_RANKS_TIMEOUT`` seconds (600). Both end this process with `RankLostError`; torchrun, or
-`plimsoll train`, begins all ranks again from the newest checkpoint. Does NOT cover pipeline or tensor parallelism, and
-ranks on devices of different kinds.
+If a rank dies, its connections close, and the next collective of the other ranks fails at once. If a rank hangs, the
+collective fails after ``PLIMSOLL_RANKS_TIMEOUT`` seconds (600). Both end this process with `RankLostError`; torchrun or
+`plimsoll train` then restarts all ranks from the newest checkpoint. Does not cover pipeline parallelism, tensor
+parallelism, or ranks on devices of different types.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.html and https://docs.pytorch.org/docs/stable/elastic/run.html
 """
@@ -42,9 +42,10 @@ _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 class PeerOutOfMemory(MemoryError):
-    """Memory ran out on another rank, inside of a collective; for `plimsoll.step.oom_boundary` it ran out here, too.
+    """Memory ran out on another rank during a collective. `plimsoll.step.oom_boundary` treats it as a local OOM.
 
-    ``rank`` is the first on which it did, where that is known.
+    Attributes:
+        rank: the first rank that ran out of memory, or ``None`` if unknown.
     """
 
     family = "another rank"
@@ -55,14 +56,14 @@ class PeerOutOfMemory(MemoryError):
 
 
 class Ranks:
-    """Which of the processes this is. Made by `joined`; without arguments, of a training that is alone.
+    """The ranks of a training, as seen from this one. `joined` creates it; without arguments, there is a single rank.
 
     Args:
-        rank: this process, from 0.
-        world_size: how many there are, on all machines.
-        local_rank: this process among those of this machine, which is also the number of its GPU.
-        store: what is told there can be waited for without a limit; ``None`` where there is one process.
-        timeout_seconds: after which a rank that does not answer is lost.
+        rank: the rank of this process, from 0.
+        world_size: the number of ranks on all machines.
+        local_rank: the rank of this process on its machine, which is also the index of its GPU.
+        store: a key-value store for waits without a time limit; ``None`` for a single rank.
+        timeout_seconds: time after which a rank that does not answer counts as lost.
     """
 
     def __init__(
@@ -77,31 +78,31 @@ class Ranks:
         self.timeout_seconds = timeout_seconds
         self._store = store
         self._group = None if self.is_alone else dist.new_group(backend="gloo", timeout=_duration(timeout_seconds))
-        self._tables: dict[int, Tensor] = {}  # allocated once, so that nothing fails where others wait
+        self._tables: dict[int, Tensor] = {}  # allocated once: an OOM must not happen while others wait
         self._told = None if self.is_alone else torch.zeros(3, dtype=torch.int64)
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to agree with."""
+        """True if this is the only rank."""
         return self.world_size == 1
 
     def agree(self, flag: bool, place: int = 0) -> bool:
-        """Return whether ``flag`` is set on any rank; all must ask (see `first_of`)."""
+        """Return whether ``flag`` is set on any rank. All ranks must call it (see `first_of`)."""
         return self.first_of(flag, place) is not None
 
     def first_of(self, flag: bool, place: int = 0) -> int | None:
-        """Return the first rank on which ``flag`` is set, ``None`` if it is on none; all must ask.
+        """Return the first rank on which ``flag`` is set, or ``None``. All ranks must call it.
 
         Args:
-            flag: what this rank says.
-            place: where it asks, the same on all ranks, unless one of them sets its flag.
+            flag: the flag of this rank.
+            place: the number of the call site. It must be equal on all ranks unless one of them sets its flag.
 
         Raises:
-            InputError: on all ranks, if none sets its flag and they ask at different places.
+            InputError: on all ranks, if no flag is set and the places differ.
         """
-        # Nothing is exchanged before all ranks have said how it went: reduced inside backward, gradients would leave
-        # ranks waiting for one that ran out of memory. The number was allocated beforehand, so that nothing can fail on
-        # one rank between what it says and what all do. It goes over gloo, also where gradients go over NCCL.
+        # Ranks agree before they exchange gradients. If gradients were reduced during backward, the other ranks would
+        # wait for a rank that ran out of memory. The tensor was allocated in advance, so this call cannot itself run
+        # out of memory. It uses gloo, even if gradients use NCCL.
         told = self._told
         if told is None:
             return self.rank if flag else None
@@ -110,30 +111,30 @@ class Ranks:
         highest, last, first = told.tolist()
         if not highest and last != -first:
             raise InputError(
-                f"the {self.world_size} ranks are not at the same place of the model that is shared out over them: for "
-                "some samples it leaves out blocks, or parameters of them; train it without fully_shard"
+                f"the {self.world_size} ranks are in different blocks of the sharded model: it skips blocks or "
+                "parameters for some samples, which sharding does not allow; train it without fully_shard"
             )
         return self.world_size - int(highest) if highest else None
 
     def require_all(self, place: int = 0) -> None:
-        """Ask, inside of a collective and before it exchanges something, whether all got here.
+        """Check, inside a collective and before it exchanges data, that all ranks have reached this place.
 
         Raises:
-            PeerOutOfMemory: if memory ran out on a rank that did not.
-            InputError: if they are at different places (see `agree`).
+            PeerOutOfMemory: if a rank ran out of memory before it reached this place.
+            InputError: if the ranks are at different places (see `first_of`).
         """
         rank = self.first_of(False, place)
         if rank is not None:
             raise PeerOutOfMemory(rank)
 
     def add_up(self, numbers: Tensor) -> Tensor:
-        """Sum a tensor on the CPU over the ranks, in place: it must be of the same size on each."""
+        """Sum a CPU tensor over the ranks, in place. It must have the same size on each."""
         if not self.is_alone:
             self.exchange(lambda: dist.all_reduce(numbers, group=self._group))
         return numbers
 
     def each(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank, in the order of the ranks; all give equally many."""
+        """Return the numbers of every rank, in the order of the ranks. All ranks must pass equally many."""
         table = self._tables.get(len(numbers))
         if table is None:
             table = self._tables[len(numbers)] = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
@@ -144,7 +145,7 @@ class Ranks:
         return rows
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of every rank, in the order of the ranks; of anything that can be pickled, and small."""
+        """Return the value of every rank, in the order of the ranks. Values must be small and picklable."""
         if self.is_alone:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -152,10 +153,10 @@ class Ranks:
         return values
 
     def gather_agreed(self, value: T) -> list[T]:
-        """Return the value of every rank, of any size: memory for it is taken before each exchange is agreed on.
+        """Return the values of all ranks, of any size. Ranks allocate memory before they agree on each exchange.
 
         Raises:
-            PeerOutOfMemory: if memory ran out on another rank before it got here.
+            PeerOutOfMemory: if memory ran out on another rank before the exchange.
         """
         if self.is_alone:
             return [value]
@@ -165,7 +166,7 @@ class Ranks:
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(own)] = own
         every = [torch.empty_like(padded) for _ in sizes]
-        torch.empty(len(padded) * self.world_size + _EXCHANGE_BYTES, dtype=torch.uint8)  # what gloo takes for itself
+        torch.empty(len(padded) * self.world_size + _EXCHANGE_BYTES, dtype=torch.uint8)  # as much as gloo will allocate
         self.require_all()
         self.exchange(lambda: dist.all_gather(every, padded, group=self._group))
         return [pickle.loads(one[:size].numpy().tobytes()) for one, size in zip(every, sizes, strict=True)]
@@ -175,18 +176,18 @@ class Ranks:
         self.exchange(lambda: dist.all_reduce(gradient))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Give every rank what rank 0 has in these tensors, which are of the same shapes on each."""
+        """Copy these tensors from rank 0 to every rank. Their shapes must be equal on all ranks."""
         for tensor in tensors if not self.is_alone else ():
             whole = tensor.detach().contiguous()
             self.exchange(lambda whole=whole: dist.broadcast(whole, src=0))  # type: ignore[misc]
             tensor.detach().copy_(whole)
 
     def on_first(self, name: str, work: Callable[[], T]) -> T | None:
-        """Have rank 0 do some work, which may take hours, while the others wait for it; those return ``None``.
+        """Run work on rank 0 while the other ranks wait, for hours if necessary; they return ``None``.
 
         Args:
-            name: what tells this work from any other that is done so.
-            work: what is to be done; where rank 0 fails in it and ends, the others are lost.
+            name: a unique name of this work.
+            work: the function to call. If it fails and ends rank 0, the other ranks raise `RankLostError`.
         """
         store = self._store
         if store is None:
@@ -200,11 +201,11 @@ class Ranks:
         return done
 
     def leave(self) -> None:
-        """Let go of the connections: what still holds this object must not keep them until the interpreter ends."""
+        """Release the connections, so that references to this object do not keep them open."""
         self._group = self._store = None
 
     def exchange(self, work: Callable[[], T]) -> T:
-        """Do something that waits for the other ranks; where it fails, one of them is lost."""
+        """Run a collective. Raise `RankLostError` if it fails, because a rank was lost."""
         try:
             return work()
         except RuntimeError as error:
@@ -212,18 +213,18 @@ class Ranks:
             is_closed = any(words in reason for words in _CLOSED)
             how = "ended" if is_closed else f"ended, or did not answer for {self.timeout_seconds:g} s"
             raise RankLostError(
-                f"rank {self.rank} of {self.world_size} lost another rank, which {how} ({reason}): see what that one "
-                "said; the checkpoints are intact, go on with --resume (torchrun: --max-restarts does it by itself; "
-                f"{_TIMEOUT} sets the seconds)"
+                f"rank {self.rank} of {self.world_size} lost another rank, which {how} ({reason}): see the "
+                "output of that rank; checkpoints are intact, continue with --resume (torchrun --max-restarts does so "
+                f"by itself; {_TIMEOUT} sets the timeout in seconds)"
             ) from None
 
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """Meet the other ranks that torchrun has started, while the block runs; alone where it has not.
+    """Join the ranks that torchrun started, for the duration of the block. Without torchrun there is a single rank.
 
     Raises:
-        InputError: if the environment is incomplete, or the ranks did not meet.
+        InputError: if the environment is incomplete, or the ranks cannot connect.
     """
     if (os.environ.get("WORLD_SIZE") or "1") == "1" or not os.environ.get("RANK"):
         yield Ranks()
@@ -241,9 +242,10 @@ def joined() -> Iterator[Ranks]:
         ranks = Ranks(rank, world_size, local_rank, store, timeout_seconds)
     except (RuntimeError, ValueError) as error:
         raise InputError(
-            f"rank {rank} of {world_size} did not meet the others at {where} ({_reason(error)}; they have "
-            f"{timeout_seconds:g} s, see {_TIMEOUT}): check that all {world_size} are started with the same address, "
-            "that it can be reached from each machine, and that the port is free"
+            f"rank {rank} of {world_size} could not connect to the others at {where} within "
+            f"{timeout_seconds:g} s, which {_TIMEOUT} sets ({_reason(error)}): check that all "
+            f"{world_size} are started with the same address, that every machine can reach it, and that "
+            "the port is free"
         ) from None
     try:
         yield ranks
@@ -253,14 +255,13 @@ def joined() -> Iterator[Ranks]:
 
 
 def _met(rank: int, world_size: int, timeout_seconds: float) -> Store:
-    """Return a store that only the ranks of this start have.
+    """Return a key-value store that only the ranks of this start share.
 
-    torchrun's own is kept through all restarts, with what those have left there that ended, and its count of restarts
-    is each machine's own. So each rank says hello with a word that it has made up, and the first, which answers until
-    all have heard it, tells under which name they go on.
+    torchrun's store survives restarts, with old keys in it, and its restart count differs between machines. So each
+    rank writes a random word, and rank 0 answers each word with the prefix that all ranks use from then on.
 
     Raises:
-        RuntimeError, ValueError: if they do not meet.
+        RuntimeError, ValueError: if the ranks cannot connect.
     """
     meeting, _, _ = next(rendezvous("env://", rank, world_size, timeout=_duration(timeout_seconds)))
     own = uuid.uuid4().hex
@@ -284,19 +285,19 @@ def _met(rank: int, world_size: int, timeout_seconds: float) -> Store:
 
 
 def _number(name: str, least: int, below: int | None) -> int:
-    """A number of torchrun's environment."""
+    """Return an integer from torchrun's environment."""
     text = os.environ.get(name, "0")
     if not text.isdecimal() or int(text) < least or (below is not None and int(text) >= below):
         numbers = f"from {least} to {below - 1}, for WORLD_SIZE={below}" if below is not None else f"from {least}"
         raise InputError(
-            f"{name}={text!r} in the environment is no number {numbers}: start the ranks with torchrun, or with "
+            f"{name}={text!r} in the environment must be an integer {numbers}: start the ranks with torchrun or "
             "plimsoll train --nproc, which set it"
         )
     return int(text)
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence of what torch says, without the place in its sources."""
+    """Return the first sentence of an error of torch, without the position in its source code."""
     return re.sub(r"^\[[^\]]*\]\s*", "", str(error)).partition("\n")[0].partition(". ")[0][:300]
 
 
@@ -307,7 +308,7 @@ def _timeout_seconds() -> float:
     except ValueError:
         timeout_seconds = 0
     if not 0 < timeout_seconds < 1e6:
-        raise InputError(f"{_TIMEOUT}={text!r} is no number of seconds: give for example 600")
+        raise InputError(f"{_TIMEOUT}={text!r} must be a number of seconds: set it to 600, for example")
     return timeout_seconds
 
 

@@ -1,12 +1,12 @@
-"""The gradients of all ranks added up, after each has finished its own part of the batch.
+"""Sum of gradients over all ranks, after each rank has finished its part of the batch.
 
-One pass over the gradients when they are complete: small ones are gathered in a buffer that is there from the
-first step on, large ones are added up where they are. Everything that could run out of memory (a gradient of zeros on
-a rank whose samples have not reached a parameter, what the exchange itself takes) is allocated before the ranks agree
-that all of them go on; so that no rank waits in an exchange that another did not reach.
+Gradients are reduced in one pass, when they are complete. Small ones are copied into a bucket that is allocated before
+the first step; large ones are reduced in place. All memory that the reduction needs is allocated before the ranks agree
+to start it. This includes zero gradients for parameters that only other ranks have used. No rank can therefore wait in
+a collective that another rank did not reach.
 
-The sum is the same bits on all ranks, in another order than one process adds in. Does NOT overlap with backward, which
-would need an exchange before it is known that all ranks get through it; and does NOT cover sparse gradients.
+The sum is bitwise equal on all ranks, but is added in another order than in a single process. Does not overlap with
+backward: the exchange would start before all ranks have completed it. Does not cover sparse gradients.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from plimsoll.errors import InputError
 from plimsoll.records.run import OomEvent
 
 BUCKET_BYTES = 4 << 20
-_EXCHANGE_BYTES = 8 << 20  # gloo's ring takes up to three segments of 1 MiB, and the sockets' own
+_EXCHANGE_BYTES = 8 << 20  # gloo's ring allocates up to three segments of 1 MiB, plus socket buffers
 
 
 class Reduction:
-    """Adds up the gradients of some parameters over the ranks.
+    """Sum of the gradients of some parameters over the ranks.
 
     Args:
         ranks: the ranks.
-        parameters: of the model and of the optimizer; those that a technique has sharded add up their own.
+        parameters: the parameters of the model and the optimizer. Sharded ones are skipped: their technique reduces
+            them.
     """
 
     def __init__(self, ranks: Ranks, parameters: Iterable[nn.Parameter]) -> None:
@@ -42,7 +43,7 @@ class Reduction:
     def add_up_all(
         self, loss: float, collectively: Callable[[Callable[[], None]], OomEvent | None]
     ) -> float | OomEvent:
-        """Add up the losses and the gradients of all ranks; ``collectively`` runs what may run out of memory on one."""
+        """Sum losses and gradients over all ranks. ``collectively`` runs the part that may run out of memory."""
         loss = self.add_up_loss(loss)
         if self.has_gaps and (event := collectively(self.fill)) is not None:
             return event
@@ -50,7 +51,7 @@ class Reduction:
         return loss
 
     def prepare(self) -> None:
-        """Allocate what the exchange takes; memory may run out here, and nothing has been exchanged.
+        """Allocate memory for the exchange. Memory may run out here, before anything is exchanged.
 
         Raises:
             InputError: if a gradient is sparse.
@@ -58,14 +59,14 @@ class Reduction:
         for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise InputError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and not added up over "
-                    f"{self._ranks.world_size} ranks: leave out sparse=True, or train with one rank"
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse and cannot be summed "
+                    f"over {self._ranks.world_size} ranks: leave out sparse=True, or train with one rank"
                 )
             self._bucket_for(parameter)
         torch.empty(_EXCHANGE_BYTES, dtype=torch.uint8)
 
     def add_up_loss(self, loss: float) -> float:
-        """Return the sum of the losses of all ranks, and learn which parameters have a gradient on some ranks only."""
+        """Return the sum of the losses, and find the parameters that have a gradient on some ranks only."""
         numbers = self._numbers.zero_()
         numbers[0] = loss
         for place, parameter in enumerate(self._parameters, start=1):
@@ -79,18 +80,18 @@ class Reduction:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether some rank must `fill` in gradients before they can be added up; the same answer on all."""
+        """True if a rank must `fill` in gradients before the sum. The value is equal on all ranks."""
         return bool(self._lacking)
 
     def fill(self) -> None:
-        """Make the gradients of zeros that this rank lacks and another has; memory may run out here."""
+        """Allocate zero gradients that only other ranks have. Memory may run out here."""
         for parameter in self._lacking:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """Add the gradients up, in place."""
+        """Sum the gradients over the ranks, in place."""
         waiting: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in self._parameters:
             gradient = parameter.grad
@@ -108,7 +109,7 @@ class Reduction:
             self._flush(self._buckets[key], gathered)
 
     def _flush(self, bucket: Tensor, gathered: list[Tensor]) -> None:
-        """Add up some gradients in the bucket; one that is larger goes through it in parts."""
+        """Reduce gradients through the bucket. A gradient larger than the bucket is split."""
         flat = [gradient.reshape(-1) if gradient.is_contiguous() else gradient for gradient in gathered]
         gathered.clear()
         if len(flat) == 1 and flat[0].numel() > len(bucket):
@@ -123,7 +124,7 @@ class Reduction:
             gradient.copy_(part.view(gradient.shape))
 
     def _flush_in_parts(self, bucket: Tensor, gradient: Tensor) -> None:
-        """Add up a large gradient that is not contiguous, by its first dimension where that can be, else by rows."""
+        """Reduce a large non-contiguous gradient in slices of its first dimension."""
         if gradient.ndim > 1 and gradient[0].numel() > len(bucket):
             for row in gradient:
                 self._flush_in_parts(bucket, row)
@@ -142,5 +143,5 @@ class Reduction:
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is this rank's part of a larger one (`torch.distributed.tensor.DTensor`)."""
+    """Return whether a parameter is a shard (`torch.distributed.tensor.DTensor`)."""
     return hasattr(parameter, "is_part") or type(parameter.data).__name__ == "DTensor"

@@ -1,1 +1,1 @@
-"""Files: caches, stores that are whole or absent, remote files, identities."""
+"""Files: caches, atomic stores, remote files, checksums and temporary files."""

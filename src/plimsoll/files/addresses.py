@@ -1,10 +1,11 @@
-"""Files of object stores and web servers by their addresses: looked at, and read again where a connection breaks.
+"""Reader for files of object stores and web servers, by address. It reconnects if a connection breaks.
 
-`look` says which files an address means, how large each is, and a mark of its state; `pieces` yields a file from begin
-to end. Addresses are shown without their secrets.
+`look` resolves an address to files, each with its size and a fingerprint of its version; `pieces` yields the content of
+a file. Printed addresses contain no secrets.
 
-Does NOT cover writing; servers that do not say how large a file is, or that send it compressed only; and lists of web
-servers: each file is given. A server that says neither ETag nor time can change a file unnoticed if its size stays.
+Does not cover writing, and directory listings of web servers. Servers must send the size of a file, and must be able to
+send it uncompressed. If a server sends neither an ETag nor a modification time, a change that keeps the size is not
+detected.
 
 Source: https://filesystem-spec.readthedocs.io
 """
@@ -26,10 +27,10 @@ from plimsoll.errors import DataError
 T = TypeVar("T")
 
 PIECE_BYTES = 8 << 20
-_TRIES = 5  # in a row without a byte
+_TRIES = 5  # consecutive tries that yield no byte
 _PAUSES_SECONDS = (0.2, 1.0, 3.0, 8.0)
-_SILENT_SECONDS = 60  # after which a server has failed one try; how long a whole file takes does not matter
-# Of the state of a file, by the names that file systems of fsspec have for it, in small letters.
+_SILENT_SECONDS = 60  # of silence, after which a try has failed; a whole file may take longer
+# Fields of a file's version in fsspec file systems, in lower case.
 _SAID = (
     *("size", "etag", "lastmodified", "last-modified", "last_modified", "mtime", "created", "updated", "generation"),
     *("md5hash", "content-md5", "digest", "crc", "date_time"),
@@ -42,7 +43,7 @@ _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs":
              "az": "adlfs", "http": "aiohttp", "https": "aiohttp", "hdfs": "pyarrow", "sftp": "paramiko"}  # fmt: skip
 _WEB = ("http", "https")
 _GONE, _FORBIDDEN, _MAY_PASS = (404, 410), (401, 403, 407), (408, 425, 429)
-# What stores raise that is no OSError; looked up where the package has been loaded.
+# Exceptions of stores that are not an OSError. They are looked up in packages that are already imported.
 _RAISED = {
     "aiohttp": ("ClientError",),
     "azure.core.exceptions": ("AzureError",),
@@ -56,7 +57,7 @@ _RAISED = {
 
 
 class Seen(NamedTuple):
-    """A file elsewhere; ``mark`` tells its state from another, as far as the store says."""
+    """A remote file. ``mark`` is a fingerprint of its version, from the metadata that the store sends."""
 
     address: str
     num_bytes: int
@@ -64,14 +65,14 @@ class Seen(NamedTuple):
 
 
 def is_remote(source: str) -> bool:
-    """Whether a source has a protocol, and is not of this machine's files."""
+    """Return whether a source is an address with a protocol, instead of a local path."""
     return _ADDRESS.match(source) is not None and not source.lower().startswith("hf:")
 
 
 def shown(text: str) -> str:
-    """Return an address, or a text with addresses in it, without secrets.
+    """Replace the secrets in a text with addresses by ``***``.
 
-    They are passwords and, of web servers, a name alone before the host and the values in a query (``?sig=***``).
+    Secrets are passwords and, in web addresses, a token before the host and the values in a query (``?sig=***``).
     """
     without = _TOKEN.sub(r"\1***@", _PASSWORD.sub(r"\1:***@", text))
     return _QUERY.sub(lambda found: found[1] + "&".join(map(_shown_part, found[2].split("&"))), without)
@@ -83,7 +84,7 @@ def _shown_part(part: str) -> str:
 
 
 def without_secrets(value: T) -> T:
-    """Return a JSON value, in which all addresses are as `shown`."""
+    """Return a JSON value with the secrets of all addresses replaced, see `shown`."""
     changed: Any = value
     if isinstance(value, str):
         changed = shown(value) if is_remote(value) else value
@@ -96,7 +97,7 @@ def without_secrets(value: T) -> T:
 
 
 def file_name(address: str) -> str:
-    """Return what the file of an address is called, by which its format is told."""
+    """Return the file name of an address, which tells the format."""
     path = next((part for part in address.split("::") if "://" in part), address)
     if path.lower().startswith(_WEB):
         path = path.partition("?")[0].partition("#")[0]
@@ -104,13 +105,14 @@ def file_name(address: str) -> str:
 
 
 def look(source: str) -> tuple[list[Seen], bool]:
-    """Return the files that an address means, and whether it is the address of just one.
+    """Return the files at an address, and whether it is the address of a single file.
 
     Args:
-        source: of a file, a folder (all below it) or with ``*`` and ``**``, where the store can list.
+        source: the address of a file or folder (with all files below it), or a pattern with ``*`` and ``**`` if the
+            store can list its files.
 
     Raises:
-        DataError: if there is no file, the store cannot be reached, or a package is missing that knows the protocol.
+        DataError: if there is no file, the store is unreachable, or the package for its protocol is not installed.
     """
     path, infos = _tried(lambda: _listed(source), source)
     if not infos:
@@ -122,10 +124,10 @@ def look(source: str) -> tuple[list[Seen], bool]:
 
 
 def pieces(address: str, num_bytes: int) -> Iterator[bytes]:
-    """Yield a file of that size from its begin, at most 8 MiB at a time.
+    """Yield the content of a file of ``num_bytes``, at most 8 MiB at a time.
 
     Raises:
-        DataError: if it cannot be read, or has more bytes.
+        DataError: if the file cannot be read or is larger.
     """
     tries, done = _Tries(address), 0
     while done < num_bytes:
@@ -134,19 +136,19 @@ def pieces(address: str, num_bytes: int) -> Iterator[bytes]:
                 done += len(piece)
                 if done > num_bytes:
                     raise DataError(
-                        f"{shown(address)} came with more than the {num_bytes:,} bytes that its store says: try again, "
+                        f"{shown(address)} is larger than the {num_bytes:,} bytes that its store reported: try again, "
                         "or download it"
                     )
                 tries.succeeded()
                 yield piece
             if done < num_bytes:
-                raise ConnectionError(f"{done:,} bytes of {num_bytes:,} came")
+                raise ConnectionError(f"received {done:,} of {num_bytes:,} bytes")
         except _errors() as error:
             tries.failed(error)
 
 
 def head(address: str, num_bytes: int) -> bytes:
-    """Return the first bytes of a file, which has as many or fewer, without reading much more."""
+    """Return up to ``num_bytes`` from the start of a file, without reading much more."""
     return _tried(lambda: _head(address, num_bytes), address)
 
 
@@ -154,7 +156,7 @@ def head(address: str, num_bytes: int) -> bytes:
 
 
 def _opened(source: str) -> tuple[Any, str]:
-    """The file system of an address and the path in it."""
+    """Return the fsspec file system of an address, and the path in it."""
     protocols = [part.partition("://")[0].lower() for part in source.split("::")]
     try:
         from fsspec.core import url_to_fs
@@ -167,13 +169,13 @@ def _opened(source: str) -> tuple[Any, str]:
         ) from None
     except ValueError as error:
         raise DataError(
-            f"{shown(source)} is of no known protocol ({shown(str(error))}): give for example s3:// or https://"
+            f"{shown(source)} has an unknown protocol ({shown(str(error))}): use for example s3:// or https://"
         ) from None
     return opened, str(path)
 
 
 def _options(protocols: list[str]) -> dict[str, Any]:
-    """No file system that remembers lists, and of the web no limit on how long a whole file takes (300 s otherwise)."""
+    """Return options that disable cached listings and the time limit of web downloads (300 s by default)."""
     options: dict[str, Any] = {} if protocols[0] == "memory" else {"skip_instance_cache": True}
     for protocol in set(protocols) & set(_WEB):
         import aiohttp
@@ -191,7 +193,7 @@ def _is_web(opened: Any) -> bool:
 
 
 def _listed(source: str) -> tuple[str, list[dict[str, Any]]]:
-    """The path in its store, and what that says of each file there."""
+    """Return the path in the store, and the metadata of each file there."""
     opened, path = _opened(source)
     if any(sign in path for sign in "*?[") and not _is_web(opened):
         return path, _infos(opened, opened.glob(path))
@@ -202,15 +204,15 @@ def _listed(source: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _infos(opened: Any, names: list[str]) -> list[dict[str, Any]]:
-    """What the store says of each file by itself, which may be more than a listing says."""
+    """Return the metadata of each file, requested one by one: a listing may have less."""
     return [info for info in map(opened.info, sorted(names)) if info["type"] == "file"]
 
 
 def _address_of(name: str, source: str) -> str:
-    """The address of a file that was found at another, in the same archive if that has one."""
+    """Return the address of a file found under ``source``, in the same archive if there is one."""
     first, chain, rest = source.partition("::")
     protocol, has_path, _ = first.partition("://")
-    if not has_path:  # a cache in front of a store: `simplecache::s3://bucket`
+    if not has_path:  # a cache before a store: `simplecache::s3://bucket`
         return f"{first}::{_address_of(name, rest)}"
     if "://" in name:
         return name
@@ -219,12 +221,12 @@ def _address_of(name: str, source: str) -> str:
 
 def _seen(info: dict[str, Any], address: str) -> Seen:
     if info.get("size") is None:
-        raise DataError(f"{shown(address)} does not say how large it is: download it, and give the file")
-    # A web page where text is expected is mostly a login or a list of files.
+        raise DataError(f"the server does not send the size of {shown(address)}: download it, and pass the local file")
+    # A web page instead of text is usually a login page or a directory listing.
     if info.get("mimetype") == "text/html" and not file_name(address).lower().endswith((".html", ".htm")):
         raise DataError(
-            f"{shown(address)} is a web page, not a file of text: give each file, for web servers cannot list, and "
-            "credentials if the page asks for a login"
+            f"{shown(address)} is a web page, not a text file: give the address of each file, because web servers do "
+            "not list files, and credentials if the page asks for a login"
         )
     said = {str(name).lower(): value for name, value in info.items()}
     mark = xxhash.xxh3_64_hexdigest("\0".join(str(said.get(name)) for name in _SAID).encode())
@@ -232,7 +234,7 @@ def _seen(info: dict[str, Any], address: str) -> Seen:
 
 
 def _read(address: str, begin: int, end: int) -> Iterator[bytes]:
-    """Yield the bytes of a range, or fewer if the connection ends."""
+    """Yield the bytes of a range, or fewer if the connection breaks."""
     opened, path = _opened(address)
     if _is_web(opened):
         yield from _read_web(opened, path, begin, end)
@@ -246,12 +248,12 @@ def _read(address: str, begin: int, end: int) -> Iterator[bytes]:
 
 
 def _read_web(opened: Any, path: str, begin: int, end: int) -> Iterator[bytes]:
-    """One request for all of it: the server may not be able to send parts, and says so by sending the whole."""
+    """Yield a range of a web file in one request. A server without range requests sends the whole file."""
     headers = {**opened.kwargs.get("headers", {}), "Accept-Encoding": "identity", "Range": f"bytes={begin}-{end - 1}"}
     with opened.open(path, "rb", block_size=0, size=end, headers=headers) as source:
         answered = source.r.headers
         if answered.get("Content-Encoding", "identity") != "identity":
-            raise DataError(f"{shown(path)} is only sent compressed: download it, and give the file")
+            raise DataError(f"the server sends {shown(path)} only compressed: download it, and pass the local file")
         is_part = answered.get("Content-Range", "").startswith(f"bytes {begin}-")
         left_out = 0 if is_part else begin
         while piece := source.read(PIECE_BYTES):
@@ -275,20 +277,20 @@ def _head(address: str, num_bytes: int) -> bytes:
 
 
 class _Tries:
-    """Waits and counts where reading fails; raises what another try does not change."""
+    """Counter of failed reads. It waits before each retry, and raises errors that a retry cannot fix."""
 
     def __init__(self, address: str) -> None:
         self._address, self._num_failures = address, 0
 
     def succeeded(self) -> None:
-        """Some bytes came: begin to count anew."""
+        """Reset the counter after bytes have arrived."""
         self._num_failures = 0
 
     def failed(self, error: Exception) -> None:
         """Wait before the next try.
 
         Raises:
-            DataError: if there is none.
+            DataError: if no further try is useful.
         """
         cause = _cause_of(error)
         status = getattr(cause, "status", None)
@@ -296,22 +298,22 @@ class _Tries:
             raise _not_there(self._address) from None
         if status in _FORBIDDEN or isinstance(cause, PermissionError) or _has_no_credentials(cause):
             raise DataError(
-                f"{shown(self._address)} may not be read ({_said(cause)}): give fsspec credentials for it, or check "
-                "whether a signed address is still valid"
+                f"{shown(self._address)} cannot be read without permission ({_said(cause)}): give fsspec credentials "
+                "for it, or check whether a signed address is still valid"
             ) from None
         self._num_failures += 1
         is_final = isinstance(status, int) and status < 500 and status not in _MAY_PASS
         if is_final or self._num_failures == _TRIES:
-            tries = "a try" if is_final else f"{_TRIES} tries"
+            tries = "one try" if is_final else f"{_TRIES} tries"
             raise DataError(
                 f"cannot read {shown(self._address)}: {tries} failed, the last with {type(cause).__name__} "
-                f"({_said(cause)}): check the network and the store, and start again"
+                f"({_said(cause)}): check the network and the store, and try again"
             ) from None
         time.sleep(_PAUSES_SECONDS[self._num_failures - 1])
 
 
 def _tried(work: Callable[[], T], address: str) -> T:
-    """Do something over a network, again where it fails and may not the next time."""
+    """Call a function that uses the network, and retry after temporary failures."""
     tries = _Tries(address)
     while True:
         try:
@@ -321,7 +323,7 @@ def _tried(work: Callable[[], T], address: str) -> T:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What reading from a store fails with: of the system, and of what is loaded of the stores' packages."""
+    """Return the exceptions of reading from stores: of the system, and of imported store packages."""
     errors: list[type[Exception]] = [OSError, TimeoutError, EOFError]
     for module, names in _RAISED.items():
         with suppress(KeyError):
@@ -330,7 +332,7 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def _cause_of(error: BaseException) -> BaseException:
-    """Why a web server gave no file: fsspec calls a refused connection, too, a file that is not there."""
+    """Return the real cause of an error: fsspec reports refused connections as missing files."""
     cause = error.__cause__
     is_of_web = isinstance(cause, TimeoutError | ConnectionError) or type(cause).__module__.startswith("aiohttp")
     return cause if isinstance(error, FileNotFoundError) and cause is not None and is_of_web else error

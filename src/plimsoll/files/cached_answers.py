@@ -1,12 +1,12 @@
-"""Entries of the cache: what was computed once, found again by all that it depends on.
+"""Cache of computed results, keyed by all inputs of the computation.
 
-    content = read("plans", facts)      # None: there is none, or not a whole one
+    content = read("plans", facts)      # None if there is no intact entry
     write("plans", facts, content)
 
-An entry is one file, named by the hash of its facts. It begins with a hash of its name and content: a torn,
-damaged or renamed file is ignored. It is written atomically (`write_atomically`). All entries take at most
-`MOST_BYTES`: those read longest ago are removed. If the folder cannot be written, nothing is kept, which is no error:
-each answer can be made again. Does NOT know what an answer depends on (see `plimsoll.planning.cached_traces`).
+An entry is one file, named by the hash of its facts. It begins with a hash of its name and content, so a damaged or
+renamed file is ignored. It is written atomically (`write_atomically`). The cache is limited to `MOST_BYTES`; the least
+recently read entries are removed. If the folder is not writable, nothing is cached and no error is raised, because each
+result can be computed again. The caller decides which facts a result depends on (`plimsoll.planning.cached_traces`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Kind = Literal["predictions", "plans", "baselines", "traces"]
 Facts = Mapping[str, Any]
 
 MOST_BYTES = 256 << 20
-"""Of all entries: some hundred plans of large models, and their traces."""
+"""Size limit of all entries: a few hundred plans of large models with their traces."""
 
 _FOLDER = "answers"
 _HASH_BYTES = hashlib.sha256().digest_size
-_FASTEST = 1  # zlib's level: a plan of 1.8 MB becomes 0.2 MB in 20 ms
-_ABANDONED_SECONDS = 3600  # a temporary file that old is of a process that was killed
+_FASTEST = 1  # zlib level: compresses a plan of 1.8 MB to 0.2 MB in 20 ms
+_ABANDONED_SECONDS = 3600  # age of a temporary file after which its process must have been killed
 
-# What else lies in the cache folder, as its owners name it.
+# Other files in the cache folder, by the names that their owners use.
 _OTHERS = {
     "speeds": ("speed-*.json", "exchange-*.json"),
     "calibration": ("calibration.json",),
@@ -45,11 +45,11 @@ _OTHERS = {
     "embeddings": ("embeddings",),
 }
 CLEARED_BY_NAME = ("calibration", "data", "embeddings")
-"""Kinds that take long to make again, or that a training may be reading: they are removed only if they are named."""
+"""Kinds that are slow to recreate, or that a running training may read. They are removed only by name."""
 
 
 def read(kind: Kind, facts: Facts) -> bytes | None:
-    """Return what was kept under exactly these facts; ``None`` if there is nothing, or the file is damaged."""
+    """Return the entry for exactly these facts, or ``None`` if it is missing or damaged."""
     path = _path_of(kind, facts)
     try:
         entry = path.read_bytes()
@@ -59,12 +59,12 @@ def read(kind: Kind, facts: Facts) -> bytes | None:
     if seal != _seal(path, packed):
         return None
     with suppress(OSError):
-        os.utime(path)  # it was used
+        os.utime(path)  # mark it as recently used
     return zlib.decompress(packed)
 
 
 def write(kind: Kind, facts: Facts, content: bytes) -> None:
-    """Keep an answer under all that it depends on, in the place of what was least used, where that can be written."""
+    """Store an entry and evict the least recently used ones. Do nothing if the folder is not writable."""
     path, packed = _path_of(kind, facts), zlib.compress(content, _FASTEST)
     with suppress(OSError, OutputError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,16 +73,16 @@ def write(kind: Kind, facts: Facts, content: bytes) -> None:
 
 
 def contents() -> CacheContents:
-    """List what is in the cache folder: of each kind how much it is, and when it was last used."""
+    """Return the size and the last use of each kind of entry in the cache folder."""
     names = (*Kind.__args__, *_OTHERS)  # type: ignore[attr-defined]
     return CacheContents(folder=str(cache_folder()), most_bytes=MOST_BYTES, kinds=tuple(map(_kind, names)))
 
 
 def clear(names: tuple[str, ...] = ()) -> CacheContents:
-    """Remove the kinds that are named, or all but those of `CLEARED_BY_NAME`, and return what was removed.
+    """Remove the named kinds of entries, or all except `CLEARED_BY_NAME`. Return the removed kinds.
 
     Raises:
-        OutputError: if something cannot be removed.
+        OutputError: if a file cannot be removed.
     """
     before = contents()
     removed = [one for one in before.kinds if (one.name in names if names else one.name not in CLEARED_BY_NAME)]
@@ -91,7 +91,7 @@ def clear(names: tuple[str, ...] = ()) -> CacheContents:
             try:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             except OSError as error:
-                raise OutputError(f"cannot remove {error.filename}: {error.strerror}; allow writing there") from None
+                raise OutputError(f"cannot remove {error.filename}: {error.strerror}; change its permissions") from None
     return before.model_copy(update={"kinds": tuple(removed), "is_removed": True})
 
 
@@ -105,7 +105,7 @@ def _seal(path: Path, packed: bytes) -> bytes:
 
 
 def _bound(folder: Path) -> None:
-    """Remove what was not used for longest, down to what entries may take, and what killed processes have left."""
+    """Remove the least recently used entries above the size limit, and temporary files of killed processes."""
     found = sorted(_files(folder), key=lambda one: one[1].st_mtime)
     total_bytes, now_seconds = sum(stat.st_size for _, stat in found), time.time()
     for path, stat in found:
@@ -116,7 +116,7 @@ def _bound(folder: Path) -> None:
 
 
 def _files(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """The files in a folder, or the file; what another process removes meanwhile is not there."""
+    """Yield the files in a folder, or the file itself. Files that disappear meanwhile are skipped."""
     for folder, _, names in os.walk(path) if path.is_dir() else [(str(path.parent), [], [path.name])]:
         for name in names:
             with suppress(OSError):

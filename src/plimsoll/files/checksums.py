@@ -1,11 +1,11 @@
-"""Checksums of the files of a store by blocks of 64 KiB, each looked at when a block is first read.
+"""Checksums of the files of a store, one per block of 64 KiB. A block is verified when it is first read.
 
-Written with a store, beside its files, for those of more than a block: 8 bytes a block. `Checked` is a memory-mapped
-array that looks at what it is asked for; where an array is used in other ways than by index, `require_whole` looks at
-all of its file, once in a process. A block that is not what was written is an error that names the file and the place;
-the store is given up with it, so that the next start makes it anew. Cost: 9 microseconds a block, once in a process
-(7 GiB/s), and 3 of a batch. NOT covered: stores from before there were checksums, and damage between two reads of one
-process.
+Checksums take 8 bytes per block and are written for files of more than one block. `Checked` is a memory-mapped array
+that verifies the blocks behind each index. For other uses of an array, `require_whole` verifies the file once per
+process. A damaged block raises an error with the file and position, and invalidates the store, so the next start
+rebuilds it. The cost is 9 microseconds per block and process (7 GiB/s), plus 3 per batch.
+
+Not covered: stores written before checksums existed, and damage between two reads of one process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 
 
 def write_sums(folder: Path) -> None:
-    """Write the checksums of all files of a folder that have more than a block; of none, nothing."""
+    """Write the checksums of all files in a folder that have more than one block. If no file has, write nothing."""
     paths = _summed(folder)
     (folder / SUMS_FILE).unlink(missing_ok=True)
     if paths:
@@ -42,17 +42,17 @@ def write_sums(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Have a store made anew when it is next asked for, as far as its folder can be written to."""
+    """Invalidate a store, so that it is rebuilt on next use. Do nothing if its folder is not writable."""
     with suppress(OSError):
         (folder / MANIFEST).unlink()
 
 
 class Damaged(DataError):
-    """A file of a store is not what was written."""
+    """A file of a store differs from its checksums."""
 
 
 class Blocks:
-    """The blocks of one file, and which of them were looked at."""
+    """The blocks of a file, and which of them have been verified."""
 
     def __init__(self, path: Path, sums: NDArray[np.uint64]) -> None:
         self._path, self._sums = path, sums
@@ -61,10 +61,10 @@ class Blocks:
         self._num_unknown = len(sums)
 
     def require(self, begins: Ints, ends: Ints) -> None:
-        """Look at the blocks that hold these bytes, each from a begin to an end that is not included.
+        """Verify the blocks that contain the byte ranges from ``begins`` to ``ends`` (exclusive).
 
         Raises:
-            Damaged: if one is not what was written.
+            Damaged: if a block does not match its checksum.
         """
         if not self._num_unknown or not len(begins):
             return
@@ -79,7 +79,7 @@ class Blocks:
             self._look_at(unknown)
 
     def require_all(self) -> None:
-        """Look at all blocks."""
+        """Verify all blocks."""
         self.require(np.array([0]), np.array([self._num_bytes]))
 
     def _look_at(self, blocks: Ints) -> None:
@@ -98,13 +98,13 @@ class Blocks:
         discard(self._path.parent)
         begin, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self._num_bytes)
         return Damaged(
-            f"{self._path} is damaged: its bytes {begin:,} to {end:,} are not those that were written. It is made anew "
-            "when you start again (a run with --resume); if it happens again, check the disk"
+            f"{self._path} is damaged: bytes {begin:,} to {end:,} do not match their checksum. It will be rebuilt when "
+            "you start again (a run with --resume); if the error returns, check the disk"
         )
 
 
 def blocks_of(path: Path) -> Blocks | None:
-    """Return the blocks of a file of a store, or ``None`` where there are no checksums of it."""
+    """Return the blocks of a file of a store, or ``None`` if it has no checksums."""
     if not all((path.parent / name).is_file() for name in (SUMS_FILE, MANIFEST)):
         return None
     first = 0
@@ -118,10 +118,10 @@ def blocks_of(path: Path) -> Blocks | None:
 
 
 def require_whole(*paths: Path) -> None:
-    """Look at all of some files, or of all files of a folder; what was looked at in this process is not read again.
+    """Verify whole files, or all files of folders. Blocks that this process has verified are not read again.
 
     Raises:
-        Damaged: if one is not what was written.
+        Damaged: if a file does not match its checksums.
     """
     for path in paths:
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
@@ -131,13 +131,13 @@ def require_whole(*paths: Path) -> None:
 
 
 class Checked(np.ndarray[Any, np.dtype[Any]]):
-    """A memory-mapped file of a store; what is taken from it by an index or a slice is looked at, and a plain array."""
+    """A memory-mapped file of a store that verifies the elements behind an index or slice, and returns plain arrays."""
 
     _blocks: Blocks | None
     _plain: NDArray[Any]
 
     def __array_finalize__(self, _: NDArray[Any] | None) -> None:
-        self._blocks = None  # of views, which may be anything
+        self._blocks = None  # the bytes of a view are unknown
         self._plain = self.view(np.ndarray)
 
     def __getitem__(self, index: Any) -> Any:
@@ -160,10 +160,10 @@ class Checked(np.ndarray[Any, np.dtype[Any]]):
             self._blocks.require_all()
 
     def require(self, starts: Ints, stops: Ints) -> None:
-        """Look at the elements from each start to its stop, which is not included.
+        """Verify the elements from each start to its stop (exclusive).
 
         Raises:
-            Damaged: if one is not what was written.
+            Damaged: if a block does not match its checksum.
         """
         if self._blocks is not None:
             row_bytes = self.strides[0]
@@ -171,14 +171,14 @@ class Checked(np.ndarray[Any, np.dtype[Any]]):
 
 
 def checked(path: Path, dtype: Any, shape: tuple[int, ...] | None = None) -> Checked:
-    """Map a file of a store that is looked at block by block as it is read."""
+    """Memory-map a file of a store that is verified block by block as it is read."""
     array = cast("Checked", np.memmap(path, dtype, "r", shape=shape).view(Checked))
     array._blocks = blocks_of(path)
     return array
 
 
 def require_runs(array: Any, starts: Ints, stops: Ints) -> None:
-    """Look at stretches of an array, if it is one that is checked, before it is read past its index."""
+    """Verify ranges of an array, if it is `Checked`, before they are read without indexing it."""
     if isinstance(array, Checked):
         array.require(starts, stops)
 
@@ -196,7 +196,7 @@ def _summed(folder: Path) -> list[Path]:
 
 
 def _sums_of(path: Path) -> Iterator[NDArray[np.uint64]]:
-    """Yield the checksums of a file, of some blocks at once."""
+    """Yield the checksums of a file, several blocks at a time."""
     with path.open("rb") as file:
         while raw := memoryview(file.read(_BLOCKS_AT_ONCE * BLOCK_BYTES)):
             places = range(0, len(raw), BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""Modules of the release before, under their former names: those that the documentation had users import.
+"""Former names of modules that the documentation of the previous release imported.
 
     install()
     from plimsoll.data.loader import Loader      # a DeprecationWarning that names plimsoll.data.batches.loader
@@ -48,7 +48,7 @@ _FORMER_NAMES = {"Lanes": "StreamSlots", "build_tagger": "build_recurrent"}
 
 
 class _Former(MetaPathFinder, Loader):
-    """Finds a module by its former name."""
+    """An import finder for former module names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -60,7 +60,7 @@ class _Former(MetaPathFinder, Loader):
         module = ModuleType(spec.name, f"Now `{today}`.")
 
         def attribute(name: str) -> Any:
-            if name.startswith("__"):  # of what imports and inspects modules
+            if name.startswith("__"):  # asked for by the import system and by inspection
                 raise AttributeError(name)
             found = getattr(import_module(today), _FORMER_NAMES.get(name, name))
             warn_of_former(f"the module {spec.name}", today)
@@ -70,10 +70,10 @@ class _Former(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: there is no code."""
+        """Do nothing: the module has no code."""
 
 
 def install() -> None:
-    """Have former modules be found, after all others."""
+    """Register the finder, after all others."""
     if not any(isinstance(finder, _Former) for finder in sys.meta_path):
         sys.meta_path.append(_Former())

@@ -1,6 +1,6 @@
-"""What tells one state of some files from another without reading them: part of the name of all that is made of them.
+"""Fingerprints of files that do not require reading them. They are part of the key of everything derived from a file.
 
-Does NOT notice an edit that keeps a file's size and time and misses the sample of its content.
+An edit is not detected if it keeps the size and modification time and does not touch the sampled bytes.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ _SAMPLED_FILES, _SAMPLED_PLACES, _SAMPLE_BYTES = 64, 8, 4 << 10
 
 
 class Located(Protocol):
-    """A file of known size and time."""
+    """A file with known size and modification time."""
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """The path."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         ...
 
     @property
     def mtime_ns(self) -> int:
-        """When it was last written to."""
+        """The modification time in nanoseconds."""
         ...
 
 
 def identity_of(files: Sequence[Located]) -> list[tuple[str, int, int, bytes]]:
-    """Return the path, size, modification time and a sample of the content (hashed) of each file.
+    """Return the path, size, modification time and the hash of a content sample of each file.
 
-    The sample is 4 KiB at the head, the tail and six places between, of up to 64 files; of more, the head of 64 that
-    are evenly spaced. An edit that keeps size and time and misses the sample is not noticed.
+    Up to 64 files are sampled at the head, the tail and six places between, 4 KiB each. Of more files, only 64 evenly
+    spaced ones are sampled, at the head.
 
     Raises:
         DataError: if a file cannot be read.
@@ -54,22 +54,24 @@ def identity_of(files: Sequence[Located]) -> list[tuple[str, int, int, bytes]]:
 
 
 def changes_of(files: Sequence[Located]) -> list[int]:
-    """Return when each file was last changed in any way, which no program can set back as it can the time of writing.
+    """Return the inode change time of each file in nanoseconds, which programs cannot reset. It is 0 for local copies.
 
-    It also tells a file that got another name or other rights: for what is cheap to make again. Of copies it is 0.
+    Renaming a file or changing its permissions changes it too, so use it for results that are cheap to recreate.
 
     Raises:
-        DataError: if a file cannot be looked at.
+        DataError: if a file is not accessible.
     """
     try:
         return [0 if is_copy(file.path) else os.stat(file.path).st_ctime_ns for file in files]
     except OSError as error:
-        raise DataError(f"cannot read {error.filename} ({error.strerror}): put it back, or allow reading it") from None
+        raise DataError(
+            f"cannot read {error.filename} ({error.strerror}): restore it, or change its permissions"
+        ) from None
 
 
 def _sample(file: Located, num_places: int) -> bytes:
     hasher = xxhash.xxh3_128()
-    if is_copy(file.path):  # its time is made of what the store says of it, and it need not be here
+    if is_copy(file.path):  # its time stands for the version at the store, and the copy may not exist yet
         return b""
     try:
         with open(file.path, "rb", buffering=0) as opened:
@@ -77,5 +79,5 @@ def _sample(file: Located, num_places: int) -> bytes:
             for place in sorted({last * number // max(num_places - 1, 1) for number in range(num_places)}):
                 hasher.update(os.pread(opened.fileno(), _SAMPLE_BYTES, place))
     except OSError as error:
-        raise DataError(f"cannot read {file.path} ({error.strerror}): put it back, or allow reading it") from None
+        raise DataError(f"cannot read {file.path} ({error.strerror}): restore it, or change its permissions") from None
     return hasher.digest()

@@ -1,9 +1,11 @@
-"""Pickles as data: nothing in them is imported, called or built, whatever they say.
+"""Safe reader for pickles: it imports, calls and constructs nothing that a file names.
 
-https://docs.python.org/3/library/pickletools.html, the protocols 2 to 5 (0 and 1 are text), as Python's own pickler and
-torch's in C++ write them. Time and memory are bounded by the length of a file: nothing is as large as it claims before
-it has been read, and nothing is recursive. A file of nothing but empty containers takes about 100 times its length, as
-they do in Python. Does NOT cover persistent objects, registered extensions and buffers out of band.
+It reads protocols 2 to 5 (0 and 1 are text) as written by Python and by torch's C++ pickler. Time and memory are
+bounded by the length of the file: it allocates nothing by a claimed length before reading the bytes, and does not
+recurse. A file of empty containers takes about 100 times its length in memory, as these containers do in Python. Does
+not cover persistent objects, registered extensions and out-of-band buffers.
+
+Source: https://docs.python.org/3/library/pickletools.html
 """
 
 from __future__ import annotations
@@ -19,19 +21,23 @@ from io import BytesIO
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
 _CHUNK_BYTES = 1 << 20
-_MARGIN_BYTES = 320  # the longest operation that `run` does itself is a text of 255 bytes
+_MARGIN_BYTES = 320  # the longest operation that `run` handles itself is a string of 255 bytes
 _MOST_BYTES_OF_NUMBER = 16
 _MOST_BYTES_OF_STRING = 16 << 20
 _LARGE_BYTES = 64 << 10
 
 _CONSTANTS = {pickle.NONE[0]: None, pickle.NEWTRUE[0]: True, pickle.NEWFALSE[0]: False, pickle.EMPTY_TUPLE[0]: ()}
 _TUPLES = {pickle.TUPLE1[0]: 1, pickle.TUPLE2[0]: 2, pickle.TUPLE3[0]: 3}
-# So many bytes say how many bytes follow.
+# The number of bytes that encode the length.
 _TEXTS = {pickle.SHORT_BINUNICODE[0]: 1, pickle.BINUNICODE[0]: 4, pickle.BINUNICODE8[0]: 8}
 _BYTES = {pickle.SHORT_BINBYTES[0]: 1, pickle.BINBYTES[0]: 4, pickle.BINBYTES8[0]: 8}
-_STRINGS = {pickle.SHORT_BINSTRING[0]: 1, pickle.BINSTRING[0]: 4, pickle.BYTEARRAY8[0]: 8}  # Python 2's texts; others
+_STRINGS = {
+    pickle.SHORT_BINSTRING[0]: 1,
+    pickle.BINSTRING[0]: 4,
+    pickle.BYTEARRAY8[0]: 8,
+}  # of Python 2; byte arrays
 
-# What `run` asks for, as names: an attribute costs as much as an operation.
+# Local names for the opcodes of `run`: an attribute lookup takes as long as an operation.
 _MEMOIZE, _MARK, _STOP = pickle.MEMOIZE[0], pickle.MARK[0], pickle.STOP[0]
 _BINGET, _LONG_BINGET, _LONG_BINPUT = pickle.BINGET[0], pickle.LONG_BINGET[0], pickle.LONG_BINPUT[0]
 _SHORT_TEXT, _TEXT = pickle.SHORT_BINUNICODE[0], pickle.BINUNICODE[0]
@@ -44,7 +50,7 @@ _Operations = dict[int, Callable[[int], None]]
 
 
 class BrokenPickle(Exception):
-    """What a file "is" or "has"; ``is_torn`` where it may have been a pickle, and something is missing."""
+    """A file cannot be read. The message starts with a verb; ``is_torn`` marks a possibly cut-off pickle."""
 
     def __init__(self, what: str, is_torn: bool = False) -> None:
         super().__init__(what)
@@ -52,23 +58,23 @@ class BrokenPickle(Exception):
 
 
 class Sealed:
-    """What has taken the place of a container; what would be put into that one later is left out."""
+    """A replacement for a container. Items that are added to it later are discarded."""
 
     __slots__ = ()
 
 
 class Sealing(Protocol):
-    """What replaces a container after something was put into it; it returns the container itself to leave it."""
+    """Callbacks that may replace a container after items were added. They return the container itself to keep it."""
 
     def of_dict(self, container: dict[str, Any]) -> Any:
-        """Return what stands for a dict."""
+        """Return the replacement for a dict."""
 
     def of_list(self, container: list[Any]) -> Any:
-        """Return what stands for a list."""
+        """Return the replacement for a list."""
 
 
 class Span(NamedTuple):
-    """Bytes of a file."""
+    """A range of bytes in a file."""
 
     begin: int
     end: int
@@ -76,7 +82,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Thing:
-    """A class (``args`` is ``None``), or what a class or function would return; ``state`` is what it would be given."""
+    """A class (``args`` is ``None``), or the result of a call. ``state`` is the argument of its ``__setstate__``."""
 
     name: bytes
     args: Any = None
@@ -84,37 +90,37 @@ class Thing:
 
 
 def load_plain(file: BinaryIO, sealing: Sealing) -> Any:
-    """Read the one object of a pickle of plain data: dicts with texts as keys, lists, tuples, numbers, texts, bytes.
+    """Read a pickle of plain data: dicts with string keys, lists, tuples, numbers, strings and bytes.
 
     Args:
-        file: of bytes; it need not be seekable.
-        sealing: makes it small: a complete container may be replaced, wherever it is used again.
+        file: a binary file, which need not be seekable.
+        sealing: callbacks that may replace containers to save memory.
 
     Raises:
-        BrokenPickle: if it is torn, or has any other operation: that one is refused before anything is done.
+        BrokenPickle: if the file is damaged, or contains any other operation.
     """
     return _Plain(file, sealing).run()
 
 
 def described(raw: bytes | mmap.mmap, keys: Collection[bytes]) -> Any:
-    """Return what a pickle describes, without making any of it: objects, classes and calls become `Thing`.
+    """Return the content of a pickle without constructing objects: classes, instances and calls become `Thing`.
 
-    Texts are their UTF-8 bytes; large bytes are places in the file (`Span`).
+    Strings are returned as UTF-8 bytes, and large byte strings as positions in the file (`Span`).
 
     Args:
-        raw: bytes, or a map of the file.
-        keys: of dictionaries, what is kept, so that a vocabulary does not fill the memory.
+        raw: the bytes, or a memory map of the file.
+        keys: the dictionary keys to read. All others are skipped, so that a vocabulary does not fill the memory.
 
     Raises:
-        BrokenPickle: if it is no whole pickle of the protocols 2 to 5.
+        BrokenPickle: if it is not a complete pickle of protocol 2 to 5.
     """
     return _Description(raw, keys).run()
 
 
 class _Machine(ABC):
-    """The stack and the numbered objects ("memo") of a pickle, as its operations leave them.
+    """Interpreter of pickle operations, with their stack and memo.
 
-    An ``IndexError`` says that something an operation needs is not there: a byte, an object, a mark, a container.
+    An ``IndexError`` means that an operation lacks an operand: a byte, an object, a mark or a container.
     """
 
     decodes_texts = True
@@ -123,11 +129,11 @@ class _Machine(ABC):
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._num_read = 0
-        self._data, self._at = b"", 0  # what was read last, and how far it is done
+        self._data, self._at = b"", 0  # the last chunk, and the position in it
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
-        self._slots: dict[int, int] = {}  # by the identity of a container that may be sealed, its number
+        self._slots: dict[int, int] = {}  # id of a container that may be sealed -> its index in the memo
         self._operations: _Operations = {
             pickle.PROTO[0]: lambda _: self._protocol(),
             pickle.FRAME[0]: lambda _: self._skip(8),
@@ -144,11 +150,11 @@ class _Machine(ABC):
 
     @property
     def place(self) -> int:
-        """How many bytes are done, as far as that is known: `run` says so before an operation that is not its own."""
+        """Position in the file, in bytes. `run` updates it only before operations that it does not handle itself."""
         return self._num_read - len(self._data) + self._at
 
     def run(self) -> Any:
-        """Do one operation after the other."""
+        """Run all operations and return the object."""
         try:
             return self._run()
         except (IndexError, TypeError, ValueError) as error:
@@ -213,14 +219,12 @@ class _Machine(ABC):
                     return self._result()
                 if code not in self._operations:
                     operation = _NAMES.get(chr(code), f"byte {code:#04x}")
-                    raise BrokenPickle(
-                        f"has the operation {operation}, which is none of those that are read and may run code"
-                    )
+                    raise BrokenPickle(f"has the operation {operation}, which is not supported because it may run code")
                 self._operations[code](code)
                 data, at = self._data, self._at
 
     def _more(self, data: bytes, at: int) -> tuple[bytes, int]:
-        """The rest of what was read and the next piece, more than one operation needs or all there is."""
+        """Return the unread bytes with the next chunk: enough for one operation, or the rest of the file."""
         if at > len(data):
             raise IndexError
         rest = data[at:]
@@ -245,7 +249,7 @@ class _Machine(ABC):
 
     def _protocol(self) -> None:
         if not 2 <= (number := self._take(1)[0]) <= 5:
-            raise BrokenPickle(f"is of protocol {number}, and those from 2 to 5 are read")
+            raise BrokenPickle(f"uses protocol {number}, but only 2 to 5 are supported")
 
     def _skip(self, num_bytes: int) -> None:
         self._take(num_bytes)
@@ -264,7 +268,7 @@ class _Machine(ABC):
         return items
 
     def _put(self, index: int) -> None:
-        if index > self._num_read:  # each number before it has taken a byte
+        if index > self._num_read:  # each index before it has taken at least a byte
             raise IndexError
         top = self._stack[-1]
         if type(top) in self.sealable:
@@ -274,15 +278,15 @@ class _Machine(ABC):
 
     @abstractmethod
     def _string(self, length: int, is_text: bool) -> None:
-        """Push a string of so many bytes."""
+        """Push a string of ``length`` bytes."""
 
     @abstractmethod
     def _set_items(self, items: list[Any]) -> None:
-        """Put keys and values, one after the other, into the dictionary on top."""
+        """Add alternating keys and values to the dictionary on top of the stack."""
 
     @abstractmethod
     def _append(self, items: list[Any]) -> None:
-        """Put items at the end of the list on top."""
+        """Append items to the list on top of the stack."""
 
     def _result(self) -> Any:
         if self._at > len(self._data) or len(self._stack) != 1 or self._marks:
@@ -291,7 +295,7 @@ class _Machine(ABC):
 
 
 class _Plain(_Machine):
-    """See `load_plain`."""
+    """The interpreter of `load_plain`."""
 
     sealable = (dict, list)
 
@@ -302,7 +306,7 @@ class _Plain(_Machine):
     def _string(self, length: int, is_text: bool) -> None:
         if length > _MOST_BYTES_OF_STRING:
             raise BrokenPickle(
-                f"says that a string of {length:,} bytes follows, and up to {_MOST_BYTES_OF_STRING:,} are read"
+                f"declares a string of {length:,} bytes; at most {_MOST_BYTES_OF_STRING:,} are supported"
             )
         content = self._take(length)
         self._stack.append(content.decode(errors="replace") if is_text else content)
@@ -310,7 +314,7 @@ class _Plain(_Machine):
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
         keys = items[::2]
-        if len(items) % 2 or not set(map(type, keys)) <= {str}:  # so that none is hashed for long
+        if len(items) % 2 or not set(map(type, keys)) <= {str}:  # other keys may be slow to hash
             raise IndexError
         if type(target) is dict:
             target.update(zip(keys, items[1::2], strict=True))
@@ -335,7 +339,7 @@ class _Plain(_Machine):
 
 
 class _Description(_Machine):
-    """See `described`."""
+    """The interpreter of `described`."""
 
     decodes_texts = False
 
@@ -405,7 +409,7 @@ class _Description(_Machine):
             self._stack.pop()
 
     def _append(self, items: list[Any]) -> None:
-        if isinstance(self._stack[-1], list):  # a class of its own would be asked to add them: nothing is kept of it
+        if isinstance(self._stack[-1], list):  # a class would add them itself; its items are skipped
             self._stack[-1].extend(items)
 
     def _set_items(self, items: list[Any]) -> None:

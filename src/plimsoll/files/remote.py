@@ -1,13 +1,12 @@
-"""Files of object stores and web servers, as local copies in a folder of bounded size.
+"""Local copies of remote files, in a folder of bounded size.
 
-A source with a protocol (``s3://bucket/part-*.jsonl``, ``https://host/a.txt``) is opened by fsspec, which also has the
-credentials. `find` gives each file a place in a folder, and writes a note beside it of where it is from. A copy is made
-when somebody reads at that place (`held`); it is whole or not there. Where copies would take more than
-``PLIMSOLL_COPIES`` (20GiB), those go that were opened longest ago; a process that has one open reads on. A file that
-has changed since it was found, or while it was copied, is refused.
+fsspec opens sources with a protocol (``s3://bucket/part-*.jsonl``, ``https://host/a.txt``) and provides credentials.
+`find` assigns each file a local path and stores its origin in a small file next to it. The file is downloaded when it
+is first read (`held`), and appears only when complete. If copies exceed ``PLIMSOLL_COPIES`` (20GiB), the least recently
+opened ones are deleted; a process that has one open can continue to read it. A file that has changed since `find`, or
+during the download, raises an error.
 
-Does NOT cover a folder on a file system without ``flock``, and space that is freed only when another process closes
-what it has open.
+Does not cover folders on file systems without ``flock``, and disk space that another process holds through open files.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from plimsoll.records.units import format_bytes, parse_bytes
 
 _LIMIT, _DEFAULT_LIMIT = "PLIMSOLL_COPIES", "20GiB"
 _NOTE, _LOCK, _TEMPORARY = ".from.json", ".lock", ".copying"
-_MOST_NAME_CHARACTERS = 60  # of four bytes each, and with what is put behind it
+_MOST_NAME_CHARACTERS = 60  # up to four bytes each, and suffixes are added
 _WAIT_SECONDS, _POLL_SECONDS = 600, 0.1
-_WORTH_A_HEAD_BYTES = 8 << 20  # what is smaller is copied as quickly as its first bytes
+_WORTH_A_HEAD_BYTES = 8 << 20  # a smaller file downloads as quickly as its head
 
 
 Told = Callable[[int], None]
-"""Called with the bytes of a file that have come, while it is copied."""
+"""Progress callback of a download, called with the number of bytes received."""
 
 
 def _silent(num_bytes: int) -> None:
-    """Tell nobody."""
+    """Ignore progress."""
 
 
 class RemoteFile(NamedTuple):
-    """A file elsewhere: where its copy is, or will be, and what tells its state from another."""
+    """A remote file: the path of its local copy, and the size and time that identify its version."""
 
     path: str
     num_bytes: int
@@ -54,42 +53,42 @@ class RemoteFile(NamedTuple):
 
 
 def find(source: str, folder: Path | None) -> list[RemoteFile]:
-    """Return the files that an address means: itself, all below it, or those that match it.
+    """Return the files at an address: the file itself, all files below a folder, or all matches of a pattern.
 
     Args:
-        source: an address; ``*`` and ``**`` work where the store can list.
-        folder: where copies go; ``None``: places are the addresses, for who does not read.
+        source: the address; ``*`` and ``**`` work if the store can list its files.
+        folder: the folder for local copies. ``None``: return addresses as paths, if the files will not be read.
 
     Raises:
-        DataError: if there is no file, the store cannot be reached, or a package is missing that knows the protocol.
-        OutputError: if the folder cannot be written.
+        DataError: if there is no file, the store is unreachable, or the package for its protocol is not installed.
+        OutputError: if the folder is not writable.
     """
     files, is_named = look(source)
     return [_file(file, folder, is_named) for file in files]
 
 
 def name_of(path: str) -> str:
-    """Return what the user calls a file: the address of a copy, without its secrets."""
+    """Return the name of a file for messages: its path, or the address of a copy, without secrets."""
     note = _note_of(path)
     return path if note is None else shown(note["address"])
 
 
 def is_copy(path: str) -> bool:
-    """Whether a path is the place of a copy, there or not."""
+    """Return whether a path belongs to a local copy, downloaded or not."""
     return os.path.exists(path + _NOTE)
 
 
 @contextmanager
 def held(path: str, told: Told = _silent) -> Iterator[str]:
-    """Have a file where it is, copied now if it was not or has gone; it stays there while the block runs.
+    """Download a file if necessary, and prevent its deletion during the block.
 
     Args:
-        path: of a copy, or of any other file, which is left alone.
-        told: how much of it has come.
+        path: the path of a copy. Any other file is left alone.
+        told: a progress callback.
 
     Raises:
-        DataError: if the file cannot be copied, or is not what it was.
-        OutputError: if the folder cannot hold it.
+        DataError: if the file cannot be downloaded, or has changed.
+        OutputError: if the folder has too little space or is not writable.
     """
     note = _note_of(path)
     if note is None:
@@ -99,7 +98,7 @@ def held(path: str, told: Told = _silent) -> Iterator[str]:
     while True:
         with _locked(place, fcntl.LOCK_SH):
             if _is_whole(place, note):
-                with suppress(OSError):  # used now
+                with suppress(OSError):  # mark it as recently used
                     os.utime(place, ns=(time.time_ns(), note["mtime_ns"]))
                 yield path
                 return
@@ -110,18 +109,18 @@ def held(path: str, told: Told = _silent) -> Iterator[str]:
 
 
 def descriptor_of(path: str, told: Told = _silent) -> int:
-    """Return a descriptor for reading a file, copied now if it was not or has gone.
+    """Open a file for reading, after downloading it if necessary. Return its descriptor.
 
     Raises:
         OSError: if it cannot be opened.
-        DataError, OutputError: as `held`.
+        DataError, OutputError: see `held`.
     """
     with held(path, told):
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def head_of(path: str, num_bytes: int) -> bytes | None:
-    """Return the first bytes of a file elsewhere that is large and not copied yet; ``None`` of all others."""
+    """Return the first bytes of a large remote file that is not downloaded yet, and ``None`` for any other file."""
     note = _note_of(path)
     if note is None or note["num_bytes"] < _WORTH_A_HEAD_BYTES or _is_whole(Path(path), note):
         return None
@@ -132,8 +131,8 @@ def head_of(path: str, num_bytes: int) -> bytes | None:
 
 
 def _file(file: Seen, folder: Path | None, is_named: bool) -> RemoteFile:
-    # Made of what the store says of the file, so that a file that changed there is another one for an index or a
-    # checkpoint. In whole seconds, which any file system keeps; it is no time.
+    # Not a time, but derived from the version at the store, so that an index or checkpoint notices a changed file. It
+    # is in whole seconds, which any file system can store.
     mtime_ns = int(file.mark, 16) % (1 << 31) * 10**9
     if folder is None:
         return RemoteFile(file.address, file.num_bytes, mtime_ns, is_named)
@@ -143,7 +142,7 @@ def _file(file: Seen, folder: Path | None, is_named: bool) -> RemoteFile:
     if _note_of(str(place)) != note:
         with _said(own):
             own.mkdir(parents=True, exist_ok=True)
-        # Only its owner may read it: the address can have secrets.
+        # Readable only by its owner: the address may contain secrets.
         write_atomically(Path(str(place) + _NOTE), json.dumps(note).encode(), "--cache", mode=0o600)
     return RemoteFile(str(place), file.num_bytes, mtime_ns, is_named)
 
@@ -157,7 +156,7 @@ def _note_of(path: str) -> dict[str, Any] | None:
 
 
 def _is_whole(place: Path, note: dict[str, Any]) -> bool:
-    """Whether a copy is there, and of the state that its note is of."""
+    """Return whether a copy exists, in the version of its note."""
     try:
         status = place.stat()
     except FileNotFoundError:
@@ -167,21 +166,20 @@ def _is_whole(place: Path, note: dict[str, Any]) -> bool:
 
 # -- copying -----------------------------------------------------------------------------------------------------------
 
-# Why not fsspec's own `filecache`, `simplecache` or `blockcache` (looked at in 2026.9)? They have no limit on their
-# size: files go when they are older than some days (`clear_expired_cache`), whoever reads them. They write a copy under
-# its final name, so that a process that is killed leaves half a file, which the next one reads, and so does one that
-# comes while it is written (fsspec issue 639; pull request 2075 makes it a rename, where it is released). A source that
-# has changed is copied anew without a word (`check_files`), where an index or a checkpoint of the old one must be
-# refused. `blockcache` gives a file object and no path that could be mapped, and fills it as it is read.
+# Why not fsspec's own `filecache`, `simplecache` or `blockcache` (version 2026.9)? They have no size limit, and delete
+# files by age (`clear_expired_cache`) even while they are read. They download to the final name, so other processes
+# read incomplete files (fsspec issue 639; pull request 2075 adds a rename). They silently download a changed source
+# again (`check_files`), although an index or checkpoint of the old version must be refused. `blockcache` returns a file
+# object, but memory mapping needs a path.
 
 
 def _copy(place: Path, note: dict[str, Any], told: Told) -> None:
-    """Make a copy, where nobody else does."""
+    """Download a copy. The caller holds its lock."""
     temporary = place.with_name(place.name + _TEMPORARY)
     try:
         with _said(place):
             place.unlink(missing_ok=True)
-            temporary.unlink(missing_ok=True)  # of a process that was killed
+            temporary.unlink(missing_ok=True)  # left by a killed process
             _reserve(temporary, note)
         _require_same(note)
         _download(temporary, note, told)
@@ -198,7 +196,7 @@ def _require_same(note: dict[str, Any]) -> None:
     files, _ = look(note["address"])
     if files[0].mark != note["mark"]:
         raise DataError(
-            f"{shown(note['address'])} has changed since it was first looked at: put it back, or start anew in another "
+            f"{shown(note['address'])} has changed since the run started: restore it, or start a new run in another "
             "--out"
         )
 
@@ -213,12 +211,13 @@ def _download(temporary: Path, note: dict[str, Any], told: Told) -> None:
 
 
 def _reserve(temporary: Path, note: dict[str, Any]) -> None:
-    """Reserve the space of a file, letting the copies go that were opened longest ago; others are waited for."""
+    """Reserve disk space for a file: delete the least recently opened copies, and wait for others to be released."""
     num_bytes, name, folder = note["num_bytes"], shown(note["address"]), temporary.parents[1]
     most_bytes = parse_bytes(os.environ.get(_LIMIT, _DEFAULT_LIMIT))
     if num_bytes > most_bytes:
         raise OutputError(
-            f"{name} has {format_bytes(num_bytes)}, copies may take {format_bytes(most_bytes)}: set {_LIMIT} to more"
+            f"{name} has {format_bytes(num_bytes)}, but local copies are limited to {format_bytes(most_bytes)}: "
+            f"set {_LIMIT} to more"
         )
     until = time.monotonic() + _WAIT_SECONDS
     while time.monotonic() < until:
@@ -226,18 +225,18 @@ def _reserve(temporary: Path, note: dict[str, Any]) -> None:
             lacking_bytes = _let_go(folder, num_bytes, most_bytes)
             if lacking_bytes <= 0:
                 with temporary.open("wb") as file:
-                    file.truncate(num_bytes)  # so that others count it
+                    file.truncate(num_bytes)  # makes other processes count it
                 return
         time.sleep(_POLL_SECONDS)
     raise OutputError(
-        f"no room for {name}: copies in use leave {format_bytes(num_bytes - lacking_bytes)} of "
-        f"{format_bytes(most_bytes)}, and it has {format_bytes(num_bytes)}: set {_LIMIT} to more, or free some space "
-        f"under {folder}"
+        f"not enough space for {name}: it has {format_bytes(num_bytes)}, but copies in use leave "
+        f"{format_bytes(num_bytes - lacking_bytes)} of {format_bytes(most_bytes)}: set {_LIMIT} to more, or free some "
+        f"space under {folder}"
     )
 
 
 def _let_go(folder: Path, num_bytes: int, most_bytes: int) -> int:
-    """Remove copies until so much more may be there and the disk has space; return the bytes that are still lacking."""
+    """Delete copies until ``num_bytes`` more are allowed and fit on the disk. Return the bytes still missing."""
     copies, taken_bytes = [], 0
     for note in folder.glob(f"*/*{_NOTE}"):
         place = Path(str(note).removesuffix(_NOTE))
@@ -247,13 +246,13 @@ def _let_go(folder: Path, num_bytes: int, most_bytes: int) -> int:
                 is_copied = path == place
                 copies.append((is_copied, status.st_atime_ns, status.st_size, path, place))
                 taken_bytes += status.st_size
-    for _, _, size, path, place in sorted(copies):  # first of all what killed processes have left
+    for _, _, size, path, place in sorted(copies):  # leftovers of killed processes first
         lacking_bytes = _lacking_bytes(folder, num_bytes, most_bytes - taken_bytes)
         if lacking_bytes <= 0:
             return lacking_bytes
         with _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_mine:
             if is_mine:
-                with suppress(FileNotFoundError):  # what was being copied is whole by now, and still there
+                with suppress(FileNotFoundError):  # a download may have finished meanwhile
                     path.unlink()
                     taken_bytes -= size
     return _lacking_bytes(folder, num_bytes, most_bytes - taken_bytes)
@@ -265,7 +264,7 @@ def _lacking_bytes(folder: Path, num_bytes: int, allowed_bytes: int) -> int:
 
 @contextmanager
 def _locked(place: Path, how: int) -> Iterator[bool]:
-    """Keep others from a place; without waiting (``LOCK_NB``) it is said whether that was possible."""
+    """Lock a path during the block. Yield whether it was locked, which is always true without ``LOCK_NB``."""
     with _said(place):
         file = _lock_file(place)
     with file:
@@ -281,7 +280,7 @@ def _lock_file(place: Path) -> IO[bytes]:
     path = place.with_name(place.name + _LOCK)
     try:
         return path.open("ab")
-    except OSError:  # copies that are there can be read in a folder that cannot be written
+    except OSError:  # existing copies are readable in a read-only folder
         if not path.exists():
             raise
         return path.open("rb")
@@ -289,8 +288,8 @@ def _lock_file(place: Path) -> IO[bytes]:
 
 @contextmanager
 def _said(place: Path) -> Iterator[None]:
-    """Say an error of the disk in our words."""
+    """Translate errors of the disk."""
     try:
         yield
     except OSError as error:
-        raise OutputError(f"cannot write {place}: {error.strerror}; free some space, or give another --cache") from None
+        raise OutputError(f"cannot write {place}: {error.strerror}; free some space, or use another --cache") from None

@@ -1,11 +1,12 @@
-"""A folder of files that opens whole or not at all: how everything in the cache is kept.
+"""Stores: cache folders that are complete or do not exist.
 
-A store is written under a temporary name, its manifest (each file's size and the checksum of its first 64 KiB, and
-facts of the caller's) last, everything is synced, and the folder is renamed. So a crash, a kill or a full disk leaves
-no store, and at most, where the writer can go on from it, the temporary folder. A byte that is changed later beyond the
-head of a file is found by who reads it (`plimsoll.files.checksums`). One process writes a store at a time; others wait
-for it and use its result (by ``flock``, which some network file systems lack). It does NOT remove a store that is no
-longer needed: the cache folder may be deleted whenever nothing runs.
+A store is written under a temporary name. The manifest comes last, with the size of each file, a checksum of its first
+64 KiB, and facts of the caller. Then all files are synced and the folder is renamed. A crash, a kill or a full disk
+therefore leaves no incomplete store. It leaves a temporary folder only if the writer can resume from it. Later damage
+beyond the head of a file is found when it is read (`plimsoll.files.checksums`).
+
+One process writes a store at a time; others wait for it and use the result. This requires ``flock``, which some network
+file systems lack. Unused stores are not removed: the cache folder may be deleted while no command runs.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ T = TypeVar("T", covariant=True)  # noqa: PLC0105 -- it is in no public name
 
 
 class Progress(Protocol):
-    """Told how far a stage is: ``done`` of ``total``."""
+    """A progress callback, called with a stage and the amount ``done`` of ``total``."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show it."""
+        """Report progress."""
         ...
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Show nothing."""
+    """Ignore progress."""
 
 
 def stored(
@@ -53,14 +54,16 @@ def stored(
     goes_on: bool = False,
     is_whole: Callable[[Facts], bool] = lambda facts: True,
 ) -> Facts:
-    """Return the facts of the store at ``folder``; where there is none, or a torn one, let ``write`` fill it first.
+    """Return the facts of the store at ``folder``. If it is missing or damaged, write it first.
 
-    ``write`` gets an empty folder to put files into and returns the facts to keep with them (JSON). With ``goes_on`` it
-    gets the folder as it left it when it was interrupted, and has to know itself which of it is good. ``is_whole`` may
-    look closer at a store that is there than this module does: one that is not is written again.
+    Args:
+        folder: the folder of the store.
+        write: a function that fills an empty folder and returns JSON facts to store with the files.
+        goes_on: call ``write`` with the folder of an interrupted call. It must find out which files are complete.
+        is_whole: a further check of an existing store. If it fails, the store is written again.
 
     Raises:
-        OutputError: if the disk is full or the folder cannot be written; nothing is left behind.
+        OutputError: if the disk is full or the folder is not writable. No files are left behind.
     """
     facts = read_facts(folder)
     if facts is not None and is_whole(facts):
@@ -72,13 +75,13 @@ def stored(
 
 @dataclass(frozen=True)
 class Store(Generic[T]):
-    """What is kept in a folder of the cache, declared before it is known whether it is there.
+    """A cached object in a folder, declared before it is known whether the folder exists.
 
     Attributes:
-        folder: where; its name is the cache key: it says, or is a hash of, all that the content depends on.
-        write: fills it, as `stored` describes.
-        open: makes of the folder and its facts what is asked for.
-        goes_on: whether an interrupted writer goes on from what it left.
+        folder: the folder. Its name is the cache key: it contains, or is a hash of, everything the content depends on.
+        write: the function that fills it, see `stored`.
+        open: the function that creates the object from the folder and its facts.
+        goes_on: True if an interrupted writer can resume.
     """
 
     folder: Path
@@ -88,38 +91,38 @@ class Store(Generic[T]):
 
     @property
     def is_there(self) -> bool:
-        """Whether the cache has all of it."""
+        """True if the store is complete in the cache."""
         return read_facts(self.folder) is not None
 
     def made(self) -> T:
-        """Open it; where it is not in the cache, let it be written first.
+        """Open the store, and write it first if it is not in the cache.
 
         Raises:
-            OutputError: if the cache cannot be written.
+            OutputError: if the cache is not writable.
         """
         return self.open(self.folder, stored(self.folder, self.write, self.goes_on))
 
 
 class kept(Generic[P, T]):
-    """A function that declares a `Store`: a call makes it and returns what it holds, `declare` returns the store."""
+    """Decorator of a function that declares a `Store`. Calling it opens the store; `declare` returns it unopened."""
 
     def __init__(self, declare: Callable[P, Store[T]]) -> None:
         self.declare = declare
         update_wrapper(self, declare)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what is kept, from the cache or made now."""
+        """Return the object, from the cache or newly written."""
         return self.declare(*args, **kwargs).made()
 
 
 def read_facts(folder: Path) -> Facts | None:
-    """Return the facts of the store at ``folder``, or ``None`` if it is missing, torn or of another version."""
+    """Return the facts of the store at ``folder``, or ``None`` if it is missing, damaged or of another version."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["version"] != _VERSION or manifest["files"] != _fingerprints(folder):
             return None
         facts: Facts = manifest["facts"]
-        if manifest.get("seal", _seal(facts)) != _seal(facts):  # stores of before have none
+        if manifest.get("seal", _seal(facts)) != _seal(facts):  # stores of earlier releases have no seal
             return None
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
@@ -127,19 +130,21 @@ def read_facts(folder: Path) -> Facts | None:
 
 
 def kept_facts(folder: Path, what: str) -> Facts:
-    """Return the facts of a store that was written before; ``what`` it holds is said if it is no longer there.
+    """Return the facts of a store that must exist. ``what`` names its content in the error.
 
     Raises:
-        DataError: if it is gone or torn.
+        DataError: if it is missing or damaged.
     """
     facts = read_facts(folder)
     if facts is None:
-        raise DataError(f"the {what} {folder} are gone from the cache, or torn: prepare them again, as --resume does")
+        raise DataError(
+            f"the {what} {folder} are missing from the cache, or damaged: prepare them again, as --resume does"
+        )
     return facts
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
-    """Refuse early what cannot end well.
+    """Check the free disk space in advance.
 
     Raises:
         OutputError: if the disk under ``folder`` has less than ``needed_bytes`` free.
@@ -148,14 +153,14 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     if needed_bytes > free_bytes:
         raise OutputError(
             f"the cache needs about {format_bytes(needed_bytes)} more in {folder.parent}, but the disk has "
-            f"{format_bytes(free_bytes)} free: free some space, or put the cache on another disk"
+            f"{format_bytes(free_bytes)} free: free some space, or use a cache on another disk"
         )
 
 
 def _written(folder: Path, write: Callable[[Path], Facts], goes_on: bool) -> Facts:
     temporary = folder.with_name(folder.name + ".part")
     if not goes_on:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed: the lock is ours
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process: this process holds the lock
     temporary.mkdir(exist_ok=goes_on)
     try:
         facts = write(temporary)
@@ -164,7 +169,7 @@ def _written(folder: Path, write: Callable[[Path], Facts], goes_on: bool) -> Fac
             sync(path)
         manifest = {"version": _VERSION, "files": _fingerprints(temporary), "facts": facts, "seal": _seal(facts)}
         write_atomically(temporary / MANIFEST, json.dumps(manifest).encode(), "cache folder")
-        shutil.rmtree(folder, ignore_errors=True)  # a torn one
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         temporary.replace(folder)
         sync(folder.parent)
     finally:
@@ -178,7 +183,7 @@ def _seal(facts: Facts) -> int:
 
 
 def _fingerprints(folder: Path) -> dict[str, list[int]]:
-    """Map each file to its size in bytes and the checksum of its head."""
+    """Map each file name to its size in bytes and the checksum of its head."""
     prints = {}
     for path in sorted(folder.iterdir()):
         if path.name != MANIFEST:
@@ -189,14 +194,14 @@ def _fingerprints(folder: Path) -> dict[str, list[int]]:
 
 @contextmanager
 def _translated(folder: Path) -> Iterator[None]:
-    """Say an error of the disk in our words; errors of reading the text are translated where the text is read."""
+    """Translate errors of writing to the disk. Readers translate their own errors."""
     try:
         yield
     except OSError as error:
         what = f"cannot write the cache {folder}: {error.strerror}"
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            raise OutputError(f"{what}; free some space, or put the cache on another disk") from error
-        raise OutputError(f"{what}; give a folder that can be written to") from error
+            raise OutputError(f"{what}; free some space, or use a cache on another disk") from error
+        raise OutputError(f"{what}; use a writable folder") from error
 
 
 @contextmanager

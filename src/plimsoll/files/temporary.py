@@ -1,12 +1,12 @@
-"""Temporary files named after the process that they are of, so that what a killed one has left can be told and removed.
+"""Temporary files that are named after their process, so that leftovers of killed processes can be removed.
 
     with own_folder() as folder: ...
-    share_a_folder_with_children()    # of multiprocessing, whose processes would each make one
+    share_a_folder_with_children()    # otherwise each multiprocessing child creates its own
     remove_leftovers()
 
-A process that is killed removes nothing. The supervisor of a run removes what its training process has left, and who
-starts or goes on with a run what any run here has left. The name says whose it is: the namespace of process numbers,
-the number, and when the process was started. Covers Linux; elsewhere nothing is taken for left over.
+The supervisor of a run removes the leftovers of its training process. Starting or resuming a run removes the leftovers
+of all runs on this machine. A name contains the PID namespace, the process ID and the start time of the process. On
+other systems than Linux, nothing is treated as a leftover.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from plimsoll.device.process_exit import start_ticks
 
-_LONGEST_SOCKET = 107  # unix(7): 108 bytes with the zero at the end
+_LONGEST_SOCKET = 107  # unix(7): 108 bytes with the terminating zero
 _RANDOM_CHARACTERS = 8  # of `tempfile`
 _SHORT_FOLDER = "/tmp"
 
@@ -31,33 +31,33 @@ _OWN = re.compile(r"plimsoll-(\d+)-(\d+)-(\d+)-")
 
 
 def own_prefix() -> str:
-    """Return what names of temporary files of this process begin with."""
+    """Return the prefix of this process for names of temporary files."""
     pid = os.getpid()
     return f"plimsoll-{_namespace()}-{pid}-{start_ticks(pid) or 0}-"
 
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """Have a temporary folder, which is gone after the block, or after a kill when somebody looks."""
+    """Create a temporary folder. It is deleted after the block, or by `remove_leftovers` if this process is killed."""
     with tempfile.TemporaryDirectory(prefix=own_prefix(), ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 def share_a_folder_with_children() -> None:
-    """Have the processes that are forked from this one use one folder for their sockets, which goes with this one.
+    """Make forked children share one folder for their sockets, which is deleted with this process.
 
-    Each of them makes one else (``pymp-``), which stays where it is killed: so are those that read ahead, with the
-    training process.
+    Otherwise each child creates a folder (``pymp-``) that remains if it is killed, as data loader workers are together
+    with the training process.
     """
     config: dict[str, object] = current_process()._config  # type: ignore[attr-defined]  # as in `get_temp_dir`
     if config.get("tempdir") is None:
         folder = tempfile.mkdtemp(prefix=own_prefix(), dir=_folder_for_sockets())
-        Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)  # after what uses it
+        Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)  # after all users of the folder
         config["tempdir"] = folder
 
 
 def remove_leftovers() -> None:
-    """Remove what processes that have ended have left in the folders for temporary files."""
+    """Remove temporary files of processes that have ended."""
     for folder in {Path(tempfile.gettempdir()), Path(_SHORT_FOLDER)}:
         with suppress(OSError):
             for name in os.listdir(folder):
@@ -67,7 +67,7 @@ def remove_leftovers() -> None:
 
 
 def _folder_for_sockets() -> str:
-    """The folder for temporary files, unless the path of a socket in one of ours there is too long."""
+    """Return the folder for temporary files, or ``/tmp`` if a socket path in it would be too long."""
     usual = tempfile.gettempdir()
     longest = len(usual) + len("/") + len(own_prefix()) + _RANDOM_CHARACTERS + len("/listener-") + _RANDOM_CHARACTERS
     return usual if longest <= _LONGEST_SOCKET or not os.path.isdir(_SHORT_FOLDER) else _SHORT_FOLDER
@@ -82,7 +82,7 @@ def _remove(path: Path) -> None:
 
 
 def _has_ended(namespace: int, pid: int, ticks: int) -> bool:
-    """Whether a process has ended; of another namespace (a container that shares the folder) it is not known."""
+    """Return whether a process has ended; False for another PID namespace, such as a container's."""
     return bool(ticks) and namespace == _namespace() and start_ticks(pid) != ticks
 
 

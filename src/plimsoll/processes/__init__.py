@@ -1,1 +1,1 @@
-"""The processes of a command: forked or started, told of signals, timed, and ended with their parent."""
+"""Child processes of a command: starting, forking, signals, timing, and ending together with the parent."""

@@ -1,14 +1,14 @@
-"""A process that has loaded what a job needs, and from which the processes of its run are forked.
+"""A server process with all libraries loaded, from which the processes of a run are forked.
 
     with ForkServer([sys.executable, "-m", "plimsoll", "fork-server", "job.yaml"]) as server:   # in the supervisor
         process = server.fork(["train-worker", "runs/a"], {"PLIMSOLL_SUPERVISOR": "17"})
 
-    sys.argv[1:] = serve()    # in the server, once all is loaded: it goes on in each process that is forked
+    sys.argv[1:] = serve()    # in the server, after its imports: returns in each forked process
 
-Torch, transformers and a model's code are loaded once for all, which takes seconds of a processor. A fork is what a
-fresh process would be, but that libraries have read the supervisor's environment. Its private memory counts as there:
-the kernel counts a page of the heap (RssAnon, VmData) in every process that has it mapped. A server that is killed
-takes no process with it, and the server ends when nobody can ask any more.
+Importing torch, transformers and the model code takes seconds, and happens once instead of in each process. A fork
+differs from a fresh process only in the environment that libraries have read: the supervisor's. Its private memory is
+the same, because the kernel counts a heap page (RssAnon, VmData) in every process that maps it. Forked processes
+survive the server. The server exits when its client closes the socket.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ _MOST_BYTES = 1 << 17  # of a request
 _NOT_FORKED, _GO = b"0", b"go"
 _CUDA_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
 _SOCKET = "PLIMSOLL_SOCKET"
-_MOST_FILES = 4  # with a request: by which it is told to go on, and the three streams
+_MOST_FILES = 4  # sent with a request: the pipe that starts the fork, and three standard streams
 ARGUMENT_SPACE = "-" * 4096
-"""The last argument of a server's command line, over which those of its forks are written."""
+"""The last argument of the server's command line: space that forks overwrite with their own command lines."""
 
 
 @dataclass(slots=True)
 class ForkedProcess:
-    """A process that was forked for this one, whose child it is; the names are those of `subprocess.Popen`."""
+    """A process that the server forked, which is a child of this process. Its interface is like `subprocess.Popen`."""
 
     pid: int
     returncode: int | None = None
 
     def wait(self) -> int:
-        """Wait for its end; returns its exit code, less than 0 if a signal ended it."""
+        """Wait for the process to end. Return its exit code, or -n if signal n ended it."""
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
     def terminate(self) -> None:
-        """Send SIGTERM, unless it has ended."""
+        """Send SIGTERM, unless the process has ended."""
         if self.returncode is None:
             os.kill(self.pid, signal.SIGTERM)
 
 
 class ForkServer:
-    """The server as the process sees it that asks; it is started with the block and ended with it.
+    """Client of a fork server. The server runs for the duration of the ``with`` block.
 
     Args:
-        command: starts it; it calls `serve` at last.
+        command: the command line of the server, which calls `serve` after its imports.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -76,10 +76,10 @@ class ForkServer:
             number = theirs.fileno()
             self._process = subprocess.Popen(
                 self._command,
-                stdin=subprocess.DEVNULL,  # code of the user's that reads it finds its end
+                stdin=subprocess.DEVNULL,  # user code that reads it gets end-of-file
                 pass_fds=[number],
                 env=ending_with_this() | {_SOCKET: str(number)},
-                process_group=0,  # Ctrl-C is for the process that asks
+                process_group=0,  # Ctrl-C is handled by this process
             )
         return self
 
@@ -91,30 +91,30 @@ class ForkServer:
         self._process.wait()
 
     def fork(self, arguments: Sequence[str], variables: Mapping[str, str]) -> ForkedProcess | None:
-        """Have a process forked that goes on with the arguments, once the server has loaded all; ``None`` if it cannot.
+        """Wait for the server's imports and return a forked process, or ``None`` if the server cannot fork.
 
-        That is so on other systems than Linux, too: who asks starts a fresh process then.
+        It cannot on other systems than Linux. The caller then starts a fresh process.
 
         Args:
-            arguments: of the command line, without the program.
-            variables: of the environment, beside those with which the server was started.
+            arguments: the command line of the new process, without the program.
+            variables: environment variables to set, in addition to the server's.
         """
         request = {"parent": os.getpid(), "arguments": [*arguments], "variables": dict(variables)}
         pid = ask(self._socket, request)
         return None if pid is None else ForkedProcess(pid)
 
     def terminate(self) -> None:
-        """End the server, also while it loads: what waits for a fork goes on without."""
+        """End the server, even during its imports. A pending `fork` then returns ``None``."""
         self._process.terminate()
 
 
 def ask(server: socket.socket, request: Mapping[str, Any], files: Sequence[int] = ()) -> int | None:
-    """Have the server at the other end fork a process for this one; returns its number, or ``None`` if it cannot.
+    """Send a request to a fork server. Return the process ID of the fork, or ``None`` if the server cannot fork.
 
     Args:
-        server: a socket that keeps messages apart.
-        request: it has at least the number of this process, as ``parent``.
-        files: handed over with it.
+        server: a socket that preserves message boundaries.
+        request: the request, with at least the ID of this process as ``parent``.
+        files: file descriptors to send with it.
     """
     go, say_go = os.pipe()
     with open(say_go, "wb", buffering=0) as saying, _adopting() as is_adopting:
@@ -129,14 +129,14 @@ def ask(server: socket.socket, request: Mapping[str, Any], files: Sequence[int] 
             os.close(go)
         if answer in {b"", _NOT_FORKED}:
             return None
-        with suppress(BrokenPipeError):  # somebody may have killed it
-            saying.write(_GO)  # it is known here; else it would end
+        with suppress(BrokenPipeError):  # the fork may have been killed
+            saying.write(_GO)  # this process knows its ID now; without the message it would exit
     return int(answer)
 
 
 @contextmanager
 def _adopting() -> Iterator[bool]:
-    """Be the parent of processes below this one whose parent ends, while the block runs; whether that is possible."""
+    """Adopt orphaned descendants during the block. Yield whether the system supports it."""
     is_possible = sys.platform.startswith("linux") and ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
     try:
         yield is_possible
@@ -146,9 +146,9 @@ def _adopting() -> Iterator[bool]:
 
 
 def serve() -> list[str]:
-    """Fork a process for each request of the one that started this server, and return its arguments in it.
+    """Fork a process for each request, and return in the fork, with its arguments.
 
-    In the server itself it does not return: the server ends where it cannot fork, or nobody can ask any more.
+    It never returns in the server, which exits if it cannot fork or its client has closed the socket.
     """
     make_light()
     if not can_fork():
@@ -157,7 +157,9 @@ def serve() -> list[str]:
     with socket.socket(fileno=int(os.environ.pop(_SOCKET))) as asking:
         request, _ = next_fork(asking)
     os.setpgid(0, 0)
-    if "numpy" in sys.modules:  # seeded anew in each process, as Python does; torch has a fixed seed
+    if (
+        "numpy" in sys.modules
+    ):  # as in fresh processes, where numpy and random are seeded from entropy; torch has a fixed seed
         sys.modules["numpy"].random.seed()
     os.environ.update(request["variables"])
     arguments: list[str] = request["arguments"]
@@ -166,16 +168,16 @@ def serve() -> list[str]:
 
 
 def make_light() -> None:
-    """Have forks of this process share its memory with it, and count none that is free."""
+    """Free unused heap memory, and stop the garbage collector from copying shared pages in forks."""
     gc.collect()
-    gc.freeze()  # collecting garbage would write to every page of the heap, which copies it
+    gc.freeze()  # a collection writes to every heap page, which would copy it in each fork
     trim()
 
 
 def next_fork(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork a process for each request, and return in it the request, and the files that came with it.
+    """Fork a process for each request, and return in the fork: the request and its file descriptors.
 
-    In this process it does not return: it ends when nobody can ask any more.
+    It never returns in this process, which exits when its client closes the socket.
     """
     while True:
         text, files, _, _ = socket.recv_fds(asking, _MOST_BYTES, _MOST_FILES)
@@ -191,12 +193,12 @@ def next_fork(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _fork_for(parent: int, go: int) -> bytes | None:
-    """Fork a process whose parent is the one that asked; ``None`` in it, here its number.
+    """Fork a child of process ``parent``. Return ``None`` in the child, and its process ID here.
 
-    It ends where nobody knows of it, as the server or who asked has been killed.
+    The child exits if the server or ``parent`` was killed before ``parent`` learned its ID.
     """
-    # Forked twice, and the one in between ends: so it is a child of the process that asked (prctl(2),
-    # PR_SET_CHILD_SUBREAPER), which can wait for it and kill it as any other, and of whose death it is told.
+    # Double fork: the process in between exits, so ``parent`` adopts the child (prctl(2), PR_SET_CHILD_SUBREAPER). It
+    # can then wait for the child and kill it, and the child gets a signal when ``parent`` dies.
     told, tell = os.pipe()
     between = os.fork()
     if between == 0:
@@ -210,19 +212,19 @@ def _fork_for(parent: int, go: int) -> bytes | None:
         os.close(go)
         return None
     os.close(tell)
-    os.waitpid(between, 0)  # by now the child is the asking process's
+    os.waitpid(between, 0)  # now the child has been adopted
     number = os.read(told, _MOST_BYTES)
     os.close(told)
     return number or _NOT_FORKED
 
 
 def can_fork() -> bool:
-    """Whether a fork has all that this process has: it has the thread that forks only, and no context of CUDA."""
+    """Return whether a fork would be complete: it loses other threads, and cannot use an initialized CUDA driver."""
     if not sys.platform.startswith("linux"):
         return False
     try:
         with uninterrupted():
-            probe = os.fork()  # at which OpenBLAS ends its threads, until they are needed
+            probe = os.fork()  # OpenBLAS ends its threads at a fork, and restarts them on demand
             if probe == 0:
                 os._exit(0)
     except OSError:  # no more processes are allowed
@@ -232,9 +234,9 @@ def can_fork() -> bool:
 
 
 def _has_begun_cuda() -> bool:
-    """Whether CUDA's driver was called, by which a fork cannot use it; asked of the driver itself, where it is loaded.
+    """Return whether the CUDA driver is initialized in this process, so that a fork could not use it.
 
-    That torch was asked for a GPU is enough, and torch does not know of it.
+    It asks the driver, because a query for GPUs initializes it without torch's knowledge.
     """
     if "libcuda.so" not in Path("/proc/self/maps").read_text():
         return False
@@ -243,8 +245,8 @@ def _has_begun_cuda() -> bool:
 
 
 def show_arguments(words: list[str]) -> None:
-    """Write the command line of this process, as ``ps`` shows it, over that of the server, see proc(5)."""
+    """Set the command line that ``ps`` shows for this process, see proc(5)."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    first, behind = int(fields[45]), int(fields[46])  # 48 and 49, less the two before the parenthesis and one
+    first, behind = int(fields[45]), int(fields[46])  # fields 48 and 49 of stat, from 1; two precede the parenthesis
     line = "\0".join(words).encode()[: behind - first - 1]
     ctypes.memmove(first, line.ljust(behind - first, b"\0"), behind - first)

@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM as a request to stop after the step, not in the middle of it.
+"""SIGINT and SIGTERM as requests to stop after the current step.
 
-A second signal of the same kind stops at once, as Python would have done without this. The death of the
-process that watches this one is a request as well, also where no signal tells of it (`plimsoll.processes.children`).
+A second signal of the same kind gets Python's default treatment and stops at once. The death of the supervisor is also
+a request to stop, even on systems that send no signal for it (`plimsoll.processes.children`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(slots=True)
 class StopRequest:
-    """What asks to stop: a signal that has arrived, or that ``parent``, which was this process's, is so no more."""
+    """A request to stop: a signal has arrived, or process ``parent`` is no longer the parent of this process."""
 
     received: int | None = None
     parent: int | None = None
 
     @property
     def signal_number(self) -> int | None:
-        """The signal that asked to stop, or ``None``; SIGTERM where the parent is gone."""
+        """The signal that requested the stop, SIGTERM if the parent died, or ``None``."""
         is_orphan = self.parent is not None and os.getppid() != self.parent
         return signal.SIGTERM if self.received is None and is_orphan else self.received
 
@@ -35,15 +35,15 @@ def stop_on_signal(say: Callable[[], None] = lambda: None, parent: int | None = 
     """Collect the first SIGINT or SIGTERM into a request while the block runs.
 
     Args:
-        say: tells of it if it can.
-        parent: the process that watches this one, whose death asks to stop as well.
+        say: a function that reports the signal to the user.
+        parent: the process ID of the supervisor. Its death counts as a request to stop.
     """
     request = StopRequest(parent=parent)
 
     def note(signal_number: int, _frame: FrameType | None) -> None:
         request.received = signal_number
         signal.signal(signal_number, before[signal.Signals(signal_number)])
-        with suppress(MemoryError, OSError):  # there may be nobody left to tell
+        with suppress(MemoryError, OSError):  # the terminal may be closed
             say()
 
     before = {number: signal.signal(number, note) for number in _SIGNALS}

@@ -1,11 +1,12 @@
-"""Where the seconds of a command went, in each of its processes, as ``--timings`` prints it.
+"""Elapsed time by process and stage, which ``--timings`` prints.
 
-    begin()                         # of the command, for all processes that it starts
+    begin()                         # in the command; its child processes inherit it
     with timed("building the model"):
         ...
-    end()                           # of each process; the command prints the table
+    end()                           # in each process; the command prints the table
 
-Each process writes a line for each stage into one file, which the environment names. Costs nothing where nobody asked.
+Each process appends one line per stage to a file named by an environment variable. Without ``--timings``, nothing is
+recorded.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FILE, _COMMAND = "PLIMSOLL_TIMINGS", "PLIMSOLL_TIMINGS_OF"
-_WHOLE = ""  # the stage that is the whole process
+_WHOLE = ""  # the stage name of the whole process
 
 
 def begin(prefix: str = "plimsoll-") -> None:
-    """Have all processes of this command note where their seconds go.
+    """Start recording in this process and its children.
 
     Args:
-        prefix: of the file's name.
+        prefix: the start of the name of the temporary file.
     """
     number, path = tempfile.mkstemp(prefix=prefix)
     os.close(number)
@@ -35,7 +36,7 @@ def begin(prefix: str = "plimsoll-") -> None:
 
 
 def note(stage: str, seconds: float) -> None:
-    """Note that this process did something for so long; what is before a colon is the stage."""
+    """Record the duration of a stage of this process. The name of the stage ends at the first colon."""
     path = os.environ.get(_FILE)
     if path is not None:
         line = {"process": _process_name(), "stage": stage.partition(":")[0], "seconds": seconds}
@@ -45,7 +46,7 @@ def note(stage: str, seconds: float) -> None:
 
 @contextmanager
 def timed(stage: str) -> Iterator[None]:
-    """Note how long the block takes."""
+    """Record the duration of the block."""
     begun = time.monotonic()
     try:
         yield
@@ -54,7 +55,7 @@ def timed(stage: str) -> Iterator[None]:
 
 
 def end() -> None:
-    """Note how long this process ran; the one that was asked prints what all have noted on standard error."""
+    """Record the age of this process. The process that called `begin` also prints the table on standard error."""
     path = os.environ.get(_FILE)
     if path is None:
         return
@@ -67,26 +68,26 @@ def end() -> None:
 
 
 def table(text: str) -> str:
-    """Draw what was noted: the seconds of each process and of its stages, in the order in which they came."""
+    """Return a table of recorded durations by process and stage, in the order of recording."""
     seconds: dict[str, dict[str, float]] = {}
     for line in map(json.loads, text.splitlines()):
         stages = seconds.setdefault(line["process"], {})
         stages[line["stage"]] = stages.get(line["stage"], 0.0) + line["seconds"]
     lines = ["seconds  where"]
     for process, stages in seconds.items():
-        whole_seconds = stages.pop(_WHOLE, sum(stages.values()))  # one that was killed did not say it
+        whole_seconds = stages.pop(_WHOLE, sum(stages.values()))  # a killed process has not recorded it
         lines.append(f"{whole_seconds:7.1f}  {process}")
         lines += [f"{spent:7.1f}    {stage}" for stage, spent in stages.items()]
     return "\n".join(lines)
 
 
 def _process_name() -> str:
-    """The command, as it is typed."""
+    """Return the command as it is typed."""
     return " ".join(["plimsoll", *sys.argv[1:2]])
 
 
 def _seconds_of_process() -> float:
-    """How long this process has been there, from its start or the fork; see proc(5)."""
+    """Return the age of this process, from its start or fork; see proc(5)."""
     with suppress(OSError):
         ticks = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")

@@ -66,11 +66,11 @@ def test_a_snapshot_is_explained_whatever_its_size(call, refused, tmp_path, monk
     path = write(tmp_path / "snapshot.pickle", training(5, leak=3 * MIB).as_dict())
     small = call("explain", path)
     assert (small.code, small.err) == (1, "")
-    assert "what train.py:12 allocates stays: 3.0 MiB per step" in small.out
+    assert "allocations of train.py:12 are not freed: 3.0 MiB per step" in small.out
     monkeypatch.setattr("plimsoll.diagnose.source._LARGE_BYTES", 1)
     assert call("explain", path).out == small.out
     path.write_bytes(b"\x80\x02cos\nsystem\n.")
-    assert "the operation GLOBAL, which is none of those that are read" in refused("explain", path)
+    assert "the operation GLOBAL, which is not supported" in refused("explain", path)
 
 
 @pytest.mark.parametrize("packed", [bytes, gzip.compress], ids=["plain", "packed"])
@@ -160,13 +160,13 @@ def test_a_job_that_fits_ends_with_0(call, job_file):
         (("job.yaml", "-o", "a.yaml"), "a.yaml needs --apply, which writes a changed job: add --apply"),
         (("job.yaml", "--apply", "-o", "there.yaml"), "there.yaml exists already and is not overwritten"),
         (("job.yaml", "--apply", "-o", "job.yaml", "--force"), "give another -o\n"),
-        (("job.yaml", "--apply", "-o", "a.txt"), "give -o a name in .yaml"),
+        (("job.yaml", "--apply", "-o", "a.txt"), "give -o a name that ends in .yaml"),
         (("job.yaml", "--apply", "-o", "gone/a.yaml"), "there is no folder gone"),
         (("job.yaml", "--budget", "much"), "--budget: cannot read 'much'"),
-        (("train.log", "--apply"), "--apply is for a training that is known, and train.log is a text"),
+        (("train.log", "--apply"), "--apply is only for jobs and runs, and train.log is a text"),
         (("gone.yaml",), "there is no job file at gone.yaml"),
         (("gone", "--apply"), "gone is a text"),
-        (("train.log", "--budget", "1GiB"), "--budget is for a training that is known"),
+        (("train.log", "--budget", "1GiB"), "--budget is only for jobs and runs"),
     ],
 )
 def test_what_is_refused_before_the_work(arguments, told, refused, job_file, monkeypatch):

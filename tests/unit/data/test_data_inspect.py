@@ -188,6 +188,6 @@ def test_held_out_texts_that_are_trained_on_are_said(tmp_path: Path):
     (tmp_path / "ab.txt").write_text("ab\n")
     train = [str(tmp_path / "texts" / "ham"), str(tmp_path / "ab.txt")]
     found = inspected(tmp_path, data={"train": train, "validation": str(tmp_path / "copies.jsonl")})
-    said = "1 of the held-out texts is a training text, too, word for word: what is measured on them was learned."
+    said = "1 of the held-out texts is a training text, too, word for word: metrics on them measure memorization."
     assert said in found.notes
     assert not any("held-out" in note for note in inspected(tmp_path, data={"validation": 0.2}).notes)

@@ -225,12 +225,12 @@ def test_a_cache_that_is_gone_is_said_so(texts: Path, tmp_path: Path):
     prepared = prepare(job, tmp_path / "cache")
     (Path(prepared.train.labels_folder) / "labels.npy").write_bytes(b"")
     with pytest.raises(
-        DataError, match=r"the labels .* are gone from the cache, or torn: prepare them again, as --resume does"
+        DataError, match=r"the labels .* are missing from the cache, or damaged: prepare them again, as --resume does"
     ):
         open_datasets(prepared, job)
     (Path(prepared.train.tokens_folder) / "tokens.bin").unlink()
     with pytest.raises(
-        DataError, match=r"the tokens .* are gone from the cache, or torn: prepare them again, as --resume does"
+        DataError, match=r"the tokens .* are missing from the cache, or damaged: prepare them again, as --resume does"
     ):
         open_datasets(prepared, job)
 

@@ -202,5 +202,5 @@ def test_a_pipe_is_no_file_and_waits_for_nobody(tmp_path):
     os.mkfifo(tmp_path / "a.py")
     write(tmp_path / "b.py", BAD)
     report = check_code([tmp_path])
-    assert "no regular file" in report.unread[0].reason
+    assert "not a regular file" in report.unread[0].reason
     assert len(report.findings) == 1

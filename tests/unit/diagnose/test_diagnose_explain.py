@@ -28,8 +28,8 @@ def test_growth_without_a_cause_is_a_note():
     diagnosis = explain(run(2))
     assert diagnosis.findings == ()
     assert diagnosis.notes == (
-        "The growth of 2.0 MiB per step is not that of a graph that is kept: look for what your own code keeps from "
-        "step to step (lists, caches, arrays); where it comes to an end after some hundred steps it is the heap, which "
+        "No retained graph explains the growth of 2.0 MiB per step: look for objects that your own code keeps from "
+        "step to step (lists, caches, arrays). If the growth ends after some hundred steps, it is the heap, which "
         "batches of changing lengths fill slowly.",
     )
 
@@ -45,7 +45,7 @@ def test_memory_that_ran_out_and_was_survived_is_told():
         for step, phase in ((3, "backward"), (5, "evaluation"), (9, "backward"))
     )
     assert explain(run(0, oom_events=events)).notes == (
-        "Memory ran out 3 times (backward, evaluation) and the run went on: `plimsoll report` of its directory shows "
+        "Memory ran out 3 times (backward, evaluation) and the run continued: `plimsoll report` of its directory shows "
         "how.",
     )
     (note,) = explain(run(0, oom_events=events[:1])).notes
@@ -54,7 +54,7 @@ def test_memory_that_ran_out_and_was_survived_is_told():
 
 def test_too_few_steps_are_said_to_be_too_few():
     (note,) = explain(empty_run(steps=(step_line(1, used_bytes=MIB),))).notes
-    assert note.startswith("Whether memory grows cannot be told from 1 measurement: 11 are needed")
+    assert note.startswith("Whether memory grows cannot be judged from 1 measurement: 11 are needed")
 
 
 def test_what_is_no_run_is_refused(tmp_path):

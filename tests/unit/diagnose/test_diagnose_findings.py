@@ -20,6 +20,6 @@ def test_what_is_clean_has_no_answer():
 
 def test_what_one_process_of_several_did_is_said():
     notes = diagnosed(evidence(first_step=20, last_step=40, last_step_of_run=50)).notes
-    assert "Of the 50 steps of this run" in notes[0]
-    assert "steps 21 to 40 were looked at" in notes[0]
-    assert not any("looked at" in note for note in diagnosed(evidence(last_step=50, last_step_of_run=50)).notes)
+    assert "the 50 steps of this run" in notes[0]
+    assert "Steps 21 to 40 were analyzed" in notes[0]
+    assert not any("were analyzed" in note for note in diagnosed(evidence(last_step=50, last_step_of_run=50)).notes)

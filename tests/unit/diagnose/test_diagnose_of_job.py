@@ -97,7 +97,7 @@ def test_what_was_asked_for_and_cannot_be_is_refused(folder):
 def test_a_run_whose_job_cannot_be_predicted_any_more_says_so(tmp_path):
     (tmp_path / "job.yaml").write_text("model: lstm\ndata: a.txt\ntokenizer: gone\n", encoding="utf-8")
     diagnosis = diagnosis_of_run(ended(), tmp_path)
-    assert diagnosis.notes[0].startswith("What would free memory could not be predicted: ")
+    assert diagnosis.notes[0].startswith("Remedies could not be predicted: ")
 
 
 def test_a_run_that_was_refused_before_it_began_is_explained_by_its_job(folder, tmp_path):

@@ -20,11 +20,11 @@ def said(text):
 @pytest.mark.parametrize(
     ("text", "causes", "title"),
     [
-        (FULL, ["true_capacity"], "2.0 GiB more than is free was asked for"),
-        (FRAGMENTED, ["fragmentation", "true_capacity"], "holds 4.0 GiB that it does not use, and no piece of it"),
+        (FULL, ["true_capacity"], "the request exceeds free memory by 2.0 GiB"),
+        (FRAGMENTED, ["fragmentation", "true_capacity"], "holds 4.0 GiB that it does not use, and no block of it"),
         (OTHERS, ["other_process", "true_capacity"], "hold 20.0 GiB of the device"),
-        (HUGE, ["absurd_request"], "100.0 GiB were asked for in one piece"),
-        ("MemoryError", ["true_capacity"], "the host's memory, or the limit of its control group, ran out"),
+        (HUGE, ["absurd_request"], "100.0 GiB were requested at once"),
+        ("MemoryError", ["true_capacity"], "host memory, or the limit of its control group, ran out"),
         (SHM, ["shm"], "shared memory ran out"),
         ("XPU out of memory. Tried to allocate 1 GiB. GPU 0 has a total capacity of 2 GiB", ["true_capacity"], "full"),
     ],
@@ -39,7 +39,7 @@ def test_what_the_numbers_say_is_found_the_likely_cause_first(text, causes, titl
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        (GPU.format(1, 2), "2.0 GiB were free when 1.0 GiB were asked for"),
+        (GPU.format(1, 2), "2.0 GiB were free when 1.0 GiB were requested"),
         ("CUDA error: out of memory", "The text states no sizes"),
     ],
 )
@@ -66,11 +66,11 @@ def test_every_error_but_those_without_sizes_has_a_cause(text, stated):
 
 def test_other_errors_are_counted_and_what_is_none_is_said():
     (note,) = said("MemoryError\n" + "\n" * 20 + "std::bad_alloc\n").notes
-    assert note.startswith("1 other out-of-memory error stands")
+    assert note.startswith("1 other out-of-memory error comes")
     diagnosis = said("all is well\n")
     assert not diagnosis.has_answer
     assert diagnosis.event.kind == "jvm/other_not_oom"
-    assert diagnosis.notes == ("No text that means out of memory was found in 1 line.",)
+    assert diagnosis.notes == ("No out-of-memory error was found in 1 line.",)
 
 
 def test_a_file_is_explained_and_one_that_cannot_be_read_is_refused(tmp_path):
@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_looked_for_is_passed_over(tmp_path):
 def test_a_program_in_place_of_what_it_said_is_refused_with_what_to_type(tmp_path):
     program = tmp_path / "train.py"
     program.write_text(TRAIN)
-    with pytest.raises(InputError, match=r"is a program, not what it said: give .*`python .*train\.py 2>&1 \|"):
+    with pytest.raises(InputError, match=r"is a program, not its output: give .*`python .*train\.py 2>&1 \|"):
         explain(program)
 
 
@@ -156,4 +156,4 @@ def test_a_pool_whose_process_was_ended_may_have_run_out():
     text = b"BrokenProcessPool: A process in the process pool was terminated abruptly while the future was running"
     found = diagnosis_of_text(io.BytesIO(text), "a.log")
     assert not found.event.is_oom
-    assert "the kernel kills for memory, or that crashes" in found.notes[1]
+    assert "the kernel killed it for memory" in found.notes[1]

@@ -55,7 +55,7 @@ def test_workers_that_grow_together_are_one_finding_and_one_alone_is_its_own():
 @pytest.mark.parametrize(
     ("limit", "words"),
     [
-        (line("machine", "memory of the machine", 960), "Close what else"),
+        (line("machine", "memory of the machine", 960), "Close other programs"),
         (line("shm", "/dev/shm", 1000), "--shm-size"),
         (line("address", "RLIMIT_AS of 7", 990), "ulimit -v"),
         (line("data", "RLIMIT_DATA of 7", 600, seconds_left=30.0), "ulimit -d"),

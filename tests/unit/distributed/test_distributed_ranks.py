@@ -42,7 +42,7 @@ def test_ranks_at_different_places_are_told_so_unless_memory_has_run_out(monkeyp
     monkeypatch.setattr("torch.distributed.all_reduce", AtOtherPlace(7))
     ranks.require_all(7)
     for place in (0, 6, 8):
-        with pytest.raises(InputError, match="the 2 ranks are not at the same place of the model"):
+        with pytest.raises(InputError, match="the 2 ranks are in different blocks of the sharded model"):
             ranks.require_all(place)
     assert ranks.agree(True, place=0)
     monkeypatch.setattr("torch.distributed.all_reduce", AtOtherPlace(0, is_set=True))
@@ -66,7 +66,7 @@ def test_a_timeout_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("PLIMSOLL_RANKS_TIMEOUT", text)
-    with pytest.raises(InputError, match="is no number of seconds: give for example 600"), joined():
+    with pytest.raises(InputError, match="must be a number of seconds: set it to 600"), joined():
         pass
 
 
@@ -75,13 +75,16 @@ def test_a_timeout_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text
     [
         (
             {"WORLD_SIZE": "abc", "RANK": "0"},
-            "WORLD_SIZE='abc' in the environment is no number from 1: start the ranks",
+            "WORLD_SIZE='abc' in the environment must be an integer from 1: start the ranks",
         ),
-        ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE='0' in the environment is no number from 1"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK='2' in the environment is no number from 0 to 1, for WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE='0' in the environment must be an integer from 1"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2"},
+            "RANK='2' in the environment must be an integer from 0 to 1, for WORLD_SIZE=2",
+        ),
         (
             {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "-1"},
-            "LOCAL_RANK='-1' in the environment is no number from 0",
+            "LOCAL_RANK='-1' in the environment must be an integer from 0",
         ),
     ],
 )
@@ -97,7 +100,7 @@ def test_a_meeting_without_an_address_says_what_is_missing(monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    with pytest.raises(InputError, match="did not meet the others at nowhere:.*MASTER_ADDR expected"), joined():
+    with pytest.raises(InputError, match="could not connect to the others at nowhere:.*MASTER_ADDR expected"), joined():
         pass
 
 

@@ -124,7 +124,7 @@ def test_a_gradient_that_only_another_rank_has_is_filled_in_with_zeros():
 def test_a_sparse_gradient_is_refused():
     table = nn.Embedding(5, 3, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    with pytest.raises(InputError, match=r"of shape \(5, 3\) is sparse, and not added up over 2 ranks"):
+    with pytest.raises(InputError, match=r"of shape \(5, 3\) is sparse and cannot be summed over 2 ranks"):
         Reduction(WithTwin([True]), table.parameters()).prepare()
 
 

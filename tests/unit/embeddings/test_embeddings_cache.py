@@ -140,7 +140,9 @@ def test_rows_are_opened_by_their_folder(path: Path, cache: Path):
     subset = take_subset(path, WORDS, cache=cache)
     assert open_rows(subset.table.path.parent).vectors.tobytes() == subset.rows.tobytes()
     subset.table.path.unlink()
-    with pytest.raises(DataError, match="the word vectors .* are gone from the cache, or torn: prepare them again"):
+    with pytest.raises(
+        DataError, match="the word vectors .* are missing from the cache, or damaged: prepare them again"
+    ):
         open_rows(subset.table.path.parent)
 
 

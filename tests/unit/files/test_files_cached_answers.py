@@ -137,5 +137,7 @@ def test_what_cannot_be_removed_is_said(filled, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "unlink", refused)
-    with pytest.raises(OutputError, match=r"cannot remove .*exchange-2-1.json: Permission denied; allow writing there"):
+    with pytest.raises(
+        OutputError, match=r"cannot remove .*exchange-2-1.json: Permission denied; change its permissions"
+    ):
         cached_answers.clear(("speeds",))

@@ -71,7 +71,7 @@ def test_a_block_is_looked_at_when_it_is_read(tmp_path: Path, read):
     damage(path, 2 * BLOCK_BYTES + 1)
     numbers = checked(path, np.uint16)
     assert numbers[BLOCK_BYTES - 1] == NUM - BLOCK_BYTES  # of another block
-    with pytest.raises(Damaged, match=r"z.bin is damaged: its bytes 131,072 to 196,608 .* when you start again"):
+    with pytest.raises(Damaged, match=r"z.bin is damaged: bytes 131,072 to 196,608 .* when you start again"):
         read(numbers)
     assert read_facts(path.parent) is None
     assert read_facts(store(path.parent)) == {}

@@ -18,7 +18,7 @@ from plimsoll.files.former_modules import FORMER_MODULES
     ],
 )
 def test_a_former_module_has_what_is_in_todays(former, name, today, name_today):
-    with pytest.warns(DeprecationWarning, match=f"is called {today}"):
+    with pytest.warns(DeprecationWarning, match=f"was renamed to {today}"):
         found = getattr(import_module(former), name)
     assert found is getattr(import_module(today), name_today)
 

@@ -18,7 +18,7 @@ def test_the_identity_says_path_size_time_and_a_sample(tmp_path: Path):
     (tmp_path / "b.txt").write_text("y")
     assert [one == other for one, other in zip(identity, identity_of(files), strict=True)] == [True, False]
     (tmp_path / "b.txt").unlink()
-    with pytest.raises(DataError, match=r"cannot read .*b\.txt \(No such file or directory\): put it back"):
+    with pytest.raises(DataError, match=r"cannot read .*b\.txt \(No such file or directory\): restore it"):
         identity_of(files)
 
 

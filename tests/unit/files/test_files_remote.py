@@ -86,7 +86,7 @@ def test_a_file_that_changed_is_another_and_its_old_copy_is_refused(tmp_path: Pa
     with serving(Site({"a.txt": CONTENT})) as site:
         (before,) = find(f"{site.address}/a.txt", tmp_path)
         site.files["a.txt"] = CONTENT[::-1]
-        with pytest.raises(DataError, match="has changed since it was first looked at"):
+        with pytest.raises(DataError, match="has changed since the run started"):
             present(before.path)
         (after,) = find(f"{site.address}/a.txt", tmp_path)
         assert (after.path, after.mtime_ns == before.mtime_ns) == (before.path, False)
@@ -110,7 +110,9 @@ def test_a_file_that_no_folder_of_that_size_holds_is_refused(memory, tmp_path: P
     monkeypatch.setenv("PLIMSOLL_COPIES", "99B")
     memory.pipe("/a.txt", b"a" * 100)
     (file,) = find("memory://a.txt", tmp_path)
-    with pytest.raises(OutputError, match="has 100 B, copies may take 99 B: set PLIMSOLL_COPIES to more"):
+    with pytest.raises(
+        OutputError, match="has 100 B, but local copies are limited to 99 B: set PLIMSOLL_COPIES to more"
+    ):
         present(file.path)
 
 
@@ -137,7 +139,7 @@ def test_what_is_in_use_stays_and_is_waited_for(memory, tmp_path: Path, monkeypa
         memory.pipe(f"/{name}.txt", name.encode() * 100)
     first, second = (file.path for file in find("memory:///*.txt", tmp_path))
     with held(first):
-        with pytest.raises(OutputError, match="copies in use leave 50 B of 150 B, and it has 100 B"):
+        with pytest.raises(OutputError, match="it has 100 B, but copies in use leave 50 B of 150 B"):
             present(second)
         with held(first):  # once more
             assert Path(first).read_bytes() == b"a" * 100
@@ -243,9 +245,9 @@ def test_a_folder_that_cannot_be_written_is_said(memory, tmp_path: Path, is_foun
     if is_found_before:
         (file,) = find("memory://a.txt", folder)
         Path(file.path + ".copying").mkdir()
-        with pytest.raises(OutputError, match="cannot write .*; free some space, or give another --cache"):
+        with pytest.raises(OutputError, match="cannot write .*; free some space, or use another --cache"):
             present(file.path)
     else:
         folder.write_text("no folder")
-        with pytest.raises(OutputError, match="cannot write .*; free some space, or give another --cache"):
+        with pytest.raises(OutputError, match="cannot write .*; free some space, or use another --cache"):
             find("memory://a.txt", folder)

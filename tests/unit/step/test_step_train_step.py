@@ -127,7 +127,7 @@ def test_an_update_in_pieces_is_told_and_one_that_cannot_be_done_is_tried_again_
     with armed("optimizer", 1):
         result = step(line_through(), on_oom=told.append)
     assert told[1:] == list(result.oom_events)
-    assert [event.action for event in result.oom_events] == ["the update not begun, done in pieces"]
+    assert [event.action for event in result.oom_events] == ["update not started, done in chunks"]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
-"""How texts lie in files: one module per format, each with the functions of `Format`.
+"""Formats of text files: one module per format, each with the functions of `Format`.
 
-Two kinds. Texts that can be read where they are (plain text, jsonl, csv) are only indexed: a module finds where each
-text begins in any byte range of a file, so that ranges are scanned in parallel, and turns the bytes of a text into the
-text. Texts that cannot (parquet, Arrow, compressed files, data sets of Hugging Face) are converted once into a store of
-the format `packed`, see `plimsoll.data.text.convert`.
+There are two kinds:
 
-To add a format that is only indexed, add a module here, name it in `plimsoll.data.text.scan`, and give its suffix to
-`plimsoll.data.text.convert.format_of`. The contract tests run over every module of this folder. To add one that is
-converted, add a function to `plimsoll.data.text.tables.OPENERS` and its suffix to `plimsoll.data.text.convert`.
+- Plain text, jsonl and csv are read in place and only indexed. Their module finds where each text begins in any byte
+  range of a file, so that ranges can be scanned in parallel. It also decodes the bytes of a text.
+- Parquet, Arrow, compressed files and Hugging Face data sets are converted once into a store of the format `packed`
+  (`plimsoll.data.text.convert`).
+
+To add a format that is only indexed, add a module here, name it in `plimsoll.data.text.scan`, and add its suffix to
+`plimsoll.data.text.convert.format_of`. The contract tests run over every module of this folder. To add a converted
+format, add a function to `plimsoll.data.text.tables.OPENERS` and its suffix to `plimsoll.data.text.convert`.
 """
 
 from __future__ import annotations
@@ -23,24 +25,25 @@ Unit = Literal["document", "line", "paragraph"]
 
 @dataclass(frozen=True)
 class Reading:
-    """What of the files is a text, and what happens to what is none.
+    """The rules for reading files: the unit of a text, its columns, and the handling of faults.
 
     Attributes:
-        unit: of plain text: a file, what stands between two newlines, or lines between blank lines (of white space
-            only). In tables every row is a text, whatever is said here.
-        text: the column of a table with the texts, or several (joined by newlines). ``None``: the column ``text``, or
-            the only one that holds strings. Where a csv has no header, columns are called ``1``, ``2``, ...
-        label: the column with the classes; ``None``: there is none.
-        escapes: in csv and tsv, ``\\n``, ``\\t``, ``\\r`` and ``\\\\`` stand for the characters they mean in Python.
-        quotes: whether double quotes in csv and tsv have a meaning; ``False``: every line is a row, and a quote a
-            character like others.
-        header: whether the first row of a csv names its columns; ``None``: it does if it names those asked for, does
-            not if they are numbers or a cell of the first row is a number; otherwise that is an error.
-        on_error: ``stop``: what cannot be read is an error; ``skip``: rows that cannot be read (files, where a text is
-            a file) are left out, counted and listed.
-        max_text_bytes: a longer line, paragraph or row is one of those that cannot be read.
-        is_tagged: texts are words with a tag each (`plimsoll.data.text.sentences`): ``text`` is the column of words,
-            ``label`` that of their tags; what is no table is a file of the CoNLL kind.
+        unit: for plain text: the whole file, a line, or a paragraph between blank lines (white space only). In tables
+            every row is a text, and this option is ignored.
+        text: the column of a table with the texts, or several columns (joined by newlines). ``None``: the column
+            ``text``, or the only column of strings. The columns of a csv without a header are called ``1``, ``2``, ...
+        label: the column with the classes, or ``None`` if the texts have no classes.
+        escapes: in csv and tsv, decode ``\\n``, ``\\t``, ``\\r`` and ``\\\\`` as Python does.
+        quotes: whether double quotes in csv and tsv are special. ``False``: every line is a row, and a quote is an
+            ordinary character.
+        header: whether the first row of a csv names its columns. ``None``: it does if it holds the requested names. It
+            does not if the requested names are numbers, or if one of its cells is a number. Otherwise an error is
+            raised.
+        on_error: ``stop``: unreadable data raises an error; ``skip``: unreadable rows (or files, if a text is a file)
+            are left out, counted and listed.
+        max_text_bytes: a longer line, paragraph or row counts as unreadable.
+        is_tagged: each word of a text has a tag (`plimsoll.data.text.sentences`). ``text`` is the column of words,
+            ``label`` the column of their tags. Files that are not tables are read in CoNLL format.
     """
 
     unit: Unit = "document"
@@ -55,12 +58,12 @@ class Reading:
 
     @property
     def columns(self) -> tuple[str, ...] | None:
-        """The columns asked for."""
+        """The requested columns."""
         return (self.text,) if isinstance(self.text, str) else self.text
 
 
 class Layout(NamedTuple):
-    """What must be known of a file to turn the bytes of a text into the text; as small as JSON."""
+    """The facts about a file that decoding its texts needs; serializable as JSON."""
 
     format: str
     unit: Unit = "document"
@@ -73,10 +76,10 @@ class Layout(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The bytes ``begin`` to ``end`` of a file, in which texts are to be found.
+    """The byte range ``begin`` to ``end`` of a file, to be scanned for texts.
 
-    ``first`` is where the first text of the file may begin (behind a byte order mark or a header); ``quoting`` says
-    how the byte ``begin`` of a csv stands to its quotes (`plimsoll.data.formats.csv`).
+    ``first`` is the first byte at which a text may begin (after a byte order mark or a header). ``quoting`` is the
+    state of csv quoting at the byte ``begin`` (`plimsoll.data.formats.csv`).
     """
 
     path: str
@@ -90,7 +93,7 @@ class Part(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Why the text that holds the byte ``at`` cannot be read, and what to do; ``line`` counts from the part's begin."""
+    """The reason why the text at byte ``at`` cannot be read, and the remedy; ``line`` counts from the part's start."""
 
     at: int
     why: str
@@ -99,19 +102,22 @@ class Fault(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """The classes of the texts of a part: ``names[codes[i]]``."""
+    """The classes of the texts of a part: text ``i`` has the class ``names[codes[i]]``."""
 
     names: list[str | int]
     codes: NDArray[np.uint32]
 
 
 class Found(NamedTuple):
-    """What a part holds: where texts begin, ascending, those of faults included, and those that ``is_empty`` marks.
+    """The result of scanning a part.
 
-    ``is_blank``: all of it is white space. For paragraphs ``starts`` are the begins of all lines behind the newlines of
-    the part, and ``inks`` says of the bytes before, between and after these newlines whether they are more than white
-    space; `plimsoll.data.formats.text.Paragraphs` makes texts of that. ``suspects`` are texts that can be read and may
-    not be what was meant.
+    ``starts`` holds the byte offsets of its texts in ascending order, including faulty and empty ones. ``is_empty``
+    marks the empty ones, and ``is_blank`` is set if the whole part is white space. ``suspects`` are texts that can be
+    read but may not be intended.
+
+    For paragraphs, ``starts`` holds the beginning of each line after a newline of the part. ``inks`` tells for each
+    stretch before, between and after these newlines whether it holds more than white space.
+    `plimsoll.data.formats.text.Paragraphs` computes paragraphs from both.
     """
 
     starts: NDArray[np.int64]
@@ -126,25 +132,25 @@ class Found(NamedTuple):
 
 
 class Format(Protocol):
-    """What a module of this folder offers."""
+    """The interface of a format module in this folder."""
 
     def look(self, path: str, reading: Reading) -> tuple[Layout, int]:
-        """Look at the begin of a file; return its layout and the first byte that may begin a text.
+        """Inspect the beginning of a file; return its layout and the offset of the first byte that may begin a text.
 
         Raises:
-            DataError: if no text can be found in it; the message names no file.
+            DataError: if no text can be found in it; the message does not name the file.
         """
         ...
 
     def scan(self, part: Part) -> Found:
-        """Find the texts that begin in a part, and check all bytes of it."""
+        """Find the texts that begin in a part, and check all bytes of the part."""
         ...
 
     def decode(self, raws: list[bytes], layout: Layout) -> list[str]:
-        """Return the texts of some spans; a span reaches from the begin of its text to that of the next.
+        """Return the texts of some spans; a span reaches from the start of its text to the start of the next text.
 
         Raises:
-            ValueError: if a span is not what was indexed.
+            ValueError: if a span differs from the indexed content.
         """
         ...
 
@@ -152,6 +158,6 @@ class Format(Protocol):
         """Return consecutive texts from the bytes of all their spans, which are ``raw[borders[i] : borders[i + 1]]``.
 
         Raises:
-            ValueError: if they are not what was indexed.
+            ValueError: if they differ from the indexed content.
         """
         ...

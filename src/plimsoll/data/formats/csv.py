@@ -1,11 +1,12 @@
-"""Comma- or tab-separated values: a text is one column, or several joined by newlines. Quoted newlines work.
+"""Comma- or tab-separated values: a text is one column, or several joined by newlines.
 
-A row ends at a newline outside quotes (without ``quotes``: at every newline). As for Python's `csv`, which decodes it,
-strictly, a quote opens a field only where one begins; inside a field without quotes it is a character like others. A
-row must have as many fields as the first. Every row is decoded when the file is indexed, so that a fault is found
-before the training and not in it. Empty lines are no rows. It does NOT cover other separators than the comma (.csv) and
-the tab (.tsv), nor backslashes before quotes; a quote that opens a field and is never closed takes the rows behind it
-into its own, which is a fault.
+A row ends at a newline outside quotes; without ``quotes``, at every newline. Quotes follow the rules of Python's strict
+`csv` reader, which decodes the rows: a quote is special only at the beginning of a field, and an ordinary character
+inside an unquoted field. Quoted fields may contain newlines. A row must have as many fields as the first row. Every row
+is decoded during indexing, so that faults are found before the training starts. Empty lines are not rows.
+
+Not handled: separators other than the comma (.csv) and the tab (.tsv), and backslashes before quotes. If a quote opens
+a field and is never closed, the field includes the rows after it, which is a fault.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from plimsoll.errors import DataError
 
 _QUOTE = ord('"')
 _REMEDY = "correct the row"
-_FEWEST_SWALLOWED = 2  # lines; a text may well hold one that looks like a row
+_FEWEST_SWALLOWED = 2  # lines; a text may well contain a single line that looks like a row
 _HOW_TO_QUOTE = (
-    " (a quote in a field is written twice, in a field with quotes around it), or say quotes: false if none of the "
-    "file's quotes mean anything"
+    " (a quote in a field is written twice, in a field with quotes around it), or set quotes: false if quotes are "
+    "ordinary characters in this file"
 )
 _ESCAPE = re.compile(r"\\([ntr\\])")
 _MEANT = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 _ROWS_AT_ONCE = 256
-# Where a stretch of a file begins: outside quotes, inside, or outside and where its first byte, if a quote, opens a
-# field: at the begin of the file, or behind a quote that has just closed one, for two quotes are one in the field.
+# The state of quoting at a byte: outside quotes, inside, or outside with a quote at this byte opening a field. The last
+# applies at the beginning of the file and after a closing quote, because a doubled quote stands for one in the field.
 OUTSIDE, QUOTED, OPENS = range(3)
 
 
 def look(path: str, reading: Reading) -> tuple[Layout, int]:
-    """Find out the columns of a file and whether its first row names them."""
+    """Return the layout of a file: its columns, and whether the first row names them."""
     begin, delimiter = text_begin(path), "\t" if path.lower().endswith(".tsv") else ","
     layout = Layout("csv", delimiter=delimiter, escapes=reading.escapes, quotes=reading.quotes)
     first, second = _first_rows(read_head(path, HEAD_BYTES), begin, layout)
-    if second is None:  # there is no more, or rows are long
+    if second is None:  # the file ends here, or its rows are long
         first, second = _first_rows(read_head(path, reading.max_text_bytes + HEAD_BYTES), begin, layout)
     if first is None:
         return layout, begin
@@ -67,7 +68,7 @@ def look(path: str, reading: Reading) -> tuple[Layout, int]:
 
 
 def _first_rows(head: bytes, begin: int, layout: Layout) -> tuple[tuple[int, list[str]] | None, list[str] | None]:
-    """Return the first row, with where it ends, and the second; ``None`` where there is none."""
+    """Return the first row with its end, and the second row; ``None`` for a missing row."""
     rows: list[tuple[int, list[str]]] = []
     borders = [begin, *(_row_ends(head, layout, begin, OPENS) + 1).tolist()]
     for start, end in pairwise([*borders, len(head)]):
@@ -78,7 +79,7 @@ def _first_rows(head: bytes, begin: int, layout: Layout) -> tuple[tuple[int, lis
             except (ValueError, csv.Error) as error:
                 if not rows:
                     remedy = _HOW_TO_QUOTE if b'"' in raw else ""
-                    raise DataError(f"its first row is no csv ({_said(error)}): correct the row{remedy}") from None
+                    raise DataError(f"its first row is not csv ({_said(error)}): correct the row{remedy}") from None
     return rows[0] if rows else None, rows[1][1] if len(rows) > 1 else None
 
 
@@ -91,9 +92,9 @@ def _has_header(first: list[str], numbered: list[str], reading: Reading) -> bool
     if any(map(_is_number, first)) or (asked and all(name in numbered for name in asked)):
         return False
     if asked:
-        return True  # a name that is not there: the error says which are
+        return True  # a requested name is missing: the error lists the existing names
     raise DataError(
-        f"whether its first row ({listed(first)}) names the columns cannot be told: set header: true or header: false, "
+        f"it is unclear whether its first row ({listed(first)}) names the columns: set header: true or header: false, "
         "or give text: <column>"
     )
 
@@ -103,8 +104,8 @@ def _require_one_each(names: Sequence[str], columns: list[str]) -> None:
         if columns.count(name) > 1:
             numbers = ", ".join(str(number) for number, column in enumerate(columns, 1) if column == name)
             raise DataError(
-                f"{columns.count(name)} of its columns ({numbers}) are called {name!r}, so which is meant cannot be "
-                "told, nor by number where the first row names the columns: rename all but one in the first row"
+                f"{columns.count(name)} of its columns ({numbers}) are called {name!r}, so the name is ambiguous, "
+                "and columns have no numbers if the first row names them: rename all but one in the first row"
             )
 
 
@@ -117,7 +118,7 @@ def _is_number(cell: str) -> bool:
 
 
 def quoting_after(part: Part) -> int:
-    """Return how the part behind a part begins: `OUTSIDE` quotes, inside, or `OPENS`."""
+    """Return the state of quoting at the beginning of the next part: `OUTSIDE`, `QUOTED` or `OPENS`."""
     offset = max(part.begin - 1, 0)
     with opened(part.path) as descriptor:
         view = np.frombuffer(os.pread(descriptor, part.end - offset, offset), np.uint8)
@@ -125,25 +126,25 @@ def quoting_after(part: Part) -> int:
 
 
 def quoting_after_line(line: bytes, layout: Layout, quoting: int) -> int:
-    """Return the same of a line without its end, for that behind it."""
+    """Return the state of quoting after a line that is passed without its newline."""
     after = _quotes(np.frombuffer(line, np.uint8), layout, 0, quoting)[1]
     return QUOTED if after == QUOTED else OPENS
 
 
 def _begin(part: Part, offset: int) -> tuple[int, int]:
-    """Return the place of the first byte to look at, of what is read of a part from ``offset`` on, and its quoting."""
+    """Return the index of the first byte to scan in the bytes read from ``offset`` on, and the quoting state there."""
     if part.begin > part.first:
         return part.begin - offset, part.quoting
     return min(part.first, part.end) - offset, OPENS
 
 
 def _quotes(view: NDArray[np.uint8], layout: Layout, begin: int, quoting: int) -> tuple[NDArray[np.int64], int]:
-    """Return the places of the quotes that open or close a field, and how it is behind the last byte.
+    """Return the indices of the quotes that open or close a field, and the state of quoting after the last byte.
 
-    A field with two quotes in it, which are one, is closed and opened again.
+    A doubled quote, which stands for one quote, counts as closing the field and opening it again.
     """
     quotes: NDArray[np.int64] = (view[begin:] == _QUOTE).nonzero()[0] + begin
-    before = view[quotes - 1]  # of a quote at 0, which `quoting` says all about, the last byte
+    before = view[quotes - 1]  # for a quote at index 0 this wraps to the last byte; `quoting` decides there
     begins_field = (before == NEWLINE) | (before == RETURN) | (before == ord(layout.delimiter))
     is_doubled = np.diff(quotes, prepend=-2) == 1
     if len(quotes) and quotes[0] == begin:
@@ -160,7 +161,7 @@ def _quotes(view: NDArray[np.uint8], layout: Layout, begin: int, quoting: int) -
 
 
 def _meaningful(quotes: NDArray[np.int64], begins_field: NDArray[np.bool_], is_quoted: bool) -> NDArray[np.bool_]:
-    """Return which quotes open or close a field, one after the other: some do neither."""
+    """Return which quotes open or close a field, in order; the others are ordinary characters."""
     are_meant = np.zeros(len(quotes), np.bool_)
     closed_at = -1
     for number, (place, may_open) in enumerate(zip(quotes.tolist(), begins_field.tolist(), strict=True)):
@@ -192,7 +193,7 @@ def scan(part: Part) -> Found:
 
 
 def _row_ends(raw: bytes, layout: Layout, begin: int, quoting: int) -> NDArray[np.int64]:
-    """Return the places of the newlines outside quotes; ``quoting`` says how it is at the byte ``begin``."""
+    """Return the indices of the newlines outside quotes; ``quoting`` is the state of quoting at the byte ``begin``."""
     view = np.frombuffer(raw, np.uint8)
     newlines: NDArray[np.int64] = (view == NEWLINE).nonzero()[0]
     if not layout.quotes:
@@ -203,7 +204,7 @@ def _row_ends(raw: bytes, layout: Layout, begin: int, quoting: int) -> NDArray[n
 
 
 def _spans(part: Part, raw: bytes, offset: int) -> list[tuple[int, int]]:
-    """Return where the rows that begin in a part are in what is read of it."""
+    """Return the spans of the rows that begin in a part, as indices into the bytes read."""
     ends = _row_ends(raw, part.layout, *_begin(part, offset)).tolist()
     if part.begin <= part.first:
         begins = [part.first - offset, *(end + 1 for end in ends if end >= part.first - offset)]
@@ -216,9 +217,9 @@ def _spans(part: Part, raw: bytes, offset: int) -> list[tuple[int, int]]:
 
 
 def _suspects(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]]) -> Iterator[Fault]:
-    """Yield rows that may have swallowed others: each line between their first and their last would be a row itself.
+    """Yield rows that may contain other rows by mistake: each line between the first and the last would be a valid row.
 
-    Of a single column any line would be.
+    Tables of one column are not checked, because any line would be a valid row.
     """
     layout = part.layout
     if layout.num_columns < 2 or raw.count(b"\n") <= len(spans) + 1:
@@ -226,8 +227,8 @@ def _suspects(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]])
     for begin, end in spans:
         lines = raw[begin:end].rstrip(b"\r\n").split(b"\n")[1:-1]
         if len(lines) >= _FEWEST_SWALLOWED and all(_is_row(line.removesuffix(b"\r"), layout) for line in lines):
-            why = f"a quoted field takes the {len(lines)} lines behind it, each of which would be a row by itself"
-            remedy = "see whether its quotes are meant" + _HOW_TO_QUOTE
+            why = f"a quoted field takes the {len(lines)} lines after it, each of which would be a row by itself"
+            remedy = "see whether its quotes are intended" + _HOW_TO_QUOTE
             yield Fault(offset + begin, why, remedy, raw.count(b"\n", part.begin - offset, begin))
 
 
@@ -251,7 +252,7 @@ def _rows(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]]) -> 
 
 
 def _rows_of(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]], line: int) -> Iterator[Row | Fault]:
-    """Decode some rows at once, and one by one only where something is wrong with one of them."""
+    """Decode some rows at once, and one by one only if one of them is faulty."""
     layout = part.layout
     raws = [raw[begin:end].strip(b"\r\n") for begin, end in spans]
     rows = _faultless(raws, part)
@@ -293,15 +294,16 @@ def _checked(raw: bytes, at: int, line: int, part: Part) -> Row | Fault:
         why = f"it has {len(fields)} fields where the first row has {part.layout.num_columns}"
         return Fault(at, why, _REMEDY, line)
     if _label(fields, part.layout) == NO_LABEL:
-        return Fault(at, f"its label is {NO_LABEL}, which means none", "give it one, or leave the row out", line)
+        return Fault(at, f"its label is {NO_LABEL}, which means no label", "give it one, or leave the row out", line)
     return at, text_of(fields, part.layout), _label(fields, part.layout)
 
 
 def fields_of(rows: list[str], layout: Layout) -> list[list[str]]:
-    """Return the fields of each of some rows.
+    """Return the fields of each row.
 
     Raises:
-        ValueError: if one of them is no row, as does ``csv.Error``.
+        ValueError: if one of them is not a row.
+        csv.Error: if Python's reader rejects one.
     """
     if not layout.quotes:
         return [row.split(layout.delimiter) for row in rows]
@@ -318,7 +320,7 @@ def _said(error: Exception) -> str:
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """Lift the limit of 128 KiB on a field, which is one for the whole process."""
+    """Lift the process-wide limit of 128 KiB per field."""
     limit = csv.field_size_limit(1 << 40)
     try:
         yield

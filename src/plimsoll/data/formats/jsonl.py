@@ -1,7 +1,7 @@
-"""One JSON object in each line (jsonl, ndjson): a text is one of its fields, or several joined by newlines.
+"""JSON lines (jsonl, ndjson): each line is one JSON object, and a text is one or several of its fields.
 
-Every line is parsed when the file is indexed, so that a fault is found before the training and not in it; lines of
-white space only are no rows. It does NOT cover nested fields, nor objects over several lines.
+Several fields are joined by newlines. Every line is parsed during indexing, so that faults are found before the
+training starts. Lines of white space are not rows. Not handled: nested fields, and objects over several lines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _parse = json.JSONDecoder().decode
 
 
 def look(path: str, reading: Reading) -> tuple[Layout, int]:
-    """Return the fields that make up the texts: those asked for, or what the first object has."""
+    """Return the layout with the fields that make up the text: the requested fields, or fields of the first object."""
     begin = text_begin(path)
     columns = reading.columns
     for line in read_head(path, HEAD_BYTES)[begin:].split(b"\n") if columns is None else ():
@@ -40,17 +40,17 @@ def look(path: str, reading: Reading) -> tuple[Layout, int]:
 
 
 def columns_of(record: dict[str, Any], reading: Reading) -> tuple[str, ...]:
-    """Return the fields that make up the text of an object, and of those like it.
+    """Return the fields that make up the text of an object and of similar objects.
 
     Raises:
-        DataError: if one asked for is missing, or none was asked for and it cannot be told which is the text; the only
-            string is not, where the object has a list of others.
+        DataError: if a requested field is missing, or if no field was requested and the text field is ambiguous. It is
+            also ambiguous if the object has one string but also a list of objects.
     """
     holding = [name for name, value in record.items() if _holds_objects(value)]
     if holding and reading.columns is None and "text" not in record:
         raise DataError(
-            f"none of its columns {listed(list(record))} is called text, and {listed(holding)} holds objects, in which "
-            "the texts may be; give the column with text: <column>, or write these objects as JSON lines"
+            f"none of its columns {listed(list(record))} is called text, and {listed(holding)} holds objects, which "
+            "may contain the texts; give the column with text: <column>, or write these objects as JSON lines"
         )
     strings = [name for name, value in record.items() if isinstance(value, str)]
     return text_columns(reading, list(record), strings)
@@ -62,7 +62,7 @@ def _holds_objects(value: Any) -> bool:
 
 def scan(part: Part) -> Found:
     """Find the rows that begin in a part; see `plimsoll.data.formats.Format`."""
-    last = part.end - 1 - max(part.begin - 1, 0)  # a newline here ends a row that begins here
+    last = part.end - 1 - max(part.begin - 1, 0)  # a newline from here on ends a row that begins in this part
 
     def is_whole(raw: bytes) -> bool:
         return raw.find(b"\n", last) >= 0 or (part.begin > part.first and raw.find(b"\n", 0, last) < 0)
@@ -74,7 +74,7 @@ def scan(part: Part) -> Found:
 
 def _rows(part: Part, raw: bytes, offset: int) -> Iterator[Row | Fault]:
     begin = part.first - offset if part.begin <= part.first else raw.find(b"\n") + 1
-    if begin == 0 and offset:  # no line begins here: find() has found none
+    if begin == 0 and offset:  # find() returned -1: no line begins in this part
         return
     line_number = raw.count(b"\n", part.begin - offset, begin)
     while begin < part.end - offset:
@@ -101,7 +101,7 @@ def _row(line: bytes, at: int, line_number: int, layout: Layout) -> Row | Fault:
     except json.JSONDecodeError as error:
         why = f"it is not JSON ({error.msg} at character {error.colno})"
     except UnicodeEncodeError:
-        why = "its text has half of a surrogate pair, which is no character"
+        why = "its text has half of a surrogate pair, which is not a character"
     except RecursionError:
         why = "it is nested too deep"
     except DataError as error:
@@ -113,9 +113,9 @@ def text_of(record: Any, layout: Layout) -> str:
     """Return the text of an object.
 
     Raises:
-        DataError: if it has none; the message says neither where it is nor what to call it.
+        DataError: if it has no text; the message does not name the place of the object.
     """
-    if isinstance(record, dict) and len(layout.columns) == 1:  # as quick as can be: this runs for every row
+    if isinstance(record, dict) and len(layout.columns) == 1:  # a fast path, because this runs for every row
         text = record.get(layout.columns[0])
         if isinstance(text, str):
             return text
@@ -136,7 +136,7 @@ def _label(record: dict[str, Any], layout: Layout) -> str | int | None:
         raise DataError(f"its label {layout.label!r} is {kind_of(value)}: write a string or a whole number")
     if str(value) == NO_LABEL:
         raise DataError(
-            f"its label {layout.label!r} is {NO_LABEL}, which means none: give it one, or leave the line out"
+            f"its label {layout.label!r} is {NO_LABEL}, which means no label: give it one, or leave the line out"
         )
     return str(value).lower() if isinstance(value, bool) else value
 
@@ -148,7 +148,7 @@ def _field(record: dict[str, Any], name: str) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value is, in words."""
+    """Return the kind of a JSON value in words, for messages."""
     kinds = {type(None): "null", bool: "a truth value", int: "a number", float: "a number", list: "a list", str: "text"}
     return kinds.get(type(value), "an object")
 

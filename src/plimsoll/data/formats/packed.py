@@ -1,8 +1,8 @@
-"""The store into which `plimsoll.data.text.convert` puts texts that cannot be read where they are.
+"""The store for texts that cannot be read in place, written by `plimsoll.data.text.convert`.
 
-UTF-8 texts end to end in one file, with nothing between them, and where each of them ends (int64) in a second; the
-class of each (uint32) and the names of the classes, where there are any, in two more. What is written there is checked
-on the way. NOT a format for anything but the cache of this version.
+One file holds the UTF-8 texts end to end, without separators. A second file holds the end offset of each text (int64).
+If the texts have classes, two more files hold the class of each text (uint32) and the class names. The content is
+checked while it is written. Not an interchange format: only the cache of this version reads it.
 """
 
 from __future__ import annotations

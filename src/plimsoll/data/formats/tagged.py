@@ -1,8 +1,8 @@
-"""The store into which `plimsoll.data.text.sentences` puts words with tags, of any format: a text is a sentence.
+"""The store for sentences of tagged words, written by `plimsoll.data.text.sentences` from any format.
 
-It is that of `plimsoll.data.formats.packed`, in which each text has a line for every word: the word, a tab, its tag. As
-a text, which is what tokenizers are trained on, the words come with spaces between them and without their tags;
-`words_and_tags` gives both back. NOT a format for anything but the cache of this version.
+It is a store of the format `plimsoll.data.formats.packed` whose texts have one line per word: the word, a tab, its tag.
+Tokenizers are trained on the words joined by spaces, without tags. `words_and_tags` returns the words with their tags.
+Not an interchange format: only the cache of this version reads it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from plimsoll.data.formats import Found, Layout, Part, Reading, packed
 
-NO_TAG = "-100"  # of a word that is neither learned nor judged, as torch's losses and Hugging Face data sets have it
-KEPT = "tags"  # the label of a layout that is to give texts with their tags
+NO_TAG = "-100"  # marks words that losses of torch ignore, as in Hugging Face data sets
+KEPT = "tags"  # the label of a layout whose texts are returned with their tags
 _TAG_AND_END = re.compile(rb"\t[^\n]*\n")
 
 
@@ -31,7 +31,7 @@ def scan(part: Part) -> Found:
 
 
 def decode(raws: list[bytes], layout: Layout) -> list[str]:
-    """Return the words of some spans with spaces between them; with ``layout.label`` as they are stored."""
+    """Return the words of some spans joined by spaces, or the stored text with tags if ``layout.label`` is `KEPT`."""
     if layout.label == KEPT:
         return [raw.decode("utf-8") for raw in raws]
     return [_words(raw).decode("utf-8") for raw in raws]
@@ -43,12 +43,12 @@ def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[s
 
 
 def stored_text(words: list[str], tags: list[str]) -> str:
-    """Return a sentence as it is stored."""
+    """Return the stored form of a sentence."""
     return "\n".join(map("\t".join, zip(words, tags, strict=True)))
 
 
 def words_and_tags(text: str) -> tuple[list[str], list[str]]:
-    """Return what `stored_text` was made of."""
+    """Return the words and tags of a text that `stored_text` wrote."""
     cells = text.replace("\n", "\t").split("\t")
     return cells[::2], cells[1::2]
 

@@ -1,9 +1,9 @@
-"""Plain UTF-8 text: a document is a file, a line is what stands between newlines, a paragraph between blank lines.
+"""Plain UTF-8 text: a text is a file (document), a line, or a paragraph between blank lines.
 
-Lines end at ``\\n`` only (not at ``\\r``, U+2028 or form feed, where `str.splitlines` would end them). A ``\\r`` before
-it and a byte order mark at the begin of the file belong to no text. Lines of zero bytes are no texts; between two
-paragraphs stands at least one line of nothing but white space (bytes up to 32). A document is its whole file. It does
-NOT convert encodings: bytes that are not UTF-8 and NUL bytes are faults.
+Lines end only at ``\\n``, not at ``\\r``, U+2028 or form feed, unlike `str.splitlines`. A ``\\r`` before the newline
+and a byte order mark at the beginning of the file are not part of any text. Lines of zero bytes are not texts.
+Paragraphs are separated by at least one line that is empty or only white space (bytes up to 32). A document is its
+whole file. Encodings are not converted: bytes that are not UTF-8 and NUL bytes are faults.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from plimsoll.errors import DataError
 _WHITE = bytes(range(33))
 _LARGEST_WHITE = 32
 _FIRST_LOOK_BYTES = 512
-_FEW = 16  # lines that are as fast one by one
+_FEW = 16  # lines; up to this many, decoding one by one is as fast
 
 
 def look(path: str, reading: Reading) -> tuple[Layout, int]:
-    """Return the layout of a text file, and where its text begins."""
+    """Return the layout of a text file, and the offset at which its text begins."""
     if asked := [*(reading.columns or ()), *filter(None, [reading.label])]:
         raise DataError(f"it is plain text, which has no column {asked[0]!r}: leave it out, or ask for no columns")
     return Layout("text", reading.unit), text_begin(path)
 
 
 def scan(part: Part) -> Found:
-    """Find the texts that begin in a part, or at its end; see `plimsoll.data.formats.Format`."""
+    """Find the texts that begin in a part or at its end; see `plimsoll.data.formats.Format`."""
     hasher = xxhash.xxh3_128()
     faults: list[Fault] = []
     starts, inks, is_blank, num_lines = [], [], True, 0
@@ -88,7 +88,7 @@ def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[s
 
 
 def _whole_lines(raw: bytes, borders: NDArray[np.int64]) -> list[str] | None:
-    """Return the lines if each span is one line with its end; ``None`` where empty ones follow or an end is missing."""
+    """Return the lines if each span is one line with its newline; ``None`` if it has empty lines or no newline."""
     if len(borders) <= _FEW:
         return None
     view, ends = np.frombuffer(raw, np.uint8), borders[1:] - 1
@@ -98,7 +98,7 @@ def _whole_lines(raw: bytes, borders: NDArray[np.int64]) -> list[str] | None:
 
 
 def _lines(raw: bytes, num_lines: int) -> list[str]:
-    """Return the lines that are not empty, which must be as many as were indexed."""
+    """Return the non-empty lines, and raise if their number differs from the indexed number."""
     lines = [line.decode("utf-8") for line in raw.replace(b"\r\n", b"\n").removesuffix(b"\r").split(b"\n") if line]
     if len(lines) != num_lines:
         raise ValueError(f"{num_lines} lines were indexed and {len(lines)} found")
@@ -106,19 +106,19 @@ def _lines(raw: bytes, num_lines: int) -> list[str]:
 
 
 def _paragraph(raw: bytes) -> bytes:
-    """Return a paragraph without the blank lines behind it and the end of its last line."""
+    """Return a paragraph without the blank lines after it and without the end of its last line."""
     newline = raw.find(b"\n", len(raw.rstrip(_WHITE)))
     return (raw if newline < 0 else raw[:newline]).removesuffix(b"\r")
 
 
 def _is_blank(chunk: Chunk, first: int) -> bool:
-    """Return whether a chunk is white space only, from the first text of the file on."""
+    """Return whether a chunk is only white space, starting at the first text of the file."""
     raw = chunk.raw[max(first - chunk.offset, 0) : chunk.num_bytes]
     return not (raw[:_FIRST_LOOK_BYTES] > _LARGEST_WHITE).any() and not (raw > _LARGEST_WHITE).any()
 
 
 def _line_starts(chunk: Chunk, newlines: NDArray[np.int64], first: int) -> NDArray[np.int64]:
-    """Return where lines that are not empty begin, behind the newlines of a chunk."""
+    """Return the offsets at which non-empty lines begin, after the newlines of a chunk."""
     starts: NDArray[np.int64] = newlines + 1
     if chunk.offset <= first < chunk.offset + chunk.num_bytes:
         starts = np.concatenate(([first - chunk.offset], starts))
@@ -133,10 +133,10 @@ def _line_starts(chunk: Chunk, newlines: NDArray[np.int64], first: int) -> NDArr
 
 
 def _inks(chunk: Chunk, newlines: NDArray[np.int64], first: int, is_valid: bool) -> NDArray[np.bool_]:
-    """Return whether the stretches before, between and after the newlines are more than white space."""
+    """Return for each stretch before, between and after the newlines whether it holds more than white space."""
     raw = chunk.raw[: chunk.num_bytes]
     if not is_valid:
-        raw = np.where(raw == 0, np.uint8(255), raw)  # so that what is at fault belongs to a text
+        raw = np.where(raw == 0, np.uint8(255), raw)  # so that faulty bytes belong to a text
     begins = np.concatenate(([max(first - chunk.offset, 0)], newlines + 1))
     inks = np.zeros(len(begins), np.bool_)
     begins = begins[begins < chunk.num_bytes]
@@ -146,25 +146,25 @@ def _inks(chunk: Chunk, newlines: NDArray[np.int64], first: int, is_valid: bool)
 
 
 def _joined(inks: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
-    """Join what chunks hold: the end of one and the begin of the next are one stretch."""
+    """Concatenate the results of chunks; the end of a chunk and the beginning of the next form one stretch."""
     for before, after in pairwise(inks):
         after[0] |= before[-1]
     return np.concatenate([*(ink[:-1] for ink in inks[:-1]), inks[-1]])
 
 
 class Paragraphs:
-    """Finds the begins of paragraphs, from what the parts of a file hold, in their order."""
+    """Finder for the beginnings of paragraphs, from the scanned parts of a file in their order."""
 
     def __init__(self, first: int) -> None:
         self._line, self._has_ink, self._is_new = first, False, True
 
     def add(self, found: Found) -> NDArray[np.int64]:
-        """Return where paragraphs begin that show their first ink in a part."""
+        """Return the beginnings of the paragraphs whose first visible character is in this part."""
         assert found.inks is not None
         lines = np.concatenate(([self._line], found.starts))
         inks = found.inks
         inks[0] |= self._has_ink
-        is_new = np.concatenate(([self._is_new], ~inks[:-1]))  # the line before was blank, or there is none
+        is_new = np.concatenate(([self._is_new], ~inks[:-1]))  # the previous line is blank or does not exist
         starts = lines[inks & is_new]
         self._line, self._has_ink = int(lines[-1]), bool(inks[-1])
         self._is_new = bool(is_new[-1]) and not self._has_ink

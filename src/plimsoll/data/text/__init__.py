@@ -1,1 +1,1 @@
-"""Files of text, indexed where they are or converted once, and read at random."""
+"""Text files, indexed in place or converted once, with random access."""

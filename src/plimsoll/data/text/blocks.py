@@ -1,9 +1,9 @@
 """Blocks of consecutive texts in bounded memory, for orders that are shuffled in blocks.
 
-A shuffled order over a file that is larger than memory reads a page of 4 KiB for every text (and more, where the system
-reads ahead). In an order that takes its texts from a few blocks at a time, each block is read once, in one piece, and
-the system is told of all blocks of a batch before the first is read. It does NOT make such an order, and in any other
-it reads a block for every text.
+A fully shuffled order over a file larger than memory reads a page of 4 KiB for every text, or more with read-ahead. An
+order that takes its texts from a few blocks at a time reads each block once, contiguously. The system is told about all
+blocks of a batch before the first is read. This module does not create such an order; with any other order it reads a
+block for every text.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-Runs = tuple[list[int], list[bytes]]  # where stretches begin in all files laid end to end, and their bytes
+Runs = tuple[list[int], list[bytes]]  # offsets of stretches in all files laid end to end, and their bytes
 
 
 class Readable(Protocol):
-    """What blocks are made of."""
+    """The interface of a corpus that blocks are read from."""
 
     @property
     def texts_per_block(self) -> int:
-        """How many consecutive texts make a block."""
+        """The number of consecutive texts in a block."""
         ...
 
     def __len__(self) -> int: ...
 
     def byte_lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return what texts take in their files."""
+        """Return the bytes of texts in their files."""
         ...
 
     def raw_runs(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the bytes of consecutive texts, and where they begin in all files laid end to end."""
+        """Yield the bytes of consecutive texts, and their offsets in all files laid end to end."""
         ...
 
     def announce(self, first: int, last: int) -> None:
-        """Say that consecutive texts will be read soon."""
+        """Tell the operating system that consecutive texts will be read soon."""
         ...
 
 
 class Blocks:
-    """The blocks used last, at most ``cache_bytes`` of their files."""
+    """A cache of the most recently used blocks, at most ``cache_bytes`` of their files."""
 
     def __init__(self, corpus: Readable, cache_bytes: int) -> None:
         self._corpus, self.cache_bytes = corpus, cache_bytes
@@ -52,7 +52,7 @@ class Blocks:
         self._kept_bytes = 0
 
     def raws(self, ids: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> list[bytes]:
-        """Return the bytes of some texts by their numbers, and where these are in all files laid end to end."""
+        """Return the bytes of texts, given their numbers, and their spans in all files laid end to end."""
         numbers = ids // self._per_block
         for number in np.unique(numbers).tolist():
             if number in self._kept:
@@ -72,7 +72,7 @@ class Blocks:
         return number * self._per_block, min((number + 1) * self._per_block, len(self._corpus))
 
     def _read(self, number: int, text: int) -> Runs:
-        """Return the bytes of a block, and keep them; of one that is too long to be kept, only those of the text."""
+        """Return the bytes of a block and cache them; if the block is too large to cache, return only the text."""
         first, last = self._range(number)
         if self._corpus.byte_lengths(np.arange(first, last)).sum() > self.cache_bytes // 2:
             return _listed(self._corpus.raw_runs(text, text + 1))

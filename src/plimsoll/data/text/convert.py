@@ -1,11 +1,13 @@
-"""Makes files that can be indexed of what cannot: compressed files, archives, lists of JSON, tables, data sets.
+"""Conversion of files that cannot be indexed: compressed files, archives, lists of JSON objects, tables and data sets.
 
-Each is converted once, into a folder of the cache: a compressed file to what it holds, an archive to its files, a list
-of JSON objects to JSON lines, a table to the store `plimsoll.data.formats.packed`. All stream, so memory is bounded;
-what is not whole leaves nothing behind. Formats are told by the names of files, those of compressed ones without
-``.gz`` and its like (`plimsoll.data.text.unpack`). Sources beyond files are a `datasets.Dataset`, a folder written by
-its ``save_to_disk``, and ``hf:NAME[:CONFIG[:SPLIT]]``, which goes through `datasets.load_dataset` (``hf:imdb::test``
-has no configuration; without a split it is ``train``).
+Each is converted once, into a folder of the cache. A compressed file becomes its content, and an archive its files. A
+list of JSON objects becomes JSON lines, and a table becomes a store of `plimsoll.data.formats.packed`. All conversions
+stream, so memory is bounded. An interrupted conversion leaves no files.
+
+The name of a file determines its format; for compressed files, the name without ``.gz`` or similar
+(`plimsoll.data.text.unpack`). Other sources are a `datasets.Dataset`, a folder written by its ``save_to_disk``, and
+``hf:NAME[:CONFIG[:SPLIT]]``. The last is loaded by `datasets.load_dataset` (``hf:imdb::test`` has no configuration; the
+default split is ``train``).
 """
 
 from __future__ import annotations
@@ -45,15 +47,15 @@ _SUFFIXES = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-_TABLES = ("parquet", "arrow")  # as `plimsoll.data.text.tables.OPENERS`, which takes pyarrow to import
+_TABLES = ("parquet", "arrow")  # equal to `plimsoll.data.text.tables.OPENERS`, whose import needs pyarrow
 _LINES_FILE = "data.jsonl"
 
 
 class PlainFile(NamedTuple):
-    """A file that can be indexed; ``name`` is what the user calls it, ``path`` where its bytes are.
+    """A file that can be indexed; ``name`` is the user's name for it, ``path`` the path of its bytes.
 
-    ``skipped`` are the rows that were left out where it was converted (the first 100), ``num_skipped`` how many;
-    ``tags`` of its words and how often each occurs.
+    For a converted file, ``skipped`` lists the first 100 rows that were left out, and ``num_skipped`` counts all.
+    ``tags`` holds each tag of its words with its count.
     """
 
     name: str
@@ -68,9 +70,9 @@ class PlainFile(NamedTuple):
 
 
 class PlainFiles(NamedTuple):
-    """The files that can be indexed, and the name of all that was found and is not read, with the reason.
+    """The files that can be indexed, and the names of all other files found, with the reason.
 
-    ``num_hidden`` files and folders are hidden.
+    ``num_hidden`` counts hidden files and folders.
     """
 
     files: list[PlainFile]
@@ -79,7 +81,13 @@ class PlainFiles(NamedTuple):
 
 
 def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress) -> PlainFiles:
-    """Return the files of all sources in the order of their paths, then the data sets; converted where needed.
+    """Return the files of all sources sorted by path, then the data sets; convert them if necessary.
+
+    Args:
+        sources: paths, globs, addresses and data sets.
+        reading: the rules for the texts of the files.
+        cache: the folder for copies and converted files.
+        progress: called with the stages ``"copy"`` and ``"convert"``.
 
     Raises:
         DataError: if a source is missing or cannot be read.
@@ -95,7 +103,7 @@ def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress:
     for file in files:
         try:
             plain += converting.plain(file, name_of(file.path))
-        except Damaged:  # of the cache, so that no text is at fault
+        except Damaged:  # the cache is damaged, not a text, so `on_error` does not apply
             raise
         except DataError as error:
             if not skips:
@@ -107,33 +115,33 @@ def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress:
 
 
 class _Report:
-    """Adds up what is converted and passes it on."""
+    """The progress of converting all files, reported to a callback."""
 
     def __init__(self, progress: Progress, total_bytes: int) -> None:
         self._progress, self._total_bytes, self._before_bytes = progress, total_bytes, 0
         self._shown_bytes = 0
 
     def show(self, done_bytes: int) -> None:
-        """Say how far the present file is, or what it holds, which begins anew."""
+        """Report the bytes of the current file that are converted; the shown total never decreases."""
         self._shown_bytes = max(self._shown_bytes, min(self._before_bytes + done_bytes, self._total_bytes))
         self._progress("convert", self._shown_bytes, self._total_bytes)
 
     def copied(self, num_bytes: int) -> None:
-        """Say how much has come of the present file, which is elsewhere."""
+        """Report the copied bytes of the current remote file."""
         self._progress("copy", min(self._before_bytes + num_bytes, self._total_bytes), self._total_bytes)
 
     def end(self, file: SourceFile) -> None:
-        """Go on to the next file."""
+        """Continue with the next file."""
         self._before_bytes += file.num_bytes
 
 
 def format_of(path: str) -> str:
-    """Return the format that the name of a file means."""
+    """Return the format that the name of a file implies."""
     return _SUFFIXES.get(os.path.splitext(uncompressed(path))[1].lower(), "text")
 
 
 def is_converted(path: str) -> bool:
-    """Return whether the file of this name is no text or table of lines, so that a part of its bytes says nothing."""
+    """Return whether a file of this name is converted first, so that a range of its bytes is meaningless."""
     return uncompressed(path) != path or is_archive(path) or format_of(path) in {*_TABLES, "json"}
 
 
@@ -147,13 +155,13 @@ def _is_dataset(source: Any) -> bool:
 
 
 class _Converting:
-    """Converts files, or finds what was made of them; ``left_out`` is added to."""
+    """Converter of files that uses earlier results from the cache; it adds to ``left_out``."""
 
     def __init__(self, reading: Reading, cache: Path, report: _Report, left_out: dict[str, str]) -> None:
         self._reading, self._cache, self.report, self._left_out = reading, cache, report, left_out
 
     def plain(self, file: SourceFile, name: str) -> list[PlainFile]:
-        """Return the files to index of a file, or of what it holds; ``name`` is what it is called."""
+        """Return the files to index for a file or its content; ``name`` is its name for messages."""
         form = format_of(name)
         if not file.num_bytes or not (self._reading.is_tagged or is_converted(name)):
             return [PlainFile(name, file.path, file.num_bytes, file.mtime_ns, file.named, form)]
@@ -172,18 +180,18 @@ class _Converting:
         return [_as_plain(name, path, file.named, _form_of_store(self._reading), facts)]
 
     def _lines(self, file: SourceFile, name: str) -> SourceFile:
-        """Return the JSON lines of a file: itself, or what is made of it."""
+        """Return the JSON lines of a file: the file itself, or a converted one."""
         os.close(descriptor_of(file.path, self.report.copied))
         if are_lines(read_head(file.path, HEAD_BYTES)):
             return file
-        # An object is a row or holds the rows, by what is asked for.
+        # The requested columns decide whether an object is a row or contains the rows.
         asked = (self._reading.columns, self._reading.is_tagged)
         return self._made("lines", file, _LINES_FILE, partial(self._list_lines, source=file, called=name), asked)
 
     def _made(
         self, kind: str, source: SourceFile, name: str, write: Callable[[Path], Facts], asked: tuple[Any, ...] = ()
     ) -> SourceFile:
-        """Return the file of a store that is made of another file."""
+        """Return the converted file for another file, and write it first if it is not cached."""
         folder = self._cache / f"{kind}-{_hash([*_states(source), *asked])}"
         stored(folder, write)
         return _source(folder / name, source.named)
@@ -201,13 +209,13 @@ class _Converting:
         ]
 
     def _decompress(self, folder: Path, source: SourceFile, called: str, inner: str) -> Facts:
-        """Write what a compressed file holds."""
+        """Write the content of a compressed file."""
         with _unpacking(called), open(descriptor_of(source.path, self.report.copied), "rb") as compressed:
             self._write(folder / inner, chunks_of(called, compressed), source, compressed)
         return {}
 
     def _unpack(self, folder: Path, source: SourceFile, called: str) -> Facts:
-        """Write the files that an archive holds; return what they are called in it, and where they are."""
+        """Write the files of an archive; return their names in it, and the names under which they are stored."""
         members: list[tuple[str, str]] = []
         left_out: list[tuple[str, str]] = []
         _require_whole(source.path)
@@ -222,7 +230,7 @@ class _Converting:
         return {"members": sorted(members), "left_out": left_out}
 
     def _list_lines(self, folder: Path, source: SourceFile, called: str) -> Facts:
-        """Write a list of JSON objects, which one object may hold, as JSON lines."""
+        """Write a list of JSON objects, which may be a field of one object, as JSON lines."""
         _require_whole(source.path)
         try:
             text_begin(source.path)
@@ -236,7 +244,7 @@ class _Converting:
         return {}
 
     def _write(self, path: Path, chunks: Iterator[bytes], source: SourceFile, file: IO[bytes]) -> None:
-        """Write what is read of a source into a file, as long as the disk looks as if it will hold it."""
+        """Write chunks of a source into a file, and fail early if the disk is likely to be too small."""
         with path.open("wb") as plain:
             for chunk in chunks:
                 plain.write(chunk)
@@ -250,8 +258,8 @@ class _Converting:
 
         if self._reading.is_tagged and uncompressed(name).lower().endswith(".csv"):
             raise DataError(
-                f"{name} is csv, whose cells hold no lists of words: write it as JSON lines, or with a word and its "
-                "tag in each line, separated by a tab, as .conll"
+                f"{name} is csv, whose cells cannot hold lists of words: write it as JSON lines, or with a word and "
+                "its tag in each line, separated by a tab, as .conll"
             )
         _require_whole(path)
         if form in _TABLES:
@@ -276,7 +284,7 @@ def _pack_table(folder: Path, table: Table, name: str, reading: Reading, show: C
 
 
 def _require_whole(path: str) -> None:
-    """Look at a file that was made of another, in the cache."""
+    """Verify the checksums of a file, unless it is a copy of a remote file."""
     if not is_copy(path):
         require_whole(Path(path))
 
@@ -294,7 +302,7 @@ def _as_plain(name: str, path: str, is_named: bool, form: str, facts: Facts) -> 
 
 
 def _asked(reading: Reading) -> tuple[Any, ...]:
-    """Return what of a reading says what a table is converted to."""
+    """Return the options of reading that determine the conversion of a table."""
     asked = (reading.columns, reading.label, reading.on_error, reading.max_text_bytes)
     return (*asked, "tagged") if reading.is_tagged else asked
 
@@ -321,7 +329,7 @@ def _unpacking(called: str) -> Iterator[None]:
 
 @contextmanager
 def _table(path: str, name: str, form: str, told: Told) -> Iterator[Table]:
-    """Open a table, which may be a copy: it stays while it is read."""
+    """Open a table, and keep its copy in the cache while it is read, if it is a copy."""
     from plimsoll.data.text.tables import OPENERS
 
     with held(path, told), OPENERS[form](path, name) as table:

@@ -1,9 +1,9 @@
-"""Random access to the texts of indexed files: reading one is one ``pread``, consecutive ones come in runs of 256 KiB.
+"""Random access to the texts of indexed files: one ``pread`` per text, and runs of 256 KiB for consecutive texts.
 
-Nothing is kept of the texts, and at most 64 files are open; so the private memory of a process does not grow, and
-forked processes share no place in a file. Asked to (`Corpus.with_blocks`), a corpus keeps blocks of consecutive texts,
-so that an order that is shuffled in blocks reads each block once and in one piece. It does NOT notice a file that is
-written to while it is open, unless it becomes shorter or its text no longer decodes.
+No texts are cached, and at most 64 files are open, so the private memory of a process does not grow. Forked processes
+do not share a file position. With `Corpus.with_blocks`, a corpus caches blocks of consecutive texts, so that an order
+shuffled in blocks reads each block once, contiguously. A change of a file's content is noticed by its size and time, or
+if its text no longer decodes.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ _BORDER_WINDOW_BYTES = 4 << 10
 
 
 class Corpus:
-    """The texts of some files, by number; picklable (the index is mapped again on the other side).
+    """The texts of some files, by number. It is picklable: unpickling maps the index again.
 
-    Reading keeps files open: give every thread a corpus of its own; forked processes may share one.
+    Reading keeps files open: give each thread a corpus of its own. Forked processes may share one.
 
     Attributes:
         folder: the store that holds the index.
-        num_bytes: what all texts take in their files (of what was converted: in the store), with line ends and quoting.
-        key: says the content, not where it is: equal files elsewhere, read alike, have the same.
-        skipped: the first 100 rows and files that were left out, with the reason; ``num_skipped`` of them in all.
-        num_hidden: how many hidden files and folders were found and not read, where it was opened by its sources.
+        num_bytes: the bytes of all texts in their files (converted files: in the store), with line ends and quoting.
+        key: a hash of the content, independent of its location: equal files that are read alike have equal keys.
+        skipped: the first 100 rows and files that were left out, with the reason; ``num_skipped`` is their total
+            number.
+        num_hidden: the number of hidden files and folders that were found and not read, if opened from its sources.
         left_out: the files without a text.
-        label_names: the names of the classes, where a column with labels was asked for.
-        labels: the number of the class of each text (memory-mapped), or ``None``.
-        tag_counts: how often each tag occurs, by name in their order, where texts are words with tags.
+        label_names: the names of the classes, if a label column was requested.
+        labels: the class index of each text (memory-mapped), or ``None``.
+        tag_counts: the number of occurrences of each tag, in the order of the names, if words have tags.
     """
 
     def __init__(self, folder: Path, facts: Facts, cache_bytes: int = 0) -> None:
@@ -95,19 +96,22 @@ class Corpus:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files that hold at least one text, in order; what was converted by its name before."""
+        """The files that hold at least one text, in order; converted files by their original names."""
         return tuple(map(Path, self._paths))
 
     @property
     def num_texts_of_paths(self) -> NDArray[np.int64]:
-        """How many texts each of `paths` holds."""
+        """The number of texts in each file of `paths` (int64)."""
         return np.diff(self._first_texts)
 
     def texts(self, ids: NDArray[np.int64]) -> list[str]:
-        """Return some texts by their numbers; consecutive ones are read at once.
+        """Return texts by their numbers; consecutive texts are read at once.
+
+        Args:
+            ids: the numbers of the texts (B,), int64.
 
         Raises:
-            IndexError: if a number is negative or none of a text.
+            IndexError: if a number is negative or too large.
             DataError: if a file has changed since it was indexed.
         """
         ids = np.asarray(ids, np.int64)
@@ -120,20 +124,20 @@ class Corpus:
         return self._scattered(ids)
 
     def read_range(self, first: int, last: int) -> list[str]:
-        """Return consecutive texts, ``first`` to ``last - 1``, read at once."""
+        """Return the consecutive texts ``first`` to ``last - 1``, read at once."""
         texts: list[str] = []
         for run in self._runs(first, last):
             texts += self._run(*run)
         return texts
 
     def raw_runs(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the bytes of consecutive texts in runs, and where each begins in all files laid end to end."""
+        """Yield the bytes of consecutive texts in runs, with the offset of each run in all files laid end to end."""
         for file, begin, end in self._runs(first, last):
             place = int(self._begins[begin])
             yield place, self._read(file, place, self._span(end - 1)[2])
 
     def _scattered(self, ids: NDArray[np.int64]) -> list[str]:
-        """Return some texts, each read by itself, or cut out of its block."""
+        """Return texts that are each read separately or taken from their block."""
         begins, ends, files = self._spans(ids)
         if files is None:
             return self._decoded(0, self._raws(0, ids, begins, ends))
@@ -155,7 +159,7 @@ class Corpus:
         return self._files.read_many(file, begins - base, ends - begins)
 
     def announce(self, first: int, last: int) -> None:
-        """Let the system begin to read consecutive texts, which are asked for soon."""
+        """Tell the operating system to start reading consecutive texts that are requested soon."""
         for file, begin, end in self._runs(first, last):
             base = int(self._file_ends[file - 1]) if file else 0
             start = int(self._begins[begin])
@@ -164,21 +168,21 @@ class Corpus:
             )
 
     def byte_lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return what some texts take in their files, in bytes, with line ends and quoting."""
+        """Return the bytes of texts in their files (B,), with line ends and quoting."""
         begins, ends, _ = self._spans(np.asarray(ids, np.int64))
         return ends - begins
 
     def with_blocks(self, cache_bytes: int = 32 << 20) -> Corpus:
-        """Return a corpus that keeps whole blocks of texts, up to ``cache_bytes`` of their files.
+        """Return a corpus that caches whole blocks of texts, up to ``cache_bytes`` of their files.
 
-        A block is `texts_per_block` consecutive texts, about 64 KiB of their files, read at once. For orders that take
-        texts from few blocks at a time: in any other it reads far too much.
+        A block is `texts_per_block` consecutive texts, about 64 KiB of their files, read at once. Use it for orders
+        that take texts from few blocks at a time; any other order reads far too much.
         """
         return Corpus(self.folder, self._facts, cache_bytes)
 
     @property
     def texts_per_block(self) -> int:
-        """How many consecutive texts make a block of about 64 KiB."""
+        """The number of consecutive texts in a block of about 64 KiB."""
         return max(1, round(_BLOCK_BYTES * len(self) / self.num_bytes))
 
     def tagged(self, first_text: int = 0) -> Iterator[str]:
@@ -188,12 +192,13 @@ class Corpus:
             yield from self._run(file, first, last, with_tags=True)
 
     def pieces(self, first_text: int = 0) -> Iterator[tuple[str, bool]]:
-        """Yield the texts in order, cut into pieces of at most 64 KiB, each with whether it is the last of its text.
+        """Yield the texts in order, split into pieces of at most 64 KiB, each with whether it is the last of its text.
 
-        A piece ends before a space that follows a visible character, where there is one in its last 4 KiB. No common
-        pre-tokenizer (byte-level BPE from GPT-2 to Llama 3, WordPiece) joins the two sides of such a place, so the
-        tokens of the pieces are the tokens of the text. They can differ at a cut for texts without such spaces, and for
-        SentencePiece-like tokenizers that put a space before whatever they are given: about one token in 16,000.
+        A piece ends before a space that follows a visible character, if its last 4 KiB contain one. Common
+        pre-tokenizers (byte-level BPE from GPT-2 to Llama 3, WordPiece) never join the two sides of such a place. So
+        the tokens of the pieces are the tokens of the text. Tokens can differ at a cut in texts without such spaces.
+        They can also differ with SentencePiece-like tokenizers that put a space before each input: about one token in
+        16,000.
         """
         for file, first, last in self._runs(first_text, len(self)):
             _, begin, end = self._span(first)
@@ -207,10 +212,10 @@ class Corpus:
                     yield from _cut(text.encode("utf-8"))
 
     def sample(self, max_bytes: int) -> Iterator[str]:
-        """Yield at most about ``max_bytes`` of the texts: all of them, or those at evenly spaced places of 32 KiB.
+        """Yield about ``max_bytes`` of the texts at most: all of them, or the texts at evenly spaced places of 32 KiB.
 
-        From a document of plain text the part at that place is taken, from what is shorter the texts that begin there;
-        a character cut by a border is left out.
+        For a document of plain text, the part at that place is taken; of shorter texts, those beginning there. A
+        character cut at a border is left out.
         """
         total_bytes = int(self._begins[-1])
         num_slices = min(-(-total_bytes // _SLICE_BYTES), max(max_bytes // _SLICE_BYTES, 1))
@@ -219,10 +224,10 @@ class Corpus:
             yield from self._texts_at(begin, min(begin + _SLICE_BYTES, following))
 
     def _texts_at(self, begin: int, end: int) -> Iterator[str]:
-        """Yield the texts that begin in a range of all files laid end to end, of documents what lies in it."""
+        """Yield the texts that begin in a range of all files laid end to end; of documents, the part in the range."""
         first, last = (int(number) for number in np.searchsorted(self._begins, [begin, end]))
         if first and self._is_document(self._file_of(first - 1)):
-            first -= 1  # it began before
+            first -= 1  # this document began before the range
         for number in range(first, min(last, len(self))):
             file, text_begin, text_end = self._span(number)
             if self._is_document(file):
@@ -270,7 +275,7 @@ class Corpus:
         return begins, ends, files
 
     def _runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Cut a range of texts into (file, first, last) that lie one behind the other: 256 KiB, or one text."""
+        """Split a range of texts into contiguous runs (file, first, last) of 256 KiB, or of one longer text."""
         while first < last:
             file = self._file_of(first)
             stop = min(last, int(self._first_texts[file + 1]), first + _RUN_TEXTS)
@@ -303,12 +308,12 @@ class Corpus:
             raise self._changed(file, error) from None
 
     def _changed(self, file: int, error: ValueError) -> DataError:
-        """Return the error that a text is no longer what it was; the index, and what was converted, go."""
+        """Return the error that a text has changed, and discard the index and the converted file."""
         discard(self.folder)
         if str(file) in self._facts["stored"]:
             discard(Path(self._facts["stored"][str(file)]).parent)
         return DataError(
-            f"{self._paths[file]} is not the text it was when it was indexed ({error}): start again to index it anew"
+            f"{self._paths[file]} is no longer the text that was indexed ({error}): start again to index it anew"
         )
 
     def _read(self, file: int, begin: int, end: int) -> bytes:
@@ -324,14 +329,18 @@ class Corpus:
 
 
 def open_index(folder: Path, cache_bytes: int = 0) -> Corpus:
-    """Open a corpus by its index, as it is pickled.
+    """Open a corpus from its index, as unpickling does.
+
+    Args:
+        folder: the store that holds the index.
+        cache_bytes: the bytes of blocks to cache; 0 for no cache.
 
     Raises:
-        DataError: if the index is gone or torn.
+        DataError: if the index is missing or damaged.
     """
     facts = read_facts(folder)
     if facts is None:
-        raise DataError(f"the index {folder} is gone or torn: open the corpus from its files again")
+        raise DataError(f"the index {folder} is missing or damaged: open the corpus from its files again")
     return Corpus(folder, facts, cache_bytes)
 
 
@@ -340,7 +349,7 @@ def _mapped(path: Path, dtype: Any) -> NDArray[Any]:
 
 
 def _cut(raw: bytes) -> Iterator[tuple[str, bool]]:
-    """Cut a text into pieces of at most 64 KiB."""
+    """Split a text into pieces of at most 64 KiB."""
     while len(raw) > _PIECE_BYTES:
         border = _last_border(raw[:_PIECE_BYTES])
         yield raw[:border].decode("utf-8"), False
@@ -349,6 +358,6 @@ def _cut(raw: bytes) -> Iterator[tuple[str, bool]]:
 
 
 def _last_border(raw: bytes) -> int:
-    """Return where to cut a part of a longer text: at the last word, or else at the last whole character."""
+    """Return where to split a part of a longer text: after the last word, or else after the last whole character."""
     borders = [match.end() for match in _WORD_BORDER.finditer(raw, max(len(raw) - _BORDER_WINDOW_BYTES, 0))]
     return borders[-1] if borders else codecs.utf_8_decode(raw, "strict", False)[1]

@@ -1,9 +1,9 @@
-"""Which texts are held out, the others as a stream of their own, and texts that are on both sides all the same.
+"""Held-out texts, the training texts and held-out texts as separate streams, and texts that occur in both.
 
-Held out are whole texts, drawn or the last ones. Of texts that are laid end to end those of each side are laid end to
-end by themselves: `ChosenTexts` are the tokens of a store as if it had no others, by a table of where they come from
-(16 bytes for each run of neighbours, and 8 a text), memory-mapped. A text that stands on both sides, word for word, is
-found by a hash of its characters. NOT covered: texts that are nearly the same.
+Whole texts are held out: random ones or the last ones. If texts are stored end to end, the texts of each side form a
+stream without the others: `ChosenTexts` provides its tokens. It uses a memory-mapped table of their places in the store
+(16 bytes per run of neighbouring texts, and 8 bytes per text). A text that occurs literally on both sides is found by a
+hash of its characters. Not handled: nearly identical texts.
 
 Shapes: D texts, N tokens, R runs of neighbours.
 """
@@ -32,14 +32,18 @@ from plimsoll.records.job import Job
 Ints = NDArray[np.int64]
 IsChosen = Callable[[Ints], NDArray[np.bool_]]
 
-_RECIPE = 1  # raise it when the same choice gives other tokens
+_RECIPE = 1  # increase it when the same choice gives other tokens
 _PLACES_FILE, _SHIFTS_FILE, _ENDS_FILE = "places.bin", "shifts.bin", "ends.bin"
 _TEXTS_PER_PASS = 1 << 18
-_MOST_COMPARED = 1 << 20  # of the held-out texts; 8 MiB of hashes
+_MOST_COMPARED = 1 << 20  # held-out texts; 8 MiB of hashes
 
 
 def num_held_out(num_samples: int, share: float) -> int:
-    """Return how many samples a share is: with more than 0 at least one, and at least one is left.
+    """Return the number of samples in a share: at least 1 if the share is above 0, and at least 1 sample is left.
+
+    Args:
+        num_samples: the number of all samples.
+        share: the share to hold out, from 0 to 1.
 
     Raises:
         DataError: if a share is to be held out of fewer than 2 samples.
@@ -53,7 +57,7 @@ def num_held_out(num_samples: int, share: float) -> int:
 
 
 class Side(NamedTuple):
-    """The texts to train on or those held out: what the choice is kept under, which they are, and how many."""
+    """The training texts or the held-out texts: a cache name of the choice, a predicate for texts, and their number."""
 
     name: str
     is_chosen: IsChosen
@@ -61,21 +65,21 @@ class Side(NamedTuple):
 
 
 def sides(num_texts: int, share: float, seed: int, is_drawn: bool = True) -> tuple[Side, Side]:
-    """Return the texts to train on and those held out, which `plimsoll.data.samples.windows.split` holds out, too.
+    """Return the training texts and the held-out texts, as in `plimsoll.data.samples.windows.split`.
 
     Args:
-        num_texts: how many there are.
-        share: of them to hold out, more than 0.
-        seed: another seed draws others.
-        is_drawn: draw them; else they are the last ones.
+        num_texts: the number of all texts.
+        share: the share to hold out, more than 0.
+        seed: the seed of the random choice.
+        is_drawn: hold out random texts; if false, the last ones.
 
     Raises:
-        DataError: if there are fewer than 2.
+        DataError: if there are fewer than 2 texts.
     """
     if num_texts < 2:
         raise DataError(
-            f"cannot hold out a share of {share:g} of {num_texts} text, for windows of a text stay on one side: set "
-            f"data.unit=line or data.unit=paragraph if it has several, or give a file for data.validation"
+            f"cannot hold out a share of {share:g} of {num_texts} text, because windows of a text stay on one side: "
+            f"set data.unit=line or data.unit=paragraph if it has several, or give a file for data.validation"
         )
     num_validation, order = num_held_out(num_texts, share), Order(num_texts, seed)
 
@@ -105,7 +109,11 @@ class ChosenTexts:
 
 
 class _Joined:
-    """The tokens of runs end to end: where each begins among them (R,), and how much farther on it is in the store."""
+    """The tokens of runs end to end.
+
+    ``places`` (R,) are the beginnings of the runs in this stream, and ``shifts`` (R,) the distances to their places in
+    the store.
+    """
 
     def __init__(self, tokens: NDArray[Any], places: Ints, shifts: Ints, num_tokens: int) -> None:
         self._tokens, self._places, self._shifts, self._num_tokens = tokens, places, shifts, num_tokens
@@ -122,12 +130,12 @@ class _Joined:
 
 @kept
 def choose_texts(store: TokenStore, name: str, is_chosen: IsChosen) -> Store[ChosenTexts]:
-    """Lay some texts of a store end to end; kept in the cache beside it.
+    """Select some texts of a store as one stream; the selection is cached next to the store.
 
     Args:
-        store: the texts.
-        name: what the choice is kept under: the same for the same choice.
-        is_chosen: which of these texts (given by their numbers) are wanted.
+        store: the tokens of all texts.
+        name: the cache name of the selection, equal for equal selections.
+        is_chosen: the predicate for the numbers of texts: (D,) int64 to (D,) bool.
 
     Raises:
         OutputError: if the cache cannot be written.
@@ -160,8 +168,8 @@ def choose_texts(store: TokenStore, name: str, is_chosen: IsChosen) -> Store[Cho
 def signatures(corpus: Corpus) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
     """Yield the numbers of texts and a hash of the characters of each, in order.
 
-    White space around a text does not count (a file ends with a newline, a row does not); texts of nothing else are
-    left out. Memory: a piece of a text (`Corpus.pieces`), and the white space before it.
+    White space around a text is ignored (a file ends with a newline, a row does not), and blank texts are left out.
+    Memory: a piece of a text (`Corpus.pieces`), and the white space before it.
     """
     texts, hashes, number = array("q"), array("Q"), 0
     hasher, white = xxhash.xxh3_64(), ""
@@ -189,11 +197,11 @@ def signatures(corpus: Corpus) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
 def num_on_both_sides(
     held: Iterable[tuple[Ints, NDArray[np.uint64]]], trained: Iterable[tuple[Ints, NDArray[np.uint64]]]
 ) -> int:
-    """Return how many held-out texts are training texts, too; of very many, how many of the first million.
+    """Return how many held-out texts are also training texts; at most the first million held-out texts are checked.
 
     Args:
         held: the numbers and hashes of held-out texts.
-        trained: those of training texts.
+        trained: the numbers and hashes of training texts.
     """
     hashes: list[NDArray[np.uint64]] = []
     for _, some in held:
@@ -207,13 +215,13 @@ def num_on_both_sides(
 
 @kept
 def num_repeated(corpus: Corpus, job: Job, other: Corpus | None, cache: Path) -> Store[int]:
-    """Count the held-out texts of a job that are training texts, too; kept in the cache.
+    """Count the held-out texts of a job that are also training texts; the result is cached.
 
     Args:
-        corpus: the training texts, of which a share is held out where ``other`` is ``None``.
-        job: says which.
-        other: the validation text, where it has files of its own.
-        cache: the folder for what is counted.
+        corpus: the training texts, of which a share is held out if ``other`` is ``None``.
+        job: the job, which defines the share and its choice.
+        other: the validation texts, if they have separate files.
+        cache: the folder for the result.
 
     Raises:
         OutputError: if the cache cannot be written.
@@ -233,42 +241,42 @@ def num_repeated(corpus: Corpus, job: Job, other: Corpus | None, cache: Path) ->
 
 
 def said_of_repeated(num_texts: int) -> Iterator[str]:
-    """Say that held-out texts are training texts, too, if any is."""
+    """Yield a message if held-out texts are also training texts."""
     if num_texts:
         are = "is a training text" if num_texts == 1 else "are training texts"
-        yield f"{num_texts:,} of the held-out texts {are}, too, word for word: what is measured on them was learned"
+        yield f"{num_texts:,} of the held-out texts {are}, too, word for word: metrics on them measure memorization"
 
 
 def only(
     is_wanted: IsChosen, found: Iterable[tuple[Ints, NDArray[np.uint64]]]
 ) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
-    """Yield the numbers and hashes of some texts."""
+    """Yield the numbers and hashes of the texts for which ``is_wanted`` holds."""
     for texts, hashes in found:
         wanted = is_wanted(texts)
         yield texts[wanted], hashes[wanted]
 
 
 def refuse_same_files(train: Corpus, validation: Corpus) -> None:
-    """Refuse a validation file that is a training file, by whatever path or link.
+    """Raise if a validation file is also a training file, by any path or link.
 
     Raises:
-        DataError: if there is one.
+        DataError: if a file is in both.
     """
     own = {_identity(path): path for path in train.paths}
     for path in validation.paths:
         same = own.get(_identity(path))
         if same is not None:
-            through = "" if same == path else f" (there it is {same}, the same file)"
+            through = "" if same == path else f" (as {same}, the same file)"
             raise DataError(
                 f"the validation text {path} is among the training texts{through}, so nothing would be held out: move "
-                "it to where data.train does not reach, or have a share held out, such as data.validation=0.1"
+                "it out of data.train, or hold out a share, such as data.validation=0.1"
             )
 
 
 def _identity(path: Path) -> tuple[int, int] | str:
-    """What tells a file from others under all its names."""
+    """Return the identity of a file, independent of its names."""
     try:
         status = path.stat()
-    except OSError:  # it is elsewhere, or known by a name
+    except OSError:  # a remote file, or a name that is not a path
         return str(path)
     return status.st_dev, status.st_ino

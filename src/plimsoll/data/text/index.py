@@ -1,9 +1,9 @@
-"""Opens the texts of files that are larger than memory: converts what must be, and builds an index once.
+"""Opening of texts in files that are larger than memory: converts files if necessary, and builds an index once.
 
-Every file is read once, in parallel: checked, hashed, and split into texts, whose begins go to the index (8 bytes per
-text, memory-mapped; see `plimsoll.data.text.index_rows`). Texts stay where they are. The index belongs to the paths,
-sizes, times (of writing, and of any change) and a sample of the content of the files: where one differs, a new index is
-built. Memory: some 500 bytes per file, nothing per text.
+Every file is read once, in parallel: it is checked, hashed and split into texts. The beginnings of the texts are
+written to the index (8 bytes per text, memory-mapped; see `plimsoll.data.text.index_rows`). The texts stay in their
+files. The index is valid for the paths, sizes, times (of writing, and of any change) and a sample of the content of the
+files. If one of these differs, a new index is built. Memory: about 500 bytes per file, nothing per text.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from plimsoll.records.units import format_bytes
 
 @kept
 def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress = silent) -> Store[Corpus]:
-    """Open the texts of files, folders, globs and data sets; the first time, or when one has changed, index them.
+    """Open the texts of files, folders, globs and data sets; index them on first use, or if a file has changed.
 
     Args:
         sources: files, folders and globs (`plimsoll.data.text.sources`), and data sets (`plimsoll.data.text.convert`).
-        reading: what of them is a text. Texts of zero bytes are left out.
-        cache: the folder for the index and for what must be converted; made if missing.
-        progress: called with the stages ``"copy"`` (of files elsewhere), ``"convert"`` and ``"index"``.
+        reading: the rules for the texts of the files. Texts of zero bytes are left out.
+        cache: the folder for the index and for converted files; created if missing.
+        progress: called with the stages ``"copy"`` (of remote files), ``"convert"`` and ``"index"``.
 
     Raises:
-        DataError: if a source is missing, nothing but white space is found, or something cannot be read. With
-            ``on_error="skip"`` that is left out and listed in `Corpus.skipped`, and so is, in any case, what is no text
-            in a folder or behind a glob.
+        DataError: if a source is missing, if only white space is found, or if something cannot be read. With
+            ``on_error="skip"``, unreadable rows and files are left out and listed in `Corpus.skipped`. Binary files in
+            a folder or matched by a glob are always left out and listed.
         OutputError: if the index cannot be written.
     """
     files, left_out, num_hidden = plain_files(sources, reading, cache, progress)
@@ -65,14 +65,16 @@ def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress:
 
 
 def _opened(folder: Path, facts: Facts, num_hidden: int) -> Corpus:
-    """Open an index, and warn of what in the files looks wrong."""
+    """Open an index, and warn about rows and files that look wrong."""
     if facts["whole_files"]:
         warnings.warn(_whole_files(facts), PlimsollWarning, stacklevel=2)
     if num_suspects := facts.get("num_suspects", 0):
-        rows = f"{num_suspects:,} rows may have" if num_suspects > 1 else "a row may have"
-        said = f"{rows} swallowed others, the first: {facts['first_suspect']}"
+        rows = f"{num_suspects:,} rows may" if num_suspects > 1 else "a row may"
+        said = f"{rows} include other rows by mistake, the first: {facts['first_suspect']}"
         warnings.warn(said, PlimsollWarning, stacklevel=2)
-    return Corpus(folder, facts | {"num_hidden": num_hidden})  # of now: a hidden file makes no other index
+    return Corpus(
+        folder, facts | {"num_hidden": num_hidden}
+    )  # the current number: hidden files do not change the index
 
 
 class _Looked(NamedTuple):
@@ -83,7 +85,7 @@ class _Looked(NamedTuple):
     first: int
 
 
-def _write_index(  # noqa: PLR0917 -- of what, and how
+def _write_index(  # noqa: PLR0917 -- the inputs and the options of an index
     folder: Path,
     shown: list[str],
     files: list[PlainFile],
@@ -102,13 +104,13 @@ def _write_index(  # noqa: PLR0917 -- of what, and how
 
 
 class _Writing:
-    """An index on its way: which files it has, and their content."""
+    """An index being written: the files in it, and a hash of their content."""
 
     def __init__(self, rows: Rows, reading: Reading, progress: Progress) -> None:
         self._rows, self._reading, self._progress = rows, reading, progress
-        self._kept: list[tuple[_Looked, int]] = []  # with how many texts it has
+        self._kept: list[tuple[_Looked, int]] = []  # with the number of its texts
         self._left_out: list[str] = []
-        self._whole_files: list[tuple[str, int, str]] = []  # that are text but for a fault: name, bytes, fault
+        self._whole_files: list[tuple[str, int, str]] = []  # text files with a fault: name, bytes, fault
         self._key = xxhash.xxh3_128()
         self._copied_bytes = 0
         self.is_blank, self.num_refused, self.num_only_header = True, 0, 0
@@ -144,7 +146,7 @@ class _Writing:
         return self._facts()
 
     def _at_hand(self, looked: _Looked, total_bytes: int) -> Scanned:
-        """Copy a file that is elsewhere, here, where it can be shown how far that is, and not in who scans it."""
+        """Copy a remote file in this process, which can show the progress; scanning processes cannot."""
         file = looked.file
 
         def told(num_bytes: int) -> None:
@@ -212,7 +214,7 @@ class _Writing:
 
 
 def _summary(whole_files: list[tuple[str, int, str]]) -> Facts:
-    """Return how many files of text are left out whole, how many bytes they have, and the first; nothing if none is."""
+    """Return the number, bytes and first fault of the text files that are left out as a whole, or an empty dict."""
     if not whole_files:
         return {}
     name, _, why = whole_files[0]
@@ -221,17 +223,17 @@ def _summary(whole_files: list[tuple[str, int, str]]) -> Facts:
 
 
 def _whole_files(facts: Facts) -> str:
-    """Say that files are left out for a fault in them."""
+    """Return the warning that files are left out because of a fault in them."""
     out, num_kept = facts["whole_files"], len(facts["paths"])
     which = f"{out['number']} of {out['number'] + num_kept} files"
     return (
-        f"{which} ({format_bytes(out['num_bytes'])}) are left out whole because not all of them is text, the first: "
-        f"{out['name']}: {out['why']}; to leave out only what is at fault in them, set on_error: skip"
+        f"{which} ({format_bytes(out['num_bytes'])}) are left out entirely because of a fault in each, the first: "
+        f"{out['name']}: {out['why']}; to leave out only their faulty texts, set on_error: skip"
     )
 
 
 def _counted_tags(files: Sequence[PlainFile]) -> dict[str, int]:
-    """Return how often each tag of words occurs in all files, in the order of the names."""
+    """Return the number of occurrences of each tag in all files, in the order of the names."""
     counts: Counter[str] = Counter()
     for file in files:
         counts.update(dict(file.tags))

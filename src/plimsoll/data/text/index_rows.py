@@ -1,9 +1,14 @@
-"""Writes the index of some files from what their parts hold: where each text begins, and where one ends too early.
+"""Writing of the index of some files from their scanned parts: the beginnings of texts, and the gaps between them.
 
-The index has three files. ``begins.bin`` (int64, one more than there are texts): where texts begin if all files lay end
-to end; a text reaches to the begin of the next, or to the end of its file, with its newline and what is left out behind
-it. ``gaps.bin`` (pairs of int64): the numbers of texts behind which more than 1 MiB, or a row that was skipped, is left
-out, and where they end. ``labels.bin``: the number of the class of each text. Memory: nothing per text.
+The index has three files:
+
+- ``begins.bin`` (int64, one more than there are texts): the offsets of texts in all files laid end to end. A text
+  reaches to the beginning of the next, or to the end of its file. This includes its newline and skipped bytes after it.
+- ``gaps.bin`` (pairs of int64): the numbers and ends of texts that are followed by more than 1 MiB of skipped bytes, or
+  by a skipped row.
+- ``labels.bin``: the class index of each text.
+
+Memory: nothing per text.
 """
 
 from __future__ import annotations
@@ -27,19 +32,19 @@ BEGINS_FILE, GAPS_FILE, LABELS_FILE = "begins.bin", "gaps.bin", "labels.bin"
 MOST_SKIPPED_LISTED = 100
 _LONG_BYTES = 1 << 20
 _CODES_AT_ONCE = 1 << 20
-_CONVERTED = {"packed", "tagged"}  # whose lengths were checked on the way
+_CONVERTED = {"packed", "tagged"}  # lengths were checked during conversion
 _WHITE = {"line": b"\r\n", "paragraph": bytes(range(33)), "document": b"\r\n"}
 
 
 class FileFault(Exception):
-    """A file of plain text, found in a folder or by a pattern, is no text: it is left out."""
+    """A file of plain text, found in a folder or by a pattern, is not text: it is left out."""
 
 
 class Source(NamedTuple):
-    """A file as it is called, and how its faults are met."""
+    """A file with its name for messages, and how its faults are handled."""
 
     name: str
-    is_optional: bool  # it is only left out if it is no text
+    is_optional: bool  # if it is not text, it is left out without an error
     layout: Layout
     num_bytes: int
 
@@ -58,7 +63,7 @@ class Rows:
         self.num_skipped = self.num_suspects = 0
         self.first_suspect = ""
         self.skipped: list[str] = []
-        self.places = xxhash.xxh3_128()  # of the rows that were skipped
+        self.places = xxhash.xxh3_128()  # hash of the offsets of skipped rows
 
     def close(self) -> None:
         """Close the files."""
@@ -70,18 +75,18 @@ class Rows:
         self._source = source
         self._first_text, self._first_gap = self._num_texts, self._num_gaps
         self._paragraphs = Paragraphs(first)
-        self._starts = np.empty(0, np.int64)  # of the last text: what it holds is not yet known
+        self._starts = np.empty(0, np.int64)  # of the last text, which may extend into the next part
         self._last_codes = np.empty(0, np.uint32)
         self._is_dropped = np.empty(0, np.bool_)
         self._num_lines = 0
         self._late_faults: list[Fault] = []
 
     def add(self, part: Part, found: Found) -> None:
-        """Add what the next part of the file holds.
+        """Add the scanned texts of the next part of the file.
 
         Raises:
-            DataError: at the first fault, if none is to be skipped.
-            FileFault: at the first fault, if the file is to be left out for it.
+            DataError: at the first fault, if faults are not skipped.
+            FileFault: at the first fault, if the whole file is to be left out because of it.
         """
         starts = found.starts if found.inks is None else self._paragraphs.add(found)
         starts = np.concatenate((self._starts, starts))
@@ -93,7 +98,8 @@ class Rows:
         codes = None
         if found.labels is not None:
             codes = np.concatenate((self._last_codes, self._numbered(found.labels)))
-        # A character that begins in one part may be cut in the next, where the text it is in shows its first ink.
+        # A character may begin in this part and be faulty in the next, in which its text has its first visible
+        # character.
         faults = [*self._late_faults, *found.faults]
         self._late_faults = [_later(fault, found.num_lines) for fault in faults if fault.at >= part.end]
         for fault in faults[: len(faults) - len(self._late_faults)]:
@@ -111,7 +117,7 @@ class Rows:
         self._write(part.path, starts, dropped, codes)
 
     def end(self, path: str) -> int:
-        """End the file; return how many texts it has."""
+        """End the file; return the number of its texts."""
         starts, dropped = np.append(self._starts, self._source.num_bytes), np.append(self._is_dropped, True)
         self._write(path, starts, dropped, np.append(self._last_codes, np.uint32(0)))
         num_texts = self._num_texts - self._first_text
@@ -119,7 +125,7 @@ class Rows:
         return num_texts
 
     def leave_out(self, why: str) -> None:
-        """Take back what was written of the file."""
+        """Remove the texts of the current file from the index."""
         self._num_texts = self._first_text
         self._last_gap = min(self._last_gap, self._first_text - 1)
         self._num_gaps = self._first_gap
@@ -129,13 +135,13 @@ class Rows:
         self.list_skipped(self._source.name, why)
 
     def list_skipped(self, name: str, why: str) -> None:
-        """Count what is skipped of the file ``name``, and keep the first 100 reasons."""
+        """Count a skipped row or file of ``name``, and record the first 100 reasons."""
         self.num_skipped += 1
         if len(self.skipped) < MOST_SKIPPED_LISTED:
             self.skipped.append(f"{name}: {why}")
 
     def finish(self) -> list[str]:
-        """Write what belongs at the end; return the names of the classes."""
+        """Write the end of the index; return the names of the classes."""
         self._begins.write(np.int64(self._base_bytes).tobytes())
         self._begins.flush()
         return self._sort_labels()
@@ -150,11 +156,11 @@ class Rows:
         if self._source.is_optional:
             raise FileFault(why)
         raise DataError(
-            f"cannot use {self._source.name} as text: {why}; set on_error: skip to leave out what cannot be read"
+            f"cannot use {self._source.name} as text: {why}; set on_error: skip to leave out unreadable texts"
         )
 
     def _check_lengths(self, path: str, starts: NDArray[np.int64], dropped: NDArray[np.bool_]) -> dict[int, int]:
-        """Drop what is too long; return the ends of texts with more than 1 MiB of blank lines behind them."""
+        """Drop texts that are too long; return the ends of texts followed by more than 1 MiB of blank lines."""
         ends: dict[int, int] = {}
         if self._source.layout.format in _CONVERTED or self._is_document():
             return ends
@@ -173,7 +179,7 @@ class Rows:
         return ends
 
     def _is_shown(self) -> bool:
-        """Return whether the next fault is shown; of others it is not worth finding out the line."""
+        """Return whether the next fault is shown; for others, determining the line is not worth the time."""
         return self._reading.on_error == "stop" or len(self.skipped) < MOST_SKIPPED_LISTED
 
     def _is_document(self) -> bool:
@@ -182,7 +188,7 @@ class Rows:
     def _write(
         self, path: str, starts: NDArray[np.int64], dropped: NDArray[np.bool_], codes: NDArray[np.uint32] | None
     ) -> None:
-        """Write all texts but the last, and keep that: it may reach on."""
+        """Write all texts but the last, which may extend into the next part."""
         ends = self._check_lengths(path, starts, dropped)
         kept: Any = ~dropped[:-1] if dropped[:-1].any() else slice(None)
         if ends or not isinstance(kept, slice):
@@ -196,8 +202,8 @@ class Rows:
         self._starts, self._is_dropped = starts[-1:], dropped[-1:]
 
     def _write_gaps(self, starts: NDArray[np.int64], dropped: NDArray[np.bool_], ends: dict[int, int]) -> None:
-        """Write where texts end that are followed by what is left out."""
-        numbers = self._num_texts + np.cumsum(~dropped[:-1]) - 1  # of each text, or of the last kept before it
+        """Write the ends of texts that are followed by skipped bytes."""
+        numbers = self._num_texts + np.cumsum(~dropped[:-1]) - 1  # of each text, or of the last kept text before it
         gaps = {int(numbers[row]): end for row, end in ends.items()}
         for row in np.flatnonzero(dropped[:-1]).tolist():
             gaps.setdefault(int(numbers[row]), int(starts[row]))
@@ -208,7 +214,7 @@ class Rows:
                 self._num_gaps += 1
 
     def _numbered(self, labels: Labels) -> NDArray[np.uint32]:
-        """Return the codes of a part as those of all files, in the order in which the names were met."""
+        """Return the codes of a part as codes of all files, numbered in the order in which the names first occur."""
         numbers = [self._names.setdefault(name, len(self._names)) for name in labels.names]
         if len(self._names) > MOST_LABELS:
             raise DataError(
@@ -218,7 +224,7 @@ class Rows:
         return np.array([*numbers, 0], np.uint32)[labels.codes]
 
     def _sort_labels(self) -> list[str]:
-        """Number the classes in the order of their names, and store the numbers as small as they are."""
+        """Renumber the classes in the order of their names, and store the numbers in the smallest unsigned type."""
         names = sorted_names(list(self._names))
         if self._reading.label is None:
             self._codes.close()
@@ -236,18 +242,18 @@ class Rows:
 
 
 def _later(fault: Fault, num_lines: int) -> Fault:
-    """Return a fault with its line counted from the begin of the next part."""
+    """Return a fault with its line counted from the beginning of the next part."""
     return fault if fault.line is None else fault._replace(line=fault.line - num_lines)
 
 
 def sorted_names(names: list[Any]) -> list[str]:
-    """Return the names of classes in their order: numbers by value, all else by the alphabet."""
+    """Return the names of classes in order: by value if all are numbers, else alphabetically."""
     texts = sorted({str(name) for name in names})
     return sorted(texts, key=int) if all(text.lstrip("-").isdecimal() for text in texts) else texts
 
 
 def _line_of(path: str, place: int) -> int:
-    """Return in which line a byte of a file is, counted from 0."""
+    """Return the line of a byte in a file, counted from 0."""
     num_lines, step_bytes = 0, 1 << 20
     with opened(path) as descriptor:
         for begin in range(0, place, step_bytes):
@@ -256,7 +262,7 @@ def _line_of(path: str, place: int) -> int:
 
 
 def _end_of_text(path: str, begin: int, following: int, white: bytes) -> tuple[int, int]:
-    """Return where a text ends that is followed by blank lines up to the next: its newline, and how long it is."""
+    """Return the end of a text (its newline) that is followed by blank lines, and the length of the text in bytes."""
     step_bytes = 64 << 10
     end = following
     with opened(path) as descriptor:

@@ -1,10 +1,11 @@
-"""JSON files that hold a list of objects, or objects one behind the other, as JSON lines: an object in each.
+"""Conversion of JSON files to JSON lines: files with a list of objects, or with several objects in sequence.
 
-The list may be a field of the one object that is all of a file, where it is its only list of objects. Whatever else an
-object may be (several lists, columns, a row with a list of its own) is refused with what to type, so that nothing in it
-is left out in silence. An object begins in the line in which it begins in its file, so that the number of a line says
-where to look; of several objects in one line each gets a line of its own. Memory: the longest object. NOT covered:
-lists deeper in an object.
+The list may be a field of the single object of a file, if it is the only list of objects in it. Other objects are
+refused with a command to type, so that no content is left out silently. Examples are objects with several lists,
+objects of columns, and rows that contain a list.
+
+An object keeps the line in which it begins in its file, so that line numbers in messages are correct. If several
+objects begin in one line, each gets its own line. Memory: the longest object. Not handled: lists deeper in an object.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from plimsoll.errors import DataError
 from plimsoll.records.units import format_bytes
 
 _WHITE = " \t\r\n"
-_LONGEST_TOKEN = 12  # an escaped pair of surrogates: what may be cut at the end of what has been read
+_LONGEST_TOKEN = 12  # an escaped surrogate pair, the longest token that the end of the read text may cut
 _decode = json.JSONDecoder().raw_decode
 
 
 def are_lines(head: bytes) -> bool:
-    """Return whether a file that begins so is one of JSON lines: its first line is an object, and not its only line.
+    """Return whether a file with this beginning is JSON lines: its first line is an object, and it has more lines.
 
     Blank lines do not count.
     """
@@ -38,7 +39,7 @@ def are_lines(head: bytes) -> bool:
 
 
 class Field(NamedTuple):
-    """What a field of an object holds, in words, how many objects are in its list, and the names in the first."""
+    """The value of a field in words, the number of objects in its list, and the field names of the first."""
 
     kind: str
     is_nested: bool  # it is a list or an object
@@ -47,10 +48,15 @@ class Field(NamedTuple):
 
 
 def fields_of_object(chunks: Iterator[bytes], most_bytes: int) -> dict[str, Field] | None:
-    """Return the fields of the object that is all of a file, which comes in chunks; ``None`` if it holds other things.
+    """Return the fields of the single object of a file; ``None`` if the file holds anything else.
+
+    Args:
+        chunks: the bytes of the file.
+        most_bytes: the maximum length of a value in bytes.
 
     Raises:
-        DataError: if it begins with an object that is not JSON, or has a field twice; the message names no file.
+        DataError: if it begins with an object that is not JSON, or has a field twice; the message does not name the
+            file.
     """
     reading = _Reading(chunks, most_bytes)
     if reading.next_character() != "{":
@@ -64,7 +70,7 @@ def fields_of_object(chunks: Iterator[bytes], most_bytes: int) -> dict[str, Fiel
 
 
 def _field(reading: _Reading) -> Field:
-    """Return what the value holds that begins here, and go behind it."""
+    """Return the field for the value that begins here, and move past it."""
     if reading.next_character() != "[":
         value = reading.value()[1]
         return Field(kind_of(value), isinstance(value, dict))
@@ -80,16 +86,15 @@ def _field(reading: _Reading) -> Field:
 
 
 def json_lines(chunks: Iterator[bytes], most_bytes: int, field: str | None = None) -> Iterator[bytes]:
-    """Yield the objects of a file, which comes in chunks, each with the newlines before it.
+    """Yield the objects of a file, each with the newlines before it.
 
     Args:
         chunks: the bytes of the file.
-        most_bytes: how long an object may be.
-        field: which field of the one object of the file holds the list; ``None``: the file itself is a list, or
-            objects one behind the other.
+        most_bytes: the maximum length of an object in bytes.
+        field: the field of the single object that holds the list; ``None``: the file is a list, or objects in sequence.
 
     Raises:
-        DataError: if it is not JSON, or an object is longer than ``most_bytes``; the message names no file.
+        DataError: if it is not JSON, or an object is longer than ``most_bytes``; the message does not name the file.
     """
     reading = _Reading(chunks, most_bytes)
     is_list = reading.next_character() == "["
@@ -103,15 +108,15 @@ def json_lines(chunks: Iterator[bytes], most_bytes: int, field: str | None = Non
         following = reading.line if line is None else max(reading.line, line + 1)
         newlines = b"\n" * (following - (line or 0))
         line = following
-        # Inside a string both are written with a backslash.
+        # These are only white space: inside a string, JSON escapes both.
         yield newlines + reading.value()[0].replace("\n", " ").replace("\r", " ").encode()
     if field is None and reading.next_character():
-        raise reading.fault("something behind the end of the list")
+        raise reading.fault("text after the end of the list")
     yield b"\n"
 
 
 class _Reading:
-    """What of a file is in memory, and the place in it."""
+    """A part of a file in memory, and the position in it."""
 
     def __init__(self, chunks: Iterator[bytes], most_bytes: int) -> None:
         self._chunks, self._most_bytes = chunks, most_bytes
@@ -121,7 +126,7 @@ class _Reading:
         self.line = 0
 
     def next_character(self) -> str:
-        """Go on to the next character that is not white; return it, or nothing at the end."""
+        """Move to the next character that is not white space, and return it, or "" at the end."""
         while True:
             begin = self.at
             while self.at < len(self._text) and self._text[self.at] in _WHITE:
@@ -133,12 +138,12 @@ class _Reading:
                 return ""
 
     def rest(self) -> Iterator[None]:
-        """Stop at each value up to the end of the file; who stops goes behind it."""
+        """Yield at each value up to the end of the file; the caller moves past the value."""
         while self.next_character():
             yield
 
     def items(self, end: str) -> Iterator[None]:
-        """Stop at each item of the list or object that begins here and ends with ``end``; who stops goes behind it."""
+        """Yield at each item of the list or object that begins here and ends with ``end``; the caller moves past it."""
         whole, item = ("list", "an object") if end == "]" else ("object", "a field")
         self.at += 1
         while (character := self.next_character()) != end:
@@ -149,13 +154,13 @@ class _Reading:
             if behind == ",":
                 self.at += 1
                 if self.next_character() == end:
-                    raise self.fault(f"a comma and no {item.split()[1]} behind it")
+                    raise self.fault(f"no {item.split()[1]} after a comma")
             elif behind not in {"", end}:
-                raise self.fault(f"neither a comma nor the end of the {whole} behind {item}")
+                raise self.fault(f"neither a comma nor the end of the {whole} after {item}")
         self.at += 1
 
     def names(self) -> Iterator[str]:
-        """Yield the name of each field of the object that begins here, at its value; who takes it goes behind that."""
+        """Yield the name of each field of the object that begins here; the caller moves past the value."""
         for _ in self.items("}"):
             name = self.value()[1] if self.next_character() == '"' else None
             if name is None or self.next_character() != ":":
@@ -165,7 +170,7 @@ class _Reading:
             yield name
 
     def value(self) -> tuple[str, Any]:
-        """Return the value that begins here, as it is written and as it is meant, and go behind it."""
+        """Return the text and the decoded form of the value that begins here, and move past it."""
         while True:
             try:
                 value, end = _decode(self._text, self.at)
@@ -182,14 +187,14 @@ class _Reading:
                     self.line += self._text.count("\n", begin, end)
                     return self._text[begin:end], value
             if len(self._text) > self._most_bytes:
-                raise self.fault(f"what begins here has more than {format_bytes(self._most_bytes)}")
+                raise self.fault(f"the value that begins here has more than {format_bytes(self._most_bytes)}")
 
     def fault(self, why: str) -> DataError:
-        """Return the error that something is wrong here."""
+        """Return the error for a fault at this position."""
         return DataError(f"line {self.line + 1}: it is not a list of JSON objects ({why}): correct it")
 
     def _more(self) -> bool:
-        """Read as much as is there already, at least a chunk; return whether there was more."""
+        """Read at least a chunk, and as many bytes as are in memory; return whether there were more."""
         if self._is_whole:
             return False
         raw, num_bytes = b"", len(self._text) - self.at
@@ -206,14 +211,14 @@ class _Reading:
 
 
 def field_of_rows(chunks: Iterator[bytes], reading: Reading) -> str | None:
-    """Return which field of the one object of a file has the rows; ``None`` where it is a row, or there are several.
+    """Return the field with the rows of the single object of a file; ``None`` if it is a row, or there are several.
 
     Args:
         chunks: the bytes of the file.
-        reading: what of it is a text. A column that is asked for says whether the object is the row.
+        reading: the requested columns, which decide whether the object is the row.
 
     Raises:
-        DataError: if it cannot be told; the message names no file.
+        DataError: if it is ambiguous; the message does not name the file.
     """
     fields = fields_of_object(chunks, reading.max_text_bytes)
     if fields is None:
@@ -231,7 +236,7 @@ def field_of_rows(chunks: Iterator[bytes], reading: Reading) -> str | None:
 
 
 def _has_text(names: Collection[str], reading: Reading) -> bool:
-    """Return whether an object with fields of these names has the text that is asked for, or that is looked for."""
+    """Return whether field names contain the requested columns, or else the default column of the text."""
     if reading.columns is not None:
         return all(name in names for name in reading.columns)
     return any(name in names for name in (WORDS_NAMES if reading.is_tagged else ("text",)))
@@ -242,13 +247,13 @@ def _ambiguous(fields: dict[str, Field], lists: list[str], is_row: bool) -> str:
     own = "a text of its own and " if is_row else ""
     as_one = ", or put [ and ] around the object if it is one text" if is_row else ""
     return (
-        f"it is one object with {own}{number} of objects ({_shown(fields, lists)}), so it cannot be told where the "
-        f"texts are; write the one that is meant as JSON lines, for example with `{_command(lists[0])}`{as_one}"
+        f"it is one object with {own}{number} of objects ({_shown(fields, lists)}), so it is ambiguous which holds "
+        f"the texts; write the intended objects as JSON lines, for example with `{_command(lists[0])}`{as_one}"
     )
 
 
 def _require_row(fields: dict[str, Field], reading: Reading, is_row: bool) -> None:
-    """Refuse an object whose fields are columns, or in which the text would have to be guessed."""
+    """Raise if the fields of an object are columns, or if its text would have to be guessed."""
     columns = [name for name in reading.columns or ("text",) if is_row and fields[name].is_nested]
     nested = [name for name, field in fields.items() if field.is_nested]
     if columns:

@@ -1,8 +1,7 @@
-"""The files of a corpus while it is read: at most 64 are open, and each must be as it was when it was indexed.
+"""The open files of a corpus: at most 64 at a time, and each must be unchanged since it was indexed.
 
-Size and time are looked at before each read of a batch, so an edit is noticed with the next batch, whatever it changed.
-What the cache holds in place of a file is looked at by its checksums (`plimsoll.files.checksums`), as far as it is
-read.
+Size and time are checked before each read of a batch, so any edit is noticed with the next batch. Converted files in
+the cache are verified by their checksums (`plimsoll.files.checksums`), as far as they are read.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ _MOST_OPEN = 64
 
 
 class OpenFiles:
-    """Reads by number of the file and place in it; never by a position that forked processes would share."""
+    """Reader of files by file number and offset; it never uses a file position, which forked processes would share."""
 
     def __init__(self, facts: Facts, is_random: bool) -> None:
         self._facts, self._is_random = facts, is_random
         self._descriptors: OrderedDict[int, int] = OrderedDict()
         self._blocks: dict[int, Blocks | None] = {}
-        weakref.finalize(self, _close_all, self._descriptors)  # a __del__ may come when the interpreter has gone
+        weakref.finalize(self, _close_all, self._descriptors)  # __del__ may run after the interpreter has shut down
 
     def _require(self, file: int, places: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        """Look at what is read of a file that was made of another, in the cache."""
+        """Verify the checksums of the stretches to be read, if the file is a converted file in the cache."""
         if str(file) not in self._facts["stored"]:
             return
         if file not in self._blocks:
@@ -43,12 +42,12 @@ class OpenFiles:
             blocks.require(places, places + sizes)
 
     def path(self, file: int) -> str:
-        """Return where the bytes of a file are."""
+        """Return the path of the file that holds the bytes."""
         path: str = self._facts["stored"].get(str(file), self._facts["paths"][file])
         return path
 
     def read(self, file: int, place: int, num_bytes: int) -> bytes:
-        """Return some bytes of a file, all of them."""
+        """Return exactly ``num_bytes`` bytes of a file from ``place`` on."""
         descriptor = self.descriptor(file)
         self._require(file, np.array([place]), np.array([num_bytes]))
         raw = os.pread(descriptor, num_bytes, place)
@@ -57,7 +56,7 @@ class OpenFiles:
         return raw
 
     def read_many(self, file: int, places: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[bytes]:
-        """Return some stretches of a file."""
+        """Return several stretches of a file."""
         descriptor, pread = self.descriptor(file), os.pread
         self._require(file, places, sizes)
         spans = zip(sizes.tolist(), places.tolist(), strict=True)
@@ -67,10 +66,10 @@ class OpenFiles:
         return raws
 
     def descriptor(self, file: int) -> int:
-        """Return a descriptor of a file, opened now if it is not.
+        """Return the descriptor of a file, and open the file if necessary.
 
         Raises:
-            DataError: if the file is gone, or has another size or time than when it was indexed.
+            DataError: if the file is missing, or has another size or time than when it was indexed.
         """
         descriptor = self._descriptors.get(file)
         if descriptor is not None:
@@ -94,11 +93,11 @@ class OpenFiles:
         if len(self._descriptors) > _MOST_OPEN:
             os.close(self._descriptors.popitem(last=False)[1])
         if self._is_random:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # read no more than a block
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
         return descriptor
 
     def _close_removed(self) -> None:
-        """Close copies that were removed for others: their space is free only when nobody has them open."""
+        """Close deleted copies, because their disk space is freed only when they are closed."""
         for file, descriptor in list(self._descriptors.items()):
             if not os.fstat(descriptor).st_nlink:
                 os.close(self._descriptors.pop(file))

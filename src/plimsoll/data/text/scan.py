@@ -1,9 +1,9 @@
-"""Scans files part by part on all cores, and hands back what the parts hold in the order of the files.
+"""Scanning of files part by part on all cores, with results in the order of the files.
 
-A part has 2 MiB, so that the digests of a file do not depend on how many cores there are; some parts, of small files
-too, are a task. From 16 MiB on, forked processes scan, which do nothing else: threads that share an interpreter wait
-for each other. A few tasks are on their way at a time: the memory needed does not depend on the files. Holes of sparse
-files are not read: they are NUL bytes.
+A part has 2 MiB on any machine, so that the digests of a file do not depend on the number of cores. A task is several
+parts, possibly of several small files. From 16 MiB on, forked processes scan, because threads would wait for the GIL.
+Only a few tasks are in flight, so the memory needed does not depend on the files. Holes of sparse files are not read,
+because they are NUL bytes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from plimsoll.processes.children import forked_pool
 PART_BYTES = 2 << 20
 _MOST_TASK_BYTES = 4 << 20
 _FILES_PER_TASK = 256
-_FORK_BYTES = 16 << 20  # from which starting processes (some 20 ms) is worth it
-_MOST_PROCESSES = 8  # each takes 6 to 12 MiB; more would wait for the one that writes the index
+_FORK_BYTES = 16 << 20  # from this size on, starting processes (about 20 ms) is worth it
+_MOST_PROCESSES = 8  # each takes 6 to 12 MiB; more would wait for the process that writes the index
 _MALLOPT_TRIM_THRESHOLD, _MALLOPT_MMAP_MAX = -1, -4  # malloc.h
 
 _MODULES: dict[str, ModuleType] = {"text": text, "jsonl": jsonl, "csv": csv, "packed": packed, "tagged": tagged}
@@ -48,7 +48,7 @@ def format_named(name: str) -> Format:
 
 
 class Scanned(NamedTuple):
-    """A file to scan: where its bytes are, how many, where its first text may begin, how texts lie in it."""
+    """A file to scan: its path, its bytes, the offset at which its first text may begin, and its layout."""
 
     path: str
     num_bytes: int
@@ -59,12 +59,12 @@ class Scanned(NamedTuple):
 def scan_files(
     files: Iterable[Scanned], max_text_bytes: int, num_bytes: int
 ) -> Generator[tuple[Part, Found | DataError]]:
-    """Yield all parts of all files with what they hold, in order.
+    """Yield all parts of all files with the result of scanning them, in order.
 
     Args:
-        files: taken one after the other, as they are needed.
+        files: the files to scan, consumed lazily.
         max_text_bytes: a longer text is a fault.
-        num_bytes: how many bytes the files have in all.
+        num_bytes: the total bytes of the files.
     """
     with ExitStack() as stack:
         scanners = _Scanners(stack, num_bytes)
@@ -76,18 +76,18 @@ def scan_files(
 
 
 class _Scanners:
-    """Processes that scan; threads for little, where processes cannot be started, and after one was killed."""
+    """Scanning processes, or threads for little data, if processes cannot be started, or if one was killed."""
 
     def __init__(self, stack: ExitStack, num_bytes: int) -> None:
         self.number = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
         self._processes: ProcessPoolExecutor | None = None
-        if num_bytes >= _FORK_BYTES:  # first of all: only a process without threads is forked safely
+        if num_bytes >= _FORK_BYTES:  # before the threads: only a process without threads can be forked safely
             self._processes = forked_pool(stack, self.number, _begin_worker)
         self.threads = stack.enter_context(ThreadPoolExecutor(self.number))
         stack.callback(self.threads.shutdown, wait=True, cancel_futures=True)
 
     def submit(self, parts: list[Part]) -> Future[list[Found | DataError]]:
-        """Begin to scan some parts."""
+        """Start scanning some parts."""
         if self._processes is not None:
             try:
                 return self._processes.submit(_scan_all, parts)
@@ -96,7 +96,7 @@ class _Scanners:
         return self.threads.submit(_scan_all, parts)
 
     def result(self, parts: list[Part], future: Future[list[Found | DataError]]) -> list[Found | DataError]:
-        """Wait for what some parts hold."""
+        """Wait for the results of some parts."""
         try:
             return future.result()
         except BrokenProcessPool:
@@ -107,8 +107,8 @@ class _Scanners:
         if self._processes is not None:
             self._processes = None
             warnings.warn(
-                "a process that looked at the files was killed, perhaps by the kernel for lack of memory: going on "
-                "without, and slower; nothing is lost",
+                "a process that scanned the files was killed, perhaps by the kernel because memory ran out: threads "
+                "continue the scan, more slowly, and no data is lost",
                 PlimsollWarning,
                 stacklevel=2,
             )
@@ -116,7 +116,9 @@ class _Scanners:
 
 def _begin_worker() -> None:
     library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):  # of glibc; or the arrays of every part are new pages: a fifth of the time
+    if hasattr(
+        library, "mallopt"
+    ):  # of glibc; otherwise each part's arrays are new pages, which costs a fifth of the time
         library.mallopt(_MALLOPT_MMAP_MAX, 0)
         library.mallopt(_MALLOPT_TRIM_THRESHOLD, -1)
 
@@ -134,7 +136,7 @@ def _in_order(
 
 
 def _tasks(parts: Iterable[Part], task_bytes: int) -> Iterator[list[Part]]:
-    """Yield lists of parts, at most about ``task_bytes`` in all."""
+    """Yield lists of parts, each with about ``task_bytes`` at most."""
     task: list[Part] = []
     num_bytes = 0
     for part in parts:
@@ -172,7 +174,9 @@ def _scan(part: Part) -> Found | DataError:
         found = _nothing_found(part) if is_hole else format_named(part.layout.format).scan(part)
     except DataError as error:
         return error
-    return found._replace(starts=(found.starts - part.begin).astype(np.uint32))  # half as much to hand over
+    return found._replace(
+        starts=(found.starts - part.begin).astype(np.uint32)
+    )  # halves the bytes sent between processes
 
 
 def _unpacked(part: Part, found: Found) -> Found:
@@ -195,4 +199,4 @@ def _is_hole(part: Part) -> bool:
         try:
             return os.lseek(descriptor, part.begin, os.SEEK_DATA) >= part.end
         except OSError as error:
-            return error.errno == errno.ENXIO  # nothing but a hole up to the end
+            return error.errno == errno.ENXIO  # only a hole up to the end of the file

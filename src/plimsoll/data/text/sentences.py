@@ -1,9 +1,9 @@
-"""Reads words with tags, one sentence after the other, and writes them into `plimsoll.data.formats.tagged`.
+"""Reading of sentences with tagged words, and writing of them to `plimsoll.data.formats.tagged`.
 
-Covers JSON lines and tables (parquet, Arrow, `datasets`) with a column of words and a column of tags, each a list, and
-files of the CoNLL kind: a word in each line, its tag in the last column, an empty line between sentences. Tags are
-names, or whole numbers whose names ``ClassLabel`` of `datasets` keeps beside the column; -100 is no tag. Memory: one
-sentence, or one batch of rows. NOT covered: csv, several tags of a word, ranges of tokens and empty nodes of CoNLL-U.
+Supported are JSON lines and tables (parquet, Arrow, `datasets`) with a column of words and a column of tags, each a
+list. Files in CoNLL format have a word per line, its tag in the last column, and an empty line between sentences. Tags
+are names, or whole numbers with names in a ``ClassLabel`` of `datasets`; -100 means no tag. Memory: one sentence, or
+one batch of rows. Not handled: csv, several tags per word, and token ranges and empty nodes of CoNLL-U.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from plimsoll.files.store import Facts
 from plimsoll.records.units import format_bytes
 
 _DOCUMENT = "-DOCSTART-"
-_HUGGING_FACE = b"huggingface"  # where the schema of a table keeps the features of a data set
+_HUGGING_FACE = b"huggingface"  # key in the schema's metadata for the features of a data set
 _FLUSH_BYTES, _HEAD_BYTES = 1 << 20, 8 << 10
 
 
 class Sentence(NamedTuple):
-    """Words and their tags, where they are in their source, and how many bytes of that are done with them.
+    """Words and their tags, their place in the source, and the bytes of the source read so far.
 
-    ``why`` says what is wrong with it, if something is.
+    ``why`` is the reason if the sentence is faulty.
     """
 
     place: str
@@ -50,17 +50,17 @@ class Sentence(NamedTuple):
 def pack_sentences(
     folder: Path, sentences: Iterator[Sentence], name: str, reading: Reading, show: Callable[[int], None]
 ) -> Facts:
-    """Write sentences into a store; return how often each tag occurs, and what was skipped. Empty ones are left out.
+    """Write sentences into a store; return the count of each tag, and the skipped sentences. Empty ones are left out.
 
     Args:
-        folder: of the store.
-        sentences: what is to be written.
-        name: what their source is called.
-        reading: what happens to what cannot be used.
-        show: told how many bytes of the source are done.
+        folder: the folder of the store.
+        sentences: the sentences to write.
+        name: the name of the source, for messages.
+        reading: the rules for faulty and long sentences.
+        show: called with the bytes of the source read so far.
 
     Raises:
-        DataError: at the first sentence that cannot be used, if none is to be skipped, or if there are too many tags.
+        DataError: at the first faulty sentence if faults are not skipped, or if there are too many tags.
         OutputError: if the disk is full.
     """
     packing = _Packing(name, reading)
@@ -80,7 +80,7 @@ def pack_sentences(
 
 
 class _Packing:
-    """What is known from sentence to sentence, and what is to be written."""
+    """The state between sentences, and the bytes to write."""
 
     def __init__(self, name: str, reading: Reading) -> None:
         self._name, self._reading = name, reading
@@ -90,14 +90,14 @@ class _Packing:
         self.skipped: list[str] = []
 
     def add(self, sentence: Sentence) -> None:
-        """Take a sentence, or meet what is wrong with it."""
+        """Add a sentence, or handle its fault."""
         raw, why = b"", sentence.why or _mismatch(sentence)
         if why is None and sentence.words:
             try:
                 raw = stored_text(sentence.words, sentence.tags).encode("utf-8")
                 why = self._fault_of(raw, sentence)
             except UnicodeEncodeError:
-                why = "a word has half of a surrogate pair, which is no character: correct it"
+                why = "a word has half of a surrogate pair, which is not a character: correct it"
         if why is not None:
             self._meet(f"{sentence.place}: {why}")
         elif raw:
@@ -111,7 +111,7 @@ class _Packing:
             self._ends.append(self._num_bytes + len(self.raw))
 
     def flush(self, texts: IO[bytes], ends: IO[bytes]) -> None:
-        """Write what was taken."""
+        """Write the added sentences to the files."""
         texts.write(self.raw)
         ends.write(self._ends.tobytes())
         self._num_bytes += len(self.raw)
@@ -120,19 +120,19 @@ class _Packing:
     def _fault_of(self, raw: bytes, sentence: Sentence) -> str | None:
         num_words = len(sentence.words)
         if raw.count(b"\n") != num_words - 1 or raw.count(b"\t") != num_words:
-            return "a word or a tag holds a tab or a line break, which no word does: cut it there"
+            return "a word or a tag holds a tab or a line break, which words must not contain: split it there"
         if "" in sentence.tags:
             return f"word {sentence.tags.index('') + 1} has no tag: give each word one, such as O"
         if len(raw) > self._reading.max_text_bytes:
             limit = format_bytes(self._reading.max_text_bytes)
-            return f"it has {format_bytes(len(raw))}, more than {limit}: cut it into shorter ones"
+            return f"it has {format_bytes(len(raw))}, more than {limit}: split it into shorter sentences"
         return None
 
     def _meet(self, why: str) -> None:
         if self._reading.on_error == "stop":
             raise DataError(
-                f"cannot use {self._name} as words with tags: {why}; set on_error: skip to leave out what cannot be "
-                "read"
+                f"cannot use {self._name} as words with tags: {why}; set on_error: skip to leave out "
+                "unreadable sentences"
             )
         self.num_skipped += 1
         if len(self.skipped) < MOST_SKIPPED_LISTED:
@@ -147,14 +147,14 @@ def _mismatch(sentence: Sentence) -> str | None:
 
 
 def conll_sentences(path: str, reading: Reading) -> Iterator[Sentence]:
-    """Yield the sentences of a file with a word in each line.
+    """Yield the sentences of a file with one word per line.
 
-    Columns are separated by tabs if the first line that does not begin with # has one, else by spaces; the word is in
-    the first and the tag in the last column, unless ``reading`` gives their numbers. In files with tabs, lines that
+    Columns are separated by tabs if the first line that does not begin with # has one, else by spaces. The word is in
+    the first column and the tag in the last, unless ``reading`` gives their numbers. In files with tabs, lines that
     begin with # and have no tab are comments.
 
     Raises:
-        DataError: if it is no text, or a column is asked for by a name.
+        DataError: if it is not text, or a column is requested by a name.
     """
     begin, done_bytes = text_begin(path), 0
     conll = _Conll(reading, _has_tabs(read_head(path, _HEAD_BYTES)[begin:]))
@@ -170,7 +170,7 @@ def conll_sentences(path: str, reading: Reading) -> Iterator[Sentence]:
 
 
 def _has_tabs(head: bytes) -> bool:
-    """Return whether the first line that is surely one of a word has a tab."""
+    """Return whether the first line that certainly holds a word has a tab."""
     lines = (line for line in head.split(b"\n") if line.strip() and not line.startswith((b"#", _DOCUMENT.encode())))
     return b"\t" in next(lines, head)
 
@@ -191,20 +191,20 @@ class _Conll:
         self._tags: list[str] = []
 
     def add(self, raw: bytes, number: int) -> None:
-        """Take a line with a word."""
+        """Add a line with a word."""
         if not self._words and self._why is None:
             self._begin(number)
         self._num_bytes += len(raw)
-        if self._num_bytes > self._most_bytes:  # nothing more of it is kept
+        if self._num_bytes > self._most_bytes:  # the rest of the sentence is not stored
             limit = format_bytes(self._most_bytes)
-            self._why = self._why or f"no empty line follows within {limit}: put one behind each sentence"
+            self._why = self._why or f"no empty line follows within {limit}: put one after each sentence"
         if self._why is None:
             self._why = self._fault_of(raw.rstrip(b"\r\n"))
             if self._why is not None:
-                self._number = number  # the line to look at, no longer that in which the sentence begins
+                self._number = number  # report the faulty line instead of the sentence's first line
 
     def ended(self, done_bytes: int) -> Iterator[Sentence]:
-        """Yield the sentence, if there is one."""
+        """Yield the sentence, if it has any line."""
         if self._words or self._why is not None:
             yield Sentence(f"line {self._number}", self._words, self._tags, done_bytes, self._why)
         self._begin(0)
@@ -233,14 +233,14 @@ def _column(asked: str | tuple[str, ...] | None, default: int) -> int:
         return default
     if not isinstance(asked, str) or not asked.isdecimal() or asked == "0":
         raise DataError(
-            f"a file with a word in each line has columns by number, and none {asked!r}: give one from 1, or leave it "
-            "out (the first is the word, the last the tag)"
+            f"a file with one word per line has column numbers, not names, but {asked!r} is given: give a number from "
+            "1, or leave it out (then the first is the word, the last the tag)"
         )
     return int(asked) - 1
 
 
 def _lines(file: IO[bytes], most_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield numbered lines; of one that is longer than allowed no more than that is held, and it stays too long."""
+    """Yield numbered lines; a line longer than allowed is shortened, but stays too long."""
     number = 0
     while raw := file.readline(most_bytes + 2):
         number += 1
@@ -251,10 +251,10 @@ def _lines(file: IO[bytes], most_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 def json_sentences(path: str, reading: Reading) -> Iterator[Sentence]:
-    """Yield the sentences of JSON lines: of each object, the list of words and the list of tags.
+    """Yield the sentences of JSON lines: the list of words and the list of tags of each object.
 
     Raises:
-        DataError: if it is no text, or it is not said which fields these are.
+        DataError: if it is not text, or the fields of the words and tags are ambiguous.
     """
     columns: tuple[str, str] | None = None
     begin = text_begin(path)
@@ -278,9 +278,9 @@ def json_sentences(path: str, reading: Reading) -> Iterator[Sentence]:
 
 
 def _parsed(raw: bytes, most_bytes: int) -> dict[str, Any] | str:
-    """Return the object of a line, or why there is none."""
+    """Return the object of a line, or the reason why it has no object."""
     if len(raw) > most_bytes + 1:
-        return f"it has more than {format_bytes(most_bytes)}: cut it into shorter ones"
+        return f"it has more than {format_bytes(most_bytes)}: split it into shorter sentences"
     try:
         record = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -296,7 +296,7 @@ def table_sentences(table: Table, reading: Reading) -> Iterator[Sentence]:
     """Yield the rows of a table.
 
     Raises:
-        DataError: if it is not said which columns hold the words and the tags, or these are no lists.
+        DataError: if the columns of the words and tags are ambiguous, or do not hold lists.
     """
     schema = table.schema
     lists = [field.name for field in schema if _is_list(field.type)]
@@ -321,7 +321,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _class_names(schema: Any, column: str) -> Sequence[str] | None:
-    """Return the names of numbered tags, which `datasets` keeps in the schema of what it writes."""
+    """Return the names of numbered tags, which `datasets` stores in the schema of its files."""
     metadata = (schema.metadata or {}).get(_HUGGING_FACE)
     features = json.loads(metadata).get("info", {}).get("features", {}) if metadata else {}
     names = features.get(column, {}).get("feature", {}).get("names")
@@ -346,10 +346,10 @@ def _is_number_without_name(tag: int | str, names: Sequence[str]) -> bool:
 
 
 def tagged_columns(reading: Reading, columns: Sequence[str], of_lists: Sequence[str]) -> tuple[str, str]:
-    """Return the columns of the words and of the tags: those asked for, or what can only be meant.
+    """Return the columns of the words and of the tags: the requested ones, or the only possible ones.
 
     Raises:
-        DataError: if one asked for is missing, or it cannot be told which are meant.
+        DataError: if a requested column is missing, or the choice is ambiguous.
     """
     if isinstance(reading.text, tuple) and len(reading.text) != 1:
         raise DataError(f"words are in one column, not in {len(reading.text)}: give text: <column>")

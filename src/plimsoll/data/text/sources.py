@@ -1,11 +1,12 @@
-"""Which files a corpus is made of: files, folders (with all below them) and globs (``**`` works), sorted, once each.
+"""The files of a corpus: files, folders (recursively) and globs (``**`` works), sorted, each file once.
 
-Also of object stores and web servers (`plimsoll.files.remote`), by their addresses; these come behind the files.
+Files on object stores and web servers (`plimsoll.files.remote`) are given by their addresses and follow the local
+files.
 
-Hidden files and folders (``.git``) below a folder are left out, as a glob does, and counted. Links to folders are
-followed; each folder, and each file, is read once, however many links lead to it. What is found and not read is listed
-with the reason: second names of a file, folders that a pattern matches, pipes, sockets and devices. What is text is
-decided where the files are read.
+Hidden files and folders (``.git``) below a folder are left out, as with a glob, and counted. Links to folders are
+followed. Each folder and each file is read once, however many links lead to it. Files that are found but not read are
+listed with the reason: further names of a file, folders that match a pattern, pipes, sockets and devices. Whether a
+file is text is decided when it is read.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _KINDS = (
 
 
 class SourceFile(NamedTuple):
-    """A file to read; ``named`` if the user gave this very path: a fault in it is an error, elsewhere it is skipped."""
+    """A file to read; ``named`` if the user gave this very path, so that a fault in it is an error and not skipped."""
 
     path: str
     num_bytes: int
@@ -41,9 +42,9 @@ class SourceFile(NamedTuple):
 
 
 class SourceFiles(NamedTuple):
-    """The files to read, and the path of all that was found and is not read, with the reason.
+    """The files to read, and the paths of all other files found, with the reason.
 
-    ``num_hidden`` files and folders below the folders that were given are hidden.
+    ``num_hidden`` counts the hidden files and folders below the given folders.
     """
 
     files: list[SourceFile]
@@ -52,18 +53,19 @@ class SourceFiles(NamedTuple):
 
 
 def find_files(sources: tuple[str, ...], copies: Path | None = None, skips: bool = False) -> SourceFiles:
-    """Return the regular files that the sources mean, by absolute path, in the order of their paths.
+    """Return the regular files of the sources, by absolute path, sorted by path.
 
-    Of files elsewhere the path is where their copy is, or will be, below ``copies``; without it, their address.
+    The path of a remote file is the path of its present or future copy below ``copies``; without ``copies`` it is its
+    address.
 
     Args:
         sources: files, folders, globs and addresses.
         copies: the folder of copies.
-        skips: whether a folder that cannot be listed is left out and said; otherwise it is an error.
+        skips: whether a folder that cannot be listed is left out and reported; otherwise it is an error.
 
     Raises:
-        DataError: if a source means no file, a folder cannot be listed, or a file that is meant is a link to nothing or
-            has just been removed.
+        DataError: if a source matches no file, a folder cannot be listed, or a file is a broken link or was just
+            removed.
     """
     search = _Search(skips)
     named: dict[str, bool] = {}
@@ -87,7 +89,7 @@ def find_files(sources: tuple[str, ...], copies: Path | None = None, skips: bool
 
 
 class _Search:
-    """Looks into folders, and keeps what was found there and is no file to read."""
+    """Search in folders that records hidden files and files that are left out."""
 
     def __init__(self, skips: bool) -> None:
         self._skips = skips
@@ -95,7 +97,7 @@ class _Search:
         self.hidden: set[str] = set()
 
     def files_of(self, source: str) -> list[str]:
-        """Return the files below a folder, or those that match a pattern."""
+        """Return the files below a folder, or the files that match a pattern."""
         if os.path.isdir(source):
             found = list(self._expanded(source, ["**"]))
         elif glob.has_magic(source):
@@ -110,15 +112,15 @@ class _Search:
         for path, mode in modes.items():
             if stat.S_ISDIR(mode):
                 if str(Path(path)) not in within and self._entries(path):
-                    why = f"it is a folder, and the pattern means files: {path}/** means all below it"
+                    why = f"it is a folder, but the pattern must match files: {path}/** matches all files below it"
                     self.left_out.setdefault(path, why)
             elif not stat.S_ISREG(mode):
                 kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), "no file")
-                self.left_out[path] = f"it is {kind}, which is read once and is gone: write what it holds into a file"
+                self.left_out[path] = f"it is {kind}, which can be read only once: write its content into a file"
         return files
 
     def _expanded(self, folder: str, parts: list[str]) -> Iterator[str]:
-        """Yield what is found in a folder by the parts of a pattern, as `glob` does."""
+        """Yield the paths in a folder that match the parts of a pattern, as `glob` does."""
         part, rest = parts[0], parts[1:]
         if part == "**":
             for below in self._folders(folder):
@@ -141,7 +143,7 @@ class _Search:
                 yield from self._expanded(path, rest)
 
     def _folders(self, top: str) -> Iterator[str]:
-        """Yield a folder and all below it, each once: those that are linked after all others."""
+        """Yield a folder and all folders below it, each once; linked folders come last."""
         seen: dict[tuple[int, int], str] = {}
         waiting, linked = [top], list[str]()
         while waiting or linked:
@@ -149,7 +151,7 @@ class _Search:
             status = _status(folder or ".")
             first = seen.setdefault((status.st_dev, status.st_ino), folder)
             if first != folder:
-                self.left_out[folder] = f"it is the folder {first} by another name, which is read"
+                self.left_out[folder] = f"it is another name of the folder {first}, which is read"
                 continue
             yield folder
             for entry in self._entries(folder):
@@ -163,7 +165,7 @@ class _Search:
         except OSError as error:
             why = f"its files cannot be listed ({error.strerror}): allow reading it, or leave it out of the sources"
             if not self._skips:
-                raise DataError(f"cannot use the folder {folder}: {why}; set on_error: skip to go without") from None
+                raise DataError(f"cannot use the folder {folder}: {why}; set on_error: skip to leave it out") from None
             self.left_out[folder] = why
             return []
         return [entry for entry in found if with_hidden or not _is_hidden(entry)]
@@ -188,7 +190,7 @@ def _is_there(path: str) -> bool:
 
 
 def _once_each(files: list[SourceFile], left_out: dict[str, str]) -> list[SourceFile]:
-    """Return each file by one of its names: one that was given, else one that is no link, else the first."""
+    """Return each file by one of its names: the name given by the user, else one of the real names, else the first."""
     names: dict[tuple[object, ...], list[SourceFile]] = {}
     for file in files:
         status = _status(file.path)
@@ -200,7 +202,7 @@ def _once_each(files: list[SourceFile], left_out: dict[str, str]) -> list[Source
             first = min(same, key=lambda file: (not file.named, os.path.realpath(file.path) != file.path, file.path))
             others |= {file.path for file in same if file != first}
             left_out |= {
-                file.path: f"it is {first.path} by another name, which is read" for file in same if file != first
+                file.path: f"it is another name of {first.path}, which is read" for file in same if file != first
             }
     return [file for file in files if file.path not in others]
 
@@ -208,13 +210,13 @@ def _once_each(files: list[SourceFile], left_out: dict[str, str]) -> list[Source
 def _nothing_found(source: str, left_out: dict[str, str], has_hidden: bool) -> str:
     if left_out:
         path, why = next(iter(left_out.items()))
-        return f"{source} means no file to read; of what is there, {path} is left out: {why}"
+        return f"{source} matches no file to read; {path} is left out: {why}"
     where = f" (relative to {Path.cwd()})" if not os.path.isabs(source) else ""
     if os.path.isdir(source):
         which = "no file that is not hidden" if has_hidden else "no file"
         return f"the folder {source}{where} holds {which}: put text files into it, or give another folder"
     if glob.has_magic(source):
-        return f"no file matches {source}{where}: check the pattern; `folder/**/*.txt` means every .txt file below"
+        return f"no file matches {source}{where}: check the pattern; `folder/**/*.txt` matches every .txt file below"
     return f"there is no file or folder {source}{where}: check the path"
 
 
@@ -227,7 +229,7 @@ def _status(path: str) -> os.stat_result:
     try:
         return os.stat(path)
     except OSError as error:
-        # Leaving a text out without a word would make it another training.
+        # Raise, because leaving a text out silently would change the training.
         if os.path.islink(path):
             why = f"it is a symbolic link to {os.readlink(path)} ({error.strerror}): remove the link, or put that back"
         else:

@@ -1,9 +1,9 @@
-"""Tables of parquet, Arrow and `datasets`, batch by batch into a store of texts (`plimsoll.data.formats.packed`).
+"""Conversion of parquet, Arrow and `datasets` tables, batch by batch, to a store (`plimsoll.data.formats.packed`).
 
-Covers one or several columns of strings as the text, and one of strings, whole numbers or truth values as the label;
-``ClassLabel`` columns give the names of their classes. Memory: one batch of rows. It does NOT cover nested columns, nor
-data sets that stream. The functions of `datasets` that are used are public but for ``Dataset._fingerprint``, which
-transforms of that library use to the same end: it says the content, and what was done to it.
+The text is one or several columns of strings. The label is a column of strings, whole numbers or booleans;
+``ClassLabel`` columns give the names of their classes. Memory: one batch of rows. Not handled: nested columns, and
+streaming data sets. The functions of `datasets` used here are public, except ``Dataset._fingerprint``. Transforms of
+that library use it for the same purpose: it identifies the content and its transformations.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ from plimsoll.records.units import format_bytes
 _BATCH_ROWS = 1000
 _BUFFER_BYTES = 1 << 20
 
-Batch = tuple[Any, int]  # a pyarrow.RecordBatch or Table, and how many bytes of the table are done with it
+Batch = tuple[Any, int]  # a pyarrow.RecordBatch or Table, and the bytes of the table read so far
 
 
 class Table(NamedTuple):
-    """A table that can be read once: ``batches(columns)``; ``class_names`` of the columns that number classes."""
+    """A table that can be read once with ``batches(columns)``.
+
+    ``class_names`` holds the names of the classes for columns of class indices.
+    """
 
     name: str
     schema: Any
@@ -49,7 +52,7 @@ class Table(NamedTuple):
 
 @contextmanager
 def open_parquet(path: str, name: str) -> Iterator[Table]:
-    """Open a parquet file, of which no more is read than a batch of rows and its pages."""
+    """Open a parquet file; at most one batch of rows and its pages are in memory."""
     num_bytes = Path(path).stat().st_size
     with _said(name), pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
         num_rows = max(file.metadata.num_rows, 1)
@@ -65,7 +68,7 @@ def open_parquet(path: str, name: str) -> Iterator[Table]:
 
 @contextmanager
 def open_arrow(path: str, name: str) -> Iterator[Table]:
-    """Open an Arrow file, of either kind: with a footer ("file", Feather) or without ("stream")."""
+    """Open an Arrow file of either kind: with a footer ("file", Feather) or without ("stream")."""
     with _said(name), pyarrow.memory_map(path) as source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
@@ -88,7 +91,7 @@ OPENERS = {"parquet": open_parquet, "arrow": open_arrow}  # by format
 
 @contextmanager
 def _said(name: str) -> Iterator[None]:
-    """Say what Arrow finds in our words."""
+    """Convert errors of Arrow to `DataError`."""
     try:
         yield
     except pyarrow.ArrowInvalid as error:
@@ -96,7 +99,10 @@ def _said(name: str) -> Iterator[None]:
 
 
 def load_dataset(source: Any) -> tuple[Any, str]:
-    """Return a data set of Hugging Face and what to call it, from an object, a saved folder or ``hf:NAME``.
+    """Return a Hugging Face data set and its name, from an object, a saved folder or ``hf:NAME``.
+
+    Args:
+        source: a `datasets.Dataset`, a folder, or ``hf:NAME[:CONFIG[:SPLIT]]``.
 
     Raises:
         DataError: if `datasets` is not installed, or cannot load it.
@@ -133,7 +139,7 @@ def load_dataset(source: Any) -> tuple[Any, str]:
 
 
 def open_dataset(dataset: Any, name: str) -> Table:
-    """Return a data set as a table; rows chosen or shuffled there come as they were chosen."""
+    """Return a data set as a table; selected or shuffled rows keep their order."""
     num_rows, num_bytes = max(len(dataset), 1), max(dataset.data.nbytes, 1)
 
     def batches(columns: list[str]) -> Iterator[Batch]:
@@ -146,10 +152,17 @@ def open_dataset(dataset: Any, name: str) -> Table:
 
 
 def pack(folder: Path, table: Table, reading: Reading, show: Callable[[int], None]) -> Facts:
-    """Write the texts of a table, and the classes of those, into a store; return what was skipped.
+    """Write the texts of a table and their classes into a store; return the skipped rows.
+
+    Args:
+        folder: the folder of the store.
+        table: the table to read.
+        reading: the columns, and the rules for faulty rows.
+        show: called with the bytes of the table read so far.
 
     Raises:
-        DataError: if a column is missing or of another kind, or at the first row that has no text, if none is skipped.
+        DataError: if a column is missing or has another type, or at the first row without a text if faults are not
+            skipped.
     """
     try:
         columns = text_columns(reading, table.schema.names, strings_of(table.schema))
@@ -191,7 +204,7 @@ def _is_of_strings(kind: Any) -> bool:
 
 
 class _Rows(NamedTuple):
-    """Texts end to end, where they end in the store, and their classes."""
+    """Texts end to end, their ends in the store, and their classes."""
 
     raw: memoryview
     ends: NDArray[np.int64]
@@ -199,7 +212,7 @@ class _Rows(NamedTuple):
 
 
 class _Packing:
-    """What is known from batch to batch."""
+    """The state between batches."""
 
     def __init__(self, table: Table, reading: Reading) -> None:
         self._table, self._reading = table, reading
@@ -208,7 +221,7 @@ class _Packing:
         self.skipped: list[str] = []
 
     def rows_of(self, batch: Any, columns: tuple[str, ...]) -> _Rows:
-        """Return the texts of a batch that are none of zero bytes."""
+        """Return the non-empty texts of a batch."""
         compute = pyarrow.compute
         parts = [_one_chunk(batch.column(column)).cast(pyarrow.large_string()) for column in columns]
         newline = pyarrow.scalar("\n", pyarrow.large_string())
@@ -234,7 +247,7 @@ class _Packing:
         return _Rows(raw, ends, codes)
 
     def _codes(self, batch: Any, kept: NDArray[np.bool_]) -> NDArray[np.uint32]:
-        """Return the class of each row of a batch; rows without one are faults."""
+        """Return the class of each row of a batch; rows without a class are faults."""
         label = self._reading.label
         if label is None:
             return np.zeros(len(kept), np.uint32)
@@ -275,8 +288,8 @@ class _Packing:
         why = f"row {self._num_rows + row + 1} {why}"
         if self._reading.on_error == "stop":
             raise DataError(
-                f"cannot use {self._table.name} as text: {why}: correct it; set on_error: skip to leave out what "
-                "cannot be read"
+                f"cannot use {self._table.name} as text: {why}: correct it; set on_error: skip to leave out "
+                "unreadable texts"
             )
         kept[row] = False
         self.num_skipped += 1

@@ -1,8 +1,7 @@
-"""What compressed files and archives hold, as streams: gzip, zstd, bzip2, xz, zip and tar, told by their names.
+"""Streaming decompression of files and archives: gzip, zstd, bzip2, xz, zip and tar, recognized by their names.
 
-Memory: a mebibyte, and what the format keeps to unpack (of xz and zstd at most 128 MiB, or the file is refused); of an
-archive also some 500 bytes for each file in it. NOT covered: encrypted archives, archives inside archives, and others
-than these.
+Memory: 1 MiB, and the window of the format (for xz and zstd at most 128 MiB, otherwise the file is refused). Archives
+take about 500 bytes more per file in them. Not handled: encrypted archives, nested archives, and other formats.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _SHORT = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
 _ARCHIVES = (".zip", ".tar")
 _CHUNK_BYTES = 1 << 20
-_MOST_XZ_BYTES = 128 << 20  # what `xz -9` makes needs 65 MiB; as much as zstd's own default allows
+_MOST_XZ_BYTES = 128 << 20  # files of `xz -9` need 65 MiB; equals zstd's default limit
 _FAULTS = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, RuntimeError)
 
 
@@ -30,7 +29,7 @@ class Torn(Exception):
 
 
 def uncompressed(path: str) -> str:
-    """Return what a compressed file is called without its compression; other paths as they are."""
+    """Return the name of a compressed file without its compression suffix; other names are unchanged."""
     stem, suffix = os.path.splitext(path)
     if suffix.lower() in _SHORT:
         return stem + ".tar"
@@ -38,21 +37,21 @@ def uncompressed(path: str) -> str:
 
 
 def plain_chunks(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield what a file holds, a mebibyte at a time."""
+    """Yield the content of a file, 1 MiB at a time."""
     while chunk := file.read(_CHUNK_BYTES):
         yield chunk
 
 
 def is_archive(path: str) -> bool:
-    """Return whether the name of a file, compressed or not, says that it holds other files."""
+    """Return whether the name of a file, compressed or not, implies that it contains other files."""
     return os.path.splitext(uncompressed(path))[1].lower() in _ARCHIVES
 
 
 def chunks_of(path: str, compressed: IO[bytes]) -> Iterator[bytes]:
-    """Yield what a compressed file holds, about a mebibyte at a time.
+    """Yield the content of a compressed file, about 1 MiB at a time.
 
     Raises:
-        Torn: if it is not whole.
+        Torn: if it is incomplete or damaged.
     """
     suffix = os.path.splitext(path)[1].lower()
     suffix = os.path.splitext(_SHORT.get(suffix, suffix))[1] or suffix
@@ -63,7 +62,7 @@ def chunks_of(path: str, compressed: IO[bytes]) -> Iterator[bytes]:
         with _opened(suffix, compressed) as opened:
             while chunk := opened.read(_CHUNK_BYTES):
                 yield chunk
-    except (*_FAULTS, ValueError) as error:  # of which pyarrow's are
+    except (*_FAULTS, ValueError) as error:  # errors of pyarrow are ValueErrors
         raise Torn(str(error)) from None
 
 
@@ -78,7 +77,7 @@ def _opened(suffix: str, compressed: IO[bytes]) -> Any:
 
 
 def _of_xz(compressed: IO[bytes]) -> Iterator[bytes]:
-    """Yield what the streams of an xz file hold; `lzma.open` has no limit on memory."""
+    """Yield the content of the streams of an xz file; `lzma.open` has no memory limit."""
     raw = compressed.read(_CHUNK_BYTES)
     while raw:
         unpacking = lzma.LZMADecompressor(lzma.FORMAT_XZ, _MOST_XZ_BYTES)
@@ -89,13 +88,13 @@ def _of_xz(compressed: IO[bytes]) -> Iterator[bytes]:
                 raw = compressed.read(_CHUNK_BYTES)
                 if not raw:
                     raise EOFError("it ends before the end of its stream")
-        raw = (unpacking.unused_data or compressed.read(_CHUNK_BYTES)).lstrip(b"\0")  # what streams are padded with
+        raw = (unpacking.unused_data or compressed.read(_CHUNK_BYTES)).lstrip(b"\0")  # padding between streams
         while not raw and (raw := compressed.read(_CHUNK_BYTES)):
             raw = raw.lstrip(b"\0")
 
 
 class Member(NamedTuple):
-    """A file in an archive, and its content; or why it has none that is read."""
+    """A file in an archive with its content, or with the reason why its content is not read."""
 
     name: str
     chunks: Iterator[bytes] | None
@@ -103,10 +102,10 @@ class Member(NamedTuple):
 
 
 def members_of(archive: IO[bytes], path: str) -> Iterator[Member]:
-    """Yield the files in a zip or tar archive; hidden ones are left out, as below a folder.
+    """Yield the files in a zip or tar archive, without hidden ones, as for a folder.
 
     Raises:
-        Torn: if it is not whole, or encrypted.
+        Torn: if it is incomplete, damaged or encrypted.
     """
     try:
         yield from _of_zip(archive) if path.lower().endswith(".zip") else _of_tar(archive)

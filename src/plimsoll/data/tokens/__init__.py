@@ -9,7 +9,7 @@ from plimsoll.records.former import warn_of_former
 
 
 def __getattr__(name: str) -> Any:
-    """Find what was in a module of this name before: ``open_tokens``, ``tokenize``, ``TokenStore``."""
+    """Return an attribute that this module had in earlier versions: ``open_tokens``, ``tokenize`` or ``TokenStore``."""
     if name not in {"TokenStore", "open_tokens", "tokenize"}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warn_of_former(f"plimsoll.data.tokens.{name}", f"plimsoll.data.tokens.store.{name}")

@@ -1,14 +1,14 @@
-"""Trains byte-level BPE in bounded memory: what is counted of the texts is bounded, whatever they hold.
+"""Training of byte-level BPE in bounded memory, for any texts.
 
-Hugging Face ``tokenizers`` keeps each distinct word, and where each pair of its bytes occurs: about 150 bytes of memory
-for each byte of them (measured, `docs/LOG.md`), some GiB for 64 MiB of numbers, hashes or Chinese. So words are counted
-here first. Where the distinct ones have more bytes than `most_distinct_bytes`, the rarest are left out, and of those
-that are equally rare the ones with the larger hash; below that nothing is, and the tokenizer is the one that the
-library trains on the texts themselves, to the byte. What exceeds the budget or a limit is refused before: inside a
-limit the library would abort the process.
+Hugging Face ``tokenizers`` stores each distinct word and the places of each pair of its bytes. This takes about 150
+bytes of memory per byte of distinct words (measured, `docs/LOG.md`): several GiB for 64 MiB of numbers, hashes or
+Chinese. So this module counts the words first. If the distinct words exceed `most_distinct_bytes`, the rarest are
+dropped; among equally rare words, those with the larger hash are dropped first. Otherwise no word is dropped, and the
+tokenizer is byte-identical to the library's own. A training that exceeds the budget or a process limit is refused in
+advance, because the library would abort the process.
 
-A word is what the ``ByteLevel`` pre-tokenizer makes. Texts in ASCII are cut by a regular expression that finds the
-same; in others, what stands between white space is counted before it is cut, once for all its occurrences.
+A word is a word of the ``ByteLevel`` pre-tokenizer. ASCII texts are split by a regular expression with the same result.
+Other texts are split at white space and counted first, so that each distinct chunk is split into words only once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 _LEAST_DISTINCT_BYTES, _DISTINCT_BYTES_PER_TOKEN = 1 << 20, 32
 _BYTES_PER_DISTINCT_BYTE, _COUNTED_BYTES_PER_DISTINCT_BYTE = 160, 70
-_LEAST_PEAK_BYTES = 8 << 20  # less than that no budget is about
+_LEAST_PEAK_BYTES = 8 << 20  # smaller peaks are not checked against the budget
 _MOST_CHUNKS, _MOST_CHUNK_CHARACTERS = 1 << 16, 8 << 20
 _WORDS_PER_CHECK = 1 << 14
 _FED_CHARACTERS = 16 << 10
-# The library's regular expression, which is that of GPT-2, for ASCII; and its white space, but for that before a word.
+# The regular expression of GPT-2, which the library uses, restricted to ASCII, and the library's white space. A space
+# before a word belongs to the word.
 _ASCII_WORD = re.compile(
     r"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\t-\r A-Za-z0-9]+|[\t-\r ]+(?![^\t-\r ])|[\t-\r ]+"
 )
@@ -42,7 +43,7 @@ _CHUNK = re.compile(rf" ?[^{_WHITE}]+|[{_WHITE}]+(?![^{_WHITE}])|[{_WHITE}]")
 
 
 class TrainedOn(NamedTuple):
-    """How many distinct words a tokenizer was trained on, how often they occur in all, and how many were left out."""
+    """The distinct words of a training: their number, their bytes, and the number of dropped words."""
 
     num_words: int
     num_bytes: int
@@ -50,17 +51,17 @@ class TrainedOn(NamedTuple):
 
 
 def most_distinct_bytes(vocab_size: int) -> int:
-    """Return how many bytes the distinct words may have that a vocabulary of this size is trained on."""
+    """Return the largest size in bytes of the distinct words that a vocabulary of this size is trained on."""
     return max(_LEAST_DISTINCT_BYTES, _DISTINCT_BYTES_PER_TOKEN * vocab_size)
 
 
 def peak_bytes(num_distinct_bytes: int) -> int:
-    """Return what training takes, at most, on words that have so many bytes, beside the words themselves."""
+    """Return an upper bound of the bytes that training on distinct words of this size takes, without the words."""
     return _BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
 
 
 def whole_bytes(num_distinct_bytes: int) -> int:
-    """Return what counting such words and training take in all, at most."""
+    """Return an upper bound of the bytes that counting these words and training on them take together."""
     return peak_bytes(num_distinct_bytes) + _COUNTED_BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
 
 
@@ -71,10 +72,17 @@ def train(
     vocab_size: int,
     budget_bytes: int | None = None,
 ) -> TrainedOn:
-    """Train a tokenizer whose pre-tokenizer is ``ByteLevel``.
+    """Train a tokenizer with the pre-tokenizer ``ByteLevel``.
+
+    Args:
+        backend: the tokenizer, trained in place.
+        texts: the texts to train on.
+        trainer: the trainer of the ``tokenizers`` library.
+        vocab_size: the size of the vocabulary in tokens; it limits the distinct words.
+        budget_bytes: the private memory that this process may use, or ``None`` for no budget.
 
     Raises:
-        TokenizerMemoryError: if it does not fit the budget for private memory, or a limit on this process.
+        TokenizerMemoryError: if training exceeds the budget for private memory or a limit on this process.
     """
     from tokenizers import pre_tokenizers
 
@@ -82,16 +90,16 @@ def train(
     words, num_left_out = count_words(texts, byte_level, most_distinct_bytes(vocab_size))
     num_bytes = sum(map(len, words))
     _require_memory(num_bytes, budget_bytes)
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # of which there is none in words of byte-level letters
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # words in byte-level letters hold no white space
     backend.train_from_iterator(_repeated(words), trainer)
     backend.pre_tokenizer = byte_level
     return TrainedOn(len(words), num_bytes, num_left_out)
 
 
 def count_words(texts: Iterable[str], byte_level: Any, most_bytes: int) -> tuple[Counter[str], int]:
-    """Count the words of some texts, spelt in byte-level letters, and return how often one was left out.
+    """Count the words of texts, written in byte-level letters; return the counts and the number of dropped words.
 
-    A count may be short where words were left out on the way. Memory: words of twice ``most_bytes``, and 64 Ki chunks.
+    If words were dropped, counts may be too small. Memory: words of twice ``most_bytes``, and 64 Ki chunks.
     """
     counting = _Counting(byte_level, most_bytes)
     for text in texts:
@@ -100,7 +108,7 @@ def count_words(texts: Iterable[str], byte_level: Any, most_bytes: int) -> tuple
 
 
 class _Counting:
-    """Words that are counted: in byte-level letters or, if they are ASCII, as they are."""
+    """Counts of words: ASCII words as they are, other words in byte-level letters."""
 
     def __init__(self, byte_level: Any, most_bytes: int) -> None:
         self._byte_level, self._most_bytes = byte_level, most_bytes
@@ -121,7 +129,7 @@ class _Counting:
             self._bound(2 * self._most_bytes)
 
     def counted(self) -> tuple[Counter[str], int]:
-        """Return all words, and how often one was left out."""
+        """Return the counts of all words, and the number of dropped words."""
         self._cut_chunks()
         spelt: Counter[str] = Counter()
         while self._words:
@@ -151,7 +159,7 @@ class _Counting:
 
 
 def _leave_out_rarest(words: Counter[str], most_bytes: int) -> int:
-    """Leave out words until the others have no more bytes than allowed; return how many."""
+    """Drop the rarest words until the others have at most ``most_bytes`` bytes; return the number of dropped words."""
     ranked = sorted(words, key=lambda word: (-words[word], xxhash.xxh3_64_intdigest(word.encode())))
     num_bytes = 0
     for number, word in enumerate(ranked):
@@ -164,7 +172,7 @@ def _leave_out_rarest(words: Counter[str], most_bytes: int) -> int:
 
 
 def _repeated(words: Counter[str]) -> Iterator[str]:
-    """Yield each word as often as it occurs: the library takes texts, and no counts."""
+    """Yield each word as often as it occurs, because the library takes texts and not counts."""
     for word in sorted(words):
         at_once = max(_FED_CHARACTERS // (len(word) + 1), 1)
         for begin in range(0, words[word], at_once):
@@ -187,6 +195,6 @@ def _require_memory(num_distinct_bytes: int, budget_bytes: int | None) -> None:
             raise TokenizerMemoryError(
                 f"training the tokenizer takes about {format_bytes(needed_bytes)}, and {name} of "
                 f"{format_bytes(limit_bytes)} has {format_bytes(max(limit_bytes - used_bytes, 0))} left: raise it, or "
-                "give a tokenizer that is there already with tokenizer.path",
+                "give an existing tokenizer with tokenizer.path",
                 budget_bytes if name == "the budget" else None,
             )

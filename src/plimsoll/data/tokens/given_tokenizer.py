@@ -1,9 +1,13 @@
-"""An existing tokenizer, loaded from a folder or a file as transformers has it, with the files it is exported as.
+"""Loading of an existing tokenizer from a folder or file, with the files that it is exported as.
 
-A folder is loaded by ``transformers.AutoTokenizer``, whose classes may overrule what its ``tokenizer.json`` says; a
-lone ``tokenizer.json`` by ``tokenizers``. Its files are kept as they are, byte for byte. Where they leave its class to
-the ``config.json`` of the model beside it, the class is named in ``tokenizer_config.json``, for it may be exported
-beside another model; a lone file gets one that names its tokens. Does NOT download, and runs no code of a folder.
+``transformers.AutoTokenizer`` loads a folder, because its classes may override parts of ``tokenizer.json``. A lone
+``tokenizer.json`` is loaded by ``tokenizers``. The files are exported unchanged, with two exceptions:
+
+- If only the ``config.json`` of the model names the tokenizer class, it is added to ``tokenizer_config.json``. The
+  export may be next to another model.
+- A lone file gets a ``tokenizer_config.json`` that names its special tokens.
+
+Nothing is downloaded, and no code of a folder is executed.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ END_TOKEN = "<|endoftext|>"
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 _ROLES_FILE = "special_tokens_map.json"
 _OWN_FILES = (CONFIG_FILE, _ROLES_FILE, "added_tokens.json", "chat_template.jinja", "chat_template.json")
-_MOST_IDENTIFIED_BYTES = 64 << 20  # larger ones of a folder are weights
+_MOST_IDENTIFIED_BYTES = 64 << 20  # larger files of a folder are weights
 _END_ROLES = ("eos_token", "sep_token", "pad_token")
 _ROLES = (*_END_ROLES, "bos_token", "cls_token", "unk_token", "mask_token")
 _MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>", "<mask_1>")
@@ -35,9 +39,9 @@ _END_NAMES = (END_TOKEN, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[SEP
 
 
 class Loaded(NamedTuple):
-    """A tokenizer that is not in the cache yet, with its tokens for the end of a text and, if any, for other ends.
+    """A loaded or trained tokenizer before it is cached, with its end token and optional mask and padding tokens.
 
-    ``own_files`` are exported by these names; there are none of a tokenizer that was trained here.
+    ``own_files`` maps file names to contents for the export; it is empty for a tokenizer that was trained here.
     """
 
     backend: tokenizers.Tokenizer
@@ -49,7 +53,7 @@ class Loaded(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A tokenizer as it was given: what its special tokens are for, on which side it truncates, and its files."""
+    """A given tokenizer: the roles of its special tokens, its truncation side, and its files."""
 
     backend: tokenizers.Tokenizer
     roles: dict[str, str]
@@ -58,14 +62,14 @@ class _Found(NamedTuple):
 
 
 def load_tokenizer(path: Path, special_tokens: bool = True) -> Loaded:
-    """Load an existing tokenizer, and name its token for the end of a text.
+    """Load an existing tokenizer, and determine its end-of-text token.
 
     Args:
         path: a folder or a file.
-        special_tokens: whether it is to put its special tokens around a text.
+        special_tokens: whether the tokenizer adds its special tokens around a text.
 
     Raises:
-        DataError: if there is none that can be loaded, or it has no such token.
+        DataError: if no tokenizer can be loaded, or it has no end-of-text token.
     """
     if not path.exists():
         raise DataError(f"there is no tokenizer at {path}: give a folder with a {TOKENIZER_FILE}, or such a file")
@@ -78,7 +82,7 @@ def load_tokenizer(path: Path, special_tokens: bool = True) -> Loaded:
     if end_token is None:
         raise DataError(
             f"the tokenizer {path} has no token for the end of a text: name one of its tokens as `eos_token` in the "
-            f"tokenizer_config.json beside it"
+            f"tokenizer_config.json next to it"
         )
     mask_token = _first_known(backend, found.roles, ("mask_token",), _MASK_NAMES)
     pad_token = _first_known(backend, found.roles, ("pad_token",), _PAD_NAMES)
@@ -94,12 +98,12 @@ def load_tokenizer(path: Path, special_tokens: bool = True) -> Loaded:
 
 
 def described(settings: dict[str, str]) -> bytes:
-    """Describe to transformers a tokenizer that is a ``tokenizer.json`` and no more."""
+    """Return the ``tokenizer_config.json`` for a tokenizer that has only a ``tokenizer.json``."""
     return json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | settings, indent=2).encode()
 
 
 def identity_of_tokenizer(path: Path) -> list[str]:
-    """Return what tells one given tokenizer from another: the content of its files, and what reads them."""
+    """Return the identity of a given tokenizer: the library versions, and the hashes of its files."""
     if not path.exists():
         return []
     folder, file = _place(path)
@@ -110,7 +114,7 @@ def identity_of_tokenizer(path: Path) -> list[str]:
 
 
 def _place(path: Path) -> tuple[Path | None, Path]:
-    """Return the folder that transformers is to load, or ``None`` where all is in one file, and that file."""
+    """Return the folder for transformers to load, or ``None`` if one file holds the whole tokenizer, and that file."""
     file = path / TOKENIZER_FILE if path.is_dir() else path
     says_more = any((file.parent / name).is_file() for name in (*_OWN_FILES, "config.json"))
     is_one_file = file.is_file() and (not says_more or file.name != TOKENIZER_FILE)
@@ -120,13 +124,13 @@ def _place(path: Path) -> tuple[Path | None, Path]:
 def _first_known(
     backend: tokenizers.Tokenizer, roles: dict[str, str], wanted: tuple[str, ...], names: tuple[str, ...]
 ) -> str | None:
-    """Return the token of the first of these roles that has one, or of these names."""
+    """Return the token of the first of these roles that has one, or the first of these names in the vocabulary."""
     tokens = [roles[role] for role in wanted if roles.get(role)] + list(names)
     return next((token for token in tokens if backend.token_to_id(token) is not None), None)
 
 
 def _from_file(file: Path) -> _Found:
-    """Read a tokenizer that is one file, and the roles of its special tokens, which may stand beside it."""
+    """Load a tokenizer from one file, and the roles of its special tokens from files next to it, if they exist."""
     import tokenizers
 
     settings: dict[str, Any] = {}
@@ -144,7 +148,7 @@ def _from_file(file: Path) -> _Found:
 
 
 def _names_in_template(backend: tokenizers.Tokenizer) -> dict[str, str | None]:
-    """Say what tokens are for by where they stand; the unknown token is named by the model of the tokenizer."""
+    """Infer the roles of special tokens from their positions; the model of the tokenizer names the unknown token."""
     template, model = template_of(backend), json.loads(backend.to_str())["model"]
     unknown = model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
     return {
@@ -159,7 +163,7 @@ def _content(token: str | dict[str, Any]) -> str:
 
 
 def _from_transformers(folder: Path) -> _Found:
-    """Let transformers make a tokenizer of a folder, also of older ones (vocab.json and merges.txt, vocab.txt, ...)."""
+    """Load a folder with transformers, which also reads older formats (vocab.json and merges.txt, vocab.txt, ...)."""
     from transformers import AutoTokenizer
 
     try:
@@ -180,13 +184,13 @@ def _from_transformers(folder: Path) -> _Found:
 
 
 def _without_template(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Return a tokenizer that makes the same tokens of a text, and adds none."""
+    """Return a tokenizer with the same tokens for a text that adds no special tokens."""
     import tokenizers
 
     described = json.loads(backend.to_str())
     processor = described["post_processor"] or {}
     parts = processor["processors"] if processor.get("type") == "Sequence" else [processor]
-    kept = [part for part in parts if part.get("type") == "ByteLevel"]  # which adds nothing
+    kept = [part for part in parts if part.get("type") == "ByteLevel"]  # it adds no tokens
     described["post_processor"] = kept[0] if kept else None
     changed = tokenizers.Tokenizer.from_str(json.dumps(described))
     changed.encode_special_tokens = backend.encode_special_tokens

@@ -1,9 +1,9 @@
-"""The tokens of a text as a model's own tokenizer makes them, with its special tokens, no more than the model reads.
+"""Tokenization of texts for inference with a model's own tokenizer, truncated to the length that the model reads.
 
-A tokenizer adds what it adds in `transformers` (``[CLS]``, ``<s>``), also that of a model of ``plimsoll train``, which
-has been trained so. Longer texts are truncated as the tokenizer does it, on the side that it names; of a text that is
-very much longer only as many characters are looked at as are sure to hold all tokens that count. It does NOT
-cover tokenizers without a fast form, chat templates, and pairs of texts.
+The tokenizer adds the special tokens that it adds in `transformers` (``[CLS]``, ``<s>``). The same holds for models
+from ``plimsoll train``, which were trained that way. Longer texts are truncated on the tokenizer's truncation side. Of
+a much longer text, only enough characters to determine the kept tokens are tokenized. Not handled: slow tokenizers,
+chat templates, and pairs of texts.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _SURE_CHARACTERS = 64
-"""Texts of more characters a token are looked at in part first. Tokens are of 4 to 5 characters in most languages."""
+"""Characters tokenized at first per token kept. In most languages a token has 4 to 5 characters."""
 
 
 _FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
-"""What tokenizers are kept in; a tokenizer_config.json alone holds no words."""
+"""Files that hold the vocabulary of a tokenizer; a tokenizer_config.json does not."""
 
 
 class Tokens(NamedTuple):
-    """The ids of a text, and whether some were cut off."""
+    """The token ids of a text, and whether it was truncated."""
 
     ids: list[int]
     is_truncated: bool
 
 
 class ModelTokenizer:
-    """Turns texts into tokens.
+    """A tokenizer that returns the token ids of texts for a model.
 
     Args:
-        tokenizer: of transformers, a fast one.
-        longest_tokens: what a text is truncated to, special tokens included; ``None`` for no truncation.
-        with_special: whether the special tokens are added that the tokenizer has for a single text.
-        keeps_end: whether it is the begin of a text that is cut off, as of a prompt that goes on behind its end; else
-            the tokenizer says so.
+        tokenizer: a fast tokenizer of transformers.
+        longest_tokens: the length in tokens to which a text is truncated, with special tokens; ``None`` for no
+            truncation.
+        with_special: whether to add the special tokens that the tokenizer has for a single text.
+        keeps_end: whether to truncate at the beginning, as for a prompt that is continued at its end. ``False``: use
+            the tokenizer's truncation side.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class ModelTokenizer:
 
     @property
     def padding_id(self) -> int | None:
-        """What the tokenizer pads with; else its end token, if it has one."""
+        """The padding token id; if the tokenizer has none, its end token id or ``None``."""
         own = self._tokenizer.pad_token_id
         return cast("int | None", self._tokenizer.eos_token_id if own is None else own)
 
@@ -76,7 +77,7 @@ class ModelTokenizer:
         found = self._read([self._looked_at(text, sure_characters) for text in texts])
         for place, text in enumerate(texts):
             looked_at = sure_characters
-            # What was cut off inside of a word may have changed the tokens beside the cut, and only there.
+            # A cut inside a word can change only the tokens next to the cut, so truncated results are final.
             while looked_at < len(text) and not found[place].is_truncated:
                 looked_at *= 4
                 found[place] = self._read([self._looked_at(text, looked_at)])[0]
@@ -86,7 +87,7 @@ class ModelTokenizer:
         return text[-num_characters:] if self._keeps_end else text[:num_characters]
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of some tokens, without special ones."""
+        """Return the text of token ids, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _read(self, texts: list[str]) -> list[Tokens]:
@@ -106,11 +107,11 @@ def load_model_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a model folder.
 
     Raises:
-        DataError: if there is none, or none that is fast.
+        DataError: if the folder has no fast tokenizer.
     """
     from transformers import AutoTokenizer
 
-    # Without any file transformers makes a tokenizer of some architectures that knows no word.
+    # For some architectures, transformers returns a tokenizer with an empty vocabulary if no file exists.
     if not any(path for pattern in _FILES for path in folder.glob(pattern)):
         raise DataError(f"{folder} holds no tokenizer ({', '.join(_FILES)}): save the model's tokenizer there")
     try:
@@ -128,7 +129,7 @@ def load_model_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from writing to the terminal, that texts are longer than a model reads for example."""
+    """Suppress warnings of transformers, for example about texts that are too long for the model."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

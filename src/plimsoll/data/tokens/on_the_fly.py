@@ -1,10 +1,13 @@
-"""Texts tokenized when they are asked for: nothing is stored, and each epoch may see other words of them.
+"""A data set that tokenizes texts on demand: nothing is stored, and words can be augmented anew in each epoch.
 
-One sample is one text. Tokenizing takes hundreds of times longer than reading, so this is for a loader with workers,
-for a corpus that is read once or twice, and for augmentation of words. Samples are those of
-`plimsoll.data.samples.texts.DocumentDataset` over the tokens of the same corpus, with the same truncation. How long a
-text is in tokens is not known before: `TextDataset.lengths` are its bytes, which sort texts nearly as well. NOT
-covered: windows of long texts, rows of several texts, batches of so many tokens.
+One sample is one text. Tokenizing takes hundreds of times longer than reading stored tokens. So use this with loader
+workers, for a corpus that is read once or twice, or for augmentation of words. The samples equal the samples
+of `plimsoll.data.samples.texts.DocumentDataset` over stored tokens of the same corpus, with the same truncation.
+
+The token counts of texts are not known in advance. `TextDataset.lengths` returns bytes instead, which sort texts nearly
+as well.
+
+Not handled: windows of long texts, rows of several texts, and batches with a fixed number of tokens.
 
 Shapes: B samples of the batch, T tokens of the longest, N tokens of all.
 """
@@ -32,26 +35,26 @@ if TYPE_CHECKING:
     from plimsoll.data.tokens.tokenizer import Tokenizer
 
 _MOST_WORKERS = 255
-_MOST_TOKEN_BYTES = 16  # a text of more bytes a token is longer than a sample, whatever its tokens are
+_MOST_TOKEN_BYTES = 16  # a text with more bytes than this per token of a sample is longer than the sample
 
-_BYTES_PER_TOKEN = 4  # as a guess before any text is read
+_BYTES_PER_TOKEN = 4  # an estimate, before any text is read
 
 
 class TextDataset(Samples):
-    """One sample per text of a corpus.
+    """A data set with one sample per text of a corpus.
 
     Args:
         corpus: the texts.
-        tokenizer_folder: what `plimsoll.data.tokens.tokenizer.prepare_tokenizer` put into the cache.
+        tokenizer_folder: the cache folder that `plimsoll.data.tokens.tokenizer.prepare_tokenizer` wrote.
         labels: the class of every text, or ``None`` for language modelling: each token is its own label, and the end
             token follows the text.
-        sequence_length: the most tokens of a sample.
-        pad_id: the token that fills the rows of a batch.
-        long_texts: what happens to longer texts: ``"truncate"``, counted by `num_truncated`, or ``"stop"``.
-        pad_multiple: rows are padded to a multiple of it, and to no more than ``sequence_length``. ``None``: 8, 4, 2 or
-            1, the largest that adds no more than 3 % to the tokens, if each has 4 bytes.
-        words: what is done to the words of each text, anew in each epoch.
-        tokens: what is done to the tokens then.
+        sequence_length: the maximum number of tokens of a sample.
+        pad_id: the padding token id.
+        long_texts: the handling of longer texts: ``"truncate"``, counted by `num_truncated`, or ``"stop"``.
+        pad_multiple: rows are padded to a multiple of it, but not beyond ``sequence_length``. ``None``: the largest of
+            8, 4, 2 and 1 that adds at most 3 % to the tokens, assuming 4 bytes per token.
+        words: augmentation of the words of each text, applied anew in each epoch.
+        tokens: augmentation of the tokens, applied after it.
     """
 
     reads_fast = False
@@ -92,16 +95,21 @@ class TextDataset(Samples):
 
     @property
     def fingerprint(self) -> str:
-        """A name that differs where the samples do. To read one would count what is truncated."""
+        """An identifier of the samples.
+
+        It contains no hash of their content, because reading a sample would count its truncation.
+        """
         return f"{self._corpus.key} {self._tokenizer_folder.name} {self.sequence_length}"
 
     @property
     def num_truncated(self) -> int:
-        """How many samples were truncated so far, by this process and those it forked."""
+        """The number of samples truncated so far by this process and its forked workers."""
         return self._counts.total()
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` (B, T), and ``labels`` (B,), or (B, T) for language modelling.
+        """Return ``input_ids`` and ``attention_mask`` (B, T), and ``labels``: (B,), or (B, T) for language modelling.
+
+        All are int64.
 
         Raises:
             DataError: if a text is too long and ``long_texts`` is ``"stop"``.
@@ -124,11 +132,11 @@ class TextDataset(Samples):
         }
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the bytes of each text (B,), as far as they matter: a text longer than a sample is as long as any."""
+        """Return sort keys in bytes (B,): the bytes of each text, capped because longer texts are truncated anyway."""
         return bytes_that_sort(self._corpus.byte_lengths(ids), self.sequence_length)
 
     def parents(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of the text that each sample is of (B,)."""
+        """Return the number of the text of each sample (B,)."""
         return ids
 
     def _rows(self, ids: NDArray[np.int64], epoch: int) -> list[NDArray[np.int64]]:
@@ -146,10 +154,10 @@ class TextDataset(Samples):
 
     def _row(self, tokens: list[int], number: int, tokenizer: Tokenizer) -> NDArray[np.int64]:
         template = tokenizer.template
-        is_text = self._labels is None and not template.suffix  # else the end is not learned, or the template has one
+        is_text = self._labels is None and not template.suffix  # else no end is added: not learned, or in the template
         if is_text or not (
             tokens or template.num_tokens
-        ):  # as `plimsoll.data.samples.text_windows` has it: no sample is empty
+        ):  # no sample is empty, as in `plimsoll.data.samples.text_windows`
             tokens.append(tokenizer.end_id)
         num_tokens, room = len(tokens) + template.num_tokens, template.room(self.sequence_length)
         if num_tokens > self.sequence_length:
@@ -164,17 +172,17 @@ class TextDataset(Samples):
 
 
 def bytes_that_sort(num_bytes: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
-    """Return sort keys, in bytes, for texts whose tokens are not counted; texts of similar length are batched."""
+    """Return sort keys in bytes for batching texts of similar length whose tokens are not counted."""
     return np.minimum(num_bytes, _MOST_TOKEN_BYTES * sequence_length)
 
 
 def pad_multiple_for_bytes(num_bytes: NDArray[np.int64], sequence_length: int) -> int:
-    """Return the number of tokens to which rows are padded up, at 4 bytes a token."""
+    """Return the multiple of tokens to which rows are padded, assuming 4 bytes per token."""
     return ragged.pad_multiple_for(np.minimum(num_bytes // _BYTES_PER_TOKEN, sequence_length))
 
 
 class _Counts:
-    """A count for each worker and for the process itself, in memory that is shared with what is forked."""
+    """Counters for each worker and the main process, in memory shared with forked processes."""
 
     def __init__(self) -> None:
         self._num_of_processes = np.frombuffer(mmap.mmap(-1, 8 * (1 + _MOST_WORKERS)), np.int64)

@@ -1,13 +1,17 @@
-"""A corpus as one flat file of tokens, each text followed by the end token, and the place where each text ends.
+"""A corpus as one flat file of tokens, with an end token after each text and the position of each end.
 
-Texts are encoded once (encoding is hundreds of times slower than reading), in batches of about 1 MiB of text on all
-cores, so the memory needed does not depend on the corpus; long texts are cut into pieces where that changes no token,
-see `Corpus.pieces`. Every 16 MiB of text what is done so far is synced and noted in a journal: after Ctrl-C, a kill or
-a full disk the next call goes on from there, to the same bytes. Tokens are stored in the smallest unsigned type that
-holds the vocabulary. What a tokenizer puts around a text (``[CLS]``, ``<s>``) is stored only where texts are laid end
-to end (``is_stream``), once a text; else each window gets it as it is read (`plimsoll.data.samples.text_windows`). Of
-words with tags each token has a label beside it, made in the same pass (`plimsoll.data.samples.tags`). Where windows
-are to end at borders, each token has a mark of what begins with it (`plimsoll.data.samples.borders`).
+Encoding is hundreds of times slower than reading, so each text is encoded only once. Texts are encoded in batches of
+about 1 MiB on all cores, so the memory needed does not depend on the corpus. Long texts are split into pieces where
+this changes no token, see `Corpus.pieces`.
+
+After every 16 MiB of text, the files are synced and the progress is written to a journal. After Ctrl-C, a kill or a
+full disk, the next call resumes from the journal and writes identical bytes. Tokens are stored in the smallest unsigned
+type that holds the vocabulary.
+
+Special tokens around a text (``[CLS]``, ``<s>``) are stored only if texts are read end to end (``is_stream``), once per
+text. Otherwise they are added to each window when it is read (`plimsoll.data.samples.text_windows`). For words with
+tags, the same pass writes a label for each token (`plimsoll.data.samples.tags`). If windows end at borders, it also
+writes a mark for each token (`plimsoll.data.samples.borders`).
 """
 
 from __future__ import annotations
@@ -43,39 +47,39 @@ if TYPE_CHECKING:
 _BATCH_BYTES = 1 << 20
 _SHARD_BYTES = 16 << 20
 _END_BYTES = 8
-_WORD = "a"  # that stands before a part of a text, where the tokenizer needs one
+_WORD = "a"  # put before a piece from inside a text if the tokenizer needs it
 _TOKENS_FILE, _ENDS_FILE, _LABELS_FILE, _MARKS_FILE = "tokens.bin", "ends.bin", "labels.bin", "marks.bin"
 _JOURNAL_FILE = "done.json"
 
 
-_Piece = tuple[Any, bool, int]  # what is encoded, whether it is the last of its text, and its size
+_Piece = tuple[Any, bool, int]  # the input of the encoder, whether it is the last of its text, and its size in bytes
 
 
 class Tokens(Protocol):
-    """Tokens of texts end to end, as a `TokenStore` has them, wherever they are."""
+    """Tokens of texts end to end, as in a `TokenStore`, from any source."""
 
     @property
     def tokens(self) -> Any:
-        """The tokens of all texts, the end token after each: their number, and arrays of them by arrays of places."""
+        """The tokens of all texts, each followed by the end token; supports ``len`` and indexing with arrays."""
         ...
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """The place of the end token of each text."""
+        """The position of the end token of each text."""
         ...
 
 
 class TokenStore:
-    """The tokens of a corpus, memory-mapped; picklable (mapped again on the other side).
+    """The tokens of a corpus, memory-mapped. It is picklable: unpickling maps the files again.
 
-    Text ``i`` is ``tokens[ends[i - 1] + 1 : ends[i]]`` (from 0 for the first); ``tokens[ends[i]]`` is the end token.
-    Where words have tags, ``labels`` has the number of a tag in ``tag_names``, or -100, for each token;
-    ``num_lost_words`` have no token. ``marks`` are there if `tokenize` was asked for borders.
+    Text ``i`` is ``tokens[ends[i - 1] + 1 : ends[i]]`` (from 0 for the first); ``tokens[ends[i]]`` is the end token. If
+    words have tags, ``labels`` holds for each token an index into ``tag_names``, or -100, and ``num_lost_words`` counts
+    the words without a token. ``marks`` exist only if `tokenize` was called with ``borders``.
     """
 
     def __init__(self, folder: Path, facts: Facts) -> None:
         self.folder = folder
-        require_whole(folder / _ENDS_FILE)  # it is searched, too
+        require_whole(folder / _ENDS_FILE)  # checked as a whole, because it is also searched
         self.tokens: NDArray[Any] = checked(folder / _TOKENS_FILE, facts["dtype"])
         self.ends: NDArray[np.int64] = np.memmap(folder / _ENDS_FILE, np.int64, "r")
         self.labels: NDArray[Any] | None = None
@@ -87,7 +91,7 @@ class TokenStore:
 
     @property
     def marks(self) -> NDArray[np.uint8]:
-        """What begins at each token: see `plimsoll.data.samples.borders.MARKS`."""
+        """The kind of border at which each token begins: see `plimsoll.data.samples.borders.MARKS`."""
         assert self._has_marks, self.folder
         return checked(self.folder / _MARKS_FILE, np.uint8)
 
@@ -105,20 +109,20 @@ def tokenize(
     is_stream: bool = False,
     borders: bool = False,
 ) -> Store[TokenStore]:
-    """Return the tokens of ``corpus``, from the cache or encoded now; what an earlier call has done is not done again.
+    """Return the tokens of ``corpus`` from the cache, or encode them now; an interrupted call is resumed.
 
     Args:
         corpus: the texts.
-        tokenizer: how to encode them.
+        tokenizer: the tokenizer that encodes them.
         cache: the folder for the result.
         progress: called with the stage ``"tokens"``.
-        is_stream: whether texts are read end to end, each with what the tokenizer puts around it: what is behind a text
-            stands for the end token.
-        borders: whether windows may be asked to end at borders; that takes a byte a token more.
+        is_stream: whether texts are read end to end, each with the special tokens of the tokenizer around it. The last
+            special token after a text then replaces the end token.
+        borders: whether windows may end at borders; this takes one more byte per token.
 
     Raises:
         DataError: if a file of the corpus has changed since it was indexed.
-        OutputError: if the cache cannot be written, or as soon as it is clear that the disk will not hold the tokens.
+        OutputError: if the cache cannot be written, or as soon as it is clear that the tokens do not fit on the disk.
     """
     kinds = {"-words": bool(corpus.tag_counts), "-stream": is_stream and tokenizer.template != NO_TEMPLATE}
     kind = "".join(name for name, is_so in (kinds | {"-borders": borders}).items() if is_so)
@@ -131,13 +135,13 @@ def open_tokens(folder: Path) -> TokenStore:
     """Map the tokens that `tokenize` stored at ``folder``.
 
     Raises:
-        DataError: if they are gone or torn.
+        DataError: if they are missing or damaged.
     """
     return TokenStore(folder, kept_facts(folder, "tokens"))
 
 
 class _Batch(NamedTuple):
-    """Some pieces, whether each is the last of its text, and their size."""
+    """Some pieces, whether each is the last of its text, and their size in bytes."""
 
     pieces: list[Any]
     are_last: list[bool]
@@ -145,7 +149,7 @@ class _Batch(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """How much is written: whole texts, the pieces of the text that goes on, tokens, bytes of text; words without."""
+    """The written amount: whole texts, pieces of the unfinished text, tokens, bytes of text, words without a token."""
 
     texts: int = 0
     open_pieces: int = 0
@@ -155,7 +159,7 @@ class _Done(NamedTuple):
 
 
 class _Writing:
-    """The files of a store that is being written, and the journal of how much of them is on the disk for sure."""
+    """The files of a store being written, and the journal of the amount that is synced to disk."""
 
     def __init__(
         self, folder: Path, dtype: np.dtype[Any], label_type: np.dtype[Any] | None, borders: bool, around: Template
@@ -179,17 +183,17 @@ class _Writing:
 
     @property
     def num_file_bytes(self) -> int:
-        """What the files take so far."""
+        """The current size of the files in bytes."""
         return sum(self._num_bytes(self.done).values())
 
     def add(self, batch: _Batch, encoded: Encoded) -> None:
-        """Write the tokens of some pieces, with what stands before the first and behind the last piece of each text."""
+        """Write the tokens of some pieces, with the special tokens around each text."""
         texts, open_pieces, num_tokens, num_bytes, num_lost_words = self.done
         are_last = np.array(batch.are_last)
         are_first = np.concatenate(([not open_pieces], are_last[:-1]))
         stops = np.cumsum(encoded.lengths)
         prefix, suffix = map(len, self._around)
-        # Of each piece first what comes before it, then what comes behind.
+        # For each piece: the special tokens before it, then those after it.
         places = np.stack((stops - encoded.lengths, stops), axis=1).ravel()
         nums = np.stack((are_first * prefix, are_last * suffix), axis=1).ravel()
         added = np.repeat(places, nums)
@@ -217,12 +221,12 @@ class _Writing:
         self._files[name].write(values.astype(self._types[name]).data)
 
     def _num_bytes(self, done: _Done) -> dict[str, int]:
-        """Return what each file has of what is done."""
+        """Return the size in bytes of each file for an amount of finished work."""
         sizes = {name: done.tokens * dtype.itemsize for name, dtype in self._types.items()}
         return sizes | {_ENDS_FILE: done.texts * _END_BYTES}
 
     def _noted(self) -> _Done:
-        """Return what the journal says, and nothing if the files have less than that."""
+        """Return the amount in the journal, or nothing if a file is shorter than that."""
         try:
             done = _Done(*json.loads((self._folder / _JOURNAL_FILE).read_bytes()))
             wanted = self._num_bytes(done).items()
@@ -244,7 +248,7 @@ class _Writing:
         return file
 
 
-def _write(  # noqa: PLR0917 -- what `tokenize` was given
+def _write(  # noqa: PLR0917 -- the arguments of `tokenize`
     corpus: Corpus, tokenizer: Tokenizer, progress: Progress, template: Template, borders: bool, folder: Path
 ) -> Facts:
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
@@ -263,7 +267,8 @@ def _write(  # noqa: PLR0917 -- what `tokenize` was given
             encode = partial(TextEncoder(tokenizer.backend).encode, with_marks=borders)
         for batch, encoded in _encoded_ahead(_batches(pieces), encode):
             writing.add(batch, encoded)
-            # Rows of a table have more bytes than their texts; a file that is one text has no other measure.
+            # Bytes alone underestimate, because table rows have more bytes than their texts. The number of texts alone
+            # does not work for a file that is one text.
             share = max(writing.done.bytes / corpus.num_bytes, writing.done.texts / len(corpus))
             progress("tokens", round(share * corpus.num_bytes), corpus.num_bytes)
             require_space(folder, int((1 / share - 1) * writing.num_file_bytes))
@@ -296,10 +301,10 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[_Batch]:
 
 
 class TextEncoder:
-    """Encodes texts, and parts of longer ones to the tokens that they have in the whole.
+    """Encoder of texts, and of pieces of longer texts, with the same tokens as in the whole text.
 
-    Some tokenizers put a space before whatever they are given. What is not the begin of a text is encoded behind a word
-    then, whose tokens are left out.
+    Some tokenizers put a space before each input. A piece from inside a text is then encoded after a word, and the
+    tokens of that word are removed.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -307,15 +312,15 @@ class TextEncoder:
 
     @cached_property
     def _before(self) -> tuple[str, int]:
-        """What stands before a part that is not the begin of its text, and how many tokens that has."""
+        """The text to put before a piece from inside a text, and its number of tokens."""
         texts = f"{_WORD} b", _WORD, " b"
         both, word, rest = (self._backend.encode(text, add_special_tokens=False).ids for text in texts)
         is_needed = both != word + rest and both[: len(word)] == word
         return (_WORD, len(word)) if is_needed else ("", 0)
 
     def encode(self, pieces: Sequence[Piece], with_marks: bool = False) -> Encoded:
-        """Return the tokens of some pieces, and with them what begins where."""
-        encode = self._backend.encode_batch if with_marks else self._backend.encode_batch_fast  # which has no offsets
+        """Return the tokens of some pieces, and with ``with_marks`` the borders among them."""
+        encode = self._backend.encode_batch if with_marks else self._backend.encode_batch_fast  # fast: no offsets
         before = [("", 0) if piece.is_first else self._before for piece in pieces]
         texts = [word + piece.text for (word, _), piece in zip(before, pieces, strict=True)]
         encodings = encode(texts, add_special_tokens=False)
@@ -333,7 +338,7 @@ class TextEncoder:
 def _encoded_ahead(
     batches: Iterator[_Batch], encode: Callable[[list[Any]], Encoded]
 ) -> Iterator[tuple[_Batch, Encoded]]:
-    """Yield each batch with its tokens; the next is being encoded meanwhile, for the library lets go of Python."""
+    """Yield each batch with its tokens while the next is encoded in a thread; the library releases the GIL."""
     with tokenizer_threads(), ThreadPoolExecutor(1) as executor:
         before: tuple[_Batch, Future[Encoded]] | None = None
         for batch in batches:

@@ -1,8 +1,8 @@
-"""The special tokens that a tokenizer puts around a text, as ``[CLS]`` before it and ``[SEP]`` behind.
+"""The special tokens that a tokenizer puts around a text, such as ``[CLS]`` before it and ``[SEP]`` after it.
 
-What a tokenizer adds is found out by trying, so it does not matter how its file says it. Covers tokens before and
-behind one text. Refused is whatever else a tokenizer may do with it: to repeat it, or to give parts of it another token
-type. NOT covered: pairs of texts.
+They are determined by encoding a text, so the format of the tokenizer file does not matter. Only tokens before and
+after a single text are supported. Tokenizers that repeat a text, or that give its parts different token types, are
+refused. Not handled: pairs of texts.
 
 Shapes: B rows, N elements of all rows.
 """
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Element = TypeVar("Element", bound=np.generic)
 
-_MOST_TRIED = 256  # words of the vocabulary, for a tokenizer that makes nothing of the first
+_MOST_TRIED = 256  # words of the vocabulary, because a tokenizer may return no tokens for the first
 
 
 class Template(NamedTuple):
-    """The ids before and behind each text, or each window of a text."""
+    """The token ids before and after each text, or each window of a text."""
 
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens of a sample are not of its text."""
+        """The number of special tokens per sample."""
         return len(self.prefix) + len(self.suffix)
 
     def room(self, sequence_length: int) -> int:
-        """Return how many tokens of the text fit into a sample of ``sequence_length``.
+        """Return how many tokens of the text fit into a sample of ``sequence_length`` tokens.
 
         Raises:
-            DataError: if none does.
+            DataError: if no token fits.
         """
         if self.num_tokens >= sequence_length:
             raise DataError(
-                f"sequence_length = {sequence_length} leaves no room for a text beside the {self.num_tokens} special "
+                f"sequence_length = {sequence_length} leaves no space for a text next to the {self.num_tokens} special "
                 f"tokens of the tokenizer: give more than {self.num_tokens}"
             )
         return sequence_length - self.num_tokens
@@ -53,12 +53,12 @@ class Template(NamedTuple):
     def around(
         self, flat_N: NDArray[Element], lengths_B: Ints, fill: int | None = None
     ) -> tuple[NDArray[Element], Ints]:
-        """Put the special tokens around each row; return the longer rows end to end, and their lengths (B,).
+        """Put the special tokens around each row; return the longer rows end to end (N,), and their lengths (B,).
 
         Args:
-            flat_N: what the rows hold, end to end.
-            lengths_B: of the rows; a row may be empty.
-            fill: what stands for the special tokens in place of their ids, as a label does.
+            flat_N: the elements of all rows, end to end.
+            lengths_B: the lengths of the rows (int64); a row may be empty.
+            fill: the value to insert instead of the special token ids, for example an ignored label.
         """
         if not self.num_tokens:
             return flat_N, lengths_B
@@ -73,19 +73,19 @@ class Template(NamedTuple):
 
 
 NO_TEMPLATE = Template()
-"""Of a tokenizer that puts nothing around a text."""
+"""The template of a tokenizer that adds no special tokens."""
 
 
 def template_of(backend: tokenizers.Tokenizer) -> Template:
-    """Return what a tokenizer puts around a text.
+    """Return the special tokens that a tokenizer puts around a text.
 
     Raises:
-        DataError: if it does something else with a text than that.
+        DataError: if the tokenizer changes a text in any other way.
     """
     words = sorted(
         backend.get_vocab(with_added_tokens=False).items(), key=lambda item: (not item[0].isalpha(), item[1])
     )
-    for text, _ in words[:_MOST_TRIED]:  # others may be unknown, which not every tokenizer has a token for
+    for text, _ in words[:_MOST_TRIED]:  # known words, because an unknown word may yield no token
         plain, encoded = (backend.encode(text, add_special_tokens=adds) for adds in (False, True))
         if plain.ids or encoded.ids == plain.ids:
             break
@@ -93,12 +93,13 @@ def template_of(backend: tokenizers.Tokenizer) -> Template:
     end = num_before + len(plain.ids)
     if encoded.ids[num_before:end] != plain.ids or not all(encoded.special_tokens_mask[end:]):
         raise DataError(
-            f"this tokenizer makes {encoded.tokens} of {text!r}, which is more than special tokens before and behind "
+            f"this tokenizer returns {encoded.tokens} for {text!r}, which is more than special tokens before and after "
             "the text: set tokenizer.special_tokens=false to train without them, or give another tokenizer"
         )
     if len(set(encoded.type_ids)) > 1:
         raise DataError(
-            f"this tokenizer gives the tokens of one text the types {encoded.type_ids}, and a training feeds no token "
-            "types: set tokenizer.special_tokens=false to train without special tokens, or give another tokenizer"
+            f"this tokenizer gives the tokens of one text the types {encoded.type_ids}, but training passes no token "
+            "types to the model: set tokenizer.special_tokens=false to train without special tokens, or give another "
+            "tokenizer"
         )
     return Template(tuple(encoded.ids[:num_before]), tuple(encoded.ids[end:]))

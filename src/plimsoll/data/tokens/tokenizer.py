@@ -1,13 +1,13 @@
-"""The tokenizer: an existing one, or one trained on a sample of the corpus; kept in the cache as a folder.
+"""The tokenizer of a job: an existing one, or one trained on a sample of the corpus; cached as a folder.
 
-Trained is byte-level BPE (Hugging Face ``tokenizers``), or the most frequent words, as `plimsoll.data.tokens.words`
-cuts them. Training is deterministic: the same texts and settings give the same file. A trained tokenizer puts nothing
-around a text.
+A trained tokenizer is byte-level BPE (Hugging Face ``tokenizers``), or a vocabulary of the most frequent words as split
+by `plimsoll.data.tokens.words`. Training is deterministic: the same texts and settings give the same file. A trained
+tokenizer adds no special tokens.
 
-An existing one (`plimsoll.data.tokens.given_tokenizer`) stays what it is: it puts its special tokens around each text
-(`Tokenizer.template`), and what is exported are its own files. With ``special_tokens: false`` it adds none. Covered are
-a ``tokenizer.json`` and a local folder of which transformers makes a fast one. A special token written out in a text is
-read as the special token, as ``AutoTokenizer`` does.
+An existing tokenizer (`plimsoll.data.tokens.given_tokenizer`) is not changed. It puts its special tokens around each
+text (`Tokenizer.template`), unless ``special_tokens: false`` is set. The export has its original files. Supported are a
+``tokenizer.json``, and local folders that transformers loads as a fast tokenizer. A special token written in a text is
+encoded as the special token, as ``AutoTokenizer`` does.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from plimsoll.files.store import Facts, Progress, Store, kept, read_facts, silen
 from plimsoll.records.base import write_atomically
 from plimsoll.records.job import TokenizerSource
 
-if TYPE_CHECKING:  # the training process imports this module, but need not pay for the library
+if TYPE_CHECKING:  # the training process imports this module, but must not load the library
     import tokenizers
 
-UNKNOWN_TOKEN = "<|unk|>"  # id 1 of a tokenizer of words, for all others: it does not give a text back
-_SAMPLE_BYTES = 64 << 20  # to train on, drawn evenly over the corpus
+UNKNOWN_TOKEN = "<|unk|>"  # id 1 of a word tokenizer, for words outside the vocabulary; decoding does not restore them
+_SAMPLE_BYTES = 64 << 20  # the training sample, drawn evenly over the corpus
 FEW_BYTES = 1 << 20
-"""Of texts from which one thread trains a tokenizer in half a second, after which the process can still be forked."""
+"""Up to this size, one thread trains a tokenizer in half a second; the process can still fork safely afterwards."""
 _LEAST_COUNTED_WORDS, _COUNTED_WORDS_PER_TOKEN, _MOST_CHUNKS = 1 << 18, 4, 1 << 16
-_RECIPE = 2  # raise it when training with the same settings gives other tokens
-_LOADED_RECIPE = 2  # raise it when the same files give another tokenizer
-_OWN = "own-"  # before the names of the files, in the cache, that a given tokenizer is exported as
+_RECIPE = 2  # increase it when training with the same settings gives other tokens
+_LOADED_RECIPE = 2  # increase it when the same files give another tokenizer
+_OWN = "own-"  # prefix, in the cache, of the files that a given tokenizer is exported as
 _THREADS = "TOKENIZERS_PARALLELISM"
 _USER_THREADS = os.environ.get(_THREADS)
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer, its folder in the cache, and its token for the end of a text.
+    """A tokenizer, its folder in the cache, and its end-of-text token.
 
-    ``template`` is what it puts around a text. ``keeps_end``: it truncates a text at its begin, not at its end.
-    ``is_given``: it was not trained here.
+    ``template`` holds the special tokens around a text. ``keeps_end``: texts are truncated at the beginning, not at the
+    end. ``is_given``: it was loaded, not trained here.
     """
 
     backend: tokenizers.Tokenizer
@@ -75,7 +75,7 @@ class Tokenizer:
     template: Template = NO_TEMPLATE
     keeps_end: bool = False
     is_given: bool = False
-    num_left_out_words: int = 0  # of those that it was trained on, for the bound on memory
+    num_left_out_words: int = 0  # dropped from the training words to bound memory
 
     @cached_property
     def key(self) -> str:
@@ -87,30 +87,30 @@ class Tokenizer:
 
     @cached_property
     def pad_id(self) -> int:
-        """The token that fills the short rows of a batch: its own one for that, or the end token."""
+        """The padding token id, or the end token id if the tokenizer has no padding token."""
         number = None if self.pad_token is None else self.backend.token_to_id(self.pad_token)
         return self.end_id if number is None else number
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id, so every id is a row of an embedding of this size."""
+        """The largest token id plus 1, so that every id is a row of an embedding of this size."""
         return 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
 
     @cached_property
     def end_id(self) -> int:
-        """The token that stands after every text that is laid end to end with others."""
+        """The id of the end token, which follows every text that is stored end to end with others."""
         number = self.backend.token_to_id(self.end_token)
         assert number is not None, f"{self.end_token!r} was found when the tokenizer was loaded"
         return number
 
     @property
     def mask_id(self) -> int | None:
-        """The token that stands for a masked one, if there is one."""
+        """The id of the mask token, if it has one."""
         return None if self.mask_token is None else self.backend.token_to_id(self.mask_token)
 
     @property
     def shown_template(self) -> str | None:
-        """What it puts around a text, as ``[CLS] ... [SEP]``; ``None``: nothing."""
+        """The special tokens around a text, such as ``[CLS] ... [SEP]``; ``None`` if it adds none."""
         if not self.template.num_tokens:
             return None
         before, behind = ([str(self.backend.id_to_token(number)) for number in ids] for ids in self.template)
@@ -118,7 +118,7 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> tuple[int, ...]:
-        """The end token and all that the tokenizer calls special."""
+        """The ids of the end token and of all special tokens, ascending."""
         added = self.backend.get_added_tokens_decoder()
         named = {self.end_id, self.pad_id, *self.template.prefix, *self.template.suffix}
         return tuple(sorted({*named, *(number for number, token in added.items() if token.special)}))
@@ -132,18 +132,19 @@ def prepare_tokenizer(
     progress: Progress = silent,
     budget_bytes: int | None = None,
 ) -> Store[Tokenizer]:
-    """Load the tokenizer ``source.path``, or train one on ``corpus``, and keep it in the cache.
+    """Load the tokenizer ``source.path``, or train one on ``corpus``, and cache it.
 
     Args:
-        source: what to load, or the size of the vocabulary to train (too little text gives a smaller one).
+        source: the path to load, or the settings of training, such as the size of the vocabulary (too little text gives
+            a smaller one).
         corpus: the texts to train on.
         cache: the folder for the result.
         progress: called with the stage ``"tokenizer"``.
-        budget_bytes: the private memory that this process may take; ``None``: no budget.
+        budget_bytes: the private memory that this process may use; ``None``: no budget.
 
     Raises:
-        BudgetError: if training the tokenizer takes more.
-        DataError: if ``source.path`` holds no tokenizer that can be loaded, or one without an end token.
+        BudgetError: if training the tokenizer takes more memory.
+        DataError: if ``source.path`` holds no tokenizer that can be loaded, or the tokenizer has no end token.
         OutputError: if the cache cannot be written.
     """
     if source.path is not None:
@@ -164,24 +165,24 @@ def prepare_tokenizer(
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
-    """Open a tokenizer that `prepare_tokenizer` put into the cache.
+    """Open a tokenizer that `prepare_tokenizer` cached.
 
     Raises:
-        DataError: if it is gone or torn.
+        DataError: if it is missing or damaged.
     """
     import tokenizers
 
     facts = _facts(folder)
     backend = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-    backend.encode_special_tokens = facts.pop("splits_special", False)  # no file of the library says it
+    backend.encode_special_tokens = facts.pop("splits_special", False)  # the library does not store this setting
     template = Template(*map(tuple, facts.pop("template", ())))
     return Tokenizer(backend, folder, template=template, **facts)
 
 
 def padding_of(model: str | dict[str, Any], own: int) -> int:
-    """Return the token that fills the rows of a batch: that of the checkpoint of a job, or else the tokenizer's own.
+    """Return the padding token id of the model's checkpoint, or ``own``, the id of the tokenizer, if it has none.
 
-    Decoders with a classification head find the last token of a text by it.
+    Decoders with a classification head use it to find the last token of a text.
     """
     try:
         padding = json.loads((Path(str(model)) / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
@@ -191,18 +192,18 @@ def padding_of(model: str | dict[str, Any], own: int) -> int:
 
 
 def export_tokenizer(folder: Path, target: Path) -> None:
-    """Copy a tokenizer from the cache to where ``transformers.AutoTokenizer.from_pretrained(target)`` finds it.
+    """Copy a tokenizer from the cache to a folder for ``transformers.AutoTokenizer.from_pretrained(target)``.
 
-    It imports neither ``tokenizers`` nor ``transformers``, whose memory the training process may not have to spare.
+    It imports neither ``tokenizers`` nor ``transformers``, because the training process may lack the memory for them.
 
     Raises:
-        DataError: if the tokenizer is gone from the cache or torn.
+        DataError: if the tokenizer is missing from the cache or damaged.
         OutputError: if ``target`` cannot be written.
     """
     facts = _facts(folder)
     own = {path.name.removeprefix(_OWN): path.read_bytes() for path in sorted(folder.glob(f"{_OWN}*"))}
     if not own:
-        end_token, unknown_token = facts["end_token"], facts.get("unknown_token")  # caches of before do not name it
+        end_token, unknown_token = facts["end_token"], facts.get("unknown_token")  # older caches do not have it
         roles = {"eos_token": end_token, "pad_token": end_token}
         roles |= {"unk_token": unknown_token} if unknown_token else {}
         own = {TOKENIZER_FILE: (folder / TOKENIZER_FILE).read_bytes(), CONFIG_FILE: described(roles)}
@@ -213,18 +214,19 @@ def export_tokenizer(folder: Path, target: Path) -> None:
 def _facts(folder: Path) -> Facts:
     facts = read_facts(folder)
     if facts is None:
-        raise DataError(f"the tokenizer {folder} is gone from the cache, or torn: prepare it again, as --resume does")
+        raise DataError(f"the tokenizer {folder} is missing or damaged in the cache: prepare it again, as --resume does")
     require_whole(folder)
     return facts
 
 
 @contextmanager
 def tokenizer_threads(are_worth_it: bool = True) -> Iterator[None]:
-    """Let ``tokenizers`` use its threads inside, if they are worth it, and none after.
+    """Allow ``tokenizers`` to use its threads inside the block, if they are worth it, and forbid them afterwards.
 
-    A process that forks after the library has started threads would get a warning on standard error and, if the child
-    tokenises, might hang; with the variable set to "false" from then on neither happens. Where memory is limited there
-    are none: a thread may be refused its stack, and the library panics or hangs. A value the user set stays.
+    If a process forks after the library has started threads, the library writes a warning to standard error. If the
+    child then tokenizes, it may hang. Setting the variable to "false" after the block prevents both. If memory is
+    limited, no threads are used: if a thread cannot get its stack, the library panics or hangs. A value set by the user
+    is kept.
     """
     os.environ[_THREADS] = _USER_THREADS or ("true" if are_worth_it and not _is_limited() else "false")
     try:
@@ -234,7 +236,7 @@ def tokenizer_threads(are_worth_it: bool = True) -> Iterator[None]:
 
 
 def _is_limited() -> bool:
-    """Whether this process has a limit on its memory that a thread's stack counts against."""
+    """Return whether this process has a limit on its memory that counts the stack of a thread."""
     limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
     return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
 
@@ -244,7 +246,7 @@ def _hash(*parts: str) -> str:
 
 
 def _settings(source: TokenizerSource, corpus: Corpus) -> tuple[str | int, ...]:
-    """Return everything the trained tokenizer depends on."""
+    """Return all settings that determine the trained tokenizer."""
     import tokenizers
 
     settings = (_RECIPE, tokenizers.__version__, corpus.key, source.train, source.vocab_size)
@@ -304,7 +306,7 @@ def _train_words(source: TokenizerSource, corpus: Corpus, progress: Progress) ->
         backend.normalizer = normalizers.Lowercase()
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(word_pattern()), behavior="removed", invert=True)
     backend.add_special_tokens([END_TOKEN, UNKNOWN_TOKEN])
-    return backend, counted.num_left_out  # without a decoder: words are joined with spaces
+    return backend, counted.num_left_out  # no decoder: decoding joins words with spaces
 
 
 def _counted(corpus: Corpus, progress: Progress) -> Iterator[str]:

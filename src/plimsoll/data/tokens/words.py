@@ -1,12 +1,12 @@
-"""What a word is, and how often each occurs in texts that are larger than memory.
+"""Splitting of texts into words, and word counts for texts that are larger than memory.
 
-It is near the Penn Treebank style of the texts of GloVe's vectors. One regular expression says it, which Python's
-``re`` and the ``Split`` of Hugging Face ``tokenizers`` follow alike. Words that are joined with spaces are cut into the
-same words.
+Words roughly follow the Penn Treebank style of the texts of GloVe's vectors. One regular expression defines them, and
+Python's ``re`` and the ``Split`` of Hugging Face ``tokenizers`` give the same matches. Words joined with spaces are
+split into the same words again.
 
-NOT covered: scripts without spaces (a run of Chinese is one word), ``Mr.`` and its like (two words), ``cannot`` (one)
-and ``O'Neill`` (three), curly quotes made straight. A letter that is younger than Python's tables is not made small,
-and a sign that is counts as a letter.
+Not handled: scripts without spaces (a run of Chinese is one word). Abbreviations such as ``Mr.`` are two words,
+``cannot`` is one, and ``O'Neill`` is three. Curly quotes are not straightened. Letters newer than Python's Unicode
+tables are not lowercased, and signs newer than the tables count as letters.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ _MOST_WORDS = 4 << 20
 _MOST_CHUNKS, _MOST_CHUNK_CHARS, _CHARS_PER_CHUNK = 1 << 20, 256 << 20, 256
 _TEXTS_AT_ONCE = 256
 _REPORT_BYTES = 1 << 20
-_MOST_PARTS = 999  # of a word after its first letter: the engine of `tokenizers` gives up in one of millions
+_MOST_PARTS = 999  # of a word after its first letter: the regex engine of `tokenizers` fails on words with millions
 _SELECTORS = {*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
 
 
 @dataclass(frozen=True)
 class WordCounts:
-    """How often each word occurs; each count may be short by up to ``most_missed``, and so may that of no word here.
+    """The number of occurrences of each word.
 
-    It is 0, and all counts are exact, unless there were more words than were to be kept; words were then left out so
-    many times (one that came again, more than once).
+    Each count may be too small by up to ``most_missed``, and a missing word may have occurred up to that often. It is
+    0, and all counts are exact, unless there were more distinct words than the maximum. ``num_left_out`` counts dropped
+    words; a word that reappears and is dropped again counts twice.
     """
 
     counts: Counter[str]
@@ -46,7 +47,7 @@ class WordCounts:
     num_left_out: int = 0
 
     def ranked(self, min_count: int = 1) -> list[str]:
-        """Return the words that occur at least so often by falling count, those of the same by their text."""
+        """Return the words with at least ``min_count`` occurrences, by falling count, then alphabetically."""
         kept = [(-count, word) for word, count in self.counts.items() if count >= min_count]
         return [word for _, word in sorted(kept)]
 
@@ -58,9 +59,10 @@ def count_words(
 
     Args:
         corpus: the texts; about 16 MiB of them are in memory at a time.
-        lowercase: count all words in small letters.
+        lowercase: whether to lowercase all words.
         progress: called with the stage ``"words"``.
-        most_words: where there are more, the rarest are dropped; 4 million, of a usual length, take about 600 MiB.
+        most_words: the maximum number of distinct words; beyond it, the rarest are dropped. 4 million words of usual
+            length take about 600 MiB.
 
     Raises:
         DataError: if a file of the corpus has changed since it was indexed.
@@ -71,10 +73,10 @@ def count_words(
 def count_texts(
     texts: Iterable[str], lowercase: bool = False, most_words: int = _MOST_WORDS, most_chunks: int | None = None
 ) -> WordCounts:
-    """Count the words of some texts.
+    """Count the words of texts.
 
-    What stands between white space is counted first, and cut into words once for all its occurrences: 3 to 5 times as
-    fast as cutting all of the text. (Two processes that are sent texts and send counts were not a fifth faster.)
+    Chunks between white space are counted first, and each distinct chunk is split into words once: 3 to 5 times as fast
+    as splitting the whole text. (Two worker processes were not even a fifth faster.)
     """
     words: Counter[str] = Counter()
     most_missed = num_left_out = 0
@@ -92,21 +94,21 @@ def count_texts(
 
 
 def words_of(text: str, lowercase: bool = False) -> list[str]:
-    """Cut a text into its words."""
+    """Split a text into its words."""
     return _compiled().findall(lowered(text) if lowercase else text)
 
 
 def lowered(text: str) -> str:
-    """Return a text in small letters, each made so by itself: without the sigma that ends Greek words."""
+    """Return a text in lowercase, letter by letter: without the special sigma at the end of Greek words."""
     return text.replace("\u03a3", "\u03c3").lower()
 
 
 @cache
 def word_pattern() -> str:
-    """Return the regular expression whose matches, one behind the other, are the words of a text."""
-    signs, others = _classes()  # written out, for the classes of the two engines differ
+    """Return the regular expression whose successive matches are the words of a text."""
+    signs, others = _classes()  # explicit ranges, because the character classes of the two engines differ
     end = rf"(?![^{others}{signs}])"
-    letter = rf"(?:[a-mo-zA-MO-Z0-9]|[^nN{others}{signs}]|[nN](?!['\u2019][tT]{end}))"  # the first part: for speed
+    letter = rf"(?:[a-mo-zA-MO-Z0-9]|[^nN{others}{signs}]|[nN](?!['\u2019][tT]{end}))"  # the first is for speed
     alternatives = (
         rf"[A-Za-z]\.(?:[A-Za-z]\.){{1,{_MOST_PARTS}}}",  # U.S.
         rf"[nN]['\u2019][tT]{end}",  # do n't
@@ -123,7 +125,7 @@ def _compiled() -> re.Pattern[str]:
 
 
 def _classes() -> tuple[str, str]:
-    """Return the characters that are signs and those that are in no word, as ranges for a regular expression."""
+    """Return the characters that are signs, and the characters outside words, as ranges for a regular expression."""
     ranges = {"sign": "", "other": "", "letter": ""}
     for kind, run in groupby(range(sys.maxunicode + 1), _kind):
         first, *rest = run
@@ -135,13 +137,13 @@ def _kind(code: int) -> str:
     category = unicodedata.category(chr(code))
     if category[0] in "PS":
         return "sign"
-    # Format characters and variation selectors separate words, but for the joiners inside one (`word_pattern`).
+    # Format characters and variation selectors separate words, except for joiners inside a word (`word_pattern`).
     is_other = category[0] == "Z" or category in {"Cc", "Cf"} or code in _SELECTORS
     return "other" if is_other else "letter"
 
 
 def _counted_chunks(texts: Iterator[str], most_chunks: int) -> Iterator[Counter[str]]:
-    """Yield counts of what stands between white space, of as much text at a time as has at most so many of them."""
+    """Yield counts of the chunks between white space, each for text with about ``most_chunks`` distinct chunks."""
     chunks: Counter[str] = Counter()
     num_chars = 0
     while some := list(islice(texts, _TEXTS_AT_ONCE)):
@@ -154,7 +156,7 @@ def _counted_chunks(texts: Iterator[str], most_chunks: int) -> Iterator[Counter[
 
 
 def _nth_count(words: Counter[str], rank: int) -> int:
-    """Return the largest count that is exceeded by at most ``rank`` words."""
+    """Return the smallest count that at most ``rank`` words exceed."""
     counts = np.fromiter(words.values(), np.int64, len(words))
     place = len(counts) - 1 - rank
     return int(np.partition(counts, place)[place])

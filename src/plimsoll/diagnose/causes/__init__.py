@@ -1,6 +1,7 @@
-"""Causes of memory use: one module each, with its page in ``docs/causes``; a new one is a new file and its page.
+"""Causes of memory use: one module each, with its page in ``docs/causes``. A new cause is a new file and its page.
 
-A module offers ``findings(evidence) -> tuple[Finding, ...]``, empty where the cause is not there, and needs no torch.
+A module offers ``findings(evidence) -> tuple[Finding, ...]``, which is empty if the cause is absent, and needs no
+torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,6 @@ Findings = Callable[[Evidence], tuple[Finding, ...]]
 
 
 def every_cause() -> dict[str, Findings]:
-    """Return what finds each cause, by its name."""
+    """Return the function that finds each cause, by the cause's name."""
     names = sorted(module.name for module in iter_modules(__path__) if not module.ispkg)
     return {name: import_module(f"{__name__}.{name}").findings for name in names}

@@ -1,8 +1,8 @@
-"""One request that no memory could hold: mostly a wrong shape, dimensions swapped or one of them far too long.
+"""One request that no memory could hold. Usually a shape is wrong: dimensions are swapped, or one is far too long.
 
-Found where one request was for more than the device has or the limit allows, and where one tensor of a predicted
-training is larger than its limit. The shape is shown where it is known: stated in the text, written in the line that
-failed, or that of a tensor of the training of the same size.
+Found if one request exceeds the device or the limit, or if one tensor of a predicted training is larger than its limit.
+The shape is shown if it is known: stated in the text, written in the line that failed, or the shape of a tensor of the
+training with the same size.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _STATED = re.compile(r"array with shape (\([\d, ]+\)) and data type (\w+)")
 _LITERALS = re.compile(r"(?<![\w.])\d[\d_]*(?![\w.])")
 _MOST_NUMBERS = 8
 _ITEM_BYTES = (4, 8, 2, 1)
-_ROUNDING = 0.005  # of a size in a text: 1.49 GiB
-_REMEDY = "look at the shapes of the line that failed before anything else; dimensions may be swapped, or one too long"
+_ROUNDING = 0.005  # of a size printed in a text: 1.49 GiB
+_REMEDY = "check the shapes in the line that failed first: dimensions may be swapped, or one may be too long"
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
@@ -55,10 +55,10 @@ def _finding(
     num_bytes: int, limit_bytes: int, holding: Holding | None, known: KnownHow, event: OomText | None
 ) -> Finding:
     shape = "" if holding is None else f" ({holding.shape})"
-    fact = f"{format_bytes(num_bytes)} in one piece{shape}, of {format_bytes(limit_bytes)} in all"
+    fact = f"{format_bytes(num_bytes)} in one tensor{shape}, of {format_bytes(limit_bytes)} in all"
     return Finding(
         cause=_CAUSE,
-        title=f"one tensor of {format_bytes(num_bytes)}{shape} is larger than all there is to use",
+        title=f"one tensor of {format_bytes(num_bytes)}{shape} is larger than all usable memory",
         place=place_of(holding) if holding is not None else event.place if event is not None else "",
         evidence=(Fact(text=fact, known=known),),
         remedy=_REMEDY,
@@ -69,14 +69,14 @@ def _finding(
 
 def _of_text(event: OomText) -> Finding:
     asked = "an unknown size" if event.tried_to_allocate is None else format_bytes(event.tried_to_allocate)
-    facts = [Fact(text=f"asked for: {asked}", known="measured")]
+    facts = [Fact(text=f"requested: {asked}", known="measured")]
     if event.capacity is not None:
         facts.append(Fact(text=f"the device has {format_bytes(event.capacity)}", known="measured"))
     if (shape := _shape(event)) is not None:
         facts.append(shape)
     return Finding(
         cause=_CAUSE,
-        title=f"{perhaps(event, _CAUSE)}{asked} were asked for in one piece, more than there is",
+        title=f"{perhaps(event, _CAUSE)}{asked} were requested at once, more than there is",
         place=event.place,
         evidence=tuple(facts),
         remedy=_REMEDY,
@@ -84,7 +84,7 @@ def _of_text(event: OomText) -> Finding:
 
 
 def _shape(event: OomText) -> Fact | None:
-    """The shape that explains the size: as the text states it, or from the numbers in the line that failed."""
+    """Return the shape that explains the size, from the text or from the numbers in the line that failed."""
     stated = _STATED.search(event.text)
     if stated is not None:
         return Fact(text=f"an array of shape {stated[1]} of {stated[2]}", known="measured")

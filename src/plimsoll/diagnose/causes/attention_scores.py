@@ -1,8 +1,8 @@
-"""Attention scores: one number for every pair of positions, in every head, of every layer that keeps them.
+"""Attention scores: one number for every pair of positions, in every head, of every layer that saves them.
 
-Found where memory ran out and activations and temporaries of shape [..., tokens, tokens] are at least a tenth of the
-peak, made by an operation of attention (softmax, products, dropout, masks). Only the largest things that are alive at
-the peak are looked at. Kernels that never write the scores (flash, memory-efficient) have none.
+Found if memory ran out and activations and temporaries of shape [..., tokens, tokens] are at least a tenth of the peak.
+An operation of attention must have made them (softmax, products, dropout, masks). Only the largest tensors at the peak
+are examined. Kernels that never write the scores (flash, memory-efficient) have none.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from plimsoll.records.prediction import Holding
 
 _LEAST_SHARE = 0.1
 _CATEGORIES = ("activations", "temporaries")
-# With heads as long as texts, queries have the shape of scores: they are made by other operations.
+# If heads are as long as texts, queries have the shape of scores, but other operations make them.
 _OPS = ("softmax", "bmm", "matmul", "dropout", "bernoulli", "where", "masked_fill", "mul", "add", "div")
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find what the scores of all pairs of positions take."""
+    """Find large attention scores."""
     length = evidence.sequence_length
     holdings = [one for one in evidence.holdings if length and _is_of_pairs(one, length)]
     return findings_of_part(
@@ -33,7 +33,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
 
 
 def _is_of_pairs(holding: Holding, length: int) -> bool:
-    """Four dimensions, or three in an attention module, where a batch of hidden states may look alike."""
+    """Return whether a holding is attention scores: 4-D, or 3-D in an attention module, as hidden states look alike."""
     shape = shape_of(holding)
     if holding.category not in _CATEGORIES or len(shape) < 3 or shape[-2:] != (length, length):
         return False

@@ -1,8 +1,8 @@
-"""A limit of a control group (a container, Slurm, systemd) below what the machine has, and it is nearly reached.
+"""A limit of a control group (a container, Slurm, systemd) that is below the machine's memory and nearly reached.
 
-Found in a live process on the host's memory where at least nine tenths of the tightest limit are in use and the machine
-has more. What uses the memory is said by the other findings. Does NOT find what ended in a kill: that is the kernel's
-message in a log, which `plimsoll explain` reads.
+Found in a live process on host memory if at least nine tenths of the tightest limit are in use and the machine has
+more. Other findings name the objects that use the memory. Not handled: an OOM kill; the kernel reports it in a log,
+which `plimsoll explain` reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from plimsoll.records.units import format_bytes
 
 _LEAST_SHARE = 0.9
 _REMEDY = (
-    "give the container more (`docker run --memory=`, `resources.limits.memory`, `sbatch --mem=`), or keep the "
+    "give the container more memory (`docker run --memory=`, `resources.limits.memory`, `sbatch --mem=`), or keep the "
     "training under the limit: `plimsoll train --budget SIZE`"
 )
 

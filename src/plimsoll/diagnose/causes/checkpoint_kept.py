@@ -1,7 +1,7 @@
-"""A variable keeps weights or states a second time: a checkpoint that was loaded from, the best weights, an average.
+"""A variable that keeps a second copy of weights or states: a loaded checkpoint, the best weights, an average.
 
-Found in a live process where a variable or an attribute holds a copy (see `plimsoll.diagnose.copies`) that is at least
-a twentieth of what the training uses, and only the part of it that neither the model nor an optimizer has taken over.
+Found in a live process if a variable or an attribute holds a copy (see `plimsoll.diagnose.copies`) of at least a
+twentieth of the training's memory. Only the part that neither the model nor an optimizer has taken over counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LEAST_SHARE = 0.05
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find copies that stay alive."""
+    """Find copies of weights or states that are kept alive."""
     return tuple(_of_kept(evidence, kept) for kept in much(evidence, _LEAST_SHARE) if kept.copy_of)
 
 
@@ -40,12 +40,12 @@ def _of_kept(evidence: Evidence, kept: Kept) -> Finding:
 
 
 def _letting_go(name: str) -> tuple[str, str]:
-    """What lets go of a variable or an attribute, in words and to type."""
+    """Return how to delete a variable or clear an attribute, as a phrase and as code."""
     code = f"{name} = None" if "." in name else f"del {name}"
     return f"write `{code}`", code
 
 
 def _elsewhere(evidence: Evidence) -> str:
-    """Where else it may be, where that is not the memory that ran out."""
+    """Return where else to keep the copy, outside the memory that ran out."""
     on_host = "keep it in half precision" if evidence.kind == "cpu" else "keep it on the CPU, or in half precision"
     return f"; else {on_host}"

@@ -1,8 +1,7 @@
-"""What is there before the first tensor: the CUDA context and libraries' workspaces, or the process and its libraries.
+"""Memory in use before the first tensor: the CUDA context and library workspaces, or the process and its libraries.
 
-Found where memory ran out and this is at least two fifths of what there is to use: then no technique brings the
-training much lower, and the limit is what to change. Not looked for in a live process, which may have had a model
-before it was first looked at.
+Found if memory ran out and this is at least two fifths of the limit. Then no technique reduces the training much, and
+the limit must be raised. Not searched for in a live process, which may have had a model before the first observation.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _LEAST_SHARE = 0.4
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find what is taken before a model is there."""
+    """Find a large share of memory that is in use before a model exists."""
     limit_bytes = evidence.limit_bytes
     name = "baseline" if evidence.kind == "cpu" else "context"
     part = part_of_category(evidence, name)
@@ -32,7 +31,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     return (
         Finding(
             cause="context",
-            title=f"{what} take {format_bytes(part.num_bytes)} of {format_bytes(limit_bytes)} before there is a model",
+            title=f"{what} take {format_bytes(part.num_bytes)} of {format_bytes(limit_bytes)} before a model exists",
             evidence=(Fact(text=f"{name}: {format_bytes(part.num_bytes)}", known=part.known),),
             peak_share=min(part.num_bytes / evidence.peak_bytes, 1.0) if evidence.peak_bytes else None,
             remedy="give a larger budget (`--budget`): no technique makes this smaller",

@@ -1,8 +1,8 @@
-"""A data set that lies in the host's memory as a whole: texts, lists of numbers, arrays, or a tensor of all tokens.
+"""A data set that is held in host memory as a whole: texts, lists of numbers, arrays, or a tensor of all tokens.
 
-Found in a live process on the host's memory where something that a data set or a loader has, or objects that are
-no tensors and do not grow with the steps, holds at least a fifth of what is in use; and where memory ran out in a
-line that reads a file as a whole.
+Found in a live process on host memory if one value holds at least a fifth of the memory in use. It must belong to a
+data set or a loader, or be an object without tensors that does not grow with the steps. Also found if memory ran out in
+a line that reads a whole file.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _READS = re.compile(
     r"|json\.loads?\(|pickle\.loads?\(|np\.(?:load|fromfile|genfromtxt)\("
 )
 _REMEDY = (
-    "read it from files as it is needed: `plimsoll data index`, `plimsoll data tokenize`, or `numpy.memmap` for what "
-    "is numbers already (docs/data.md)"
+    "read it from files as it is needed: `plimsoll data index`, `plimsoll data tokenize`, or `numpy.memmap` for data "
+    "that is already numbers (docs/data.md)"
 )
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find data that is held as a whole."""
+    """Find data that is held in memory as a whole."""
     if evidence.seen is None or evidence.kind != "cpu":
         return ()
     held = [kept for kept in much(evidence, _LEAST_SHARE) if _is_data(evidence, kept)]
     if held:
         return tuple(
             finding_of_kept(
-                evidence, kept, _CAUSE, title=f"the data in `{kept.name}` is in memory as a whole", remedy=_REMEDY
+                evidence, kept, _CAUSE, title=f"all data in `{kept.name}` is held in memory", remedy=_REMEDY
             )
             for kept in held
         )
@@ -41,7 +41,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     if event is None or evidence.num_steps or not _READS.search(event.code):
         return ()
     fact = Fact(text=f"the line that failed: {event.code}", known="measured")
-    title = "memory ran out while a file was read as a whole"
+    title = "memory ran out while a whole file was read"
     return (Finding(cause=_CAUSE, title=title, place=event.place, evidence=(fact,), remedy=_REMEDY),)
 
 

@@ -1,8 +1,7 @@
 """Embeddings and output layers: a row for every token of the vocabulary, with its gradient and its optimizer states.
 
-Found where memory ran out and parameters, gradients and optimizer states of shape [vocabulary, ...] are at least a
-fifth of the peak. Only the largest things that are alive at the peak are looked at. Does NOT find them where the size
-of the vocabulary is not known.
+Found if memory ran out and parameters, gradients and optimizer states of shape [vocabulary, ...] are at least a fifth
+of the peak. Only the largest tensors at the peak are examined. Not found if the size of the vocabulary is unknown.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _INSTEAD = (
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find what the rows of all tokens take."""
+    """Find large embeddings and output layers."""
     holdings = [
         one
         for one in evidence.holdings

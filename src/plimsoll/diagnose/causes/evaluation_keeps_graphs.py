@@ -1,8 +1,9 @@
-"""An evaluation that keeps what only a training needs: graphs, for want of ``no_grad``, or the outputs of all batches.
+"""An evaluation that keeps memory that only training needs: graphs, because ``no_grad`` is missing, or all outputs.
 
-Found in a live process whose models are all in evaluation mode, where a container that grows, or a tensor with its
-graph, holds at least a twentieth of what is in use; and where none does and autograd saves at least a tenth of it for a
-backward pass that will not come. Where the model was left in training mode, what is kept with a graph is `graph_kept`.
+Found in a live process whose models are all in evaluation mode, in two cases. Either a container that grows, or a
+tensor with its graph, holds at least a twentieth of the memory in use. Or no variable does, and at least a tenth of it
+is saved for a backward pass that never runs. If the model is in training mode, kept graphs are reported as
+`graph_kept`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from plimsoll.records.units import format_bytes
 _CAUSE = "evaluation_keeps_graphs"
 _LEAST_SHARE, _LEAST_SAVED_SHARE = 0.05, 0.1
 _NO_GRAD = "put `with torch.inference_mode():` around the evaluation"
-_COLLECTED = "add the metric up batch by batch, or keep only what it needs, such as `outputs.argmax(-1)`"
+_COLLECTED = "add the metric up batch by batch, or keep only its inputs, such as `outputs.argmax(-1)`"
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:

@@ -1,10 +1,10 @@
-"""The graph of earlier steps is kept alive: a hidden state that is not detached, a list of outputs or of losses.
+"""Graphs of earlier steps that are kept alive: by a hidden state that is not detached, or a list of outputs or losses.
 
-Found in a run where at least three marked graphs are alive and the number is not bounded; in a live process whose
-memory has run out, where a variable holds at least a twentieth of what the training uses, with graphs whose oldest
-operation is older than two finished steps, or three of them and more.
+Found in a run if at least three marked graphs are alive and their number is not bounded. Found in a live process whose
+memory has run out if a variable holds at least a twentieth of the training's memory, with graphs. Either their oldest
+operation is older than two finished steps, or there are at least three of them.
 
-Does NOT find a graph that is kept and does not grow (the last step's), nor memory that grows for any other reason.
+Not handled: a kept graph that does not grow (the last step's), and memory that grows for any other reason.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from plimsoll.records.run import RetainedGraph
 from plimsoll.records.units import format_bytes
 
 _CAUSE = "graph_kept"
-_NODE_BYTES = 1024  # of the host: 0.6 to 1.0 KiB after backward, torch 2.13 on CPU (`benchmarks/explain_growth.py`)
+_NODE_BYTES = 1024  # of host memory: 0.6 to 1.0 KiB after backward, torch 2.13 on CPU (`benchmarks/explain_growth.py`)
 _FEWEST_ALIVE = 3
 _WINDOW_SHARE = 1 / 2
 _LEAST_SHARE = 0.05
 
 
 class _Look(NamedTuple):
-    """What one holder retained after one step."""
+    """The tensors and graphs that one holder retained after one step."""
 
     step: int
     held: RetainedGraph
 
 
 class _Rates(NamedTuple):
-    """Per step: bytes of tensors and of what their graph saves on the device, and operations; ``None`` if unknown."""
+    """Growth per step: bytes of tensors, device bytes saved by their graphs, and operations; ``None`` if unknown."""
 
     tensor_bytes: float
     graph_bytes: float | None
@@ -40,11 +40,11 @@ class _Rates(NamedTuple):
 
 
 class _Each(NamedTuple):
-    """Bytes per step, how they are known, and those by which memory grows in all, where that is more.
+    """Bytes per step, their provenance, and the total growth of memory per step if that is larger.
 
-    Memory can grow by far more than was counted: what stays lies between what is freed, whose pages the heap then
-    cannot give back or use for anything large. Of a GPT-2 of 12 small layers 0.7 MiB per step stay, and memory grows by
-    24. So the growth is the most that the finding can save.
+    Memory can grow by far more than was counted. Retained memory lies between freed blocks, whose pages the heap can
+    neither return nor reuse for large blocks. A GPT-2 of 12 small layers retains 0.7 MiB per step, and memory grows by
+    24. So the growth is an upper bound for the saving.
     """
 
     num_bytes: float | None
@@ -53,7 +53,7 @@ class _Each(NamedTuple):
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find what keeps the graphs of earlier steps."""
+    """Find holders of the graphs of earlier steps."""
     looks: dict[str, list[_Look]] = {}
     for line in evidence.graphs:
         for held in line.retained:
@@ -64,7 +64,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
 
 
 def _in_a_live_process(evidence: Evidence) -> list[Finding]:
-    """Variables whose graphs reach back over several steps, or that collect graphs within one."""
+    """Return findings for variables whose graphs reach back over several steps, or that collect many graphs."""
     if evidence.seen is None or evidence.seen.is_evaluating:
         return []
     return [
@@ -90,31 +90,32 @@ def _of_kept(evidence: Evidence, kept: Kept) -> Finding:
 
 
 def _remedy_of_kept(kept: Kept) -> str:
-    """Detached tensors stay, so where they are most of it detaching them is not enough."""
+    """Return the remedy for a variable. Detaching is not enough if the tensors are larger than their graphs."""
     if kept.tensor_bytes > kept.graph_bytes:
         return (
-            f"keep a number of each (`.item()`) or what is needed of it: `.detach()` frees the graphs, "
-            f"{format_bytes(kept.graph_bytes)}, and not the tensors"
+            f"keep a number of each (`.item()`) or only the part that is needed: `.detach()` frees the graphs, "
+            f"{format_bytes(kept.graph_bytes)}, but not the tensors"
         )
     if kept.remedy:
         return f"keep it without its graph: in {kept.place} write the line below in place of `{kept.code}`"
-    return f"keep it without its graph: write `.detach()` behind what is put into `{kept.name}`"
+    return f"keep it without its graph: add `.detach()` to the values that are put into `{kept.name}`"
 
 
 def _ended_by_it(evidence: Evidence) -> Finding:
-    """A state that was fed back with its graph: no memory is lost, but the training cannot go on."""
+    """Return the finding for a state fed back with its graph: no memory is lost, but the training cannot continue."""
     return Finding(
         cause=_CAUSE,
-        title="hidden state not detached: backward came to the graph of an earlier step",
+        title="hidden state not detached: backward reached the graph of an earlier step",
         evidence=(Fact(text=evidence.message, known="measured"),),
-        remedy="detach the state before it is kept for the next step, as the message says",
+        remedy="detach the state before it is kept for the next step, as the message shows",
     )
 
 
 def _is_growing(evidence: Evidence, looks: list[_Look]) -> bool:
-    """Whether every marked graph since the first that is alive is alive too, and it is not a window of constant length.
+    """Return whether kept graphs grow in number, and are not a window of constant length.
 
-    So either no marked graph has gone, or they reach back over half of the steps and grow in number.
+    Every marked graph since the oldest live one must be alive. In addition, either no marked graph was freed, or the
+    live ones reach back over half of the steps and grow in number.
     """
     last = looks[-1]
     alive, marked = last.held.alive_steps, last.held.marked_steps
@@ -158,12 +159,12 @@ def _what(held: RetainedGraph) -> str:
 
 
 def _is_state(held: RetainedGraph) -> bool:
-    """Whether a few tensors are carried on from step to step, and not more with every step."""
+    """Return whether a constant number of tensors is carried from step to step."""
     return held.num_tensors < len(held.alive_steps)
 
 
 def _rates_of(looks: list[_Look]) -> _Rates:
-    """Between the first observation and the last, each for what was counted in at least two of them."""
+    """Return the growth per step between the first and last of at least two observations that counted a value."""
 
     def rate(points: list[tuple[int, int]]) -> float | None:
         if len(points) < 2:
@@ -181,7 +182,7 @@ def _rates_of(looks: list[_Look]) -> _Rates:
 
 
 def _each(evidence: Evidence, held: RetainedGraph, rates: _Rates) -> _Each:
-    """What one step's graph takes of the memory that the peak is of."""
+    """Return the memory that the graph of one step takes, on the device of the peak."""
     growth = evidence.growth
     measured = float(growth.likely_bytes) if growth is not None and growth.is_steady else None
     if not held.holder or rates.graph_bytes is None or rates.num_nodes is None:
@@ -199,8 +200,8 @@ def _facts(evidence: Evidence, held: RetainedGraph, rates: _Rates) -> list[Fact]
     alive = held.alive_steps
     facts = [
         Fact(
-            text=f"after step {evidence.graphs[-1].step}, of {len(held.marked_steps)} earlier steps whose graphs were "
-            f"marked {len(alive)} are in memory, the first of step {alive[0]}",
+            text=f"after step {evidence.graphs[-1].step}, {len(alive)} of the {len(held.marked_steps)} marked graphs "
+            f"of earlier steps are in memory, the first of step {alive[0]}",
             known="measured",
         )
     ]
@@ -208,10 +209,10 @@ def _facts(evidence: Evidence, held: RetainedGraph, rates: _Rates) -> list[Fact]
         tensors = f"{held.num_tensors:,} tensor{'s' * (held.num_tensors != 1)}"
         facts.append(Fact(text=f"`{held.holder}` has {tensors}, {format_bytes(held.num_bytes)}", known="counted"))
     if rates.graph_bytes is not None:
-        saved = f"what the graph of a step still saves is {format_bytes(round(rates.graph_bytes))}"
+        saved = f"the graph of a step still saves {format_bytes(round(rates.graph_bytes))}"
         facts.append(Fact(text=saved, known="counted"))
     if rates.num_nodes:
-        nodes = f"{rates.num_nodes:,.0f} operations per step, each about 1 KiB of the host's memory"
+        nodes = f"{rates.num_nodes:,.0f} operations per step, each about 1 KiB of host memory"
         facts.append(Fact(text=nodes, known="assumed"))
     growth = evidence.growth
     if growth is not None and growth.is_steady:
@@ -229,4 +230,4 @@ def _remedy(held: RetainedGraph) -> str:
         return "keep the losses without their graphs: write `losses.append(loss.detach())`, or `loss.item()`"
     if _is_state(held):
         return f"keep it without its graph: write `{held.holder} = {held.holder}.detach()` where it is assigned"
-    return f"keep the tensors without their graphs: write `.detach()` behind what is put into `{held.holder}`"
+    return f"keep the tensors without their graphs: add `.detach()` to the values that are put into `{held.holder}`"

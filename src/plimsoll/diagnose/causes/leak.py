@@ -1,11 +1,12 @@
-"""A variable that gets more with every step: a list, dict or set of tensors, arrays or other objects, without a graph.
+"""A variable that grows with every step: a list, dict or set of tensors, arrays or other objects, without a graph.
 
-Found in a live process where a container has got items since the first step (or, before a first step, since the block
-was entered) and holds at least a twentieth of what the training uses. What is kept with a graph is `graph_kept` or
-`evaluation_keeps_graphs`; what only grows before the first step is data that is loaded (`dataset_in_ram`).
+Found in a live process if a container has gained items and holds at least a twentieth of the training's memory. Items
+are counted since the first step, or before it since the block was entered. Values kept with a graph are reported as
+`graph_kept` or `evaluation_keeps_graphs`. A container that only grows before the first step is data that is loaded
+(`dataset_in_ram`).
 
-Does NOT find what C++ objects, generators or variables of functions that have returned keep, and no container that
-takes in as much as it gives away.
+Not handled: objects kept by C++ objects, generators or variables of functions that have returned, and containers that
+release as much as they take.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     if evidence.seen is None or not evidence.num_steps or evidence.seen.is_evaluating:
         return ()
     return tuple(
-        finding_of_kept(evidence, kept, "leak", title=f"`{kept.name}` keeps more with every step", remedy=_REMEDY)
+        finding_of_kept(evidence, kept, "leak", title=f"`{kept.name}` grows with every step", remedy=_REMEDY)
         for kept in much(evidence, _LEAST_SHARE)
         if kept.has_grown and not kept.num_graphs
     )

@@ -1,8 +1,8 @@
 """The logits: scores of every token of the vocabulary at every position, their logarithms, and their gradient.
 
-Found where memory ran out and activations and temporaries whose last dimension is the size of the vocabulary are at
-least a tenth of the peak. Only the largest things that are alive at the peak are looked at, so that it may be more.
-Does NOT find them where the size of the vocabulary is not known.
+Found if memory ran out and at least a tenth of the peak are activations and temporaries with the vocabulary as last
+dimension. Only the largest tensors at the peak are examined, so the size is a lower bound. Not found if the size of the
+vocabulary is unknown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CATEGORIES = ("activations", "temporaries")
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find what the scores of all tokens take."""
+    """Find large logits."""
     holdings = [one for one in evidence.holdings if _is_of_vocabulary(one, evidence.vocab_size)]
     return findings_of_part(
         evidence,

@@ -1,9 +1,9 @@
-"""Trainable parameters that no gradient reaches: they stay as they are, and memory seems to be saved.
+"""Trainable parameters that no gradient reaches. They are not trained, and memory seems to be saved.
 
 Found in a `plimsoll.TrainStep` that has warned of them (`plimsoll.step.missing_gradients`), by name and with the cause
-where it shows. It says nothing of memory: less is used, as nothing is kept for their backward pass.
+if it is known. The finding has no saving: less memory is used, because nothing is saved for their backward pass.
 
-Does NOT find parameters that are no part of the model, nor gradients that are zero, and nothing in the record of a run.
+Not handled: parameters outside the model, gradients that are zero, and records of runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from plimsoll.records.diagnosis import Fact, Finding
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find parameters that are to be trained and are not."""
+    """Find trainable parameters that get no gradient."""
     return tuple(
         Finding(
             cause="no_gradient",

@@ -1,7 +1,7 @@
 """The states of the optimizer, such as Adam's two moments of every parameter.
 
-Found where memory ran out and they are at least a fifth of the peak; and where an error's text comes from the line of
-a training loop that updates: the first update makes the states, so that the forward and backward pass before it fitted.
+Found if memory ran out and the states are at least a fifth of the peak. Also found if an error text comes from the
+update in a training loop. The first update allocates the states, so the forward and backward pass before it fitted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TORCHS = re.compile(r"torch/optim/\w+\.py\", line \d+, in (?:step|_init_group|_
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find what the optimizer keeps from step to step."""
+    """Find large optimizer states."""
     part = part_of_category(evidence, "optimizer states")
     what = "the states of the optimizer"
     found = findings_of_part(evidence, _CAUSE, part, _LEAST_SHARE, what=what)
@@ -31,7 +31,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     return (
         Finding(
             cause=_CAUSE,
-            title="memory ran out in the update of the optimizer, whose first one makes its states",
+            title="memory ran out in the update of the optimizer; the first update allocates its states",
             place=event.place,
             evidence=(Fact(text=f"the line that failed: {line}", known="measured"),),
             remedy=techniques_for(_CAUSE),

@@ -1,6 +1,6 @@
-"""What the update computes with and gives back again: copies of all parameters at once in torch's ``foreach`` kernels.
+"""Temporary memory of the optimizer update, such as copies of all parameters at once in torch's ``foreach`` kernels.
 
-Found where memory ran out, the peak is in the update, and temporaries are at least a tenth of it.
+Found if memory ran out, the peak is in the update, and temporaries are at least a tenth of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _LEAST_SHARE = 0.1
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find what an update needs beside its states."""
+    """Find large temporaries of the update."""
     part = part_of_category(evidence, "temporaries")
     return findings_of_part(
         evidence,

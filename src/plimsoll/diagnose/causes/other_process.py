@@ -1,6 +1,6 @@
 """Another process on the same device holds memory that is missing here.
 
-Found where the numbers of an error's text say so. Does NOT see what other processes hold beside a run of Plimsoll.
+Found if the numbers of an error text show it. Not handled: the memory of other processes during a run of Plimsoll.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _CAUSE: Final = "other_process"
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find what other processes hold."""
+    """Find memory that other processes hold."""
     event = evidence.event
     if event is None or not is_possible(event, _CAUSE):
         return ()
     held = event.other_process
     size = "" if held is None else f" {format_bytes(held)} of"
-    stated = "the text names no size of theirs" if held is None else f"other processes: {format_bytes(held)}"
+    stated = "the text does not state their size" if held is None else f"other processes: {format_bytes(held)}"
     return (
         Finding(
             cause=_CAUSE,
             title=f"{perhaps(event, _CAUSE)}other processes hold{size} the device's memory",
             place=event.place,
             evidence=(Fact(text=stated, known="assumed" if held is None else "measured"),),
-            remedy="see what they are and stop them, or give a budget that leaves them room",
+            remedy="find these processes and stop them, or give a smaller budget",
             code="nvidia-smi",
             effect_high_bytes=held,
         ),

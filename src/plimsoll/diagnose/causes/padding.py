@@ -1,8 +1,8 @@
-"""Padding: places of a batch that hold no token, because the longest of its texts is longer.
+"""Padding: positions of a batch without a token, because the batch is as long as its longest text.
 
-Found where memory ran out and at least a fifth of the tokens of a batch are padding on average, counted from the
-lengths of the texts. Its effect is the share of what grows with the tokens of a batch, activations and temporaries: a
-bound, since it is the longest batch that sets the peak. Does NOT look at batches of one's own loader.
+Found if memory ran out and on average at least a fifth of the tokens of a batch are padding, counted from text lengths.
+Its effect is that share of the activations and temporaries, which grow with the tokens of a batch. The effect is a
+bound, because the longest batch sets the peak. Not handled: batches of a user's own loader.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from plimsoll.records.diagnosis import Fact, Finding
 
 _LEAST_SHARE = 0.2
 _INSTEAD = (
-    "make batches of texts of like length (`data.order: by_length`), or cut the few longest "
+    "batch texts of similar length (`data.order: by_length`), or truncate the few longest "
     "(`sequence_length`, `data.long_texts: truncate`); `plimsoll data inspect` compares them"
 )
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find what places without tokens take."""
+    """Find a large share of padding."""
     share = evidence.padding_share
     if share is None or share < _LEAST_SHARE or not evidence.has_run_out:
         return ()
@@ -30,7 +30,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         Finding(
             cause="padding",
             title=f"{share:.0%} of the tokens of a batch are padding",
-            evidence=(Fact(text=f"{share:.1%} of the places of a batch hold no token", known="counted"),),
+            evidence=(Fact(text=f"{share:.1%} of the positions of a batch hold no token", known="counted"),),
             peak_share=padded_bytes / evidence.peak_bytes if evidence.peak_bytes else None,
             remedy=tried.choices[0] if tried else _INSTEAD,
             effect_bytes=tried.saving_bytes if tried else padded_bytes or None,

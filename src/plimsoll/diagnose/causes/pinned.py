@@ -1,7 +1,7 @@
-"""Pinned memory: pages of the host that are locked for copies to a GPU, and that nothing can swap out.
+"""Pinned memory: pages of the host that are locked for copies to a GPU and cannot be swapped out.
 
-Found where an error's text comes from the thread of a DataLoader that pins batches, or from the call that locks pages.
-A driver error there can have other reasons, too: it means that the driver could not lock the pages.
+Found if an error text comes from the pinning thread of a DataLoader, or from the call that locks pages. A driver error
+there can have other reasons: it only means that the driver could not lock the pages.
 """
 
 from __future__ import annotations

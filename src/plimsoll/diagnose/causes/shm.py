@@ -1,6 +1,6 @@
-"""Shared memory (``/dev/shm``) is too small for the batches that the workers of a DataLoader hand over.
+"""Shared memory (``/dev/shm``) that is too small for the batches that DataLoader workers hand over.
 
-Found where an error's text is that of a worker that died of a bus error, or says so itself.
+Found if an error text reports a worker that died of a bus error, or names shared memory itself.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     return (
         Finding(
             cause="shm",
-            title="shared memory ran out, through which the workers of a DataLoader hand over batches",
+            title="shared memory ran out, which the workers of a DataLoader use to hand over batches",
             place=event.place,
-            evidence=(Fact(text=f"the error is one of shared memory ({event.kind})", known="measured"),),
-            remedy="give the container more (an emptyDir of medium Memory at /dev/shm in Kubernetes), or use fewer "
-            "workers",
+            evidence=(Fact(text=f"the error is about shared memory ({event.kind})", known="measured"),),
+            remedy="give the container more shared memory (an emptyDir of medium Memory at /dev/shm in Kubernetes), or "
+            "use fewer workers",
             code="docker run --shm-size=8g",
         ),
     )

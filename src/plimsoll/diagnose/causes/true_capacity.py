@@ -1,7 +1,7 @@
-"""The memory is really used up: what the training needs is more than there is to use.
+"""Memory that is really used up: the training needs more than the limit.
 
-Found where memory ran out in a training whose peak is known, with the category that has most of it; and where the
-numbers of an error's text leave nothing else, of the device or of the host.
+Found if memory ran out in a training whose peak is known; the largest category is named. Also found if the numbers of
+an error text leave no other cause, on the device or the host.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from plimsoll.records.oom_text import OomText
 from plimsoll.records.units import format_bytes
 
 _CAUSE: Final = "true_capacity"
-_IN_A_LOOP = "cut the batch into smaller micro-batches: `plimsoll.TrainStep` does so by itself where memory runs out"
-_PLAN = "`plimsoll plan job.yaml --budget SIZE` finds the fastest way that fits"
+_IN_A_LOOP = "cut the batch into smaller micro-batches: `plimsoll.TrainStep` does so by itself when memory runs out"
+_PLAN = "`plimsoll plan job.yaml --budget SIZE` finds the fastest plan that fits"
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find what a training needs more than there is."""
+    """Find a training that needs more memory than its limit."""
     event = evidence.event
     if event is not None and not evidence.shares:
         return (_of_text(event),) if is_possible(event, _CAUSE) or is_possible(event, "host_ram") else ()
@@ -34,7 +34,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         return (_of_training(evidence),)
     rest = [share for share in evidence.shares if share is not asked]
     if evidence.limit_bytes is not None and asked.num_bytes > evidence.limit_bytes - _before_bytes(rest):
-        return ()  # no training would leave room for it: see `absurd_request`
+        return ()  # it would not fit even without a training: see `absurd_request`
     if asked.num_bytes > sum(share.num_bytes for share in rest) - _before_bytes(rest):
         return (_of_request(asked, rest),)
     return (_of_training(replace(evidence, shares=tuple(rest))),)
@@ -45,14 +45,14 @@ def _before_bytes(shares: Sequence[Share]) -> int:
 
 
 def _of_request(asked: Share, rest: Sequence[Share]) -> Finding:
-    """One request that is larger than all that the training had in use."""
+    """Return the finding for one request that is larger than all memory that the training had in use."""
     in_use = format_bytes(sum(share.num_bytes for share in rest))
     return Finding(
         cause=_CAUSE,
-        title=f"{in_use} were in use, when {format_bytes(asked.num_bytes)} more had to fit, asked for in one piece",
+        title=f"{in_use} were in use when one request needed {format_bytes(asked.num_bytes)} more",
         place=asked.place,
         evidence=_of_shares((asked, *rest)),
-        remedy=f"look at the line that asked for it; where its size follows the batch, {_IN_A_LOOP}",
+        remedy=f"look at the line that requested it; if its size depends on the batch, {_IN_A_LOOP}",
     )
 
 
@@ -67,27 +67,27 @@ def _of_training(evidence: Evidence) -> Finding:
     is_within = limit_bytes is not None and total_bytes <= limit_bytes
     title = f"the training needs {format_bytes(total_bytes)}, most of it {most.category}"
     if limit_bytes is not None:
-        title += f", and there are {format_bytes(limit_bytes)} to use"
+        title += f", and {format_bytes(limit_bytes)} are available"
     if is_within:
         asked = None if evidence.event is None else evidence.event.tried_to_allocate
         more = "more" if asked is None else f"{format_bytes(asked)} more"
-        title = f"{format_bytes(total_bytes)} were in use, most of it {most.category}, when {more} had to fit"
+        title = f"{format_bytes(total_bytes)} were in use, most of it {most.category}, when {more} were needed"
     return Finding(
         cause=_CAUSE,
         title=title,
         place=most.place or (evidence.event.place if evidence.event is not None else ""),
         evidence=_of_shares(evidence.shares),
         peak_share=min(most.num_bytes / total_bytes, 1.0) if total_bytes else None,
-        remedy=_IN_A_LOOP if is_within else f"take one of the remedies that fit; {_PLAN}",
+        remedy=_IN_A_LOOP if is_within else f"apply one of the remedies that fit; {_PLAN}",
     )
 
 
 def _of_text(event: OomText) -> Finding:
     if is_possible(event, "host_ram"):
         asked = (
-            "" if event.tried_to_allocate is None else f" when {format_bytes(event.tried_to_allocate)} were asked for"
+            "" if event.tried_to_allocate is None else f" when {format_bytes(event.tried_to_allocate)} were requested"
         )
-        title = f"the host's memory, or the limit of its control group, ran out{asked}"
+        title = f"host memory, or the limit of its control group, ran out{asked}"
         remedy = (
             "keep the training under a limit with `plimsoll train --budget SIZE`; read data larger than memory from "
             "files (`plimsoll data index`)"
@@ -95,7 +95,7 @@ def _of_text(event: OomText) -> Finding:
         return Finding(cause=_CAUSE, title=title, place=event.place, evidence=_stated(event), remedy=remedy)
     missing = ""
     if event.tried_to_allocate is not None and event.free is not None:
-        missing = f": {format_bytes(max(0, event.tried_to_allocate - event.free))} more than is free was asked for"
+        missing = f"; the request exceeds free memory by {format_bytes(max(0, event.tried_to_allocate - event.free))}"
     return Finding(
         cause=_CAUSE,
         title=f"{perhaps(event, _CAUSE)}the device is full{missing}",
@@ -106,6 +106,6 @@ def _of_text(event: OomText) -> Finding:
 
 
 def _stated(event: OomText) -> tuple[Fact, ...]:
-    named = {"asked for": event.tried_to_allocate, "free": event.free, "capacity": event.capacity}
+    named = {"requested": event.tried_to_allocate, "free": event.free, "capacity": event.capacity}
     facts = [Fact(text=f"{name}: {format_bytes(size)}", known="measured") for name, size in named.items() if size]
     return tuple(facts) or (Fact(text=f"the error itself ({event.kind}); it states no sizes", known="measured"),)

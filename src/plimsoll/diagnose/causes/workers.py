@@ -1,8 +1,7 @@
-"""Workers of a DataLoader that each hold memory of their own: copies of the data, batches that wait.
+"""Workers of a DataLoader that each hold memory of their own: copies of the data, and batches that wait.
 
-Found in a live process where memory ran out in a worker, or where the processes that it started hold at least a fifth
-of what it and they take in all. Counted is private memory; pages that a fork still shares with its parent are counted
-in each, as the kernel does.
+Found in a live process if memory ran out in a worker, or if its child processes hold at least a fifth of the total.
+Private memory is counted. Pages that a fork still shares with its parent count in each process, as in the kernel.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from plimsoll.records.units import format_bytes
 
 _LEAST_SHARE = 0.2
 _REMEDY = (
-    "start fewer workers (`num_workers=`), and keep the data in arrays or mapped files: lists and dicts are copied "
-    "page by page as each worker touches them"
+    "start fewer workers (`num_workers=`), and keep the data in arrays or memory-mapped files: lists and dicts are "
+    "copied page by page as each worker touches them"
 )
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find memory that is there once for each worker."""
+    """Find memory that each worker holds separately."""
     seen = evidence.seen
     if seen is None or evidence.kind != "cpu":
         return ()
@@ -54,7 +53,7 @@ def _sums(seen: Seen) -> tuple[int, int]:
 
 
 def _facts(seen: Seen) -> list[Fact]:
-    facts = [Fact(text="the error is that of a worker", known="measured")] if seen.is_of_worker else []
+    facts = [Fact(text="the error comes from a worker", known="measured")] if seen.is_of_worker else []
     for one in seen.processes[1:]:
         text = f"process {one.pid} ({one.name}) holds {format_bytes(one.private_bytes)} of private memory"
         facts.append(Fact(text=text, known="measured"))

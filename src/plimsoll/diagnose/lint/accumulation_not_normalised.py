@@ -1,4 +1,4 @@
-"""Micro-batches whose losses are summed though each is a mean: the gradient is as many times too large."""
+"""Micro-batches whose mean losses are summed without division: the gradient is too large by their number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Re-entrant checkpointing of inputs that need no gradient: what is checkpointed is not trained, and nothing fails."""
+"""Re-entrant checkpointing of inputs that need no gradient: the checkpointed modules are silently not trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEEPEST = 8
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find checkpoints that give their modules no gradient."""
+    """Find checkpoints whose modules get no gradient."""
     if "enable_input_require_grads" in source.text:
         return
     for call in source.calls:
@@ -35,8 +35,8 @@ def hits(source: Source) -> Iterator[Hit]:
         if all(_needs_none(source, other) for other in inputs[1:]):
             yield Hit(
                 call,
-                "re-entrant checkpointing of an input that needs no gradient: what is checkpointed gets none and is "
-                "not trained",
+                "re-entrant checkpointing of an input that needs no gradient: the checkpointed modules get none and "
+                "are not trained",
                 "write use_reentrant=False",
                 severity="error",
                 edits=_edits(source, call),
@@ -44,7 +44,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _is_reentrant(call: ast.Call) -> bool:
-    """Say whether a checkpoint is re-entrant, which it is by default."""
+    """Return whether a checkpoint is re-entrant, which is the default."""
     if any(isinstance(one, ast.Starred) for one in call.args) or {one.arg for one in call.keywords} - _OPTIONS:
         return False
     given = keyword(call, "use_reentrant")
@@ -57,7 +57,7 @@ def _edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
 
 
 def _is_cut_off(source: Source, node: ast.expr, depth: int) -> bool:
-    """Say whether a tensor is known to need no gradient; what cannot be followed may need one."""
+    """Return whether a tensor is known to need no gradient. An expression that cannot be followed may need one."""
     if depth <= 0:
         return False
     if isinstance(node, ast.Name):
@@ -98,7 +98,7 @@ def _is_name_cut_off(source: Source, node: ast.Name, depth: int) -> bool:
 
 
 def _is_in_no_grad(source: Source, statement: ast.stmt) -> bool:
-    """Say whether gradients are surely off; `is_without_grad` says also where they may be."""
+    """Return whether gradients are certainly off; `is_without_grad` also accepts possibly."""
     around = [
         item.context_expr
         for above in source.ancestors(statement)
@@ -113,7 +113,7 @@ def _is_argument(scope: ast.AST, name: str) -> bool:
 
 
 def _needs_none(source: Source, node: ast.expr) -> bool:
-    """Say whether an input beside the first is a number, ids or a mask."""
+    """Return whether an input after the first is a number, ids or a mask."""
     if isinstance(node, ast.Constant):
         return True
     if isinstance(node, ast.Call) and source.dotted(node.func).startswith("math."):
@@ -122,7 +122,7 @@ def _needs_none(source: Source, node: ast.expr) -> bool:
 
 
 def _is_frozen(source: Source, module: ast.expr) -> bool:
-    """Say whether the file turns the gradients of a module off, and nowhere on again."""
+    """Return whether the file turns off the gradients of a module, and never turns them on again."""
     name = re.escape(last_name(module))
     if not name or not path_of(module):
         return False
@@ -134,7 +134,7 @@ def _is_frozen(source: Source, module: ast.expr) -> bool:
 
 
 def _is_made_frozen(source: Source, module: ast.expr) -> bool:
-    """``nn.Embedding(...).requires_grad_(False)``, and ``from_pretrained``, which freezes unless it is told not to."""
+    """Match ``nn.Embedding(...).requires_grad_(False)``, and ``from_pretrained``, which freezes by default."""
     values = _values(source, module)
     return bool(values) and all(
         isinstance(value, ast.Call)
@@ -152,7 +152,7 @@ def _is_made_frozen(source: Source, module: ast.expr) -> bool:
 
 
 def _is_frozen_in_a_loop(source: Source, name: str) -> bool:
-    """``for p in self.embed.parameters(): p.requires_grad = False``."""
+    """Match ``for p in self.embed.parameters(): p.requires_grad = False``."""
     for loop in source.every(ast.For):
         of = loop.iter
         if not (isinstance(of, ast.Call) and last_name(of.func) == "parameters" and isinstance(of.func, ast.Attribute)):
@@ -170,7 +170,7 @@ def _is_weightless(source: Source, module: ast.expr) -> bool:
 
 
 def _values(source: Source, module: ast.expr) -> list[ast.expr]:
-    """Return what a name, or an attribute of a class, is given in the file."""
+    """Return the values that a name, or an attribute of a class, is assigned in the file."""
     path, owner = path_of(module), source.class_of(module)
     return [
         node.value

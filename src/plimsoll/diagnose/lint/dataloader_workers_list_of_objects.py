@@ -1,4 +1,4 @@
-"""Worker processes over a list of Python objects: counting references copies its pages into every worker."""
+"""Worker processes over a list of Python objects: reference counting copies its pages into every worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plimsoll.diagnose.lint.helpers.source import Hit, Source, is_constant, keyw
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find a DataLoader with workers over a data set of this file that holds such a list."""
+    """Find a DataLoader with workers over a data set of this file that holds a list of objects."""
     classes = {one.name: one for one in dataset_classes(source)}
     for call in source.calls:
         if last_name(call.func) != "DataLoader" or not _has_workers(source, call):
@@ -21,7 +21,7 @@ def hits(source: Source) -> Iterator[Hit]:
             yield Hit(
                 call,
                 f"every worker copies {owner.name}.{attribute.removeprefix('self.')}, page by page, as it is read",
-                "hold bytes and offsets in an array or a mapped file (`plimsoll data index`), no objects",
+                "hold bytes and offsets in an array or a memory-mapped file (`plimsoll data index`), not objects",
             )
 
 
@@ -31,7 +31,7 @@ def _has_workers(source: Source, call: ast.Call) -> bool:
 
 
 def _number(source: Source, node: ast.expr, depth: int = 3) -> int:
-    """Return the number that an expression is, 0 where that is not known."""
+    """Return the number that an expression evaluates to; 0 if unknown."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, int) else 0
     if isinstance(node, ast.Call) and source.dotted(node.func) in ("os.cpu_count", "multiprocessing.cpu_count"):
@@ -51,7 +51,7 @@ def _number(source: Source, node: ast.expr, depth: int = 3) -> int:
 
 
 def _made_of(source: Source, node: ast.expr, depth: int = 3) -> str:
-    """Return the class that an expression is made of."""
+    """Return the class that an expression is an instance of."""
     if isinstance(node, ast.Call):
         return last_name(node.func)
     if not depth:

@@ -1,4 +1,4 @@
-"""`nn.DataParallel`: one process that copies the model to every device in each step and gathers on the first."""
+"""`nn.DataParallel`: one process copies the model to every device in each step and gathers on the first device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _NAMES = {
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find calls that wrap a model so, or compute one so."""
+    """Find calls that wrap a model in DataParallel, or run one with it."""
     for call in source.calls:
         if source.dotted(call.func) in _NAMES:
             yield Hit(
                 call,
-                "DataParallel gathers outputs and gradients on the first device, which runs out while others are empty",
+                "DataParallel gathers outputs and gradients on the first device, which is full while others are empty",
                 "use DistributedDataParallel under torchrun, one process per device",
             )

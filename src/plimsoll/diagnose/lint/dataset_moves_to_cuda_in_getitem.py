@@ -1,4 +1,4 @@
-"""Samples moved to the device one by one in a Dataset, which workers cannot do and pinned memory cannot speed up."""
+"""Samples that a Dataset moves to the device one by one: unsafe in workers, and without the speed of pinned memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEVICE = re.compile(r"device|cuda|gpu", re.IGNORECASE)
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find moves to a device in what a Dataset gives out."""
+    """Find moves to a device in the samples that a Dataset returns."""
     for owner in dataset_classes(source):
         for method in owner.body:
             if not isinstance(method, ast.FunctionDef) or method.name not in _METHODS:
@@ -23,7 +23,7 @@ def hits(source: Source) -> Iterator[Hit]:
                 if _moves(source, call):
                     yield Hit(
                         call,
-                        "each sample is copied to the device by itself, and each worker makes a CUDA context",
+                        "each sample is copied to the device separately, and each worker makes a CUDA context",
                         "return CPU tensors and move the whole batch in the training loop, with pin_memory=True",
                     )
 

@@ -1,4 +1,4 @@
-"""`del` of a loop's variable, which frees nothing that the list still holds."""
+"""`del` of a loop variable, which frees nothing that the list still holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plimsoll.diagnose.lint.helpers.training import is_batch_loop
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find loops that do nothing but delete their own variable."""
+    """Find loops that only delete their own variable."""
     for loop in source.every(ast.For):
         names = names_bound(loop.target)
         statements = [one for one in loop.body if isinstance(one, ast.Delete)]
@@ -20,8 +20,8 @@ def hits(source: Source) -> Iterator[Hit]:
         if is_of_list and statements and not others and all(name in names for name in deleted):
             yield Hit(
                 statements[0],
-                "this deletes the loop's own name: what the list or the other variables hold stays in memory",
-                "clear the list (`tensors.clear()`), or write `del a, b` with the names themselves",
+                "this deletes only the loop variable: objects in the list or in other variables stay in memory",
+                "clear the list (`tensors.clear()`), or write `del a, b` with the original names",
             )
 
 

@@ -1,4 +1,4 @@
-"""`torch.cuda.amp`, which warns and knows CUDA only: torch.amp is the same with the device as its first argument."""
+"""`torch.cuda.amp`, which is deprecated and only for CUDA. torch.amp is the same, with the device as first argument."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from plimsoll.diagnose.lint.helpers.source import Edit, Hit, Source
 
-_MESSAGE = "torch.cuda.amp is deprecated since torch 2.4, and knows CUDA only"
+_MESSAGE = "torch.cuda.amp is deprecated since torch 2.4, and supports only CUDA"
 _REMEDY = 'import autocast and GradScaler from torch.amp and give the device: autocast("cuda"), GradScaler("cuda")'
 _CALLED = {"autocast", "GradScaler"}
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find imports and uses."""
+    """Find imports and uses of torch.cuda.amp."""
     imports: list[ast.ImportFrom | ast.Import] = source.every(ast.ImportFrom, ast.Import)
     for node in imports:
         if _is_old(node) and not _is_fallback(source, node):
@@ -36,7 +36,7 @@ def _is_old(node: ast.Import | ast.ImportFrom) -> bool:
 
 
 def _is_fallback(source: Source, node: ast.AST) -> bool:
-    """Say whether a node is for an older torch: behind an ImportError, or where torch.amp was asked for."""
+    """Return whether a node is for an older torch: after an ImportError, or under a test for torch.amp."""
     for above in source.ancestors(node):
         if isinstance(above, ast.ExceptHandler):
             return True
@@ -48,7 +48,7 @@ def _is_fallback(source: Source, node: ast.AST) -> bool:
 
 
 def _import_edits(source: Source, node: ast.Import | ast.ImportFrom) -> tuple[Edit, ...]:
-    """Import the same names from torch.amp, where all that uses them is mended, too."""
+    """Return edits that import the same names from torch.amp, if all their uses can be changed too."""
     if not isinstance(node, ast.ImportFrom) or node.module != "torch.cuda.amp" or not _imports_can_change(source):
         return ()
     start, end = source.span(node)
@@ -57,7 +57,7 @@ def _import_edits(source: Source, node: ast.Import | ast.ImportFrom) -> tuple[Ed
 
 
 def _imports_can_change(source: Source) -> bool:
-    """Say whether all that is imported is autocast and GradScaler, and these are called and no more."""
+    """Return whether only autocast and GradScaler are imported, and are only called."""
     imports = [node for node in source.every(ast.ImportFrom) if node.module == "torch.cuda.amp"]
     if any(alias.name not in _CALLED for node in imports for alias in node.names):
         return False
@@ -73,7 +73,7 @@ def _imports_can_change(source: Source) -> bool:
 
 
 def _call_edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
-    """Name the device, and the module where it is written out; a bare name only where its import changes, too."""
+    """Return edits that add the device, and rename the module. A bare name changes only with its import."""
     if isinstance(call.func, ast.Name) and not _imports_can_change(source):
         return ()
     return _device_edits(source, call)

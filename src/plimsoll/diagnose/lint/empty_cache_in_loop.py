@@ -1,4 +1,4 @@
-"""`torch.cuda.empty_cache()` with every batch: it frees nothing that is used, and makes the allocator ask CUDA anew."""
+"""`torch.cuda.empty_cache()` in every batch. It frees no memory in use, and the allocator must call CUDA again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BUILDS = {"from_pretrained", "from_config", "load_state_dict", "build_model", "
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find calls in loops over batches, also in functions that are called in one."""
+    """Find calls in loops over batches, also in functions that such a loop calls."""
     for call in source.calls:
         if last_name(call.func) != "empty_cache" or not source.dotted(call.func).endswith("cuda.empty_cache"):
             continue
@@ -22,13 +22,13 @@ def hits(source: Source) -> Iterator[Hit]:
         if loop is not None and not _builds(source, loop):
             yield Hit(
                 call,
-                "the cache of the allocator is thrown away with every batch, and asked for again: it saves nothing",
-                "leave it out; for fragmentation set PYTORCH_ALLOC_CONF=expandable_segments:True",
+                "the allocator's cache is emptied in every batch, and allocated again: this saves no memory",
+                "leave it out; against fragmentation, set PYTORCH_ALLOC_CONF=expandable_segments:True",
             )
 
 
 def _computing_loop(source: Source, call: ast.Call) -> Loop | None:
-    """Return the innermost loop, should a model be called in it and in no loop within it."""
+    """Return the innermost loop if it calls a model, and no loop inside it does."""
     loop = next(iter(source.loops(call)), None)
     if loop is None or any(is_batch_loop(source, inner) for inner in source.own(loop, ast.For, ast.While)):
         return None
@@ -36,7 +36,7 @@ def _computing_loop(source: Source, call: ast.Call) -> Loop | None:
 
 
 def _builds(source: Source, loop: Loop) -> bool:
-    """Say whether every pass has a model of its own, as benchmarks do."""
+    """Return whether every pass builds its own model, as benchmarks do."""
     deleted = [target for node in source.own(loop, ast.Delete) for target in node.targets]
     is_dropped = any(is_model(source, target) for target in deleted if isinstance(target, ast.expr))
     return is_dropped or any(last_name(call.func) in _BUILDS for call in source.own(loop, ast.Call))

@@ -1,4 +1,4 @@
-"""All vectors of a pretrained embedding loaded, of which a corpus needs a few per cent."""
+"""All vectors of a pretrained embedding are loaded, though a corpus needs a few per cent of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ARRAYS = {"asarray", "array", "fromstring", "tensor", "FloatTensor", "from_nump
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find libraries that load a whole table, and loops over its file that keep every word."""
+    """Find library calls that load a whole table, and loops over its file that keep every word."""
     for call in source.calls:
         if _loads_all(source, call):
             yield _hit(call)
@@ -42,7 +42,7 @@ def _loads_all(source: Source, call: ast.Call) -> bool:
 
 
 def _keeps_all(source: Source, loop: ast.For) -> ast.stmt | None:
-    """Return where a loop over the lines of a file puts the vector of every word."""
+    """Return the statement with which a loop over the lines of a file stores the vector of every word."""
     if not _is_of_vectors(source, loop):
         return None
     words = _splits(source, loop)
@@ -60,7 +60,7 @@ def _keeps_all(source: Source, loop: ast.For) -> ast.stmt | None:
 
 
 def _is_of_vectors(source: Source, loop: ast.For) -> bool:
-    """Say whether the text around a loop speaks of word vectors."""
+    """Return whether the text around a loop mentions word vectors."""
     scope = source.scope(loop)
     name = getattr(scope, "name", "")
     holder = source.statement(next((one for one in source.ancestors(loop) if isinstance(one, ast.With)), loop))
@@ -73,7 +73,7 @@ def _splits(source: Source, loop: ast.For) -> bool:
 
 
 def _filters(source: Source, loop: Loop) -> bool:
-    """Say whether some lines are left out for their word, or after so many."""
+    """Return whether a loop skips lines because of their word, or stops early."""
     if source.own(loop, ast.Break):
         return True
     for node in source.own(loop, ast.If, ast.IfExp):
@@ -98,6 +98,6 @@ def _is_vector(source: Source, loop: ast.For, node: ast.expr, depth: int = 2) ->
 def _hit(node: ast.expr | ast.stmt) -> Hit:
     return Hit(
         node,
-        "every vector of the file is loaded (GloVe 6B: 400,000 words), of which a corpus uses a few per cent",
+        "every vector of the file is loaded (GloVe 6B: 400,000 words), but a corpus uses only a few per cent",
         "keep only the words of your vocabulary (`plimsoll embeddings subset FILE --vocabulary words.txt`)",
     )

@@ -1,4 +1,4 @@
-"""A model in float16 under a GradScaler, which refuses to unscale its gradients, or whose small updates are lost."""
+"""A float16 model under a GradScaler. The scaler refuses to unscale its gradients, or small updates are lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HALF = {"torch.float16", "torch.half"}
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find `.half()` and its kin on a model of a file that scales its loss."""
+    """Find `.half()` and similar calls on a model, in a file that scales its loss."""
     if not _scales(source) or "peft" in source.text:
         return
     frozen = _frozen(source)
@@ -23,7 +23,7 @@ def hits(source: Source) -> Iterator[Hit]:
             yield Hit(
                 call,
                 'the weights are float16 under a GradScaler: it raises "Attempting to unscale FP16 gradients"',
-                "leave the model in float32, torch.autocast computes in float16 by itself",
+                "leave the model in float32; torch.autocast computes in float16 by itself",
                 severity="error",
             )
 
@@ -35,13 +35,13 @@ def _scales(source: Source) -> bool:
 
 
 def _is_for_inference(source: Source, call: ast.Call) -> bool:
-    """Say whether a model is put into evaluation in the same chain of calls, or made where gradients are off."""
+    """Return whether a model is set to evaluation in the same chain of calls, or made with gradients off."""
     chain = [above for above in source.ancestors(call) if isinstance(above, ast.Attribute)]
     return any(one.attr == "eval" for one in chain) or is_without_grad(source, call)
 
 
 def _halved(source: Source, call: ast.Call) -> str | None:
-    """Return the path of the model that a call makes float16."""
+    """Return the path of the model that a call converts to float16."""
     name = last_name(call.func)
     if isinstance(call.func, ast.Attribute) and name in ("half", "to"):
         owner = call.func.value
@@ -82,7 +82,7 @@ def _bound(source: Source, call: ast.Call) -> str:
 
 
 def _frozen(source: Source) -> set[str]:
-    """Return the models that are not trained: put into evaluation, or whose parameters need no gradients."""
+    """Return the models that are not trained: set to evaluation, or with gradients off for their parameters."""
     called = [call.func for call in source.calls if isinstance(call.func, ast.Attribute)]
     trained = {path_of(func.value) for func in called if func.attr in ("train", "parameters", "named_parameters")}
     return {path_of(func.value) for func in called if func.attr in ("eval", "requires_grad_")} - trained

@@ -10,11 +10,11 @@ from plimsoll.diagnose.lint.helpers.source import Hit, Loop, Source, last_name, 
 from plimsoll.diagnose.lint.helpers.training import backwards
 
 _STATE = re.compile(r"hid|state|(?:^|_)mems?(?:$|_|ory)|carry|^h[0nctx]?$|^h_|_h$|^c[0nx]?$|context", re.IGNORECASE)
-_MESSAGE = "the state is carried to the next batch with its graph: backward fails there, or goes through all batches"
+_MESSAGE = "the state is carried to the next batch with its graph: backward fails there, or runs through all batches"
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find states that a training loop, or a module, feeds back as they come out."""
+    """Find states that a training loop or a module feeds back without detaching them."""
     for node in source.every(ast.Assign):
         if not isinstance(node.value, ast.Call) or source.called(node.value) is not None:
             continue
@@ -37,7 +37,7 @@ def hits(source: Source) -> Iterator[Hit]:
             yield Hit(
                 node,
                 _MESSAGE,
-                f"write `{names[0]} = {names[0]}.detach()` before the next pass (of an LSTM: both parts of the tuple)",
+                f"write `{names[0]} = {names[0]}.detach()` before the next pass (for an LSTM: both parts of the tuple)",
                 severity="error",
             )
 
@@ -47,7 +47,7 @@ def _parts(node: ast.expr) -> list[ast.expr]:
 
 
 def _loop_keeps(source: Source, node: ast.Assign, name: str) -> bool:
-    """Say whether the loop whose every pass goes back does nothing else to the state."""
+    """Return whether the loop with a backward pass in every iteration does nothing else to the state."""
     scope = source.scope(node)
     within = [
         loop for loop in source.loops(node) if any(source.loops(one.call)[:1] == [loop] for one in backwards(source))
@@ -71,7 +71,7 @@ def _is_renewed(source: Source, scope: ast.AST, loop: Loop, node: ast.Assign, na
 
 
 def _module_keeps(source: Source, node: ast.Assign, name: str) -> bool:
-    """Say whether a class keeps the state from call to call and nothing ever cuts or renews it."""
+    """Return whether a class keeps the state from call to call, and never detaches or renews it."""
     owner = source.class_of(node)
     if owner is None or last_name(node.value.func) in ("detach", "repackage_hidden"):  # type: ignore[attr-defined]
         return False

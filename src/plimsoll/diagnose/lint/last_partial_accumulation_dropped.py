@@ -1,4 +1,4 @@
-"""Accumulation that steps only every n-th batch: what is left over is lost, or added to the next epoch."""
+"""Accumulation that steps only every n-th batch: gradients of leftover batches are lost, or added to the next epoch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ENDLESS = re.compile(r"^(?:range|count|cycle|repeat|infinite\w*|inf_\w+|endless
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find a loop over a loader with nothing for the batches that are left over."""
+    """Find a loop over a loader that does not handle leftover batches."""
     seen = set[ast.AST]()
     for found in accumulations(source):
         condition = found.condition
@@ -23,8 +23,8 @@ def hits(source: Source) -> Iterator[Hit]:
         seen.add(condition)
         yield Hit(
             condition,
-            "the batches behind the last full group make gradients that no step of this epoch uses",
-            "add `or i + 1 == len(loader)` to the condition, or step once more behind the loop",
+            "the batches after the last full group make gradients that no step of this epoch uses",
+            "add `or i + 1 == len(loader)` to the condition, or step once more after the loop",
         )
 
 
@@ -56,6 +56,6 @@ def _leaves_some(source: Source, found: Accumulation, condition: ast.If) -> bool
 
 
 def _is_of_data(loop: ast.For | ast.AsyncFor) -> bool:
-    """Say whether a range goes over what there is: ``range(len(samples) // batch_size)``."""
+    """Return whether a range covers the data: ``range(len(samples) // batch_size)``."""
     calls = (node for node in ast.walk(loop.iter) if isinstance(node, ast.Call))
     return iterated(loop) == "range" and any(last_name(call.func) == "len" for call in calls)

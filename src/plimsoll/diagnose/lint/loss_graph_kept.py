@@ -1,7 +1,7 @@
 """A loss or an output that is kept with its graph, in a sum or a list that outlives the batch.
 
-After `backward()` the graph has freed what it saved, and some nodes per batch stay; without one (an evaluation) or with
-`retain_graph=True` all of every batch's activations stay.
+After `backward()` the saved tensors of the graph are freed, but some nodes per batch stay. Without a backward pass (in
+an evaluation), or with `retain_graph=True`, the activations of all batches stay.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _growing(source: Source) -> Iterator[tuple[ast.stmt | ast.expr, ast.expr, ast.expr]]:
-    """Yield what adds to something, what is added, and to what."""
+    """Yield each statement that adds to a container or sum, with the added value and the target."""
     for node in source.every(ast.AugAssign):
         if isinstance(node.op, ast.Add):
             yield node, node.value, node.target.value if isinstance(node.target, ast.Subscript) else node.target
@@ -57,7 +57,7 @@ def _growing(source: Source) -> Iterator[tuple[ast.stmt | ast.expr, ast.expr, as
 
 
 def _is_fed_back(source: Source, node: ast.AST, name: str) -> bool:
-    """Say whether a model of the loop is given what is summed up: the steps of an integration."""
+    """Return whether a model in the loop receives the sum as input, as in the steps of an integration."""
     forwards = [
         call for loop in source.loops(node)[:1] for call in source.own(loop, ast.Call) if is_forward(source, call)
     ]
@@ -65,7 +65,7 @@ def _is_fed_back(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _added(node: ast.Assign) -> ast.expr | None:
-    """Return ``loss`` of ``total = total + loss``."""
+    """Return ``loss`` for ``total = total + loss``."""
     if len(node.targets) != 1 or not isinstance(node.value, ast.BinOp) or not isinstance(node.value.op, ast.Add):
         return None
     name, left, right = path_of(node.targets[0]), path_of(node.value.left), path_of(node.value.right)
@@ -75,7 +75,7 @@ def _added(node: ast.Assign) -> ast.expr | None:
 
 
 def _kept(source: Source, node: ast.stmt | ast.expr, value: ast.expr) -> Value | None:
-    """Return what is kept, where it has a graph and is of a loop over batches that the keeper outlives."""
+    """Return the kept value if it has a graph and outlives a loop over batches."""
     found = value_of(source, value)
     if found is None or not found.has_graph or is_without_grad(source, node):
         return None
@@ -86,7 +86,7 @@ def _kept(source: Source, node: ast.stmt | ast.expr, value: ast.expr) -> Value |
 
 
 def _computing_loop(source: Source, node: ast.AST) -> Loop | None:
-    """Return the innermost loop, should a model be called in it."""
+    """Return the innermost loop if it calls a model."""
     loop = next(iter(source.loops(node)), None)
     if loop is None:
         return None
@@ -96,7 +96,7 @@ def _computing_loop(source: Source, node: ast.AST) -> Loop | None:
 
 
 def _in_module_forward(source: Source, node: ast.AST) -> bool:
-    """Say whether a node is of the definition of a model or of a loss, where terms are summed to go back from."""
+    """Return whether a node defines a model or a loss, which sums terms for a backward pass."""
     functions = [above for above in source.ancestors(node) if isinstance(above, Function)]
     return any(
         one.name in ("forward", "compute_loss", "training_step") or is_of_a_module(source, one) for one in functions
@@ -104,7 +104,7 @@ def _in_module_forward(source: Source, node: ast.AST) -> bool:
 
 
 def _begins_in(source: Source, node: ast.stmt | ast.expr, loop: Loop) -> bool:
-    """Say whether what keeps it is made anew in every pass of the loop."""
+    """Return whether the container or sum is created anew in every pass of the loop."""
     keeper = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
     if keeper is None:
         keeper = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -123,7 +123,7 @@ def _names_added(node: ast.Assign) -> set[str]:
 
 
 def _is_a_sum_to_go_back_from(source: Source, node: ast.AST, name: str) -> bool:
-    """Say whether a backward pass goes from what is collected, here or where it is returned to."""
+    """Return whether a backward pass starts from the collected value, here or in a caller."""
     scope = source.scope(node)
     todo, needed = [found.loss for found in backwards(source) if source.scope(found.call) is scope], set[str]()
     for loss in todo:
@@ -139,7 +139,7 @@ def _is_a_sum_to_go_back_from(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _class_goes_back(source: Source, node: ast.AST, name: str) -> bool:
-    """Say whether a method of the class that goes back uses an attribute."""
+    """Return whether a method of the class with a backward pass uses an attribute."""
     owner, scope = source.class_of(node), source.scope(node)
     if owner is None:
         return False
@@ -151,12 +151,12 @@ def _class_goes_back(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _evaluates(source: Source, scope: ast.AST) -> bool:
-    """Say whether a function puts a model into evaluation."""
+    """Return whether a function sets a model to evaluation."""
     return any(last_name(call.func) == "eval" and not call.args for call in source.own(scope, ast.Call))
 
 
 def _goes_back(source: Source, call: ast.Call) -> bool:
-    """Say whether the caller goes back from what a function returns."""
+    """Return whether the caller runs backward from the value that a function returns."""
     scope = source.scope(call)
     names = {
         name

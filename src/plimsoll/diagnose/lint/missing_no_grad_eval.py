@@ -1,4 +1,4 @@
-"""Evaluation that computes a graph nobody goes back through: twice the memory, or far more."""
+"""Evaluation that records a graph which no backward pass uses. It takes twice the memory, or far more."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _NEEDS_GRAD = {"grad", "requires_grad_", "backward", "manual_backward", "functio
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find forward passes in loops of evaluation that have gradients on."""
+    """Find forward passes in evaluation loops with gradients on."""
     scopes: list[Scope] = [source.tree, *source.every(ast.FunctionDef, ast.AsyncFunctionDef)]
     for scope in scopes:
         if is_of_a_module(source, scope) or _may_train(scope):
             continue
         calls = _evaluations(source, scope)
-        for call in calls if isinstance(scope, ast.Module) else calls[:1]:  # a function is mended as a whole
+        for call in calls if isinstance(scope, ast.Module) else calls[:1]:  # one fix per function
             yield Hit(
                 call,
-                "evaluation with gradients on: every activation is kept for a backward pass that does not come",
+                "evaluation with gradients on: every activation is saved for a backward pass that never runs",
                 "put `with torch.no_grad():` (or torch.inference_mode()) around the loop, or decorate the function",
             )
 
 
 def _evaluations(source: Source, scope: Scope) -> list[ast.Call]:
-    """Return the first forward pass with gradients on of each loop of evaluation, of the outermost ones."""
+    """Return the first forward pass with gradients on in each outermost evaluation loop."""
     loops: list[Loop] = source.own(scope, ast.For, ast.AsyncFor, ast.While)
     outermost = (loop for loop in loops if not any(_is_evaluation(source, scope, one) for one in source.loops(loop)))
     return [call for loop in outermost if (call := _forward_of(source, scope, loop)) is not None]
@@ -65,7 +65,7 @@ def _is_evaluation(source: Source, scope: Scope, loop: Loop) -> bool:
 
 
 def _mode_before(source: Source, scope: Scope, loop: Loop) -> str | None:
-    """Return the mode that a model was put into last, in this function and above the loop or at its beginning."""
+    """Return the mode that a model was last set to, in this function above the loop or at its start."""
     end = max(loop.lineno, next((inner.lineno for inner in source.own(loop, ast.For, ast.While)), loop.body[0].lineno))
     found = None
     for call in source.own(scope, ast.Call):

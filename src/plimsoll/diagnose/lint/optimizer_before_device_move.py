@@ -1,4 +1,4 @@
-"""An optimizer whose states are made, or loaded, before its model goes to the device: they stay behind."""
+"""An optimizer whose states are made before its model moves to the device. The states stay behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STATES_AT_ONCE = {"Adagrad"}  # torch.optim.Adagrad makes its sums in __init__;
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find models moved after such an optimizer was made of them, or loaded, in the same function."""
+    """Find models that are moved after such an optimizer was created for them, in the same function."""
     for call in source.calls:
         is_move = (
             isinstance(call.func, ast.Attribute)

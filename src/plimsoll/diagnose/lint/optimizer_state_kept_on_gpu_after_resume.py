@@ -1,4 +1,4 @@
-"""A checkpoint that stays alive on the device beside the model and the optimizer it was loaded into."""
+"""A checkpoint that stays alive on the device after the model and the optimizer were loaded from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plimsoll.diagnose.lint.helpers.training import backwards, is_optimizer
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find optimizers loaded from a checkpoint of the device that the training's own function holds on to."""
+    """Find optimizers loaded from a checkpoint on the device that the training function keeps alive."""
     for call in source.calls:
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "load_state_dict" or not call.args:
             continue
@@ -23,7 +23,7 @@ def hits(source: Source) -> Iterator[Hit]:
                 yield Hit(
                     call,
                     f"`{name}` holds the optimizer's states on the device a second time, as long as the training runs",
-                    f'load with map_location="cpu", and write `del {name}` behind this line',
+                    f'load with map_location="cpu", and write `del {name}` after this line',
                 )
 
 
@@ -48,7 +48,7 @@ def _is_let_go(source: Source, scope: Scope, name: str, call: ast.Call) -> bool:
 
 
 def _trains_after(source: Source, scope: Scope, call: ast.Call) -> bool:
-    """Say whether the same function trains below, itself or by what it calls."""
+    """Return whether the same function trains after the load, itself or in a function that it calls."""
     if any(source.scope(one.call) is scope and one.call.lineno > call.lineno for one in backwards(source)):
         return True
     trained = {source.scope(one.call) for one in backwards(source)}

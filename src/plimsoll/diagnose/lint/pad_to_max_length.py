@@ -1,4 +1,4 @@
-"""Every text padded to the longest there may be, so that short ones take as much memory and time."""
+"""Every text is padded to the maximum length, so that short texts take as much memory and time as the longest."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def hits(source: Source) -> Iterator[Hit]:
                 yield Hit(
                     given,
                     "every text is padded to the maximum length: short texts cost as much as the longest",
-                    "pad in the collate function to the longest of a batch (transformers.DataCollatorWithPadding)",
+                    "pad in the collate function to the longest of the batch (transformers.DataCollatorWithPadding)",
                 )
 
 
 def _is_maximum(source: Source, node: ast.expr) -> bool:
-    """Say whether an expression is the option, also by a constant of the module."""
+    """Return whether an expression is the option, also through a constant of the module."""
     if isinstance(node, ast.Name):
         given = source.assignments(source.tree, node.id)
         return len(given) == 1 and given[0].place is None and is_constant(given[0].value, "max_length")
@@ -38,6 +38,6 @@ def _is_maximum(source: Source, node: ast.expr) -> bool:
 
 
 def _has_fixed_shapes(source: Source, call: ast.Call) -> bool:
-    """Say whether a call is for devices that compile for each shape."""
+    """Return whether a call is for devices that compile for each shape."""
     tests = [above.test for above in source.ancestors(call) if isinstance(above, ast.If | ast.IfExp)]
     return any(re.search(r"xla|tpu|hpu|neuron", source.written(test), re.IGNORECASE) for test in tests)

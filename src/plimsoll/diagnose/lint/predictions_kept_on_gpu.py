@@ -1,4 +1,4 @@
-"""Outputs of all batches collected on the device, which then holds a data set of them."""
+"""Outputs of all batches that are collected on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plimsoll.diagnose.lint.helpers.values import Value, value_of
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find lists and concatenations that grow by a tensor of the device with every batch."""
+    """Find lists and concatenations that grow by a tensor on the device in every batch."""
     if not _uses_device(source):
         return
     for call in source.calls:
@@ -35,7 +35,7 @@ def _grows(source: Source, node: ast.expr, value: ast.expr) -> bool:
     if found is None or not found.is_on_device or found.kind == "loss":
         return False
     if found.has_graph and not is_without_grad(source, node):
-        return False  # loss_graph_kept says so
+        return False  # reported by loss_graph_kept
     loop = batch_loop(source, node, depth=0)
     if loop is None:
         return False
@@ -48,7 +48,7 @@ def _hit(call: ast.Call) -> Hit:
     return Hit(
         call,
         "the outputs of all batches are kept on the device",
-        "write .cpu() behind each, or count what you need of it (a metric) batch by batch",
+        "write .cpu() after each, or compute the metric that you need batch by batch",
     )
 
 

@@ -1,4 +1,4 @@
-"""A corpus read into memory as a whole, often by what calls itself lazy or streaming."""
+"""A corpus that is read into memory as a whole, often by code that is named lazy or streaming."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CORPUS = re.compile(
 )
 _TEXT_FILE = re.compile(r"\.txt\b|corpus|input_file|text_file", re.IGNORECASE)
 _MESSAGE = "the whole file is read into memory, as Python objects several times its size"
-_REMEDY = "go over the file line by line, or keep offsets (`plimsoll data index`)"
+_REMEDY = "read the file line by line, or keep offsets (`plimsoll data index`)"
 _READER = re.compile(r"data|corpus|load|read|example|pair|parse", re.IGNORECASE)
 _SMALL = re.compile(
     r"vocab|label|config|setup|require|readme|version|license|stop_?words?|merges|tokens?_file|(?:^|[^a-z])class(?:es)?(?:[^a-z]|$)|index|"
@@ -37,7 +37,7 @@ _SMALL = re.compile(
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find whole reads in data sets, and of files that are called a corpus."""
+    """Find reads of whole files in data sets, and of files that are named like a corpus."""
     datasets = set(dataset_classes(source))
     for call in source.calls:
         is_kept = _is_kept_by_line(source, call) and not _SMALL.search(source.written(call))
@@ -60,7 +60,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _reads_whole(source: Source, call: ast.Call, in_dataset: bool) -> bool:
-    """Say whether a call makes lines of a whole file, or, in a data set, takes it as one text."""
+    """Return whether a call reads all lines of a file, or, in a data set, the file as one text."""
     if isinstance(call.func, ast.Name):
         return call.func.id == "list" and len(call.args) == 1 and _is_file(source, call.args[0])
     if not isinstance(call.func, ast.Attribute) or last_name(call.func) not in (
@@ -80,7 +80,7 @@ def _reads_whole(source: Source, call: ast.Call, in_dataset: bool) -> bool:
 
 
 def _read_of(call: ast.Call) -> ast.Call | None:
-    """Return ``f.read()`` of ``f.read().strip().split("\\n")``."""
+    """Return ``f.read()`` for ``f.read().strip().split("\\n")``."""
     inner = call.func.value if isinstance(call.func, ast.Attribute) else None
     while isinstance(inner, ast.Call) and last_name(inner.func) in ("strip", "rstrip", "lower", "decode"):
         inner = inner.func.value if isinstance(inner.func, ast.Attribute) else None
@@ -92,7 +92,7 @@ def _read_of(call: ast.Call) -> ast.Call | None:
 
 
 def _is_kept_by_line(source: Source, call: ast.Call) -> bool:
-    """Say whether a call is the `open(...)` of ``self.rows = [json.loads(line) for line in open(path)]``."""
+    """Return whether a call is the `open(...)` of ``self.rows = [json.loads(line) for line in open(path)]``."""
     part = source.parent(call)
     is_gone_over = isinstance(part, ast.comprehension) and part.iter is call and not part.ifs
     if not is_gone_over or last_name(call.func) != "open":
@@ -118,7 +118,7 @@ def _is_file(source: Source, node: ast.expr) -> bool:
 
 
 def _opened(source: Source, node: ast.AST, name: str) -> ast.Call | None:
-    """Return the `open(...)` whose file a name is."""
+    """Return the `open(...)` call that a name is the file of."""
     for above in source.ancestors(node):
         if isinstance(above, ast.With):
             for item in above.items:
@@ -137,7 +137,7 @@ def _opened(source: Source, node: ast.AST, name: str) -> ast.Call | None:
 
 
 def _about(source: Source, call: ast.Call) -> str:
-    """Return what tells what a file is: how it is opened, the function, and what its lines are put into."""
+    """Return the text that hints at a file's content: how it is opened, the function's name, and the assigned names."""
     reader = call.args[0] if isinstance(call.func, ast.Name) else call.func.value  # type: ignore[attr-defined]
     if (read := _read_of(call)) is not None:
         reader = read.func.value  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ def _handles_text(source: Source) -> bool:
 
 
 def _edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
-    """Go over the file itself where the lines are only gone over."""
+    """Return edits that iterate over the file itself if its lines are only iterated over."""
     if last_name(call.func) != "readlines" or call.keywords or keyword(call, "hint"):
         return ()
     parent = source.parent(call)
@@ -174,5 +174,5 @@ def _edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
     holder = next(above for above in source.ancestors(call) if not isinstance(above, ast.comprehension))
     uses = [node for node in ast.walk(holder) if isinstance(node, ast.Name) and node.id == last_name(call.func.value)]
     if isinstance(holder, ast.GeneratorExp) or len(uses) != 1:
-        return ()  # the file may be closed by then, or is written to, or asked where it is
+        return ()  # the file may be closed by then, or is used otherwise in the loop
     return (Edit(source.span(call.func.value)[1], source.span(call)[1], ""),)

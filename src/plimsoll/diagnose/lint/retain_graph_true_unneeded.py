@@ -1,4 +1,4 @@
-"""`backward(retain_graph=True)` where no other backward pass goes through the same graph."""
+"""`backward(retain_graph=True)` although no other backward pass uses the same graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plimsoll.diagnose.lint.helpers.training import backwards
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find the last backward pass of a loop or a function that keeps its graph."""
+    """Find `retain_graph=True` in the last backward pass of a loop or a function."""
     for found in backwards(source):
         if not is_constant(keyword(found.call, "retain_graph"), True):
             continue
@@ -18,13 +18,13 @@ def hits(source: Source) -> Iterator[Hit]:
             continue
         yield Hit(
             found.call,
-            "the graph and all that it saved stay in memory after the backward pass, which frees them otherwise",
-            "leave retain_graph out; where torch then says that it went back a second time, detach what is carried on",
+            "the graph and its saved tensors stay in memory after the backward pass, which otherwise frees them",
+            "leave retain_graph out; if torch then reports a second backward, detach the tensors that are carried over",
         )
 
 
 def _is_used_again(source: Source, call: ast.Call) -> bool:
-    """Say whether another backward pass, or a gradient, follows in the same pass of the loop."""
+    """Return whether another backward pass or gradient follows in the same iteration of the loop."""
     scope, loop = source.scope(call), source.loops(call)[:1]
     others = [one.call for one in backwards(source) if one.call is not call]
     others += [one for one in source.calls if source.dotted(one.func).endswith("autograd.grad")]

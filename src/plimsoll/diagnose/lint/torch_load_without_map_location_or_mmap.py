@@ -1,4 +1,4 @@
-"""`torch.load` that puts tensors where they were saved: on a device that may be full, or not there."""
+"""`torch.load` that puts tensors on the device from which they were saved. It may be full, or missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plimsoll.diagnose.lint.helpers.source import Hit, Source, keyword
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find loads that say neither where to, nor that the file is to be mapped."""
+    """Find loads that specify neither a device nor memory mapping."""
     for call in source.calls:
         if source.dotted(call.func) not in ("torch.load", "torch.serialization.load"):
             continue
@@ -17,6 +17,6 @@ def hits(source: Source) -> Iterator[Hit]:
             continue
         yield Hit(
             call,
-            "tensors are loaded onto the device they were saved from, beside those of the model",
+            "tensors are loaded onto the device they were saved from, in addition to the model's",
             'write torch.load(path, map_location="cpu", mmap=True, weights_only=True)',
         )

@@ -1,7 +1,7 @@
-"""Names that torch does not have, though they are often given as a remedy.
+"""Names that torch does not have, though they are often recommended.
 
-The list is of what texts and answers recommend; a test tries each on the torch that is installed. It is NOT a check of
-every name.
+The list has names from recommendations in texts and answers; a test tries each on the installed torch. Other names are
+not checked.
 """
 
 from __future__ import annotations

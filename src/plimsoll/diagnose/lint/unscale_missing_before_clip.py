@@ -1,4 +1,4 @@
-"""Gradients clipped while they are scaled: the limit is passed by a factor of 65,536, and every step is clipped."""
+"""Gradients clipped while they are scaled. Their norm is too large by a factor of 65,536, so every step is clipped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plimsoll.diagnose.lint.helpers.training import backwards
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find clipping between a scaled backward pass and the step with no `unscale_` in the same function."""
+    """Find clipping after a scaled backward pass without `unscale_` in the file."""
     for call in source.calls:
         if last_name(call.func) not in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
             continue
@@ -27,14 +27,14 @@ def hits(source: Source) -> Iterator[Hit]:
         if any(_steps_scaled(one) for one in source.calls):
             yield Hit(
                 call,
-                "the gradients are still multiplied by the loss scale: all of them are clipped to almost nothing",
+                "the gradients are still multiplied by the loss scale: clipping reduces them to almost nothing",
                 "write `scaler.unscale_(optimizer)` before it",
                 severity="error",
             )
 
 
 def _is_scaled(call: ast.Call) -> bool:
-    """Say whether a backward pass is that of ``scaler.scale(loss)``."""
+    """Return whether a backward pass is ``scaler.scale(loss).backward()``."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     return isinstance(owner, ast.Call) and last_name(owner.func) == "scale"
 

@@ -1,4 +1,4 @@
-"""Gradients cleared with every micro-batch, so that all but the last one's are thrown away."""
+"""Gradients that are cleared for every micro-batch, so that only the last gradient counts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def hits(source: Source) -> Iterator[Hit]:
                 yield Hit(
                     call,
                     "gradients are cleared for every micro-batch: only the last one before the step counts",
-                    "clear them behind optimizer.step() only, where the step is",
+                    "clear them only after optimizer.step(), at the same place",
                     severity="error",
                 )
 
 
 def _is_conditional(source: Source, call: ast.Call, found: Accumulation) -> bool:
-    """Say whether a call is not done with every micro-batch."""
+    """Return whether a call is skipped for some micro-batches."""
     for above in source.ancestors(call):
         if above is found.loop:
             return False
@@ -38,7 +38,7 @@ def _is_conditional(source: Source, call: ast.Call, found: Accumulation) -> bool
 
 
 def _is_plain_nesting(source: Source, found: Accumulation) -> bool:
-    """Say whether the step directly follows the loop, with no other backward pass between them."""
+    """Return whether the step follows the loop within three statements."""
     holder = source.parent(found.loop)
     body: list[ast.stmt] = next(
         (part for part in (getattr(holder, "body", []), getattr(holder, "orelse", [])) if found.loop in part), []

@@ -1,1 +1,1 @@
-"""From any text or log to the out-of-memory errors it tells of: their kind, their numbers and what is likely behind."""
+"""A parser for out-of-memory errors in any text or log: their kind, their numbers and the likely cause."""

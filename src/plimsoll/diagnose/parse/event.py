@@ -1,14 +1,15 @@
-"""One out-of-memory message, as text, to its kind and every number it states.
+"""A parser for one out-of-memory message: its kind, and every number that it states.
 
-Which texts mean that memory ran out is known in one place, `plimsoll.device.oom_errors`; here a family of them gets the
-name of its form, and its numbers are read. Sources: the messages of ``c10/cuda/CUDACachingAllocator.cpp`` and
-``CUDAMallocAsyncAllocator.cpp`` of torch 0.4 to 2.13, of its HIP, XPU and MPS allocators, of ``c10/core/impl/
-alloc_cpu.cpp``, numpy, and the Linux kernel. All of them print binary units, MPS and numpy also as "GB".
+`plimsoll.device.oom_errors` alone decides which texts mean that memory ran out. This module maps their families to
+kinds and reads the numbers. Sources: the messages of ``c10/cuda/CUDACachingAllocator.cpp`` and
+``CUDAMallocAsyncAllocator.cpp`` of torch 0.4 to 2.13, of its HIP, XPU and MPS allocators, of
+``c10/core/impl/alloc_cpu.cpp``, numpy, and the Linux kernel. All of them print binary units, MPS and numpy also as
+"GB".
 
-Before torch 1.4 "cached" was the part that was not allocated, since then the total is given. A size of 2^63 bytes or
-more is an underflow (WSL, a limit that nobody set) and no number. A lone "Process N has ..." is mostly the process
-itself, in a container that hides its number: it is another one's only where "this process has ..." stands as well.
-Does NOT read a text in other languages than English.
+Before torch 1.4, "cached" was the part that was not allocated; since then the total is given. A size of 2^63 bytes or
+more is an underflow (WSL, an unset limit) and is ignored. A lone "Process N has ..." is usually this process, in a
+container that hides its number. It is another process only if the text also has "this process has ...". Not handled:
+texts in languages other than English.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from plimsoll.diagnose.parse.likely import likely_causes
 from plimsoll.records.oom_text import Bytes, OomText
 
 NOT_OOM = "jvm/other_not_oom"
-"""The kind of a text that tells of no memory that ran out."""
+"""The kind of a text without an out-of-memory error."""
 
 _MOST_CHARACTERS = 4000
-# Not from the middle of a number: a run of n digits would otherwise be gone through n times.
+# Does not match in the middle of a number: a run of n digits would otherwise be scanned n times.
 _SIZE = r"(?<![\d.])(\d+(?:\.\d+)?) ?([KMGTPE]i?B|[Bb]ytes?)\b"
 
 _KINDS = {
@@ -48,7 +49,7 @@ _OLD_CUDA = re.compile(r"\(GPU \d+; [^)]* total capacity")
 _NUMPY = re.compile(r"ArrayMemoryError|Unable to allocate [\d.]+ \w+ for an array")
 _PREFIX = re.compile(r"^[\s#>*|]+", re.MULTILINE)
 
-# Each field with the texts that state it; the first that is there counts.
+# Each field with the texts that state it; the first match counts.
 _FIELDS = {
     "tried_to_allocate": (
         rf"[Tt]ried to allocate {_SIZE}",
@@ -88,14 +89,14 @@ _DEVICE = re.compile(r"\bGPU (\d+)|\bon device (\d+)")
 
 
 def event_of(text: str, family: str | None = None) -> OomText:
-    """Read one message.
+    """Parse one message.
 
     Args:
-        text: the message and what stands around it, of any number of lines.
-        family: that of `plimsoll.device.oom_errors`, where the caller knows it.
+        text: the message and the text around it, of any number of lines.
+        family: the family from `plimsoll.device.oom_errors`, if the caller knows it.
 
     Returns:
-        the event; of the kind `NOT_OOM` where memory did not run out.
+        the event; its kind is `NOT_OOM` if memory did not run out.
     """
     family = family or family_of_text(text)
     if family is None:
@@ -126,7 +127,7 @@ def nothing_in(text: str) -> OomText:
 
 
 def has_numbers(text: str) -> bool:
-    """Return whether a text states what was asked for."""
+    """Return whether a text states the size of the failed allocation."""
     return any(pattern.search(" ".join(text.split())) for pattern in _PATTERNS["tried_to_allocate"])
 
 

@@ -1,6 +1,7 @@
-"""What the numbers of an out-of-memory message say of its cause, and nothing that they do not say.
+"""The likely cause of an out-of-memory message, from its numbers only.
 
-Errors of libraries and of the driver state no numbers: unknown. Those of the host are host memory, or shared memory.
+Errors of libraries and of the driver state no numbers, so their cause is unknown. Errors of the host are host memory or
+shared memory.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from plimsoll.records.oom_text import Bytes, LikelyCause, OomText
 
 _CONTEXT_BYTES = 3 << 29
-"""What a context, its kernels and the libraries' workspaces take at most in common trainings: 0.3 to 1.5 GiB."""
+"""Upper bound for a context, its kernels and library workspaces in common trainings, which take 0.3 to 1.5 GiB."""
 
 _ORDINARY_SHARE = 0.02
-"""What rounding to blocks of 512 bytes in segments of 2 and 20 MiB leaves in any training: assumed."""
+"""Assumed share that rounding to blocks of 512 bytes in segments of 2 and 20 MiB leaves unused in any training."""
 
 _HOST = {
     "cpu_allocator_linux",
@@ -33,11 +34,11 @@ Causes = tuple[LikelyCause, LikelyCause | None]
 
 
 def likely_causes(event: OomText, num_processes: int = 0) -> Causes:
-    """Return the likely cause of an event, and what else it could be.
+    """Return the likely cause of an event, and the alternative cause.
 
     Args:
-        event: with its numbers.
-        num_processes: how many processes the text names beside "this process".
+        event: the parsed message, with its numbers.
+        num_processes: number of processes that the text names in addition to "this process".
     """
     tried = event.tried_to_allocate
     if event.kind in _HOST:
@@ -63,12 +64,12 @@ def _on_device(event: OomText, tried: Bytes, num_processes: int) -> Causes:
         return "fragmentation", "other_process" if others_explain else "true_capacity"
     if others_explain and _elsewhere(event, num_processes) >= tried:
         return "other_process", "true_capacity"
-    # Free and unused bytes that would suffice as one block: a little less or more of anything else decides then.
+    # Free and unused bytes would suffice as one block, so fragmentation remains possible.
     return "true_capacity", "fragmentation" if unused and unused + (free or 0) >= tried else None
 
 
 def _elsewhere(event: OomText, num_processes: int) -> Bytes:
-    """Bytes of the device that are neither free nor this process's: as the text says, or what its numbers leave."""
+    """Return the bytes of other processes on the device: stated in the text, or derived from its other numbers."""
     if event.other_process is not None:
         return event.other_process
     reserved = event.reserved_total

@@ -1,12 +1,13 @@
-"""A text or a log of any length to its out-of-memory errors, read as a stream.
+"""A streaming parser that finds the out-of-memory errors in a text or a log of any length.
 
-The same message at the same place, as several ranks print it, is one event that happened several times. Escape
-sequences of terminals, carriage returns of progress bars, Windows' line ends and UTF-16 are read, what gzip packed,
-also where the end is missing, and lines of JSON whose message is text.
+The same message at the same place, as several ranks print it, is one event that happened several times. These inputs
+are handled: terminal escape sequences, carriage returns of progress bars, Windows line ends, UTF-16, gzip (also
+truncated), and JSON lines whose message is text.
 
-The user's line is the last one of the Python traceback above a message that is not in an installed package or in
-Python's library; or, below a message that aborts the process, the first such line that `faulthandler` writes of the
-current thread (see `plimsoll.device.aborts.Dump`). Does NOT read tracebacks of notebooks and of other languages.
+The place of an error is the last line of user code in the Python traceback above the message. User code is outside
+installed packages and the standard library. If the message aborts the process, the place is the first such line that
+`faulthandler` writes below it for the current thread (see `plimsoll.device.aborts.Dump`). Not handled: tracebacks of
+notebooks and of other languages.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from plimsoll.device.oom_errors import family_of_text, is_users
 from plimsoll.diagnose.parse.event import event_of, has_numbers
 from plimsoll.records.oom_text import OomText
 
-_MOST_LINES = 12  # of a message; fewer where a traceback or another message with its numbers begins
+_MOST_LINES = 12  # of a message; fewer if a traceback or another message with numbers begins
 _MOST_CHARACTERS_ABOVE = 2000
 _MOST_EVENTS = 1000  # distinct ones; the last is always kept
 _MOST_CHARACTERS_OF_LINE = 1 << 16  # the rest of it counts as further lines
 _LINES_PER_REPORT = 1 << 16
 _BUFFER_BYTES = 1 << 16
 _GZIP = b"\x1f\x8b"
-# Where a record has what was printed: Docker's json-file driver, then what loggers of several kinds call it.
+# Keys of the message in a record: Docker's json-file driver, then several kinds of loggers.
 _MESSAGES = ("log", "message", "msg", "text", "event")
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# Every text of `plimsoll.device.oom_errors` has one of these, in some case: most lines of a log are done with here.
+# Every text of `plimsoll.device.oom_errors` contains one of these, ignoring case. Most log lines are skipped here.
 _HINTS = (
     "out of ", "out_of_", "out-of-", "oom", "allocfailed", "alloc_failed", "bad_alloc", "allocate ", "memoryerror",
     "memory_error", "memoryallocation", "cpuallocator", "would exceed", "cudnn algorithm", "runtime error (2)",
     "handles_.at", "bus error", "shared memory", "space left", "killed", "unexpectedly", "errno 12",
     "memory allocation of", "of size ", "low on memory",
 )  # fmt: skip
-# Somebody speaks of memory: advice, a setting, code that looks for the words, where no error begins the line.
+# Prose about memory, in lines that begin with no error: advice, a setting, or code that searches for the words.
 _TALK = re.compile(
     r"\b(?:if|when|whenever|encounter\w*|avoid\w*|prevent\w*|tips?|hint|note|would|might|could|may|no|not|without|handler|"
     r"policy|catch\w*|retry|disabled|enabled|common|fix)\b|\bin str\(|^\s*#|raise |except ",
@@ -56,7 +57,7 @@ _ERROR = re.compile(
     r"what\(\)|Killed|memory allocation of \d+ bytes failed)|slurmstepd: |Killed process|oom-kill:c\w+=|"
     r"\bERROR\b.{0,80}\] \w*(?:Error|Exception): "
 )
-# What those print in front of a line who gather logs: a rank, a time, the stream.
+# Prefixes that log collectors write in front of a line: a rank, a time, the stream.
 _PREFIX = re.compile(
     r"^(?:\[(?:rank|default)\d+\]:|\d{1,4}:|"
     r"\[?\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)?\]?(?: std(?:out|err) [FP])?) ?"
@@ -67,7 +68,7 @@ _FRAME = re.compile(r'^\s*File "([^"]{1,4096})", line (\d+), in ')
 
 @dataclass
 class Log:
-    """What a log has: its distinct out-of-memory errors, the last one, and its end."""
+    """The distinct out-of-memory errors of a log, the last one, and the end of the log."""
 
     events: tuple[OomText, ...]
     last: OomText | None
@@ -77,7 +78,7 @@ class Log:
 
 @dataclass
 class _Message:
-    """The lines of one message that are still coming."""
+    """The lines of one message while it is being read."""
 
     family: str
     line_number: int
@@ -96,7 +97,7 @@ class _Message:
 
 @dataclass
 class _Reader:
-    """What was seen so far."""
+    """The state of the parser between lines."""
 
     message: _Message | None = None
     place: str = ""
@@ -105,7 +106,7 @@ class _Reader:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=40))
 
     def read(self, number: int, line: str) -> OomText | None:
-        """Take one line; return the message that ended with the line before it."""
+        """Parse one line; return the message that ended before it."""
         if self.message is not None and self.message.dump.takes(line):
             self.tail.append(line)
             return None
@@ -122,20 +123,20 @@ class _Reader:
         return ended
 
     def _family_of(self, line: str) -> str | None:
-        """The family of a line, or of one that was wrapped in two; none of a traceback's code and of talk."""
+        """Return the error family of a line, also if it is wrapped; ``None`` for code in tracebacks and for prose."""
         before = self.tail[-1] if self.tail else ""
         if _FRAME.match(before) or (_TALK.search(line) and not _ERROR.search(line) and not has_numbers(line)):
             return None
         return family_of_text(line) or (family_of_text(f"{before} {line}") if before.endswith(":") else None)
 
     def _above(self) -> str:
-        """The traceback that the message ends, as far as it is in the tail."""
+        """Return the traceback above the message, as far as it is in the tail."""
         lines = list(self.tail)
         begins = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
         return "\n".join(lines[begins[-1] :])[-_MOST_CHARACTERS_ABOVE:] if begins else ""
 
     def end(self) -> OomText | None:
-        """Return the message that is still open."""
+        """Return the message that is still open, and close it."""
         message, self.message = self.message, None
         return None if message is None else message.event()
 
@@ -159,8 +160,8 @@ def read_log(file: BinaryIO, report: Callable[[int], None] = lambda _: None) -> 
     """Read a log to its end.
 
     Args:
-        file: of bytes; it need not be seekable.
-        report: called now and then with how many characters were read.
+        file: a binary file; it need not be seekable.
+        report: progress callback, called with the number of characters read.
     """
     reader, found, last = _Reader(), dict[tuple[object, ...], OomText](), None
     number = num_characters = 0
@@ -200,7 +201,7 @@ def _lines(file: BinaryIO) -> Iterator[str]:
 
 
 def _opened(file: BinaryIO) -> io.BufferedReader:
-    """The stream from its beginning, unpacked where gzip packed it."""
+    """Return the stream from its beginning, decompressed if it is gzip."""
     stream = io.BufferedReader(cast(Any, _Raw(file.read)), _BUFFER_BYTES)
     if stream.peek(2)[:2] != _GZIP:
         return stream
@@ -208,7 +209,7 @@ def _opened(file: BinaryIO) -> io.BufferedReader:
 
 
 def _of_record(line: str) -> list[str]:
-    """The lines that a line of JSON logs, as the drivers of containers and structured loggers write them."""
+    """Return the lines that a JSON line logs, as container drivers and structured loggers write them."""
     with suppress(ValueError, RecursionError):
         record = json.loads(line)
         for name in _MESSAGES:
@@ -218,7 +219,7 @@ def _of_record(line: str) -> list[str]:
 
 
 class _Raw(io.RawIOBase):
-    """What a buffer reads from, of which the caller keeps and closes the file."""
+    """A raw stream for a buffer. The caller keeps and closes the file."""
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read
@@ -233,7 +234,7 @@ class _Raw(io.RawIOBase):
 
 
 class _Unpacked(_Raw):
-    """A packed stream, as far as it goes: the log of a process that was killed ends in the middle."""
+    """A decompressed stream that ends quietly if it is truncated, as the log of a killed process is."""
 
     def readinto(self, buffer: Any) -> int:
         with suppress(EOFError, OSError, zlib.error):

@@ -1,1 +1,1 @@
-"""A memory snapshot of `torch.cuda.memory._dump_snapshot` to a diagnosis; opening one runs nothing that is in it."""
+"""The diagnosis of a memory snapshot of `torch.cuda.memory._dump_snapshot`. Opening a snapshot runs no code in it."""

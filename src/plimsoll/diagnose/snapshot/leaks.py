@@ -1,12 +1,12 @@
 """Lines whose allocations stay from step to step.
 
-A step ends where an optimizer of torch begins to work after a forward or a backward pass did. A line is called a leak
-where in at least three quarters of the steps between the first such moment and the last, and in three of them, it
-allocated something that is there when the recording ends, of at least 1 MiB and 2 % of the peak. So what comes once
-(parameters, states, caches) is none, and what the last, unfinished step holds is none either.
+A step ends when a torch optimizer begins to work after a forward or a backward pass. The steps between the first and
+the last such moment are examined. A line leaks if allocations of at least three of these steps, and of three quarters
+of them, are live when the recording ends. Together they must be at least 1 MiB and 2 % of the peak. So allocations that
+happen once (parameters, states, caches), and those in the last, unfinished step, are not leaks.
 
-Does NOT find a leak in a program without an optimizer's step, in fewer than three whole steps, or of allocations whose
-stacks were not recorded. The line is where the memory was allocated; what keeps it is elsewhere.
+Not handled: programs without an optimizer step, fewer than three whole steps, and allocations whose stacks were not
+recorded. The line is the place of the allocation; another line keeps it alive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_LINES = 3
 
 @dataclass
 class _Kept:
-    """What of one line is still there: in which steps, how often and how many bytes."""
+    """The live allocations of one line: their steps, their number and their bytes."""
 
     steps: set[int] = field(default_factory=set)
     num_pieces: int = 0
@@ -36,7 +36,7 @@ class _Kept:
 
 
 def step_ends(replay: Replay) -> list[int]:
-    """Return the events with which an optimizer's step began."""
+    """Return the events at which an optimizer step began."""
     ends: list[int] = []
     is_training = False
     for event in range(len(replay.rows)):
@@ -50,7 +50,7 @@ def step_ends(replay: Replay) -> list[int]:
 
 
 def leak_findings(replay: Replay) -> tuple[Finding, ...]:
-    """Return the lines that leak most, largest first."""
+    """Return findings for the lines that leak most, largest first."""
     ends = step_ends(replay)
     num_steps = len(ends) - 1
     if num_steps < _FEWEST_STEPS:
@@ -91,15 +91,15 @@ def _finding(replay: Replay, place: str, kept: _Kept, num_steps: int, num_lines:
     )
     evidence = [Fact(text=text, known="measured")]
     if num_lines > 1:
-        evidence.append(Fact(text=f"{num_lines:,} lines leave memory behind in this way", known="measured"))
+        evidence.append(Fact(text=f"{num_lines:,} lines leak memory in this way", known="measured"))
     return Finding(
         cause="leak",
-        title=f"what {place} allocates stays: {format_bytes(rate_bytes)} per step",
+        title=f"allocations of {place} are not freed: {format_bytes(rate_bytes)} per step",
         place=place,
         evidence=tuple(evidence),
         peak_share=min(1.0, kept.num_bytes / replay.peak_bytes),
-        remedy="find what keeps the tensors of this line (a list, an attribute, a loss with its graph), and keep "
-        "`.detach()`, `.item()` or `.cpu()` of them, or drop them after the step",
+        remedy="find the object that keeps this line's tensors (a list, an attribute, a loss with its graph); store "
+        "`.detach()`, `.item()` or `.cpu()` of them instead, or delete them after the step",
         effect_bytes=kept.num_bytes,
         effect_known="counted",
     )

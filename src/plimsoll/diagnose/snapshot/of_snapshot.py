@@ -1,7 +1,8 @@
-"""The diagnosis of a memory snapshot: what was live at the peak by line, what was left unused, what leaks, the OOM.
+"""The diagnosis of a memory snapshot: live memory at the peak by line, unused memory, leaks, and the OOM.
 
-Explained is one device: that which ran out of memory, or else has reserved most. What the card has in all and what
-other processes use of it is not in a snapshot; nor is memory that torch's allocator did not hand out (contexts, NCCL).
+One device is explained: the device that ran out of memory, or else the device with the most reserved memory. A snapshot
+does not contain the total memory of the card, the memory of other processes, or memory outside torch's allocator
+(contexts, NCCL).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def diagnosis_of_snapshot(path: Path) -> Diagnosis:
     """Read a snapshot and explain the memory of one device in it.
 
     Raises:
-        InputError: if it cannot be read, is no snapshot, or holds anything but plain data.
+        InputError: if the file cannot be read, is not a snapshot, or contains anything but plain data.
     """
     snapshot = read_snapshot(path)
     replays = [replay(snapshot, device) for device in _devices(snapshot)]
@@ -42,7 +43,7 @@ def diagnosis_of_snapshot(path: Path) -> Diagnosis:
 
 
 def _devices(snapshot: Snapshot) -> list[int]:
-    """The devices with memory or events; the first, if none has any."""
+    """Return the devices with memory or events; the first device if no device has any."""
     used = {segment.device for segment in snapshot.segments}
     used |= {device for device, rows in enumerate(snapshot.traces) if rows}
     return sorted(used) or [0]
@@ -61,7 +62,7 @@ def _live_bytes(replay: Replay, moment: int) -> int:
 
 
 def _reserved_bytes(replay: Replay, moment: int) -> int:
-    """What was reserved at a moment; before the first event, as much as with it."""
+    """Return the bytes reserved at a moment; before the first event, the bytes reserved after it."""
     return replay.reserved_bytes[max(0, moment)] if replay.rows else _at_end_bytes(replay)
 
 
@@ -94,19 +95,19 @@ def _event(replay: Replay) -> OomText | None:
 
 
 def _holes(replay: Replay, is_private: bool) -> list[Block]:
-    """What is not used at the end, of private pools or of the common one."""
+    """Return the unused blocks at the end, of private pools or of the common pool."""
     segments = [segment for segment in replay.segments if segment.is_private == is_private]
     return [block for segment in segments for block in segment.blocks if not block.is_used]
 
 
 def _unused_bytes(replay: Replay, reserved_bytes: int, live_bytes: int) -> int:
-    """What was reserved and not used, without what private pools keep to themselves at the end."""
+    """Return the bytes that were reserved but unused, without the unused bytes of private pools at the end."""
     private_bytes = sum(hole.size_bytes for hole in _holes(replay, is_private=True))
     return max(0, reserved_bytes - live_bytes - private_bytes)
 
 
 def _fragmentation(replay: Replay, moment: int) -> tuple[Finding, ...]:
-    """Memory that the allocator had and could not use: at the OOM, or when it had most."""
+    """Return a finding if the allocator held much unused memory: at the OOM, or when most was reserved."""
     if not replay.rows:
         return ()
     reserved_bytes = max(replay.reserved_bytes)
@@ -118,24 +119,24 @@ def _fragmentation(replay: Replay, moment: int) -> tuple[Finding, ...]:
         unused_bytes = _unused_bytes(replay, reserved_bytes, replay.live_bytes[moment])
         least_bytes = replay.size_bytes(moment)
         evidence = [
-            f"{format_bytes(least_bytes)} were asked for, and {format_bytes(unused_bytes)} of "
-            f"{format_bytes(reserved_bytes)} that were reserved were not used"
+            f"{format_bytes(least_bytes)} were requested, and {format_bytes(unused_bytes)} of the "
+            f"{format_bytes(reserved_bytes)} reserved were unused"
         ]
     if unused_bytes < max(1, least_bytes):
         return ()
     if replay.oom_event is not None and not _is_changed_after(replay, moment):
         largest_bytes = max((hole.size_bytes for hole in _holes(replay, is_private=False)), default=0)
-        evidence.append(f"the largest piece of it has {format_bytes(largest_bytes)}")
+        evidence.append(f"the largest unused block has {format_bytes(largest_bytes)}")
     is_expandable = replay.snapshot.settings.get("expandable_segments") is True
     return (
         Finding(
             cause="fragmentation",
-            title=f"{format_bytes(unused_bytes)} are reserved in pieces that are not used",
+            title=f"{format_bytes(unused_bytes)} are reserved in blocks that are not used",
             place=replay.site(moment).place if replay.oom_event is not None else "",
             evidence=tuple(Fact(text=text, known="counted") for text in evidence),
-            remedy="keep sizes alike from step to step (lengths in few buckets), and free what is kept between steps"
+            remedy="use similar sizes in every step (a few length buckets), and free tensors kept between steps"
             if is_expandable
-            else "let segments grow instead of taking new ones; before torch 2.9 it is PYTORCH_CUDA_ALLOC_CONF",
+            else "let segments grow; before torch 2.9 the variable is PYTORCH_CUDA_ALLOC_CONF",
             code="" if is_expandable else "export PYTORCH_ALLOC_CONF=expandable_segments:True",
             effect_bytes=unused_bytes,
             effect_known="assumed",
@@ -158,7 +159,7 @@ def _notes(replay: Replay, moment: int, num_devices: int) -> list[str]:
     if not replay.rows:
         notes.append("No events were recorded, so the peak and leaks are unknown: record with enabled='all'.")
     elif len(step_ends(replay)) < 4:
-        notes.append("Leaks were not looked for: fewer than four steps of an optimizer of torch were recorded.")
+        notes.append("Leaks were not looked for: fewer than four steps of a torch optimizer were recorded.")
     if num_devices > 1:
         notes.append(f"{num_devices - 1} other device{'s' * (num_devices > 2)} in the snapshot: not explained here.")
     private = [segment for segment in replay.segments if segment.is_private]
@@ -166,11 +167,11 @@ def _notes(replay: Replay, moment: int, num_devices: int) -> list[str]:
         unused = sum(hole.size_bytes for hole in _holes(replay, is_private=True))
         notes.append(
             f"Private pools (CUDA graphs, MemPool) have {format_bytes(sum(one.size_bytes for one in private))}, of "
-            f"which {format_bytes(unused)} are not used and no other allocation can use."
+            f"which {format_bytes(unused)} are unused, and not available to other allocations."
         )
     streams = {segment.stream for segment in replay.segments}
     if len(streams) > 1:
-        notes.append(f"Memory is reserved for {len(streams)} streams; what one of them frees no other can use.")
+        notes.append(f"Memory is reserved for {len(streams)} streams; no stream can use memory that another one frees.")
     if replay.oom_event is not None:
-        notes.append("A snapshot does not say what the card has and what others use of it: see `nvidia-smi`.")
+        notes.append("A snapshot does not show the card's size and its use by other processes: run `nvidia-smi`.")
     return notes

@@ -1,8 +1,9 @@
-"""The file of a snapshot to what a diagnosis needs of it: segments and blocks as they were, and the events before.
+"""A reader for snapshot files: the final segments and blocks, and the events that led to them.
 
-Read are the pickles of `torch.cuda.memory._dump_snapshot`, of `torch.cuda.memory.memory_snapshot()` (segments only), of
-torch's C++ writer, and any of these compressed by gzip; of torch 2.0 with the frames of a block in its ``history``.
-Memory is one to three times the file's length. Does NOT read JSON, nor snapshots of MPS and of other libraries.
+These pickles are read: `torch.cuda.memory._dump_snapshot`, `torch.cuda.memory.memory_snapshot()` (segments only), and
+torch's C++ writer, each optionally compressed by gzip. Snapshots of torch 2.0 have the frames of a block in its
+``history``. Reading takes memory of one to three times the file size. Not handled: JSON, and snapshots of MPS or other
+libraries.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from plimsoll.files.pickles import BrokenPickle, load_plain
 _GZIP = b"\x1f\x8b"
 _PICKLES = tuple(bytes((0x80, protocol)) for protocol in (2, 3, 4, 5))
 _MOST_DEVICES = 256
-_MOST_BYTES = 1 << 63  # of all sizes in sum
+_MOST_BYTES = 1 << 63  # limit for the sum of all sizes
 _STATES = ("active_allocated", "active_pending_free", "active_awaiting_free", "inactive")
 
 
 class Block(NamedTuple):
-    """A part of a segment: in use by a tensor, or not.
+    """A part of a segment, in use by a tensor or not.
 
-    ``size_bytes`` is what it takes, ``asked_bytes`` what was asked for.
+    ``size_bytes`` is the size of the block, ``asked_bytes`` the size that was requested.
     """
 
     address: int
@@ -41,7 +42,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """Memory that the allocator has of the device; a private pool is that of a CUDA graph or a ``MemPool``."""
+    """Memory that the allocator has reserved on the device; private pools belong to CUDA graphs or a ``MemPool``."""
 
     device: int
     size_bytes: int
@@ -52,14 +53,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One file.
+    """The content of one snapshot file.
 
     Attributes:
-        segments: of all devices.
-        traces: of each device the rows of its events, oldest first.
-        columns: of the events.
-        sites: what the columns' sites are.
-        settings: of the allocator, such as ``expandable_segments``; empty where the file does not say.
+        segments: segments of all devices.
+        traces: rows of each device's events, oldest first.
+        columns: columns of the events.
+        sites: sites that the columns refer to by index.
+        settings: allocator settings, such as ``expandable_segments``; empty if the file has none.
     """
 
     segments: tuple[Segment, ...]
@@ -70,7 +71,7 @@ class Snapshot:
 
 
 def is_snapshot(path: Path) -> bool:
-    """Whether a file, or what is compressed in it by gzip, is a pickle, by how it begins: no text begins so."""
+    """Return whether a file is a pickle, plain or in gzip, by its first bytes. No text begins with them."""
     with suppress(OSError, EOFError, zlib.error):
         with path.open("rb") as file:
             head = file.read(2)
@@ -85,7 +86,7 @@ def read_snapshot(path: Path) -> Snapshot:
     """Read a snapshot from its file.
 
     Raises:
-        InputError: if it cannot be read, is no snapshot, or holds anything but plain data.
+        InputError: if the file cannot be read, is not a snapshot, or contains anything but plain data.
     """
     try:
         with path.open("rb") as file:
@@ -121,12 +122,12 @@ def snapshot_of(file: BinaryIO, name: str) -> Snapshot:
         return _checked(root, recording)
     except _Odd as odd:
         raise InputError(
-            f"{name} is no memory snapshot that is known here ({odd}): write one with torch.cuda.memory._dump_snapshot"
+            f"{name} is not a known kind of memory snapshot ({odd}): write one with torch.cuda.memory._dump_snapshot"
         ) from None
 
 
 class _Odd(Exception):
-    """What is not as torch writes it."""
+    """Content that torch does not write."""
 
 
 def _checked(root: dict[str, Any], recording: Recording) -> Snapshot:
@@ -148,7 +149,7 @@ def _checked(root: dict[str, Any], recording: Recording) -> Snapshot:
 
 
 def _list(value: object, seen: set[int]) -> list[Any]:
-    """A list that is used once: what a small file says a thousand times over would take as long."""
+    """Return a list that was not used before: shared lists would make a small file take as long as a huge one."""
     if not isinstance(value, list) or (value and id(value) in seen):
         raise _Odd("a list is missing, or used twice")
     seen.add(id(value))
@@ -157,7 +158,7 @@ def _list(value: object, seen: set[int]) -> list[Any]:
 
 def _segment(fields: object, recording: Recording, seen: set[int]) -> Segment:
     if not isinstance(fields, dict):
-        raise _Odd("a segment is no dict")
+        raise _Odd("a segment is not a dict")
     size_bytes = _bytes_of(fields, "total_size")
     blocks = tuple(_blocks(fields, recording, seen))
     if sum(block.size_bytes for block in blocks) > size_bytes:
@@ -195,7 +196,7 @@ def _blocks(fields: dict[str, Any], recording: Recording, seen: set[int]) -> Ite
 
 
 def _last_of_history(block: dict[str, Any]) -> dict[str, Any]:
-    """What torch up to 2.0 says of who allocated a block, newest first."""
+    """Return the newest allocation in the history of a block, as torch up to 2.0 writes it."""
     history = block.get("history")
     return history[0] if isinstance(history, list) and history and isinstance(history[0], dict) else {}
 
@@ -203,5 +204,5 @@ def _last_of_history(block: dict[str, Any]) -> dict[str, Any]:
 def _bytes_of(fields: dict[str, Any], name: str, otherwise: int | None = None) -> int:
     value = fields.get(name, otherwise)
     if value is None or not is_size(value):
-        raise _Odd(f"{name} is no number of bytes, but a {type(value).__name__}")
+        raise _Odd(f"{name} is not a number of bytes, but a {type(value).__name__}")
     return cast(int, value)

@@ -1,8 +1,8 @@
-"""What a snapshot holds, in columns: stacks as the user's line and the phase, events as rows of numbers.
+"""The content of a snapshot in columns: stacks reduced to the user's line and the phase, and events as rows of numbers.
 
-A frame is the user's where it is Python, in no installed package, not Python's library and not what a compiler of
-torch wrote. The phase of an allocation is that of the innermost frame that tells one, which is a guess by names:
-torch's optimizers, autograd, ``Module.to`` or a ``forward``. Frames behind the first 1,000 of a stack are left out.
+A frame is user code if it is a Python file outside installed packages and the standard library, and no torch compiler
+wrote it. The phase of an allocation is guessed from the innermost frame with a telling name: torch's optimizers,
+autograd, ``Module.to`` or a ``forward``. Frames after the first 1,000 of a stack are ignored.
 
 Source: ``torch/csrc/cuda/Module.cpp`` (`memorySnapshot`) and ``memory_snapshot.cpp`` of torch 2.0 to 2.13.
 """
@@ -41,7 +41,7 @@ _BACKWARD_FILES = ("torch/autograd/__init__.py", "torch/autograd/graph.py", "tor
 
 
 class Site(Sealed):
-    """Where something was allocated: the user's line (`""`: not known) and the phase it was in."""
+    """The place of an allocation: the line of user code (`""` if unknown) and the phase."""
 
     __slots__ = ("index", "phase", "place")
 
@@ -65,7 +65,10 @@ class EventRow(int, Sealed):
 
 
 class Columns(NamedTuple):
-    """Events, one value each: what happened, where in memory (what is free, of an OOM), how many bytes, which site."""
+    """Columns with one value for each event: action, address, size in bytes, and index of the site.
+
+    For an OOM, the address is the number of free bytes.
+    """
 
     actions: array[int]
     addresses: array[int]
@@ -74,7 +77,7 @@ class Columns(NamedTuple):
 
 
 class Recording:
-    """Replaces frames, stacks and events of a snapshot while it is read."""
+    """Callbacks that replace frames, stacks and events of a snapshot while it is read."""
 
     def __init__(self) -> None:
         self.unknown = Site(0, "", "")
@@ -84,7 +87,7 @@ class Recording:
         self._sites: dict[tuple[str, Phase], Site] = {("", ""): self.unknown}
 
     def of_dict(self, container: dict[str, Any]) -> Any:
-        """Replace an event by its row, and a frame by what it tells."""
+        """Replace an event by its row, and a frame by its place and phase."""
         if "action" in container:
             return self._event(container)
         if "filename" in container:
@@ -96,7 +99,7 @@ class Recording:
         return self._site(container) if container and type(container[0]) is _Frame else container
 
     def site_of(self, frames: object) -> Site:
-        """Return the site of what an event or a block has as its stack."""
+        """Return the site of the stack of an event or a block; the unknown site if it has no stack."""
         return frames if type(frames) is Site else self.unknown
 
     def _frame(self, container: dict[str, Any]) -> Any:
@@ -137,17 +140,17 @@ class Recording:
 
 
 def is_size(value: object) -> bool:
-    """Whether a value is a number of bytes, of torch's 64 bits."""
+    """Return whether a value is a number of bytes that fits torch's 64 bits."""
     return type(value) is int and 0 <= value < _MOST_BYTES
 
 
 def _is_of_64_bits(value: object) -> bool:
-    """Whether a value is a number of 64 bits; torch's C++ writer has the upper half of them as negative ones."""
+    """Return whether a value is a 64-bit number. torch's C++ writer stores the upper half as negative numbers."""
     return type(value) is int and -_MOST_BYTES <= value <= _BITS
 
 
 def _printable(filename: str) -> str:
-    """A name that a terminal only shows."""
+    """Return a name without characters that control a terminal."""
     return "".join(character if character.isprintable() else "\ufffd" for character in filename[-_MOST_CHARACTERS:])
 
 

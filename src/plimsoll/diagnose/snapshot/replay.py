@@ -1,9 +1,9 @@
-"""The events of one device, played again: what was live over time, what was live at the peak, and when it was freed.
+"""A replay of the events of one device: live memory over time, the allocations at the peak, and when they were freed.
 
-Sizes are those that were asked for, as the events have them; an allocation is over with the request to free it. What
-was there before the first event is known by what is freed without having been allocated, and by the blocks that are
-left at the end and no event allocated. Where events are missing in between (torch keeps the last ones) it does not see
-what was allocated and freed among them.
+Sizes are the requested sizes, as in the events. An allocation ends with the request to free it. Allocations from before
+the first event are known in two ways: they are freed without having been allocated, or their blocks are in use at the
+end and no event allocated them. torch keeps only the last events, so allocations that were made and freed among missing
+events are not seen.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from plimsoll.records.diagnosis import Share
 
 NEVER = -1
 FROM_BEFORE = -1
-"""The event of what was allocated before the first one."""
+"""The event number of allocations from before the first event."""
 
 
 class Piece(NamedTuple):
-    """One allocation: the event it came with (or `FROM_BEFORE`), the event that freed it (or `NEVER`), and where."""
+    """One allocation: the event that made it (or `FROM_BEFORE`), the event that freed it (or `NEVER`), and its site."""
 
     born: int
     freed: int
@@ -44,18 +44,18 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """One device.
+    """The replayed events of one device.
 
     Attributes:
-        device: its index.
-        snapshot: that it is of.
-        rows: its events.
-        segments: its segments.
-        live_bytes: after each event, what is in use.
-        reserved_bytes: after each event, what the allocator has of the device.
-        freed_at: of each event that allocated, the event that freed it, or `NEVER`.
-        before: what was there before the first event.
-        oom_event: the last one that ran out of memory.
+        device: index of the device.
+        snapshot: the snapshot.
+        rows: rows of the device's events.
+        segments: segments of the device.
+        live_bytes: bytes in use after each event.
+        reserved_bytes: bytes that the allocator has reserved after each event.
+        freed_at: for each event that allocated, the event that freed it, or `NEVER`.
+        before: allocations from before the first event.
+        oom_event: the last event that ran out of memory.
     """
 
     device: int
@@ -70,14 +70,14 @@ class Replay:
 
     @property
     def top_event(self) -> int:
-        """After which event most was live; `FROM_BEFORE` if it was before the first one."""
+        """The event after which the most memory was live; `FROM_BEFORE` if it was before the first event."""
         if not self.rows or max(self.live_bytes) <= self._before_bytes:
             return FROM_BEFORE
         return self.live_bytes.index(max(self.live_bytes))
 
     @property
     def peak_bytes(self) -> int:
-        """What was live then."""
+        """The most bytes that were live at one time."""
         return max(self._before_bytes, max(self.live_bytes, default=0))
 
     @property
@@ -85,15 +85,15 @@ class Replay:
         return sum(piece.num_bytes for piece in self.before)
 
     def site(self, event: int) -> Site:
-        """Where the code was at an event."""
+        """Return the place of the code at an event."""
         return self.snapshot.sites[self.snapshot.columns.sites[self.rows[event]]]
 
     def size_bytes(self, event: int) -> int:
-        """How many bytes an event is about."""
+        """Return the number of bytes of an event."""
         return self.snapshot.columns.sizes[self.rows[event]]
 
     def live_at(self, event: int) -> Iterator[Piece]:
-        """Yield what was live after an event."""
+        """Yield the allocations that were live after an event."""
         for piece in self.before:
             if piece.freed == NEVER or piece.freed > event:
                 yield piece
@@ -104,7 +104,7 @@ class Replay:
 
 
 def replay(snapshot: Snapshot, device: int) -> Replay:
-    """Play the events of one device."""
+    """Replay the events of one device."""
     rows = snapshot.traces[device] if device < len(snapshot.traces) else []
     segments = tuple(segment for segment in snapshot.segments if segment.device == device)
     freed_at, before, open_births = _lives(snapshot, rows)
@@ -128,7 +128,7 @@ def replay(snapshot: Snapshot, device: int) -> Replay:
 
 
 def _lives(snapshot: Snapshot, rows: list[EventRow]) -> tuple[array[int], list[Piece], dict[int, int]]:
-    """Which event freed what; what was freed and never allocated; what is allocated at the end, by its address."""
+    """Return the event that freed each allocation, frees without an allocation, and live allocations by address."""
     columns = snapshot.columns
     freed_at = array("q", [NEVER]) * len(rows)
     before: list[Piece] = []
@@ -144,7 +144,7 @@ def _lives(snapshot: Snapshot, rows: list[EventRow]) -> tuple[array[int], list[P
             if born is not None:
                 freed_at[born] = event
             else:
-                # The stack of a free tells where it was freed, not where it was allocated.
+                # The stack of a free shows the place of the free, not of the allocation.
                 before.append(Piece(FROM_BEFORE, event, columns.sizes[row], snapshot.sites[0]))
             if action == FREE_REQUESTED:
                 requested.add(address)
@@ -172,7 +172,7 @@ def _live(snapshot: Snapshot, rows: list[EventRow], freed_at: array[int], before
 
 
 def _reserved(snapshot: Snapshot, rows: list[EventRow], at_end_bytes: int) -> array[int]:
-    """Back from what is reserved at the end."""
+    """Return the reserved bytes after each event, computed backwards from the end."""
     columns = snapshot.columns
     curve = array("q", bytes(8 * len(rows)))
     reserved_bytes = at_end_bytes
@@ -195,8 +195,8 @@ _BY_PHASE: dict[Phase, str] = {
     "forward": "activations",
     "": "unknown",
 }
-# Assumed from names of frames, where it was allocated and where it was freed: what autograd allocated and an optimizer
-# freed, or nobody yet, is a gradient; what was freed by the backward pass was saved for it.
+# Assumed from the frame names of the allocation and of the free: memory that autograd allocated, and an optimizer freed
+# or nothing freed yet, is a gradient. Memory that the backward pass freed was saved for it.
 _FREED_IN: dict[tuple[Phase, Phase], str] = {
     ("optimizer", "optimizer"): "temporaries",
     ("backward", "backward"): "temporaries",
@@ -207,7 +207,7 @@ _FREED_IN: dict[tuple[Phase, Phase], str] = {
 
 
 def shares_at(replay: Replay, event: int) -> tuple[Share, ...]:
-    """Return what was live after an event, largest first; the smallest are one share, ``others``."""
+    """Return the live memory after an event, largest share first. The smallest ones are joined into ``others``."""
     sizes = Counter[tuple[str, str]]()
     for piece in replay.live_at(event):
         sizes[category_of(replay, piece), piece.site.place] += piece.num_bytes
@@ -224,7 +224,7 @@ def shares_at(replay: Replay, event: int) -> tuple[Share, ...]:
 
 
 def category_of(replay: Replay, piece: Piece) -> str:
-    """Return what an allocation is for, as far as names tell."""
+    """Return the category of an allocation, guessed from names."""
     phase = piece.site.phase
     if piece.freed != NEVER:
         return _FREED_IN.get((phase, replay.site(piece.freed).phase), _BY_PHASE[phase])

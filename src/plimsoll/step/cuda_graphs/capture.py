@@ -1,14 +1,14 @@
-"""One captured pass of a micro-batch, and the proof that its replay is that pass.
+"""Capturing one pass of a micro-batch, and verifying that its replay equals the pass.
 
     found = Capture(workload, retry, backend, parameters).of(micro_batch, share, scaler, eager)
 
-The graph reads a static copy of its inputs and adds to static gradients. Equal or refused: its first replay must have
-the bits of eager passes from the same state (loss, gradients, what they wrote and random numbers), or be as near to
-them as they are to each other. Who calls puts the state back.
+The graph reads a static copy of its inputs and adds to static gradients. The first replay is compared with eager passes
+from the same state: loss, gradients, written tensors and random state. It must be bitwise identical, or as close to
+them as they are to each other. Otherwise the capture is refused. The caller restores the state.
 
-Does NOT see what Python does beyond what `plimsoll.step.undo.find_state` reaches and
-`plimsoll.step.cuda_graphs.surroundings` compares: what a loss prints, or writes to a file, it prints and writes in
-eager passes only, and what it reads there stays as it was.
+Not detected: Python effects beyond the state that `plimsoll.step.undo.find_state` reaches and
+`plimsoll.step.cuda_graphs.surroundings` compares. A loss prints or writes files only in eager passes. Values that it
+reads from files stay as they were at the capture.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ from plimsoll.step.undo.state_before_step import Before
 T = TypeVar("T")
 Scaler = torch.amp.GradScaler | None
 Eager = Callable[[Any], Tensor]
-"""Adds the gradients of a micro-batch that is on the device, and returns its part of the loss."""
+"""Adds the gradients of a micro-batch on the device, and returns its part of the loss."""
 
-_MORE_PASSES = 2  # where two differ, to see what is repeated and what is not
+_MORE_PASSES = 2  # if two differ, to find out which values vary
 _OWN_NUMBERS = {"cpu": {"torch"}, "cuda": {"device", "cudnn_dropout"}}
-"""The random states of a backend that are the device's; the others are the host's."""
+"""Random states of a backend that belong to the device; the others belong to the host."""
 
 
 class Graph(Protocol):
-    """What captures work and replays it: see `plimsoll.device.cuda.graphs.CudaGraph`."""
+    """An object that captures work and replays it: see `plimsoll.device.cuda.graphs.CudaGraph`."""
 
     num_bytes: int
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Capture what work launches, and return what the first replay will fill."""
+        """Capture the kernels that ``work`` launches, and return its result, which the first replay will fill."""
 
     def replay(self) -> None:
-        """Launch it."""
+        """Launch the captured kernels."""
 
     def release(self) -> None:
-        """Give its memory back."""
+        """Free the graph's memory."""
 
 
 GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
-"""What captures, by the type of the device."""
+"""Graph classes by device type."""
 
 
 @dataclass(slots=True)
 class Captured:
-    """A graph with what it reads and writes, and what was around it."""
+    """A graph with its inputs and outputs, and the surroundings at its capture."""
 
     graph: Graph
     inputs: Any
@@ -83,11 +83,11 @@ class Captured:
     num_holders: list[int] = field(default_factory=list)
 
     def release(self) -> None:
-        """Give the graph's memory back."""
+        """Free the graph's memory."""
         self.graph.release()
 
     def let_go(self) -> None:
-        """Note, when no step is under way, that nobody else has the gradients, which the next ones will change."""
+        """Record the number of references to the gradients between steps; more references later forbid a replay."""
         self.num_holders = _num_holders(self.gradients)
 
     def replay(self, micro_batch: Any, share: float, scaler: Scaler) -> Tensor:
@@ -95,7 +95,7 @@ class Captured:
         with torch.no_grad():
             for (_, static), (_, leaf) in zip(leaves_of(self.inputs), leaves_of(micro_batch), strict=True):
                 if isinstance(static, Tensor):
-                    # From pageable memory the copy would wait for the replay before it.
+                    # A copy from pageable memory would wait for the previous replay.
                     is_far = static.is_cuda and not leaf.is_cuda
                     static.copy_(leaf.pin_memory() if is_far else leaf, non_blocking=True)
             for parameter, gradient in self.gradients:
@@ -108,11 +108,11 @@ class Captured:
         return _part_of(self.loss, share).clone()
 
     def what_changed(self, before: Before) -> str | None:
-        """What is not as it was at the capture, of what a pass may read, before another step; ``None`` if all is."""
+        """Return the name of state that a pass may read and that differs from the capture; ``None`` if it is equal."""
         if before.reached is not self.reached:
             return "the model's modules"
         if any(now > then for now, then in zip(_num_holders(self.gradients), self.num_holders, strict=True)):
-            return "what keeps gradients of earlier steps"
+            return "the number of references to gradients"
         for number in self.contents.differing(before.contents):
             name = before.reached.places[number][0]
             if not (is_of_the_update(name) or are_equal(*map(flat, (self.contents[number], before.contents[number])))):
@@ -121,13 +121,13 @@ class Captured:
 
 
 class Capture:
-    """Captures passes of one training, from the state that `Retry.remember` has taken.
+    """Captures passes of one training, starting from the state that `Retry.remember` saved.
 
     Args:
         workload: the training.
-        retry: goes back to the state.
-        backend: of the device.
-        parameters: iterates over what has gradients.
+        retry: restores the saved state.
+        backend: the backend of the device.
+        parameters: iterates over the parameters with gradients.
     """
 
     def __init__(
@@ -136,19 +136,22 @@ class Capture:
         self._workload, self._retry, self._backend, self._parameters = workload, retry, backend, parameters
 
     def of(self, micro_batch: Any, share: float, scaler: Scaler, eager: Eager) -> Captured | str:
-        """Capture the pass of a micro-batch; returns why not where a replay would not be that pass.
+        """Capture the pass of a micro-batch.
 
         Args:
             micro_batch: the micro-batch, on any device.
             share: its share of the mean loss.
-            scaler: of the loss, for fp16.
+            scaler: the gradient scaler, for fp16.
             eager: the pass without a graph.
+
+        Returns:
+            The captured graph, or the reason for which a replay would differ from the pass.
         """
         device = self._workload.device
         why = self._obstacle()
         if why is not None:
             return why
-        self._go_back()  # where a step is one of several from the state that is remembered
+        self._go_back()  # other passes may have run since the state was saved
         inputs = map_leaves(micro_batch, lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf)
         around = Around(self._retry.undo.remembered[0], device)
         if around.obstacle is not None:
@@ -156,7 +159,7 @@ class Capture:
         first, why = self._first_pass(inputs, eager, around)
         if why is not None:
             return why
-        # In this thread the survey sees the backward pass, and a capture of this thread takes it.
+        # Run backward in this thread, so that the survey and the capture include it.
         with torch.autograd.set_multithreading_enabled(False):
             return self._proven(_Pass(self._workload, inputs, share, scaler), first, around)
 
@@ -164,16 +167,16 @@ class Capture:
         if self._retry.hidden is not None:
             return self._retry.hidden
         if self._retry.extra_state:
-            return "extra_state is given, of which it is not seen what a pass changes"
+            return "extra_state is given, and a pass may change it unnoticed"
         if torch.is_autocast_enabled(self._workload.device.type):
-            return "the loop is inside of torch.autocast, which keeps casts of weights from pass to pass"
+            return "the loop is inside torch.autocast, which caches casts of weights between passes"
         iterators = self._retry.undo.iterators()
         if iterators:
-            return f"{min(iterators)} is an iterator, which a pass may move"
+            return f"{min(iterators)} is an iterator, which a pass may advance"
         return "the model is compiled" if any(map(is_compiled, self._workload.model.modules())) else None
 
     def _first_pass(self, inputs: Any, eager: Eager, around: Around) -> tuple[Seen, str | None]:
-        """An eager pass, and what it does that a replay would not."""
+        """Run an eager pass; return its results, and the reason if a replay would not reproduce it."""
         versions, numbers = _versions(inputs), self._host_numbers()
         seen = self._seen(lambda: eager(inputs))
         changed = next(self._what_python_changed(), None) or around.what_a_pass_changed()
@@ -181,7 +184,7 @@ class Capture:
         if changed is not None:
             why = f"a pass changes {changed}, and a replay runs no Python"
         elif _versions(inputs) != versions:
-            why = "a pass writes what is in its micro-batch"
+            why = "a pass writes to its micro-batch"
         elif not is_same_state(numbers, self._host_numbers()):
             why = "a pass draws random numbers on the host"
         elif any(one.grad is not None and one.grad.layout != torch.strided for one in self._parameters()):
@@ -210,7 +213,7 @@ class Capture:
             self._go_back()
             _begin_with(gradients)
             if not is_again(eager, self._seen(lambda: _replayed(graph, loss, one_pass.share))):
-                return "its replay has other bits than the pass"
+                return "its replay gives other results than the pass"
             stack.pop_all()
         before = self._retry.undo.remembered[0]
         assert one_pass.seed is not None
@@ -225,7 +228,7 @@ class Capture:
         self._retry.go_back([*self._parameters()])
 
     def _what_python_changed(self) -> Iterator[str]:
-        """Names of what is in other places, or in arrays and generators, since the step began."""
+        """Yield the names of places, arrays and generators that have changed since the step began."""
         for before in self._retry.undo.remembered:
             yield from (name for name, *_ in before.changed() if not is_of_the_update(name))
             yield from (name for name, saved in before.copies if isinstance(saved, SavedArray) and saved.is_changed())
@@ -237,7 +240,7 @@ class Capture:
 
 
 class _Pass:
-    """Forward and backward of a micro-batch that lies where it will always lie."""
+    """Forward and backward of a micro-batch at a fixed address."""
 
     def __init__(self, workload: Workload, inputs: Any, share: float, scaler: Scaler) -> None:
         self.inputs, self.share = inputs, share
@@ -246,12 +249,12 @@ class _Pass:
         self._workload, self._scaler = workload, scaler
 
     def __call__(self) -> Tensor:
-        """Do it; returns its part of the loss."""
+        """Run the pass and return its part of the loss."""
         return _part_of(self.loss(), self.share)
 
     def loss(self) -> Tensor:
-        """Do it; returns the mean loss of the micro-batch."""
-        # Not in backward: under a dispatch mode autograd adds gradients up out of place.
+        """Run the pass and return the mean loss of the micro-batch."""
+        # Not in backward, because autograd accumulates gradients out of place under a dispatch mode.
         with ReadAgain(self.read) if self.read else nullcontext():
             loss = mean_loss(self._workload, self.inputs)
         if self.seed is None:
@@ -266,19 +269,19 @@ def _replayed(graph: Graph, loss: Tensor, share: float) -> Tensor:
 
 
 def _num_holders(gradients: list[tuple[nn.Parameter, Tensor]]) -> list[int]:
-    """Count who has each gradient, by itself or a view of it."""
+    """Count the references to each gradient and to its storage."""
     storages = ((gradient, gradient.untyped_storage()._cdata) for _, gradient in gradients)
     return [sys.getrefcount(gradient) + torch._C._storage_Use_Count(storage) for gradient, storage in storages]
 
 
 def _begin_with(gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
-    # -0.0 and not 0.0: the first addition to it leaves what was added, to the last bit.
+    # -0.0 and not 0.0, because -0.0 + x is bitwise equal to x.
     for parameter, gradient in gradients:
         parameter.grad = gradient.fill_(-0.0)
 
 
 def _seed_of(loss: Tensor, share: float, scaler: Scaler) -> Tensor:
-    """What backward begins with: static, so that another share of the loss or another scale needs no other graph."""
+    """Return the gradient that backward starts with; an input, so that one graph serves any share and scale."""
     leaf = torch.zeros_like(loss, requires_grad=True)
     part = leaf * share if share != 1 else leaf
     (seed,) = torch.autograd.grad(part if scaler is None else scaler.scale(part), leaf)

@@ -1,7 +1,7 @@
-"""What tells whether two passes of the same samples are the same, without keeping a copy of what they computed.
+"""Fingerprints of passes, which tell whether two passes of the same samples are equal without keeping their results.
 
-A print of a tensor has a hash of its bits, which is equal for equal bits, and its sum and norm, which are near where
-only rounding differs. Kernels that add in any order (atomics, on a GPU) give another rounding each time.
+The fingerprint of a tensor has a hash of its bits, which is equal for equal bits. Its sum and norm are close if only
+rounding differs. GPU kernels that add in any order (atomics) round differently each time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 _MOST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""What rounding explains of the difference of two norms, as a share of them."""
+"""The largest relative difference of two norms that rounding explains."""
 _NO_NUMBER = -1.0  # in place of NaN, which is not equal to itself
 
 
 class Print(NamedTuple):
-    """What a tensor holds, without a copy of it: a hash of its bits, the sum of its numbers and their norm.
+    """A fingerprint of a tensor: a hash of its bits, the sum of its elements and their norm.
 
-    ``most_difference`` is what rounding may change of a number, as a share of it.
+    ``most_difference`` is the largest relative change of an element by rounding.
     """
 
     bits: int
@@ -30,14 +30,14 @@ class Print(NamedTuple):
     most_difference: float
 
     def is_near(self, other: Print, largest_norm: float = 0.0) -> bool:
-        """Whether the other differs by no more than rounding, of what is as large as ``largest_norm``."""
+        """Return whether the other differs only by rounding of numbers as large as ``largest_norm``."""
         most = self.most_difference * max(self.norm, other.norm, largest_norm)
         is_norm_near = abs(self.norm - other.norm) <= most
         return self == other or (is_norm_near and abs(self.total - other.total) <= most * self.num_numbers**0.5)
 
 
 class PassPrint(NamedTuple):
-    """Prints of the loss, of the gradients, and of what was written; and the state of random numbers afterwards."""
+    """Fingerprints of the loss, the gradients and written tensors, and the random state after the pass."""
 
     loss: Print
     gradients: list[Print]
@@ -45,7 +45,11 @@ class PassPrint(NamedTuple):
     random_state: Any
 
     def is_near(self, other: PassPrint) -> bool:
-        """Whether the other differs by no more than rounding; a gradient may be nothing but that (before BatchNorm)."""
+        """Return whether the other differs only by rounding.
+
+        Gradients are compared with the largest norm, because a gradient may consist of rounding errors only (before
+        BatchNorm).
+        """
         if (len(self.gradients), len(self.written)) != (len(other.gradients), len(other.written)):
             return False
         largest = max((one.norm for one in (*self.gradients, *other.gradients)), default=0.0)
@@ -57,7 +61,7 @@ class PassPrint(NamedTuple):
 
 
 def print_of(tensor: Tensor) -> Print:
-    """Make the print of a tensor, which waits for its device."""
+    """Return the fingerprint of a tensor; this waits for its device."""
     dense = tensor.detach()
     if dense.layout != torch.strided:
         dense = dense.coalesce().values()

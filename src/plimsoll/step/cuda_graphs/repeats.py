@@ -1,8 +1,9 @@
-"""Whether a pass is others of the same samples over again, some of whose kernels may add in any order.
+"""Comparing a pass with other passes of the same samples, some of whose kernels may add in any order.
 
-What eager passes repeat to the bit, the pass must repeat to the bit. What they do not (atomics, in backward passes of
-embeddings and of attention on a GPU) must lie as near to them as they to each other, within a small multiple: that is
-told by some thousand elements of each tensor, spread over it.
+Values that are bitwise identical in all eager passes must be bitwise identical in the pass. Other values may vary
+because of atomics, in backward passes of embeddings and of attention on a GPU. They must be as close to the eager
+passes as these are to each other, within a small multiple. A few thousand evenly spread elements of each tensor are
+compared.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from plimsoll.step.cuda_graphs.fingerprints import Print, print_of
 from plimsoll.step.undo.saved import is_same_state
 
 _MOST_ELEMENTS = 4096
-_SPREAD = 8  # the largest difference of so many numbers is hardly ever that much larger than that of others
-_MOST_NOISE = 2e-2  # of a tensor's largest element: rounding in bf16, and more is no rounding
+_SPREAD = 8  # the largest differences of pairs of passes hardly ever vary by more than this factor
+_MOST_NOISE = 2e-2  # relative to a tensor's largest element: the rounding of bf16
 
 
 class Seen(NamedTuple):
-    """What a pass came to: its loss, gradients, and what it wrote, in prints and some elements; and random numbers."""
+    """The results of a pass: fingerprints and sampled elements of loss, gradients and written tensors; random state."""
 
     prints: list[Print]
     samples: list[Tensor]
@@ -30,22 +31,27 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], random_state: Any) -> Seen:
-        """See them, which waits for the device."""
+        """Record the results; this waits for the device."""
         return cls([*map(print_of, tensors)], [*map(_sample_of, tensors)], random_state)
 
     def has_bits_of(self, other: Seen) -> bool:
-        """Whether everything is the same to the bit."""
+        """Return whether everything is bitwise identical."""
         return self.prints == other.prints and is_same_state(self.random_state, other.random_state)
 
 
 def are_alike(passes: Sequence[Seen]) -> bool:
-    """Whether passes differ by no more than kernels that add in any order."""
+    """Return whether passes differ only as kernels do that add in any order."""
     first = passes[0]
     return all(_is_comparable(first, one) for one in passes) and _noise_of(passes) <= _MOST_NOISE
 
 
 def is_again(passes: Sequence[Seen], another: Seen) -> bool:
-    """Whether another pass is these, which are alike, over again."""
+    """Return whether a pass repeats some others.
+
+    Args:
+        passes: passes that are alike.
+        another: the pass to compare.
+    """
     if not _is_comparable(passes[0], another):
         return False
     noise = _noise_of(passes)
@@ -57,7 +63,7 @@ def is_again(passes: Sequence[Seen], another: Seen) -> bool:
             continue
         first, *others = (one.samples[number] for one in passes)
         most = max(noise * _largest(first), *(_largest(first - one) for one in others))
-        if not _largest(first - sample) <= _SPREAD * most:  # nor if it is no number
+        if not _largest(first - sample) <= _SPREAD * most:  # true for NaN, too
             return False
     return True
 
@@ -68,7 +74,7 @@ def _is_comparable(one: Seen, other: Seen) -> bool:
 
 
 def _noise_of(passes: Sequence[Seen]) -> float:
-    """The largest difference of passes, as a share of the largest element of its tensor."""
+    """Return the largest difference between passes, relative to the largest element of the tensor."""
     shares = [0.0]
     for first, *others in zip(*(one.samples for one in passes), strict=True):
         scale = _largest(first)
@@ -81,7 +87,7 @@ def _largest(numbers: Tensor) -> float:
 
 
 def _sample_of(tensor: Tensor) -> Tensor:
-    """Up to so many elements, evenly spread over the storage of a dense tensor, as numbers of the host."""
+    """Return about `_MOST_ELEMENTS` elements, evenly spread over a dense tensor, as float64 on the host."""
     numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     flat = numbers.view(-1) if numbers.is_contiguous() else numbers.reshape(-1)
     return flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].to("cpu", torch.float64)

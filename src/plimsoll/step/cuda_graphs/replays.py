@@ -4,9 +4,9 @@
     replays.begin()                                            # of each try of a step
     loss = replays.run(micro_batch, share, scaler, eager)      # of each micro-batch
 
-Whatever forbids a capture, or fails in it, the steps run eagerly; that is said once, and the memory of the graph is
-given back. In a dry run nothing is captured: the ops of such a micro-batch are marked as a graph's
-(`plimsoll.memory.annotations`), unless its forward is seen to read the data.
+If a capture is not possible or fails, the steps run eagerly. One warning gives the reason, and the graph's memory is
+freed. In a dry run nothing is captured. Instead, the ops of such a micro-batch are marked as part of a graph
+(`plimsoll.memory.annotations`), unless its forward is observed to read data.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from plimsoll.step.failpoints import failpoint
 from plimsoll.step.oom_boundary import Position, attempt, without_fail
 from plimsoll.step.retry import Retry, warn_at_the_loop
 
-_MOST_CHANGES = 3  # of what is around the passes; where it changes in every step, no capture pays
-_IDLE_STEPS = 3  # without a micro-batch of the shape of the graph
-_ALIGNED_BYTES = 64  # of a vector register, and more than any load of a GPU
+_MOST_CHANGES = 3  # of the surroundings; if they change in every step, no capture pays off
+_IDLE_STEPS = 3  # steps without a micro-batch of the graph's shape
+_ALIGNED_BYTES = 64  # size of a vector register, and more than any load of a GPU
 _PLAIN = (str, bytes, bool, int, float, type(None))
 
 
 class Replays:
-    """Runs the micro-batches of one training, by replays where that is asked for and shown to be the same.
+    """Runs the micro-batches of one training, as replays if this is requested and verified to give the same results.
 
     Args:
-        workload: the training; its hook ``captured`` asks for it, and keeps what was captured.
-        retry: goes back to the state of before the step.
-        backend: of the device.
-        position: where the training is.
-        parameters: iterates over what has gradients.
+        workload: the training; its hook ``captured`` requests replays, and holds the captured graph.
+        retry: restores the state before the step.
+        backend: the backend of the device.
+        position: the position of the training.
+        parameters: iterates over the parameters with gradients.
         is_dry_run: whether the training is a dry run.
 
     Attributes:
-        num_replays: micro-batches that were replayed.
-        why_not: why there are no replays, if that is known.
+        num_replays: the number of replayed micro-batches.
+        why_not: the reason for which replays are impossible, if known.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Replays:
         self._is_first = True
         self._first_shapes: set[Hashable] = set()
         self._full: set[Hashable] = set()  # shapes whose graph did not fit
-        self._shape: Hashable = None  # of what is captured
-        self._captured_at = 0  # the step
+        self._shape: Hashable = None  # of the captured graph
+        self._captured_at = 0  # the step number
         self._num_changes = self._num_idle = 0
-        self._reached: list[nn.Parameter] = []  # in a dry run what has gradients, and those that stay
+        self._reached: list[nn.Parameter] = []  # in a dry run, the parameters with gradients
         self._static: dict[nn.Parameter, Tensor] | None = None
 
     def begin(self) -> None:
-        """Begin a try of a step, whose state is remembered: drop the graph if what is around the passes has changed."""
+        """Begin a try of a step from the saved state; drop the graph if the surroundings of the passes have changed."""
         self._is_first = True
         captured = self._current
         if captured is None:
@@ -99,8 +99,8 @@ class Replays:
         Args:
             micro_batch: the micro-batch, on any device.
             share: its share of the mean loss.
-            scaler: of the loss, for fp16.
-            eager: does it without a graph.
+            scaler: the gradient scaler, for fp16.
+            eager: runs the pass without a graph.
         """
         if self._captured is None:
             return eager(move_batch(micro_batch, self._workload.device))
@@ -110,9 +110,9 @@ class Replays:
         shape = shape_of(micro_batch, kind) if is_asked else None
         if self._is_dry_run:
             return self._in_dry_run(shape, is_first, micro_batch, eager)
-        # A dispatch mode that is in force is to see the passes.
+        # An active dispatch mode must see the passes.
         if shape is not None and not self._retry.undo.is_due and _get_current_dispatch_mode() is None:
-            # Only the pass with which a step begins can be done again, and a capture pays for shapes that come again.
+            # Only the first pass of a step can be repeated, and a capture pays off only for shapes that recur.
             if is_first and self._current is None and shape in self._first_shapes - self._full:
                 self._try_to_capture(shape, micro_batch, share, scaler, eager)
             if self._current is not None and shape == self._shape:
@@ -122,12 +122,12 @@ class Replays:
         return eager(move_batch(micro_batch, self._workload.device))
 
     def drop(self) -> None:
-        """Let go of what was captured, and give its memory back."""
+        """Drop the captured graph and free its memory."""
         while self._captured:
             self._captured.pop().release()
 
     def reset(self) -> None:
-        """Be as before the first step: other techniques are put to work."""
+        """Return to the state before the first step, because other techniques are installed."""
         self.drop()
         self.num_replays = self._num_changes = self._num_idle = 0
         self.why_not, self._shape = None, None
@@ -135,19 +135,19 @@ class Replays:
 
     @property
     def why_none(self) -> str | None:
-        """Why nothing was replayed, where that was asked for and not done."""
+        """The reason if nothing was replayed although it was requested, otherwise ``None``."""
         if self._captured is None or self.num_replays:
             return None
-        return self.why_not or ("there was no room to capture a graph" if self._full else "no graph was captured")
+        return self.why_not or ("too little memory to capture a graph" if self._full else "no graph was captured")
 
     @property
     def is_settled(self) -> bool:
-        """Whether passes run as they will from now on, and not for the first time before a capture."""
+        """True if passes already run as they will from now on, that is, no capture is pending."""
         return self._captured is None or self._current is not None or bool(self.why_not or self._full)
 
     @property
     def uncounted_bytes(self) -> int:
-        """What replays of the last step have used, and torch has counted as allocated in the capture alone."""
+        """Bytes that replays of the last step used but torch counted as allocated only during the capture."""
         captured = self._current
         return captured.graph.num_bytes if captured is not None and self._captured_at < self._position.step else 0
 
@@ -170,7 +170,7 @@ class Replays:
         return captured.replay(micro_batch, share, scaler)
 
     def _try_to_capture(self, shape: Hashable, micro_batch: Any, share: float, scaler: Scaler, eager: Eager) -> None:
-        """Capture the pass of a micro-batch with which a step begins; whatever comes of it, the state is as before."""
+        """Capture the first pass of a step; the state is restored in any case."""
         work = partial(self._capture.of, micro_batch, share, scaler, eager)
         found = without_fail(lambda: attempt(work, self._backend, self._position))
         self._retry.go_back([*self._parameters()])
@@ -184,7 +184,7 @@ class Replays:
         if isinstance(found, OomEvent):
             self._full.add(shape)
             warn_at_the_loop(
-                f"there is no room to capture a graph of such micro-batches ({found.shortage}), which run without one"
+                f"too little memory to capture a graph of such micro-batches ({found.shortage}): they run without one"
             )
         else:
             self._give_up(found)
@@ -194,9 +194,10 @@ class Replays:
         warn_at_the_loop(f"micro-batches are not replayed as a CUDA graph, because {why}: the steps run without one")
 
     def _in_dry_run(self, shape: Hashable, is_first: bool, micro_batch: Any, eager: Eager) -> Tensor:
-        """The pass of a dry run: from the second step on its ops are a graph's, and gradients stay between steps.
+        """Run a pass of a dry run.
 
-        They are kept between passes only: autograd adds to them in place as long as nobody else has them.
+        From the second step on, its ops belong to a graph and gradients persist between steps.
+        They are referenced only between passes, because autograd adds in place only if nothing else references them.
         """
         moved = move_batch(micro_batch, self._workload.device)
         if self._position.step and self._static is None:
@@ -216,7 +217,7 @@ class Replays:
         return loss
 
     def _surveyed(self, eager: Eager, micro_batch: Any) -> Tensor:
-        """A pass whose forward is looked at: where it reads its data, nothing will be replayed."""
+        """Run a pass whose forward is surveyed; if it reads its data, nothing will be replayed."""
         workload, survey = self._workload, Survey(self._workload.device)
         loss = workload.loss
         workload.loss = lambda model, batch: survey.of(lambda: loss(model, batch))
@@ -227,10 +228,15 @@ class Replays:
 
 
 def shape_of(micro_batch: Any, kind: str) -> Hashable:
-    """What two micro-batches must have in common to be passes of one graph on a kind of device.
+    """Return the properties that two micro-batches must share to be passes of one graph.
 
-    ``None`` where that cannot be told, or where an eager pass would read numbers in place that lie otherwise than the
-    graph's copy of them: kernels go by that, and round otherwise.
+    Args:
+        micro_batch: the micro-batch.
+        kind: the type of the device on which an eager pass uses the tensors in place; empty in a dry run.
+
+    Returns:
+        The key, or ``None`` if it cannot be determined. It is also ``None`` if a floating-point tensor on the device is
+        not aligned like the graph's copy: kernels may then be chosen differently and round differently.
     """
     found: list[Hashable] = []
     for path, leaf in leaves_of(micro_batch):

@@ -1,14 +1,13 @@
-"""What decides how a captured pass goes besides what the places of Python hold, as it was at the capture.
+"""The surroundings of a captured pass: conditions that decide its results, besides the content of Python places.
 
     around = Around(before, device)     # before the passes of the capture
-    around.what_a_pass_changed()        # of what no operator is seen to write
+    around.what_a_pass_changed()        # changes that no operator made
     around.what_changed(before)         # before another step
 
-Compared are bytes of numpy's arrays and of the host's tensors, environment variables, where tensors are, and whether
-they are trained, hooks, torch's settings, code, and what has come into places since they were found.
+It compares the bytes of numpy arrays and host tensors, environment variables, the addresses of tensors and their
+``requires_grad``. It also compares hooks, torch's settings, code, and objects added to places since the search.
 
-Does NOT see what is read from files, clocks, and objects of libraries that `plimsoll.step.undo.find_state` does not
-follow.
+Not compared: files, clocks, and objects of libraries that `plimsoll.step.undo.find_state` does not follow.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from plimsoll.step.undo.snapshot import are_equal
 from plimsoll.step.undo.state_before_step import Before
 from plimsoll.step.undo.written import has_storage
 
-_MOST_ITEMS = 10_000  # of a container, to look for what has come into it
-_OF_THE_UPDATE = "optimizer"  # with which the names of its places and tensors begin
+_MOST_ITEMS = 10_000  # largest container that is searched for new objects
+_OF_THE_UPDATE = "optimizer"  # prefix of the names of its places and tensors
 _ALWAYS_IN_USE = (torch, nn.functional)
 
 _Arrays = list[tuple[str, SavedArray]]
@@ -41,14 +40,14 @@ _Tensors = list[tuple[str, Tensor, int | None, SavedTensor]]  # with their versi
 
 
 class Around:
-    """What is around the passes of a step now.
+    """The current surroundings of the passes of a step.
 
     Args:
-        before: what the training reaches, and how it was before the step.
-        device: where the training computes.
+        before: the objects that the training reaches, and their state before the step.
+        device: the device of the training.
 
     Attributes:
-        obstacle: why it cannot be compared, if that is so.
+        obstacle: the reason for which the surroundings cannot be compared, if any.
     """
 
     def __init__(self, before: Before, device: torch.device) -> None:
@@ -65,21 +64,28 @@ class Around:
         self._where, self._others = self._where_now(before), self._others_now(before)
 
     def what_a_pass_changed(self) -> str | None:
-        """What a pass has changed, and no operator: those of the device may write buffers, for example."""
+        """Return the name of data that a pass changed without an operator, or ``None``.
+
+        Writes by operators, such as updates of buffers, are excluded.
+        """
         self._tensors = [one for one in self._tensors if _version_of(one[1]) == one[2]]
         return self._changed_data()
 
     def what_changed(self, before: Before) -> str | None:
-        """What is not as it was, before another step; ``None`` if all is."""
+        """Return the name of a difference to the current state, or ``None`` if everything is equal."""
         now = self._places.contents()
         for number in self._contents.differing(now):
             if not are_equal(*map(flat, (self._contents[number], now[number]))):
                 return self._names[number]
         if self._others_now(before) != self._others:
-            return "a hook, or a setting of torch,"
+            return "a hook or a setting of torch"
         where = self._where_now(before)
         moved = next((name for name, place in self._where.items() if where.get(name) != place), None)
-        return f"where {moved} is" if moved is not None else self._changed_data() or self._code.what_changed()
+        return (
+            f"the address or requires_grad of {moved}"
+            if moved is not None
+            else self._changed_data() or self._code.what_changed()
+        )
 
     def _changed_data(self) -> str | None:
         for name, array in self._arrays:
@@ -91,9 +97,9 @@ class Around:
         return "the environment" if os.environ != self._environment else None
 
     def _data_of(self, all_reached: Sequence[Reached], device: torch.device) -> tuple[_Arrays, _Tensors]:
-        """The data that ``float(array[0])`` and ``.tolist()`` read past torch's dispatcher."""
+        """Return copies of data that ``float(array[0])`` and ``.tolist()`` read without torch's dispatcher."""
         arrays = [pair for one in all_reached for pair in one.arrays if not is_of_the_update(pair[0])]
-        is_on_cpu = device.type == "cpu"  # as a stand-in in tests: weights and buffers are the device's
+        is_on_cpu = device.type == "cpu"  # in tests, the CPU stands in for the device: weights and buffers are on it
         own = {id(one) for reached in all_reached for module in reached.modules for one in module._buffers.values()}
         tensors = [
             (name, tensor) for reached in all_reached for name, tensor in reached.tensors.values()
@@ -104,13 +110,13 @@ class Around:
         sizes += [(tensor.untyped_storage().nbytes(), name) for name, tensor in tensors]
         if (num_bytes := sum(size for size, _ in sizes)) > SMALL_BYTES:
             self.obstacle = (
-                f"what Python may read in arrays and in tensors of the host is {format_bytes(num_bytes)}, "
-                f"{max(sizes)[1]} above all, and no more than {format_bytes(SMALL_BYTES)} is compared before each step"
+                f"Python may read {format_bytes(num_bytes)} of arrays and host tensors (most in {max(sizes)[1]}), "
+                f"but no more than {format_bytes(SMALL_BYTES)} can be compared before each step"
             )
             return [], []
         of_objects = next((name for name, array in arrays if array.dtype.hasobject), None)
         if of_objects is not None:
-            self.obstacle = f"{of_objects} is an array of objects, into which is not looked"
+            self.obstacle = f"{of_objects} is an array of objects, which cannot be compared"
         return (
             [(name, SavedArray(array, array.copy())) for name, array in arrays],
             [(name, tensor, _version_of(tensor), SavedTensor.of(tensor)) for name, tensor in tensors],
@@ -129,7 +135,7 @@ class Around:
 
 
 class _Code:
-    """What code is in use: methods of classes, functions of their libraries, and what functions are made of."""
+    """The code in use: methods of classes, functions in their libraries, and the parts of functions."""
 
     def __init__(self, seen: Sequence[Any]) -> None:
         kinds = {kind for one in seen if isinstance(one, type) for kind in one.__mro__ if kind is not object}
@@ -141,31 +147,31 @@ class _Code:
         self._functions = [(function, _parts_of(function)) for function in functions]
 
     def what_changed(self) -> str | None:
-        """The name of what is other code now."""
+        """Return the name of code that was replaced, or ``None``."""
         for number, (space, names) in enumerate(self._spaces):
             now = vars(space)
             if len(now) == len(names) and all(map(is_, now.values(), names.values())):
                 continue
             if not _has_same(_code_in(now), _code_in(names)):
                 name = f"{space.__module__}.{space.__qualname__}" if isinstance(space, type) else space.__name__
-                return f"what is in {name}"
-            self._spaces[number] = space, dict(now)  # to be as fast the next time
+                return f"the code in {name}"
+            self._spaces[number] = space, dict(now)  # makes the next comparison fast
         changed = (one for one, parts in self._functions if not all(map(is_, _parts_of(one), parts)))
         return next((f"the function {function.__qualname__}" for function in changed), None)
 
 
 def flat(content: Any) -> list[Any]:
-    """A content as one list: the items, or the keys and then the values."""
+    """Return a content as one list: the items, or the keys followed by the values."""
     return [*content, *content.values()] if isinstance(content, dict) else content
 
 
 def is_of_the_update(name: str) -> bool:
-    """Whether a place, a tensor or an array is the optimizer's."""
+    """Return whether the name of a place, tensor or array belongs to the optimizer."""
     return name.startswith(_OF_THE_UPDATE)
 
 
 def _come_since(before: Before) -> Reached:
-    """What has come into places since they were found, and all that is reached from it."""
+    """Return the objects added to places since the search, and everything that they reach."""
 
     def values() -> Iterator[tuple[str, Any]]:
         for number, (name, _) in enumerate(before.reached.places):

@@ -1,11 +1,11 @@
-"""Which line of the user's code keeps a value in an attribute or a variable, and what to write there instead.
+"""The line of user code that stores a value in an attribute or variable, and a replacement that drops the graph.
 
-Read from the source of the functions of the class (or of the loss function) with `ast`: assignments to the name, also
-as one of several targets, item by item or with ``+=``, and calls such as ``.append(...)`` on it. A line that detaches
-already, or stores a constant, is not the one; ``__init__`` is looked at last.
+The source of the class's functions (or of the loss function) is parsed with `ast`. The search covers assignments to the
+name or an item of it, also as one of several targets or with ``+=``. It also covers calls such as ``.append(...)``.
+Lines that already detach the value or store a constant are skipped. ``__init__`` is searched last.
 
-Where the object's own code does not store it, the code around the step may (`callers`): a loop that adds to a list of
-the model. Does NOT cover code without a source file, ``setattr``, and other functions.
+If the object's own code does not store it, the code around the step may (`callers`). An example is a loop that appends
+to a list of the model. Not handled: code without a source file, ``setattr`` and other functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _METHODS_WITHOUT_GRAPH, _FUNCTIONS_WITHOUT_GRAPH = {"detach", "item", "tolist", 
 
 
 class Assignment(NamedTuple):
-    """One line that keeps a value: where it is, what it says, and what it would say with the graph left out."""
+    """A line that stores a value: its place, its code, and a replacement that drops the graph."""
 
     place: str
     code: str
@@ -43,11 +43,11 @@ def assignment_of(
     """Find the line that stores ``variable``.
 
     Args:
-        owners: the object that has the attribute, or the function or the code that has the variable; then what has
+        owners: the object with the attribute, or the function or code with the variable; then the objects that contain
             that object.
-        variable: the name of the attribute or the variable; with a dot before it, of an attribute only.
-        value: what is there now; a tuple or a list of states is detached one by one.
-        also_without_graph: whether a line that leaves the graph out already is one, too.
+        variable: the name of the attribute or variable; with a leading dot, only an attribute matches.
+        value: the current value; a tuple or list of states is detached item by item.
+        also_without_graph: whether lines that already drop the graph match, too.
     """
     for owner in owners:
         is_variable = isinstance(owner, FunctionType | CodeType) and not variable.startswith(".")
@@ -60,7 +60,7 @@ def assignment_of(
 
 
 def callers() -> list[CodeType]:
-    """Return the user's code that is calling into this package, the innermost first."""
+    """Return the user's code objects on the call stack, innermost first."""
     found, frame = [], sys._getframe(1).f_back
     while frame is not None:
         if not frame.f_code.co_filename.startswith(FOLDERS_OF_LIBRARIES):
@@ -70,7 +70,7 @@ def callers() -> list[CodeType]:
 
 
 def is_read(owners: Iterable[Any], variable: str) -> bool:
-    """Whether the code of an object uses what an attribute has, as a state that is carried on is used."""
+    """Return whether an object's code reads an attribute, as it reads a state that is carried between passes."""
     for owner in owners:
         wanted = _Wanted(variable, isinstance(owner, FunctionType | CodeType))
         for function in _functions_of(owner):
@@ -89,18 +89,21 @@ def _functions_of(owner: Any) -> list[FunctionType | CodeType]:
     kind = owner if isinstance(owner, type) else type(owner)
     classes = [one for one in kind.__mro__ if one not in {nn.Module, object}]
     found = [value for one in classes for value in vars(one).values()]
-    functions = [getattr(value, "__func__", value) for value in found]  # of class methods and static ones
+    functions = [getattr(value, "__func__", value) for value in found]  # unwraps class and static methods
     own = [inspect.unwrap(function) for function in functions if isinstance(function, FunctionType)]
     return [*sorted(own, key=lambda function: function.__name__ == "__init__")]
 
 
 def _statements(function: FunctionType | CodeType) -> Iterator[tuple[ast.stmt, int]]:
-    """The statements of a function, or of a piece of code those in loops first, with their line numbers in its file."""
+    """Yield the statements of a function, with their line numbers in the file.
+
+    For a code object, statements in loops come first.
+    """
     try:
-        is_file = isinstance(function, CodeType) and function.co_name == "<module>"  # of which it gives a block
+        is_file = isinstance(function, CodeType) and function.co_name == "<module>"  # `getsourcelines` cuts it
         lines, first = (inspect.findsource(function)[0], 0) if is_file else inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, TypeError, SyntaxError):  # no source, or a part of a line (a lambda) that is no statement
+    except (OSError, TypeError, SyntaxError):  # no source, or a lambda, which is not a statement
         return
     found = [node for node in ast.walk(tree) if isinstance(node, _STATEMENTS)]
     if isinstance(function, CodeType):
@@ -108,28 +111,28 @@ def _statements(function: FunctionType | CodeType) -> Iterator[tuple[ast.stmt, i
         repeated = {id(node) for loop in loops for node in ast.walk(loop)}
         found.sort(key=lambda node: id(node) not in repeated)
     for node in found:
-        yield node, max(first, 1) + node.lineno - 1  # of a whole file the first line is called 0
+        yield node, max(first, 1) + node.lineno - 1  # the first line of a whole file is 0
 
 
 class _Wanted(NamedTuple):
-    """A name that is looked for: of an attribute, or also of a variable."""
+    """The name to search for, of an attribute or also of a variable."""
 
     name: str
     is_variable: bool
     also_without_graph: bool = False
 
     def is_at(self, node: ast.AST) -> bool:
-        """Whether this is the attribute or the variable itself."""
+        """Return whether the node is the attribute or variable itself."""
         is_variable = self.is_variable and isinstance(node, ast.Name) and node.id == self.name
         return is_variable or (isinstance(node, ast.Attribute) and node.attr == self.name)
 
     def is_stored_in(self, target: ast.AST) -> bool:
-        """Whether an assignment to this target changes it or one of its items."""
+        """Return whether an assignment to this target changes it or one of its items."""
         return self.is_at(target.value if isinstance(target, ast.Subscript) else target)
 
 
 def _added(node: ast.AST, wanted: _Wanted) -> ast.Call | None:
-    """The call that a statement adds something to what is wanted with."""
+    """Return the call in a statement that adds an item to the wanted container."""
     call = node.value if isinstance(node, ast.Expr) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in _ADDS:
         return None
@@ -137,7 +140,7 @@ def _added(node: ast.AST, wanted: _Wanted) -> ast.Call | None:
 
 
 def _remedy(node: ast.stmt, wanted: _Wanted, value: Any) -> str | None:
-    """What to write in place of a statement that stores what is wanted with its graph; ``None`` if it does not."""
+    """Return a replacement for a statement that stores the wanted value with its graph; otherwise ``None``."""
     if (call := _added(node, wanted)) is not None:
         return None if _is_harmless(call.args[-1], wanted) else _remedy_of_call(call)
     if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) or node.value is None:
@@ -170,7 +173,7 @@ def _remedy_of_assignment(node: ast.Assign | ast.AnnAssign, wanted: _Wanted, val
 
 
 def _is_harmless(value: ast.expr, wanted: _Wanted) -> bool:
-    """Whether what is stored is a constant, an empty container, or has its graph left out already."""
+    """Return whether the stored value is a constant, an empty container, or without a graph already."""
     items = getattr(value, "elts", getattr(value, "keys", getattr(value, "args", [None])))
     is_container = isinstance(value, ast.List | ast.Tuple | ast.Dict) or _name_of(value) in _CONTAINERS
     called = [part.func for part in ast.walk(value) if isinstance(part, ast.Call)]
@@ -182,13 +185,13 @@ def _is_harmless(value: ast.expr, wanted: _Wanted) -> bool:
 
 
 def _name_of(call: ast.expr) -> str | None:
-    """The name of what is called, without the module it is from."""
+    """Return the name of the called function, without its module."""
     function = call.func if isinstance(call, ast.Call) else None
     return getattr(function, "id", getattr(function, "attr", None))
 
 
 def _detached(code: str) -> str:
-    """An expression with ``.detach()``, in brackets where it needs them."""
+    """Return an expression with ``.detach()``, in parentheses if needed."""
     is_simple = isinstance(ast.parse(code, mode="eval").body, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
     return f"{code}.detach()" if is_simple else f"({code}).detach()"
 
@@ -200,7 +203,7 @@ def _all_detached(code: str, value: Any) -> str:
 
 
 def _shown(file: str | None) -> str:
-    """The path of a source file, from the current folder where it is below that."""
+    """Return the path of a source file, relative to the current folder if it is below it."""
     if file is None:
         return "?"
     here = os.path.relpath(file)

@@ -1,15 +1,15 @@
-"""Watching whether the graphs of earlier steps stay in memory, and who keeps them.
+"""Detecting graphs of earlier steps that stay in memory, and the objects that hold them.
 
-A graph is alive as long as one of its nodes is. In the steps that are looked at, a small object of ours is put into the
-``metadata`` of the nodes that made the loss and what the user's objects keep (`plimsoll.step.retained.tensors`); it
-goes when the node goes. So a later check knows which of the marked graphs are still there, without keeping any of them
-alive itself.
+A graph is alive as long as one of its nodes is. In the checked steps, a small marker object is put into the
+``metadata`` of some nodes: those that produced the loss and the tensors that user objects hold
+(`plimsoll.step.retained.tensors`). The marker is freed with its node. So a later check knows which marked graphs are
+still alive, without keeping them alive.
 
-Steps are looked at ever more rarely (`plimsoll.step.sampled_steps`), which keeps the cost of a step at microseconds.
-Only where an earlier graph is alive a line is made of it, and only in the first of these checks the graph is walked and
-the user's source read.
+Steps are checked ever more rarely (`plimsoll.step.sampled_steps`), so that the average cost is microseconds per step. A
+line is recorded only if an earlier graph is alive. Only the first such checks walk the graph and read the user's
+source.
 
-Does NOT see graphs that are kept for a part of a step only, and what is kept without a graph.
+Not detected: graphs that are held for only a part of a step, and tensors without a graph.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from plimsoll.step.retained.tensors import RetainedTensor, retained_by
 from plimsoll.step.sampled_steps import SampledSteps
 from plimsoll.techniques.mechanisms.segment_recompute import SecondBackward
 
-_MOST_MARKED = 8  # tensors of one holder in one check, the newest: a container may have thousands
-_MOST_MARKS = 32  # steps that are asked for in later checks
-_FEWEST_ALIVE = 2  # a state that is carried on for one step, or made once, is no graph of every step
+_MOST_MARKED = 8  # newest tensors of one holder in one check; a container may have thousands
+_MOST_MARKS = 32  # marked steps per holder
+_FEWEST_ALIVE = 2  # a state carried over one step, or created once, is not a graph per step
 _MOST_LINES = 1000
 _MOST_WALKS = 3  # per holder; see `memory.autograd_graph` for why a growing graph is not walked again and again
 _SECOND_TIME = "Trying to backward through the graph a second time"
@@ -43,14 +43,14 @@ _ANYBODY = ""
 
 
 class _Mark:
-    """What is put into a node; it lives as long as the node."""
+    """A marker that is put into a node and lives as long as it."""
 
     __slots__ = ("__weakref__",)
 
 
 @dataclass(slots=True)
 class _Marks:
-    """The marks of one holder by their steps, how often its graph was walked, and the line that assigns it."""
+    """The marks of one holder by step, the number of graph walks, and the line that assigns its attribute."""
 
     name: str
     by_step: dict[int, list[weakref.ref[_Mark]]] = field(default_factory=dict)
@@ -58,13 +58,13 @@ class _Marks:
     assignment: Assignment | None = None
 
     def add(self, step: int, tensors: list[Tensor]) -> None:
-        """Mark what no earlier step has marked: a graph that was made once and stays is not one of every step."""
+        """Mark tensors that no earlier step has marked; a graph that was made once is not one per step."""
         for tensor in tensors:
             own: dict[str, _Mark] = tensor.grad_fn.metadata.setdefault(_KEY, {})  # type: ignore[union-attr]
             if self.name not in own:
                 own[self.name] = _Mark()
                 self.by_step.setdefault(step, []).append(weakref.ref(own[self.name]))
-        if len(self.by_step) > _MOST_MARKS:  # the first ones stay, and the last ones
+        if len(self.by_step) > _MOST_MARKS:  # keep the first and the last
             del self.by_step[sorted(self.by_step)[_MOST_MARKS // 2]]
 
     def alive(self) -> tuple[int, ...]:
@@ -75,9 +75,9 @@ class GraphWatch:
     """Checks some of the steps of one training.
 
     Attributes:
-        lines: what was found, of the steps in which something was.
-        memory: the bytes in use after each check, by its step.
-        failure: what the last step ended with, if it came to an earlier graph.
+        lines: the findings, one for each step with a finding.
+        memory: pairs of step and bytes in use after its check.
+        failure: the error text if the last step failed in the graph of an earlier pass.
     """
 
     def __init__(self, workload: Workload, backend: Backend) -> None:
@@ -91,19 +91,19 @@ class GraphWatch:
 
     @property
     def is_due(self) -> bool:
-        """Whether the step that is running will be looked at."""
+        """True if the current step will be checked."""
         return self._sampled_steps.is_due
 
     def note_loss(self, loss: Tensor, step: int) -> None:
-        """Mark the graph of a loss of a step that is running, as the user's function returned it."""
+        """Mark the graph of a loss, as returned by the user's function in the current step."""
         if self.is_due and has_graph(loss):
             self._marks.setdefault(_ANYBODY, _Marks(_ANYBODY)).add(step, [loss])
 
     def backward(self, loss: Tensor, step: int) -> None:
-        """Do the backward pass of a step.
+        """Run the backward pass of a step.
 
         Raises:
-            InputError: if it came to the graph of an earlier forward pass; it says who keeps that.
+            InputError: if it reached the graph of an earlier forward pass; the error names the objects that hold it.
         """
         try:
             torch.autograd.backward(loss)
@@ -115,7 +115,7 @@ class GraphWatch:
             raise told from error
 
     def look(self, step: int) -> None:
-        """Check, if it is time to, what is alive after ``step``, when nothing of its graph should be."""
+        """Check, if due, which graphs are alive after ``step``, when its own graph should be freed."""
         is_due = self.is_due
         self._sampled_steps.passed(looked=is_due)
         self.failure = ""
@@ -128,11 +128,11 @@ class GraphWatch:
             self.lines.append(GraphLine(step=step, retained=tuple(found)))
 
     def line_of(self, step: int) -> GraphLine | None:
-        """What was found after ``step``, if it was the last that was looked at and something was."""
+        """Return the finding for ``step`` if it was the last check and had one."""
         return self.lines[-1] if self.lines and self.lines[-1].step == step else None
 
     def _of_holder(self, retained: RetainedTensor, step: int) -> RetainedGraph | None:
-        """What one holder keeps of marked steps; marks what it has now."""
+        """Return the marked graphs that one holder keeps alive, and mark its current tensors."""
         marks = self._marks.setdefault(retained.name, _Marks(retained.name))
         marked, alive = tuple(marks.by_step), marks.alive()
         marks.add(step, retained.tensors[-_MOST_MARKED:])
@@ -161,7 +161,7 @@ class GraphWatch:
         return graph_size(tensors, [*self._workload.model.parameters(), *tensors])
 
     def _of_losses(self, now: int) -> RetainedGraph | None:
-        """The losses of earlier steps that are alive, kept by nobody who was found."""
+        """Return the losses of earlier steps that are alive without a known holder."""
         marks = self._marks.get(_ANYBODY, _Marks(_ANYBODY))
         alive = tuple(step for step in marks.alive() if step < now)
         if len(alive) < _FEWEST_ALIVE:
@@ -173,20 +173,19 @@ class GraphWatch:
 
 
 def _second_time(step: int, workload: Workload) -> InputError:
-    """Say who keeps the graph that backward came to for the second time."""
+    """Return an error that names the holder of a graph that backward reached a second time."""
     retained = retained_by(workload.model, workload.loss)
     carried = [one for one in retained if is_read(one.owners, one.variable)] or retained
     if not carried:
         return InputError(
-            f"step {step}: {GRAPH_IS_GONE}, which is gone by then; what "
-            "keeps a tensor of that pass is no attribute of the model's modules or of the loss: write "
-            "`hidden = hidden.detach()` where it is carried from one pass to the next"
+            f"step {step}: {GRAPH_IS_GONE}, which is already freed; no attribute of the model's modules or of the loss "
+            "holds a tensor of that pass: write `hidden = hidden.detach()` where it is carried to the next pass"
         )
     names = ", ".join(f"`{one.name}`" for one in carried)
     assignments = [assignment_of(one.owners, one.variable, one.value) for one in carried]
     places = [f"; in {one.place}, write `{one.remedy}` for `{one.code}`" for one in assignments if one]
     how = "".join(places) or f"; write `{carried[0].name} = {carried[0].name}.detach()` after each pass"
     return InputError(
-        f"step {step}: {GRAPH_IS_GONE}, which is gone by then: {names} "
+        f"step {step}: {GRAPH_IS_GONE}, which is already freed: {names} "
         f"is kept from pass to pass and not detached (a hidden state, for example){how}"
     )

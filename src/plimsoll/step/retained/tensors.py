@@ -1,11 +1,11 @@
-"""What the user's objects keep between steps that has a graph: tensors in attributes of modules and of the loss.
+"""Tensors with a graph that user objects hold between steps, in attributes of modules and of the loss.
 
-Looked through: the attributes and buffers of every module of the model; of the loss, its attributes, those of the
-object it is a method of, the variables around a function (its closure) and the global variables that it names; lists,
-tuples, dicts and deques in any of them, and plain objects they have, to a depth of four.
+The search covers the attributes and buffers of every module of the model. For the loss it covers attributes, the
+closure and the globals that it names. If the loss is a method, its object is searched too. The search includes lists,
+tuples, dicts, deques and plain objects in any of them, to a depth of four.
 
-Not seen: what only C++ objects, generators, local variables of a loop that is running or other modules' globals keep.
-A container of which none of the last 64 items has a graph is taken to have none.
+Not found: tensors held only by C++ objects, generators, local variables of a running loop or globals of other modules.
+A container is treated as having no graph if none of its last 64 items has one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, Functi
 
 
 class RetainedTensor(NamedTuple):
-    """Tensors with a graph in one attribute or variable.
+    """The tensors with a graph in one attribute or variable.
 
     Attributes:
-        name: as the user would write it, from ``model`` or ``loss`` on.
-        variable: the last part of it.
-        owners: the object that has the attribute (of a variable, the function), then those it was found in.
-        value: what the attribute is.
-        tensors: those of its tensors that have a graph, the newest last.
+        name: the name as the user would write it, starting with ``model`` or ``loss``.
+        variable: the last part of the name.
+        owners: the object with the attribute (for a variable, the function), then the objects that contain it.
+        value: the value of the attribute.
+        tensors: its tensors that have a graph, the newest last.
     """
 
     name: str
@@ -47,7 +47,7 @@ class RetainedTensor(NamedTuple):
 
 
 def retained_by(model: nn.Module, loss: Callable[..., Any]) -> list[RetainedTensor]:
-    """Find what is kept with a graph by a model and the loss that it is trained with."""
+    """Find the tensors with a graph that a model and its loss hold."""
     seen: set[int] = set()
     found = list(_of_modules("model", model, seen))
     for name, value, owner in _of_callable(loss):
@@ -64,7 +64,7 @@ def _of_modules(root: str, model: nn.Module, seen: set[int]) -> Iterator[Retaine
 
 
 def _of_callable(function: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
-    """The variables that a loss can keep something in: name, value, and the function or object they belong to."""
+    """Yield the variables in which a loss can hold tensors: name, value, and the function or object they belong to."""
     if isinstance(function, partial):
         yield from _of_callable(function.func)
         for value in (*function.args, *function.keywords.values()):
@@ -88,7 +88,7 @@ def _of_callable(function: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a variable that is not assigned yet
+    except ValueError:  # not assigned yet
         return None
 
 
@@ -119,7 +119,7 @@ def _of_value(
 
 
 def attributes_of(value: Any) -> Iterable[tuple[str, Any]]:
-    """The attributes that a plain object has of its own; not what a class or a property makes up when it is asked."""
+    """Return the instance attributes of a plain object, without class attributes and properties."""
     try:
         return list(object.__getattribute__(value, "__dict__").items())
     except AttributeError:
@@ -130,12 +130,12 @@ def _last(value: Any) -> list[Any]:
     items: Any = value.values() if isinstance(value, Mapping) else value
     try:
         return list(islice(reversed(items), _MOST_LOOKED_AT))
-    except TypeError:  # a mapping of the user's that cannot be gone through from its end
+    except TypeError:  # a user's mapping without reverse iteration
         return []
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """The tensors with a graph in a container; those of containers in it are found on their own."""
+    """Return the tensors with a graph in a container, not those in nested containers."""
     if not any(isinstance(item, Tensor) and has_graph(item) for item in _last(value)):
         return []
     items = value.values() if isinstance(value, Mapping) else value

@@ -1,1 +1,1 @@
-"""Everything a pass may change besides gradients, saved before it and restored after an error."""
+"""Saving the state that a pass may change, besides the gradients, and restoring it after an error."""

@@ -1,12 +1,12 @@
-"""What a loop changes between the passes of two batches of one update, noted so that it can be changed again.
+"""Recording the changes that a loop makes between two batches of one update, so that they can be repeated.
 
-An update of several batches is undone as a whole, to the state before the first of them. When they are done again, the
-loop that fetched them does not run again, but what it set between two batches (a counter, a buffer, a rate of dropout,
-random numbers drawn for the next batch) is a part of what the next batch was computed from. So a `Moment` is taken
-after the passes of a batch, `Between` compares with it when the loop comes back, and does the same again later.
+An update of several batches is undone as a whole, to the state before the first batch. The loop that fetched the
+batches does not run again when they are repeated. But its changes between two batches (a counter, a buffer, a dropout
+rate, random numbers drawn for the next batch) influence the next batch. A `Moment` therefore saves the state after the
+passes of a batch. `Between` compares with it when the loop returns, and repeats the changes later.
 
-Values are set to what they were, whoever computed them. Does NOT see what `plimsoll.step.undo.find_state` does not
-reach.
+Values are set to the recorded ones; nothing is recomputed. Does not cover state that `plimsoll.step.undo.find_state`
+does not reach.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from plimsoll.step.undo.state_before_step import Before
 
 
 class Moment:
-    """How everything that was reached is, after the passes of a batch."""
+    """The state of everything that was reached, after the passes of a batch."""
 
     def __init__(self, before: Before) -> None:
         self.contents = before.watched.places.contents()
@@ -39,20 +39,20 @@ class Moment:
 
 
 class Between:
-    """What has changed since some moments.
+    """The changes since some moments.
 
     Args:
-        moments: what was reached, as it was before the update, and how it was at the moment.
-        extra_state: objects that say their state themselves.
-        backend: of the device, whose random numbers the loop may have drawn.
-        is_end: whether no batch follows: gradients may be changed then, as clipping does, for they are made anew.
+        moments: the state before the update, and the moment after the passes, for each group of reached objects.
+        extra_state: objects that provide a ``state_dict``.
+        backend: the backend of the device; the loop may have drawn from its random numbers.
+        is_end: whether no batch follows. The loop may then change gradients, as clipping does: they are computed anew.
 
     Attributes:
         places: names of the places that have changed.
-        news: what has come into them, by name.
+        news: objects that were added to these places, by name.
         written: names of tensors that were written.
-        moved: names of tensors that were put into another storage.
-        lost: names of what was not copied before the update, and of gradients.
+        moved: names of tensors that were moved to another storage.
+        lost: names of changed objects that were not copied before the update, and of gradients.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Between:
         self._extra = [(one, copy.deepcopy(one.state_dict())) for one in extra_state]
 
     def share(self, before: Between) -> None:
-        """Keep what is the same as after the batch before only once."""
+        """Share equal extra states with the previous batch, to keep only one copy."""
         self._extra = [
             other if is_same_state(one[1], other[1]) else one
             for one, other in zip(self._extra, before._extra, strict=True)
@@ -81,7 +81,7 @@ class Between:
 
     @torch.no_grad()
     def again(self) -> None:
-        """Change it again."""
+        """Repeat the changes."""
         for change in self._changes:
             change()
         for one, state in self._extra:
@@ -124,7 +124,7 @@ class Between:
                 else:
                     self.lost.append(name)
         others = [saved for saved in _tensors(before) if saved.key not in noted and id(saved) in moment.values]
-        for saved in others:  # compared, for ``.data`` counts no version
+        for saved in others:  # compared, because writes through ``.data`` do not change the version
             if not torch.equal(saved.value, moment.values[id(saved)]):
                 self._changes.append(SavedTensor(saved.owner, saved.value.clone()).restore)
 
@@ -146,7 +146,7 @@ def _arrays(before: Before) -> list[SavedArray]:
 
 
 def _tensors(before: Before) -> list[SavedTensor]:
-    """The small ones that were copied."""
+    """Return the saved storages of at most `SMALL_BYTES`."""
     copies = (saved for _, saved in before.copies if isinstance(saved, SavedTensor) and saved.key is not None)
     return [saved for saved in copies if saved.content.nbytes <= SMALL_BYTES]
 
@@ -156,7 +156,7 @@ def _are_trained(before: Before) -> list[bool]:
 
 
 def _gradients(before: Before) -> list[tuple[int, int]]:
-    """Which gradients there are, and how often each was written; they are alive as long as nobody drops them."""
+    """Return the identity and version of each gradient; an identity is valid while the gradient is alive."""
     gradients = (tensor.grad for tensor in before.watched.leaves)
     return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 

@@ -1,9 +1,9 @@
-"""The contents of many places, taken in each step: that must cost microseconds.
+"""The contents of many places, saved in each step within microseconds.
 
-A copy of each container would cost more than the step of a small model: thousands of new lists and dicts, step after
-step, make Python collect garbage all the time, and look through the whole program in that. So the items of all places
-go into one list, one after the other: `Contents` knows where those of a place begin, makes a container of them when it
-is asked for one, and finds what differs by halving.
+A copy of each container would cost more than the step of a small model. Thousands of new lists and dicts per step
+trigger Python's garbage collector, which then searches the whole program. So the items of all places are stored in one
+flat list. `Contents` knows the offset of each place and builds a container on request. It finds differences by
+bisection.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from plimsoll.step.undo.find_state import Place, Reached, is_of_pass, is_same
 
 
 class Places:
-    """Places whose contents are taken again and again.
+    """Places whose contents are saved repeatedly.
 
     Args:
-        places: the places; their contents have the same numbers.
+        places: the places; their contents have the same indices.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -30,7 +30,7 @@ class Places:
         self._values = [one.values() if isinstance(one, dict) else () for one in self._containers]
 
     def contents(self) -> Contents:
-        """Take what is in them now."""
+        """Return the current contents."""
         containers, values = self._containers.copy(), self._values.copy()
         for number, place in self._others:
             containers[number] = content = place.content()
@@ -39,12 +39,12 @@ class Places:
 
 
 class Contents:
-    """The contents of places at one time: the items of lists, or the keys of dicts and their values.
+    """The contents of places at one time: the items of lists, or the keys and values of dicts.
 
     Args:
-        are_dicts: which of them are dicts.
+        are_dicts: whether each content is a dict.
         containers: the contents.
-        values: of those that are dicts.
+        values: the values of each dict; empty for other contents.
     """
 
     def __init__(self, are_dicts: list[bool], containers: Sequence[Any], values: Sequence[Collection[Any]]) -> None:
@@ -53,7 +53,7 @@ class Contents:
         self._num_values: list[int] = []
         self._items: list[Any] = []
         self._values: list[Any] = []
-        while self._num_items != (lengths := [*map(len, containers)]):  # another thread may change them meanwhile
+        while self._num_items != (lengths := [*map(len, containers)]):  # again if a thread changed them
             self._num_items, self._num_values = lengths, [*map(len, values)]
             self._items, self._values = [*chain.from_iterable(containers)], [*chain.from_iterable(values)]
         self._begins: tuple[list[int], list[int]] | None = None
@@ -63,31 +63,31 @@ class Contents:
         return len(self._are_dicts)
 
     def __getitem__(self, number: int) -> Any:
-        """The content of a place, in a dict or a list of its own."""
+        """Return the content of a place as a new dict or list."""
         if number in self._replaced:
             return self._replaced[number]
         items, values = self._parts(number, number + 1)
         return dict(zip(items, values, strict=True)) if self._are_dicts[number] else items
 
     def replace(self, number: int, content: Any) -> None:
-        """Let a place have had another content."""
+        """Replace the saved content of a place."""
         self._replaced[number] = content
 
     def extend(self, other: Contents) -> None:
-        """Add the contents of other places, which have the numbers after these."""
+        """Append the contents of other places, whose indices follow the existing ones."""
         self._are_dicts = self._are_dicts + other._are_dicts
         self._num_items, self._num_values = self._num_items + other._num_items, self._num_values + other._num_values
         self._items, self._values, self._begins = self._items + other._items, self._values + other._values, None
 
     def let_go(self) -> None:
-        """Keep nothing that a pass has computed; places that had it are then always differing."""
+        """Drop references to results of passes; places that contained one then always differ."""
         nothing = object()
         self._items, self._values = (
             [nothing if is_of_pass(one) else one for one in part] for part in (self._items, self._values)
         )
 
     def differing(self, other: Contents) -> list[int]:
-        """The numbers of the places that have had other things, or in another order."""
+        """Return the indices of places whose items differ in identity or order."""
         found = [number for number, content in self._replaced.items() if not is_same(content, other[number])]
         waiting = [(0, len(self))] if len(self) else []
         while waiting:
@@ -103,7 +103,7 @@ class Contents:
         return found
 
     def _parts(self, begin: int, end: int) -> tuple[list[Any], list[Any]]:
-        """Items and values of the places from ``begin`` to before ``end``."""
+        """Return the items and values of the places from ``begin`` to ``end``, exclusive."""
         if (begin, end) == (0, len(self)):
             return self._items, self._values
         if self._begins is None:
@@ -114,7 +114,7 @@ class Contents:
 
 
 def contents_of(reached: Reached) -> Contents:
-    """Return the contents of all that was reached, but for what passes have computed."""
+    """Return the contents of everything that was reached, without results of passes."""
     contents = Places([place for _, place in reached.places]).contents()
     contents.let_go()
     return contents

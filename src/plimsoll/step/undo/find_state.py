@@ -1,14 +1,18 @@
-"""Everything in which training code can keep something: what is reached from a model, its loss and its optimizer.
+"""A search for all Python state that training code can reach from a model, its loss and its optimizer.
 
-Followed are attributes, lists, dicts, sets and deques, variables that a function closes over, its defaults, globals
-that it names (of the modules that it names, too), what methods and partials are bound to, hooks of modules, tensors
-and optimizers, and class attributes. Each of these is a `Place`, whose content can be copied (one level, not what is
-in it) and put back.
+The search follows attributes, lists, dicts, sets, deques and hooks of modules, tensors and optimizers. It follows a
+function's closure, its defaults and the globals that it names, also in modules that it names. It follows the objects
+bound by methods and partials, and class attributes. Each of these is a `Place`, whose content can be copied (one level
+deep) and restored.
 
-Not followed: objects of libraries (`_LIBRARIES`) other than modules, optimizers and schedules (of one's own subclass of
-a trainer its attributes are), data loaders and data sets, whose position is not a step's, and what only C code, an
-iterator or a running function holds; iterators are noted. A container of more than `_MOST_ITEMS` items is copied but
-not looked through, and after `_MOST_PLACES` places nothing more is.
+Not followed:
+
+- objects of libraries (`_LIBRARIES`) other than modules, optimizers and schedules; of a user's subclass of a library's
+  trainer, the attributes are followed
+- data loaders and data sets, whose position does not belong to a step
+- objects that only C code, an iterator or a running function holds; iterators are recorded
+
+A container of more than `_MOST_ITEMS` items is copied but not searched. The search ends after `_MOST_PLACES` places.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ _FOLLOWED = (
 )  # fmt: skip
 _IN_C = (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)
 _CONFIGS = frozenset({"PreTrainedConfig", "PretrainedConfig"})
-"""Of transformers, which is not imported for it: BERT's first pass sets ``problem_type``."""
+"""Configurations of transformers, which is not imported here. BERT's first pass sets ``problem_type``."""
 _NEVER = (
     str, bytes, int, float, complex, type(None), CodeType, ModuleType, torch.dtype, torch.device, torch.Size,
     torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler, torch.amp.GradScaler,
@@ -65,44 +69,44 @@ _NEVER = (
 _POSITIONS_OF_NO_STEP = (io.IOBase, _BaseDataLoaderIter)
 _GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 _OF_NAMES = ("_parameters", "_buffers", "_modules")
-"""Dicts of every module whose items are named as its attributes."""
+"""Dicts of every module whose items are accessed as attributes."""
 SMALL_BYTES = 1 << 20
-"""Arrays and tensors up to this size may be copied in each step without anybody having seen them change."""
+"""Arrays and tensors up to this size may be copied in each step even if no change was observed."""
 _MOST_ITEMS = 10_000
 _MOST_PLACES = 50_000
 
 
 class Place(ABC):
-    """Something whose content can be exchanged."""
+    """An object whose content can be replaced."""
 
     @abstractmethod
     def content(self) -> Any:
-        """Copy the content, not what is in it."""
+        """Return a shallow copy of the content."""
 
     @abstractmethod
     def fill(self, content: Any) -> None:
-        """Have this content again."""
+        """Replace the content."""
 
     def container(self) -> Any:
-        """Return what is the content, perhaps with more that `fill` takes; ``None`` where it has to be made."""
+        """Return the live container, possibly with further items; ``None`` if only `content` can build one."""
         return None
 
 
 @dataclass(slots=True)
 class Items(Place):
-    """A list, a deque, a set or a dict."""
+    """A list, deque, set or dict."""
 
     items: Any
 
     def content(self) -> Any:
-        """Copy the items."""
+        """Return a copy of the items."""
         return dict(self.items) if isinstance(self.items, dict) else list(self.items)
 
     def fill(self, content: Any) -> None:
-        """Have these items again."""
+        """Replace the items."""
         container = self.items
         kind: Any = next(one for one in (OrderedDict, dict, list, deque, set) if isinstance(container, one))
-        kind.clear(container)  # a subclass may forbid it, or do more
+        kind.clear(container)  # a subclass may forbid clearing or add side effects
         if isinstance(container, dict):
             for key, value in content.items():
                 kind.__setitem__(container, key, value)
@@ -110,25 +114,25 @@ class Items(Place):
             (kind.update if isinstance(container, set) else kind.extend)(container, content)
 
     def container(self) -> Any:
-        """Return it, where iterating does what Python's own does."""
+        """Return the container if its type is Python's own, so that iteration has no side effects."""
         return self.items if type(self.items) in {dict, OrderedDict, list, deque, set} else None
 
 
 @dataclass(slots=True)
 class Numbers(Place):
-    """A bytearray, an array of Python's own, a view of memory, or a value of ctypes."""
+    """A bytearray, an `array.array`, a memoryview or a ctypes value."""
 
     numbers: Any
     _last: bytes = b""
 
     def content(self) -> list[bytes]:
-        """Copy the numbers as bytes, which are the same object as long as the numbers are the same."""
+        """Return the bytes; the same object is returned as long as the bytes are equal."""
         now = memoryview(self.numbers).tobytes()
         self._last = self._last if now == self._last else now
         return [self._last]
 
     def fill(self, content: Any) -> None:
-        """Have these numbers again."""
+        """Replace the bytes."""
         (self._last,) = content
         if isinstance(self.numbers, bytearray):
             self.numbers[:] = self._last
@@ -143,22 +147,22 @@ class Numbers(Place):
 
 @dataclass(slots=True)
 class Attributes(Place):
-    """The attributes of an object or a class, but for those to be left out."""
+    """The attributes of an object or a class, except those in ``left_out``."""
 
     owner: Any
     left_out: frozenset[str] = frozenset()
 
     def content(self) -> dict[str, Any]:
-        """Copy the attributes."""
+        """Return a copy of the attributes."""
         own = vars(self.owner)
-        if isinstance(own, MappingProxyType):  # of a class: what a program may set, not its methods
+        if isinstance(own, MappingProxyType):  # a class: only values that a program may set, not methods
             return {name: value for name, value in own.items() if not _is_of_class(name, value)}
         return (
             {name: value for name, value in own.items() if name not in self.left_out} if self.left_out else own.copy()
         )
 
     def fill(self, content: dict[str, Any]) -> None:
-        """Have these attributes again."""
+        """Replace the attributes."""
         if isinstance(vars(self.owner), MappingProxyType):
             for name in self.content().keys() - content.keys():
                 delattr(self.owner, name)
@@ -171,20 +175,20 @@ class Attributes(Place):
             own.update(content)
 
     def container(self) -> Any:
-        """Return the attributes, with what is left out as well; those of a class are chosen from."""
+        """Return the live attributes, including omitted ones; ``None`` for a class, whose attributes are filtered."""
         own = vars(self.owner)
         return None if isinstance(own, MappingProxyType) else own
 
 
 @dataclass(slots=True)
 class Slots(Place):
-    """The attributes of an object that has slots for them."""
+    """The attributes of an object that are stored in slots."""
 
     owner: Any
     names: tuple[str, ...]
 
     def content(self) -> dict[str, Any]:
-        """Copy the attributes that are set."""
+        """Return the attributes that are set."""
         found = {}
         for name in self.names:
             try:
@@ -194,7 +198,7 @@ class Slots(Place):
         return found
 
     def fill(self, content: dict[str, Any]) -> None:
-        """Have these attributes again."""
+        """Replace the attributes."""
         for name in self.content().keys() - content.keys():
             object.__delattr__(self.owner, name)
         for name, value in content.items():
@@ -209,11 +213,11 @@ class Globals(Place):
     names: tuple[str, ...]
 
     def content(self) -> dict[str, Any]:
-        """Copy the variables that are set."""
+        """Return the variables that are set."""
         return {name: self.namespace[name] for name in self.names if name in self.namespace}
 
     def fill(self, content: dict[str, Any]) -> None:
-        """Have these variables again."""
+        """Replace the variables."""
         for name in self.content().keys() - content.keys():
             del self.namespace[name]
         self.namespace.update(content)
@@ -221,12 +225,12 @@ class Globals(Place):
 
 @dataclass(slots=True)
 class Closure(Place):
-    """The variables of its surroundings that a function names."""
+    """The free variables of a function."""
 
     function: FunctionType
 
     def content(self) -> dict[str, Any]:
-        """Copy the variables that are set."""
+        """Return the variables that are set."""
         found = {}
         for name, cell in zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True):
             try:
@@ -236,7 +240,7 @@ class Closure(Place):
         return found
 
     def fill(self, content: dict[str, Any]) -> None:
-        """Have these variables again."""
+        """Replace the variables."""
         for name, cell in zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True):
             if name in content:
                 cell.cell_contents = content[name]
@@ -244,16 +248,16 @@ class Closure(Place):
 
 @dataclass(slots=True)
 class Reached:
-    """What is reached from some roots, each with its name as a program would write it.
+    """All objects that some roots reach, each with its name as a program would write it.
 
     Attributes:
-        places: what has a content.
-        tensors: parameters, buffers and others; of one that is reached twice the first name.
-        arrays: of numpy.
-        modules: of torch.
-        generators: of random numbers, but for torch's, Python's and numpy's global ones.
-        iterators: what has a position that cannot be put back.
-        seen: all that was looked at, by its id, and kept for the id to stay its own.
+        places: containers with content.
+        tensors: parameters, buffers and other tensors, by id; a tensor that is reached twice has its first name.
+        arrays: numpy arrays.
+        modules: torch modules.
+        generators: random number generators, except the global ones of torch, Python and numpy.
+        iterators: iterators whose position cannot be restored.
+        seen: all visited objects by id; the reference keeps the id from being reused.
     """
 
     places: list[tuple[str, Place]] = field(default_factory=list)
@@ -265,7 +269,7 @@ class Reached:
     seen: MutableMapping[int, Any] = field(default_factory=dict)
 
     def add(self, other: Reached) -> None:
-        """Take what was reached besides."""
+        """Add the objects of another search."""
         self.places += other.places
         self.tensors.update(other.tensors)
         self.arrays += other.arrays
@@ -276,31 +280,36 @@ class Reached:
 
 
 def reached_from(roots: Iterable[tuple[str, Any]], before: Reached | None = None) -> Reached:
-    """Follow what is kept in the roots, a model and a loss function for example, but for what was reached before."""
+    """Search everything that some roots reach.
+
+    Args:
+        roots: names and objects, for example a model and a loss function.
+        before: an earlier search, whose objects are skipped.
+    """
     return _Walk({} if before is None else before.seen).follow(roots)
 
 
 def name_of_item(name: str, key: Any) -> str:
-    """Name an item or an attribute as a program would."""
+    """Return the name of an item or attribute as a program would write it."""
     return f"{name}.{key}" if isinstance(key, str) else f"{name}[{key if isinstance(key, int) else '...'}]"
 
 
 def may_hold_state(value: Any) -> bool:
-    """Whether a value can be changed in place, or have something in it that can."""
+    """Return whether a value is mutable or can contain mutable values."""
     return not isinstance(value, (*_NEVER, type, FunctionType, BuiltinFunctionType)) and not is_of_pass(value)
 
 
 def is_of_pass(value: Any) -> bool:
-    """Whether a value is what a pass has computed, with its graph, and would keep much memory alive if it were kept."""
+    """Return whether a value is a result of a pass, with its graph; saving it would keep much memory alive."""
     if isinstance(value, Tensor):
         return value.grad_fn is not None
-    if isinstance(value, dict) and type(value) not in {dict, OrderedDict, defaultdict}:  # what a model returns
+    if isinstance(value, dict) and type(value) not in {dict, OrderedDict, defaultdict}:  # a model's output class
         return any(map(is_of_pass, [*value.values()]))
     return isinstance(value, tuple) and len(value) <= _MOST_ITEMS and any(map(is_of_pass, value))
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two contents have the very same things in them, in the same order."""
+    """Return whether two contents hold the identical objects in the same order."""
     if len(one) != len(other):
         return False
     if isinstance(one, dict):
@@ -311,7 +320,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 class _Walk:
-    """One walk, first what is near: a name is then the shortest."""
+    """A breadth-first search, so that each object gets its shortest name."""
 
     def __init__(self, before: Mapping[int, Any]) -> None:
         self.reached = Reached()
@@ -366,7 +375,7 @@ class _Walk:
             return
         pairs = (
             [*value.items()] if isinstance(value, dict) else [*enumerate(value)]
-        )  # at once, for threads may change it
+        )  # copied first, because other threads may change it
         self._waiting.extend(
             (f"{name}[{key!r}]" if isinstance(key, int | str) else f"{name}[#{number}]", item)
             for number, (key, item) in enumerate(pairs)
@@ -386,7 +395,7 @@ class _Walk:
                 self._put(module.__name__, Globals(vars(module), tuple(one for one in names if one in vars(module))))
 
     def _look_into_class(self, name: str, kind: type) -> None:
-        """Its attributes, and what its methods name."""
+        """Add the attributes of a class, its bases and the functions behind its methods."""
         if is_of_library(kind.__module__):
             return
         self._put(name, Attributes(kind))
@@ -422,7 +431,7 @@ class _Walk:
         self._waiting.extend((f"a hook of {name}", hook) for of_kind in kept for hook in of_kind.values())
 
     def _put(self, name: str, place: Place, own_name: str = "") -> None:
-        """Note a place, and look into what is in it, each by its name after ``name``."""
+        """Add a place and queue its items, with names that begin with ``name``."""
         content = place.content()
         if not content and isinstance(place, Closure | Globals):
             return
@@ -434,8 +443,8 @@ class _Walk:
 
 
 def _has_attributes(value: Any) -> bool:
-    """Whether a value has a dict of attributes, without asking a ``__getattr__`` that may raise anything."""
-    if isinstance(value, threading.local):  # which has one for each thread
+    """Return whether a value has a ``__dict__``, without calling ``__getattr__``, which may raise anything."""
+    if isinstance(value, threading.local):  # has a dict for each thread
         return True
     try:
         return isinstance(object.__getattribute__(value, "__dict__"), dict)
@@ -444,27 +453,30 @@ def _has_attributes(value: Any) -> bool:
 
 
 def _is_small_memory(value: Any) -> bool:
-    """Whether a value is a view of memory that can be written, or one of ctypes, and may be copied in each step."""
+    """Return whether a value is a writable memoryview or ctypes value of at most `SMALL_BYTES`."""
     if isinstance(value, memoryview):
         return value.c_contiguous and not value.readonly and value.nbytes <= SMALL_BYTES
     return isinstance(value, _IN_C) and ctypes.sizeof(value) <= SMALL_BYTES
 
 
 def _is_opaque_iterator(value: Any) -> bool:
-    """Whether a value has a position that nobody can put back: one of a class in Python has it in its attributes."""
+    """Return whether a value is an iterator whose position cannot be restored.
+
+    An iterator of a Python class stores its position in its attributes, so it can be restored.
+    """
     is_opaque = isinstance(value, Iterator) and not _has_attributes(value)
     return is_opaque and not isinstance(value, _POSITIONS_OF_NO_STEP)
 
 
 def is_of_library(module: str | None) -> bool:
-    """Whether a module is of a library whose objects are not looked into."""
+    """Return whether a module belongs to a library whose objects are not searched."""
     name = (module or "").partition(".")[0]
     return name in _LIBRARIES and module != "__main__" and not _is_of_program(name)
 
 
 @cache
 def _is_of_program(name: str) -> bool:
-    """Whether a module with the name of a library is the program's own, which lies beside it."""
+    """Return whether a module with a library's name is the user's own, located next to the program."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None or file.startswith(FOLDERS_OF_LIBRARIES):
         return False
@@ -472,7 +484,7 @@ def _is_of_program(name: str) -> bool:
 
 
 def _names_in(code: CodeType) -> list[str]:
-    """The names of globals and attributes in a function, and in those that are made in it."""
+    """Return the names of globals and attributes that a function and its nested functions use."""
     inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names_in(one)]
     return [*code.co_names, *inner]
 
@@ -486,5 +498,5 @@ def _slots_of(kind: type) -> Iterable[str]:
 
 
 def _is_of_class(name: str, value: Any) -> bool:
-    """Whether an attribute of a class was written in its definition and is not for values."""
+    """Return whether an attribute of a class is a method, descriptor or dunder, not state."""
     return name.startswith("__") or callable(value) or hasattr(type(value), "__get__")

@@ -1,7 +1,7 @@
-"""The hooks of modules and tensors before a step, so that those a step leaves behind, or has taken away, are put back.
+"""Saving the hooks of modules and tensors before a step, and restoring them after it.
 
-Code that registers a hook for a moment does not come to removing it where memory runs out in between. Hooks of
-Plimsoll's own stay as they are: who registers them removes them.
+Code that registers a temporary hook cannot remove it if memory runs out in between. Plimsoll's own hooks are not
+touched: the code that registers them removes them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "training"}
-"""The containers of hooks, and of what says how they are called."""
+"""The containers of hooks and of the flags that control how hooks are called."""
 
 
 class SavedHooks:
-    """The hooks there are now.
+    """The current hooks.
 
     Args:
-        of_modules: the containers of modules, which never change.
-        tensors: what may have hooks; its containers come with the first.
+        of_modules: the hook containers of modules, which are never replaced.
+        tensors: tensors that may have hooks; their containers are created with the first hook.
     """
 
     def __init__(self, of_modules: Sequence[dict[int, Any]], tensors: Sequence[Tensor]) -> None:
@@ -29,7 +29,7 @@ class SavedHooks:
         self.content = {id(hooks): dict(hooks) for hooks in filter(None, self._containers())}
 
     def restore(self) -> None:
-        """Have these hooks again, and no others."""
+        """Restore these hooks and remove all others."""
         for hooks in self._containers():
             content = self.content.get(id(hooks), {})
             own = {number: hook for number, hook in hooks.items() if _is_own(hook)}
@@ -38,7 +38,7 @@ class SavedHooks:
                 hooks.update(content | own)
 
     def of_others(self) -> dict[int, dict[int, Any]]:
-        """Those of them that are not Plimsoll's own, by the identity of their container."""
+        """Return the hooks that are not Plimsoll's own, by the identity of their container."""
         found = {
             number: {one: hook for one, hook in hooks.items() if not _is_own(hook)}
             for number, hooks in self.content.items()
@@ -51,7 +51,7 @@ class SavedHooks:
 
 
 def containers_of(modules: Sequence[nn.Module]) -> list[dict[int, Any]]:
-    """Return where modules keep their hooks."""
+    """Return the containers in which modules store their hooks."""
     own = (vars(module).get(name) for module in modules for name in OF_MODULES)
     return [hooks for hooks in own if isinstance(hooks, dict)]
 

@@ -1,6 +1,6 @@
-"""What a tensor, an array of numpy or a generator of random numbers was before a step, and how it is put back.
+"""Saved copies of tensors, numpy arrays and random number generators, with methods to restore them.
 
-An iterator cannot be put back; whether it has moved can be told.
+The position of an iterator cannot be restored, but a move can be detected.
 """
 
 from __future__ import annotations
@@ -26,22 +26,25 @@ from plimsoll.step.undo.written import bytes_in, has_storage
 _MOST_DEPTH, _MOST_ITEMS = 10, 1000
 _PLAIN = (int, float, complex, str, bytes)
 _OF_PROGRAMS = (CodeType, FunctionType, BuiltinFunctionType, ModuleType, type, DataLoader, Dataset)
-"""What iterators refer to and do not go over themselves; a function that keeps something is looked into by itself."""
+"""Objects that iterators refer to but do not iterate over. The state of a function is searched separately."""
 
 
 class Stateful(Protocol):
-    """What can say its state and take it back, as torch's and accelerate's checkpoints have it."""
+    """An object with ``state_dict`` and ``load_state_dict``, as checkpoints of torch and accelerate expect."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take a state back."""
+        """Restore a state."""
 
 
 @dataclass(slots=True)
 class SavedTensor:
-    """The bytes of a whole storage, which views and ties share; of a tensor that has no plain one, its values."""
+    """The bytes of a whole storage, which views and tied tensors share.
+
+    For a tensor without a plain storage, its values are saved instead.
+    """
 
     owner: Any
     content: Tensor
@@ -49,7 +52,13 @@ class SavedTensor:
     @classmethod
     @torch.no_grad()
     def of(cls, tensor: Tensor, into: Tensor | None = None, *, as_bytes: bool = True) -> SavedTensor:
-        """Copy the whole storage ``as_bytes``, or the values only; ``into`` another, if that is as large."""
+        """Copy a tensor.
+
+        Args:
+            tensor: the tensor.
+            into: memory to reuse if its shape, dtype and device match.
+            as_bytes: whether to copy the whole storage, not only the values of the tensor.
+        """
         owner = tensor.untyped_storage() if as_bytes and has_storage(tensor) else tensor
         whole = bytes_in(owner)
         if not has_storage(tensor):
@@ -60,23 +69,23 @@ class SavedTensor:
 
     @property
     def key(self) -> int | None:
-        """That of a storage, as `plimsoll.step.undo.written.key_of` has it."""
+        """The key of the storage, as `plimsoll.step.undo.written.key_of` defines it."""
         return int(self.owner._cdata) if isinstance(self.owner, torch.UntypedStorage) else None
 
     @property
     def value(self) -> Tensor:
-        """What is there now."""
+        """The current content."""
         return bytes_in(self.owner)
 
     def is_changed(self) -> bool:
-        """Whether it holds something else now."""
-        if self.value.layout != torch.strided:  # of which there are kinds that cannot be compared
+        """Return whether the content differs from the saved one."""
+        if self.value.layout != torch.strided:  # some other layouts cannot be compared
             return not torch.equal(self.value.to_dense(), self.content.to_dense())
         return self.value.shape != self.content.shape or not torch.equal(self.value, self.content)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put it back, and its size."""
+        """Restore the content and the size."""
         if self.value.shape != self.content.shape:
             self.owner.resize_(self.content.nbytes)
         self.value.copy_(self.content)
@@ -84,52 +93,52 @@ class SavedTensor:
 
 @dataclass(slots=True)
 class SavedArray:
-    """The values of an array of numpy."""
+    """The values of a numpy array."""
 
     array: numpy.ndarray[Any, Any]
     content: numpy.ndarray[Any, Any]
 
     def is_changed(self) -> bool:
-        """Whether it holds something else now."""
+        """Return whether the values differ from the saved ones."""
         return self.array.tobytes() != self.content.tobytes()
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore the values."""
         numpy.copyto(self.array, self.content)
 
 
 @dataclass(slots=True)
 class SavedPlace:
-    """Which storage a tensor is in, and where: ``p.data = other``, ``set_`` and ``resize_`` change that."""
+    """The storage and offset of a tensor, which ``p.data = other``, ``set_`` and ``resize_`` change."""
 
     tensor: Tensor
     before: Tensor
 
     @classmethod
     def of(cls, tensor: Tensor) -> SavedPlace:
-        """Note it, which keeps the storage alive."""
+        """Save the storage of a tensor and keep it alive."""
         return cls(tensor, tensor.detach())
 
     def is_changed(self) -> bool:
-        """Whether it is somewhere else now."""
+        """Return whether the tensor refers to other memory now."""
         return place_of(self.tensor) != place_of(self.before)
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore the storage of the tensor."""
         if self.is_changed():
             self.tensor.data = self.before
 
 
 @dataclass(slots=True)
 class SavedGenerator:
-    """The state of a generator of random numbers."""
+    """The state of a random number generator."""
 
     generator: Any
     state: Any
 
     @classmethod
     def of(cls, generator: Any) -> SavedGenerator:
-        """Copy it."""
+        """Copy the state of a generator."""
         if isinstance(generator, torch.Generator):
             return cls(generator, generator.get_state())
         if isinstance(generator, random.Random):
@@ -139,11 +148,11 @@ class SavedGenerator:
         return cls(generator, copy.deepcopy(generator.bit_generator.state))
 
     def is_changed(self) -> bool:
-        """Whether it has another state now."""
+        """Return whether the state differs from the saved one."""
         return not is_same_state(SavedGenerator.of(self.generator).state, self.state)
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore the state."""
         if isinstance(self.generator, torch.Generator | numpy.random.RandomState):
             self.generator.set_state(self.state)
         elif isinstance(self.generator, random.Random):
@@ -154,7 +163,7 @@ class SavedGenerator:
 
 @dataclass(slots=True)
 class SavedIterator:
-    """Where an iterator is, or ``None`` where that cannot be told."""
+    """The position of an iterator; ``None`` if it cannot be determined."""
 
     name: str
     iterator: Iterator[Any]
@@ -162,11 +171,11 @@ class SavedIterator:
 
     @classmethod
     def of(cls, name: str, iterator: Iterator[Any]) -> SavedIterator:
-        """Note it, without moving it."""
+        """Record the position without advancing the iterator."""
         return cls(name, iterator, _position_of(iterator))
 
     def has_moved(self) -> bool:
-        """Whether it is somewhere else now, or may be."""
+        """Return whether the iterator has advanced or may have."""
         now = _position_of(self.iterator)
         if now is None or self.position is None or len(now) != len(self.position):
             return True
@@ -184,7 +193,7 @@ class _CannotTellError(Exception):
 
 
 def _parts_of(value: Any, depth: int) -> Iterator[Any]:
-    """What tells one position from another: counts, lines, and the things that are referred to."""
+    """Yield the parts that identify a position: counts, lines and referenced objects."""
     if depth > _MOST_DEPTH:
         raise _CannotTellError
     if value is None or isinstance(value, (*_PLAIN, range, *_OF_PROGRAMS)):
@@ -193,19 +202,19 @@ def _parts_of(value: Any, depth: int) -> Iterator[Any]:
     parts: Iterable[Any]
     if isinstance(value, GeneratorType):
         yield value.gi_frame and value.gi_frame.f_lasti
-        found = gc.get_referents(value)  # what lies on its stack included, and its frame once that was asked for
+        found = gc.get_referents(value)  # includes its stack, and its frame if it was accessed
         parts = [part for part in found if not isinstance(part, FrameType)]
-        yield from (part for part in parts if isinstance(part, Iterator))  # another one may be where this one was
+        yield from (part for part in parts if isinstance(part, Iterator))  # a new iterator may have replaced an old one
     elif isinstance(value, _BaseDataLoaderIter):
         parts = (value._num_yielded,)
     elif type(value).__module__ in {"builtins", "itertools"} and isinstance(value, Iterator):
         try:
-            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of itertools
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # raised by itertools
                 parts = cast("tuple[Any, ...]", value.__reduce__())
-        except TypeError:  # not in each version of Python
+        except TypeError:  # unsupported in some Python versions
             parts = gc.get_referents(value)
     elif type(value) in {list, tuple, dict, set, frozenset}:
-        if len(value) > _MOST_ITEMS:  # data, and no state
+        if len(value) > _MOST_ITEMS:  # data, not state
             yield from (value, len(value))
             return
         parts = (type(value).__name__, len(value), *(value.items() if isinstance(value, dict) else value))
@@ -220,12 +229,12 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def place_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Where the values of a tensor are."""
+    """Return the address, shape, strides and dtype of a tensor."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def is_same_state(state: Any, other: Any) -> bool:
-    """Whether two states, of random numbers or as a ``state_dict`` has them, hold the same."""
+    """Return whether two random states, or two results of ``state_dict``, are equal."""
     if type(state) is not type(other):
         return False
     if isinstance(state, Tensor):

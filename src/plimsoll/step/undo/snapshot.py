@@ -1,14 +1,15 @@
-"""What code outside of this package keeps in Python, as it is now, so that its work can be undone and done again.
+"""Snapshots of Python state of code outside this package, so that its work can be undone and repeated.
 
-A `Snapshot` holds the contents of places, arrays and generators (`plimsoll.step.undo.user_state`), and in
-`Snapshot.run` what the work writes of tensors (`plimsoll.step.undo.written`). `Snapshot.put_back` brings all of it
-back, but for what is ``lost``.
+A `Snapshot` holds the contents of places, arrays and generators (`plimsoll.step.undo.user_state`). `Snapshot.run` also
+copies the tensors that the work writes (`plimsoll.step.undo.written`). `Snapshot.put_back` restores everything except
+the objects named in ``lost``.
 
-Values that only failures change (a list of errors, what makes a test fail once) are told from state by failing twice:
-`Snapshot.changes` are what the failed work changed and work that went through never did. A last try leaves them
-changed. What moves in that try after all was state: it is put back, and the work is done once more (`Snapshot.run`).
+Some values are changed by failures only, such as a list of errors, or a counter that makes a test fail once. Failing
+twice distinguishes them from state: `Snapshot.changes` has the values that failed work changed and successful work
+never did. A last try starts with these changes. A value that this try changes again was state after all: it is
+restored, and the work is repeated (`Snapshot.run`).
 
-Does NOT cover tensors that the work writes while it is not observed: who makes the snapshot copies those.
+Does not cover tensors that the work writes while it is not observed; the creator of the snapshot copies them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from plimsoll.step.undo.user_state import Kept, Known
 from plimsoll.step.undo.written import Writes, bytes_in
 
 MOST_TRIES = 8
-"""Of work that goes further from try to try, by what its failures leave changed."""
+"""The most tries of work that progresses because its failures change values."""
 _PLAIN = (str, bytes, bool, int, float, complex, type(None))
 _WHOLE = object()
 _NOTHING = object()
@@ -34,9 +35,10 @@ _NOTHING = object()
 
 @dataclass(slots=True)
 class Change:
-    """What failed work made of one plain value of a place, or of a list of them as a whole.
+    """A change by failed work to one plain value of a place, or to a whole list of plain values.
 
-    It is ``alone`` if all that changed in the place is plain: a flag may say that something else there was made.
+    ``alone`` is true if only plain values changed in the place. Otherwise a flag may record that another object was
+    created.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Change:
     alone: bool = True
 
     def leave(self) -> None:
-        """Have the value that the failed work left."""
+        """Set the value that the failed work left."""
         if self.key is _WHOLE:
             self.place.fill(self.value)
             return
@@ -58,7 +60,7 @@ class Change:
         self.place.fill(content)
 
     def is_left(self) -> bool:
-        """Whether the value is still that one."""
+        """Return whether the place still has that value."""
         content = self.place.content()
         return (
             are_equal(content, self.value)
@@ -68,13 +70,13 @@ class Change:
 
 
 class Snapshot:
-    """What is kept, as it is now.
+    """A saved state that can be restored.
 
     Args:
-        kept: what is put back, after its `Kept.begin`; `run` adds to what it knows.
-        is_observed: whether what the work writes is to be seen and copied.
-        is_state: whether a place, by its name, is state whatever moves in it.
-        copied: keys of storages that need not be copied because others have done it (see `written.key_of`).
+        kept: the objects to restore, after `Kept.begin`; `run` adds to its knowledge.
+        is_observed: whether to observe and copy the tensors that the work writes.
+        is_state: whether a place, given by name, is always state.
+        copied: keys of storages that are already copied elsewhere (see `written.key_of`).
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Snapshot:
 
     @property
     def lost(self) -> list[str]:
-        """Names of what was changed and not copied; it may have been changed before the work."""
+        """Names of objects that changed but were not copied; the change may have happened before the work."""
         places = [one.name for one in self._others if one.change() is not None]
         arrays = [name for name, array in self._other_arrays if self._kept.is_written(name, array)]
         return [*places, *arrays, *(f"the position of {one.name}" for one in self._iterators if one.has_moved())]
@@ -109,7 +111,13 @@ class Snapshot:
         left: Sequence[Change] = (),
         put_back: Callable[[], None] | None = None,
     ) -> None:
-        """Run the work, ``left`` being as an earlier failure left it; ``put_back``: who does more than `put_back`."""
+        """Run the work and learn from its changes.
+
+        Args:
+            work: the work.
+            left: changes of an earlier failure, which are applied first.
+            put_back: replaces `put_back` if the caller restores more.
+        """
         for change in left:
             change.leave()
         with self.writes or nullcontext():
@@ -117,7 +125,7 @@ class Snapshot:
         still = [change for change in left if change.is_left()]
         changed = self._changed()
         self._kept.moving.update((change.name, change.key) for change in _changes_in(changed))
-        if len(still) < len(left):  # state: it must begin as it was
+        if len(still) < len(left):  # it was state: restore it and repeat
             (put_back or self.put_back)()
             self.run(work, still, put_back)
         else:
@@ -125,7 +133,7 @@ class Snapshot:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Bring back what is copied, and note in ``changes`` what may be left as it is. It may be called again."""
+        """Restore the copies, and list in ``changes`` the changes that may stay. It may be called repeatedly."""
         changed = self._changed()
         changes = [change for change in _changes_in(changed) if change.alone and not self._is_state(change.name)]
         self.changes = self.changes or [one for one in changes if (one.name, one.key) not in self._kept.moving]
@@ -137,13 +145,13 @@ class Snapshot:
             saved.restore()
 
     def _changed(self) -> list[tuple[Known, Any, Any]]:
-        """The places in which something else is now: what was in them, and what is."""
+        """Return the places whose content has changed, with the old and the new content."""
         pairs = ((known, before, known.place.content()) for known, before in self._places)
         return [one for one in pairs if (one[1] or one[2]) and not is_same(one[2], one[1])]
 
 
 def _changes_in(changed: list[tuple[Known, Any, Any]]) -> Iterator[Change]:
-    """Name the plain values that have changed."""
+    """Yield the changes of plain values."""
     for known, before, now in changed:
         name, place = known.name, known.place
         if isinstance(now, dict):
@@ -160,7 +168,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def are_equal(some: list[Any], others: list[Any]) -> bool:
-    """Whether two lists have the same things in them, or equal ones that are plain."""
+    """Return whether two lists hold identical objects or equal plain values."""
     return len(some) == len(others) and all(map(_is_equal, some, others))
 
 

@@ -1,4 +1,4 @@
-"""What was reached from a training, and how it was before a step; for `plimsoll.step.undo.step_state`."""
+"""Records of the state before a step, used by `plimsoll.step.undo.step_state`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from plimsoll.step.undo.saved import SavedArray, SavedGenerator, SavedIterator, 
 
 @dataclass(slots=True)
 class Watched:
-    """What is looked after in each step of what was reached: found once, for a step must cost microseconds.
+    """The objects that are checked in each step; selected once, because the check must cost microseconds.
 
     Attributes:
-        places: what has a content.
+        places: containers with content.
         copied: tensors that are copied, by name.
-        placed: tensors of which it is noted where they are.
-        leaves: tensors that may be frozen and unfrozen.
-        counted: tensors whose versions say whether they were written.
+        placed: tensors whose storage is recorded.
+        leaves: leaf tensors, whose ``requires_grad`` may change.
+        counted: tensors whose version counter shows writes.
         stored: tensors that have an address.
-        hooks: what modules keep their hooks in.
+        hooks: the containers in which modules store their hooks.
     """
 
     places: Places
@@ -37,17 +37,17 @@ class Watched:
     hooks: list[dict[int, Any]] = field(default_factory=list)
 
     def versions(self) -> list[int]:
-        """How often each tensor that counts it was written."""
+        """Return the version counter of each tensor that has one."""
         return [tensor._version for _, tensor in self.counted]
 
     def addresses(self) -> list[int]:
-        """Where the values of each tensor are that has a storage."""
+        """Return the data pointer of each tensor that has a storage."""
         return [tensor.data_ptr() for _, tensor in self.stored]
 
 
 @dataclass(slots=True)
 class Before:
-    """What was reached, and how it was before the step."""
+    """The objects that were reached and their state before the step."""
 
     reached: Reached
     watched: Watched
@@ -57,20 +57,20 @@ class Before:
     generators: list[SavedGenerator] = field(default_factory=list)
     iterators: list[SavedIterator] = field(default_factory=list)
     hooks: SavedHooks | None = None
-    is_batch: bool = False  # one of several, with which a loop has finished
+    is_batch: bool = False  # whether it belongs to one of several batches
     versions: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     have_gradients: list[bool] = field(default_factory=list)
     gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = field(default_factory=list)
 
     def changed(self) -> Iterator[tuple[str, Place, Any, Any]]:
-        """The places that have other things in them now: name, place, what was in it, and what is."""
+        """Yield each place whose content has changed, as name, place, old content and new content."""
         now = self.watched.places.contents()
         for number in self.contents.differing(now):
             yield *self.reached.places[number], self.contents[number], now[number]
 
     def skip(self, versions: list[int], addresses: list[int]) -> None:
-        """Do not count what others have written, or moved, since tensors had these versions and addresses."""
+        """Ignore writes and moves that other code made since tensors had these versions and addresses."""
         counts = zip(self.versions, versions, self.watched.versions(), strict=True)
         places = zip(self.addresses, addresses, self.watched.addresses(), strict=True)
         self.versions = [first + now - then for first, then, now in counts]

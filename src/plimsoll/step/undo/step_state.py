@@ -1,14 +1,15 @@
-"""Everything that a step can change before its update, besides the gradients, remembered so that it can be put back.
+"""Saving and restoring the state that a step can change before its update, besides the gradients.
 
-What is written is observed, not guessed: in the first step, and again when modules switch between training and
-evaluation or a batch has other fields (`plimsoll.step.undo.written`). From then on the same tensors are copied before
-each step. What Python keeps is copied one level deep wherever training code can keep something
+Writes are observed, not guessed. Passes are observed in the first step, and again when modules switch between training
+and evaluation or a batch has other fields (`plimsoll.step.undo.written`). From then on the same tensors are copied
+before each step. Python state is copied one level deep wherever training code can hold it
 (`plimsoll.step.undo.find_state`).
 
-A tensor that is first written in a later step is noticed by its version counter: if the step went through it is copied
-from then on; if the step is undone it cannot be put back, and is named in ``lost``. Does NOT see a first write in a
-later step that counts no version (through ``.data``), and what `reachable` and `written` do not see: give such state as
-``extra_state``.
+A tensor that is first written in a later step is noticed by its version counter. If that step succeeds, the tensor is
+copied from then on. If the step is undone, the tensor cannot be restored and is named in ``lost``.
+
+Not handled: a first write in a later step that does not change the version counter (through ``.data``), and state
+that `find_state` and `written` do not reach. Pass such state as ``extra_state``.
 """
 
 from __future__ import annotations
@@ -41,25 +42,24 @@ from plimsoll.step.undo.state_before_step import Before, Watched
 from plimsoll.step.undo.written import Writes, bytes_in, has_storage, key_of
 
 _MOST_ARRAY_BYTES = 64 << 20
-"""Larger ones are not copied in the steps that are observed, in which it is seen whether they were written."""
+"""Numpy arrays above this size are not copied in observed steps, unless an earlier step has written them."""
 _OPTIMIZER = "optimizer"
 
 
 class Undo:
-    """Remembers the state before a step and puts it back.
+    """A saved state from before the step, and the means to restore it.
 
     Args:
-        roots: where training code can keep something, by name: the model, the loss, hooks.
-        backend: of the device, whose random numbers are remembered too.
-        extra_state: objects of the user's, remembered by their ``state_dict``.
-        optimizer: what the model is trained with: its update is undone by others, and what passes change of it here.
-        observes: whether passes are to be observed, and what Python keeps put back: not in a dry run, and not where
-            ranks share out parameters.
+        roots: objects from which training code can reach its state, by name: the model, the loss, hooks.
+        backend: the backend of the device; its random state is saved too.
+        extra_state: user objects that are saved and restored through their ``state_dict``.
+        optimizer: the optimizer of the model. Other code undoes its update; changes made by passes are undone here.
+        observes: whether to observe passes and restore Python state. False in a dry run, and if ranks shard parameters.
 
     Attributes:
-        lost: names of what the last `restore` could not put back.
-        is_updating: whether what is trained is being written, which others undo.
-        kinds: modes of the modules and kinds of batches that were observed.
+        lost: names of the objects that the last `restore` could not put back.
+        is_updating: whether the update is writing the trained parameters; other code undoes that.
+        kinds: combinations of module modes and batch kinds that have been observed.
     """
 
     def __init__(
@@ -71,40 +71,40 @@ class Undo:
         observes: bool = True,
     ) -> None:
         self.lost: tuple[str, ...] = ()
-        self._moments: list[tuple[Before, Moment]] = []  # after the last passes of an update of several batches
-        self._resumed: Any = ()  # how it was before a batch was taken
-        self._between: list[Between] = []  # what the loop has changed after each of the batches
+        self._moments: list[tuple[Before, Moment]] = []  # after the last passes, if an update has several batches
+        self._resumed: Any = ()  # to revert the last `resume`
+        self._between: list[Between] = []  # changes by the loop after each batch
         self._roots, self._backend, self._extra_state, self._optimizer = dict(roots), backend, extra_state, optimizer
         self._reached: Reached | None = None
-        self._walked = contents_of(Reached())  # what was in its places when it was found, or when that was still all
-        self._watched: Watched | None = None  # of it ...
-        self._watched_for: tuple[Any, ...] = ()  # ... as long as this is so
+        self._walked = contents_of(Reached())  # contents whose objects have all been searched
+        self._watched: Watched | None = None  # of `_reached`
+        self._watched_for: tuple[Any, ...] = ()  # conditions under which `_watched` is valid
         self.is_updating = False
-        self._new_ids: set[int] = set()  # of what had come into places when that was last checked
-        self._stays: list[tuple[str, Any]] = []  # what was there in the check after that, too
+        self._new_ids: set[int] = set()  # of new objects in the last check
+        self._stays: list[tuple[str, Any]] = []  # new objects found by two checks in a row
         self._has_looked = False  # since the last pass
-        self._before: list[Before] = []  # of what the roots reach, and of each batch
+        self._before: list[Before] = []  # one for the roots, then one per batch
         self._moving: set[str] = set()  # names of places that passes have changed
-        self._failed: list[tuple[str, Place, Any, Any]] = []  # other places: contents before a failed try and after it
-        self._left: list[tuple[str, Place, Any]] = []  # those of them that were left as they were after it
-        self._late: set[str] = set()  # names of tensors that passes of this update were the first to write
+        self._failed: list[tuple[str, Place, Any, Any]] = []  # other places: contents before and after a failed try
+        self._left: list[tuple[str, Place, Any]] = []  # kept as the failed try left them
+        self._late: set[str] = set()  # names of tensors first written in this update
         self._written: set[str] = set()  # names of tensors and arrays that passes have written
-        self._placed: set[str] = set()  # names of tensors that passes have put into another storage
-        self._old_copies: dict[str, Tensor] = {}  # of earlier steps, to be filled again
+        self._placed: set[str] = set()  # names of tensors that passes moved to another storage
+        self._old_copies: dict[str, Tensor] = {}  # copies of earlier steps, whose memory is reused
         self._writes: Writes | None = None
         self._observes = observes
         self.kinds: set[Any] = set()
-        self._kinds_in_hand: list[Any] = []  # those of this update
+        self._kinds_in_hand: list[Any] = []  # of this update
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
-        self._strangers: dict[int, StorageWeakRef] = {}  # written by passes, and reached from nowhere
+        self._strangers: dict[int, StorageWeakRef] = {}  # storages that passes wrote but no root reaches
         self._sampled_steps = SampledSteps()
         for model in (one for one in roots.values() if isinstance(one, nn.Module)):
             cudnn_dropout.find_for(model)
             fitting(partial(onednn.prepare_for, model), backend, "oneDNN was prepared for an LSTM", " to a new process")
 
     def remember(self, batch: Any = None) -> None:
-        """Take the state as it is now for the one to go back to; ``batch`` is a part of it."""
+        """Save the current state, including ``batch``, as the state that `restore` returns to."""
         self.lost, self.is_updating, self._has_looked, self._late = (), False, False, set()
         self._let_go()
         self._random_state = self._backend.random_state()
@@ -120,18 +120,18 @@ class Undo:
         self._before = [before, news]
 
     def pause(self) -> None:
-        """Note how everything is after the passes of one of several batches: what follows is not theirs."""
+        """Record the state after the passes of a batch, so that later changes are attributed to the loop."""
         self._moments = [(before, Moment(before)) for before in self._before if not before.is_batch]
 
     @property
     def remembered(self) -> Sequence[Before]:
-        """The state to go back to, if there is one: first what the roots reach."""
+        """The saved states, if any; the first belongs to the objects that the roots reach."""
         return self._before
 
     def resume(self, batch: Any = None) -> None:
-        """Note what the loop has changed since `pause`, and take one more batch as it is now, if there is one.
+        """Record the changes that the loop made since `pause`, and save the current state of the next batch, if any.
 
-        The state to go back to stays that of before the first batch.
+        `restore` still returns to the state before the first batch.
         """
         between = Between(self._moments, self._extra_state, self._backend, is_end=batch is None)
         if self._between:
@@ -153,7 +153,7 @@ class Undo:
 
     @contextmanager
     def taken_back_on_error(self) -> Iterator[None]:
-        """Where the block fails, be as before the last `resume`, for the batch is not taken."""
+        """Revert the last `resume` if the block fails, because the batch is then not accepted."""
         is_taken = False
         try:
             yield
@@ -166,23 +166,23 @@ class Undo:
                     before.versions, before.addresses = versions, addresses
 
     def again(self, number: int) -> None:
-        """Change what the loop changed after batch ``number``, counted from 1."""
+        """Repeat the changes that the loop made after batch ``number``, counted from 1."""
         for between in self._between[number - 1 : number]:
             between.again()
 
     def forget(self) -> None:
-        """Let go of what was remembered, and look for everything anew: techniques are about to change the modules."""
+        """Drop all saved state, so that the next step searches again. Call it before techniques change the modules."""
         self._let_go()
         self._reached, self._watched, self._extra, self._random_state = None, None, [], {}
 
     @property
     def is_due(self) -> bool:
-        """Whether passes like those that were remembered for have not been observed yet."""
+        """True if passes with the current modes and batch kinds still have to be observed."""
         return self._observes and not self.kinds.issuperset(self._kinds_in_hand)
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """See what the block writes that was there before it; it can be put back, in the block and after it."""
+        """Observe which existing tensors the block writes, so that `restore` can undo these writes."""
         copies = (saved for before in self._before for _, saved in before.copies)
         copied = [saved.key for saved in copies if isinstance(saved, SavedTensor) and saved.key is not None]
         try:
@@ -193,7 +193,7 @@ class Undo:
             self._writes = None
 
     def passed(self) -> None:
-        """Learn, after passes that went through and before the update, what they wrote."""
+        """Record the tensors and places that successful passes wrote. Call it before the update."""
         self._take_writes()
         if newly := self._newly_written():
             self._late |= {*newly} - self._copied_names()
@@ -212,26 +212,30 @@ class Undo:
             self._new_ids = {id(value) for _, value in news}
 
     def observed(self, *, is_all: bool = True) -> None:
-        """Take the passes since `remember` for those of a step; ``is_all``: no more of their kind need be observed."""
+        """Mark the passes since `remember` as observed.
+
+        Args:
+            is_all: whether passes of this kind need no further observation.
+        """
         if self.is_due and is_all:
             self.kinds.update(self._kinds_in_hand)
         self.is_updating = True
 
     def done(self) -> None:
-        """Let go of the state of before the step."""
+        """Drop the saved state after a completed step."""
         self._let_go()
         self._extra, self._failed, self._left, self._random_state = [], [], [], {}
         self._moments, self._between, self._resumed = [], [], ()
-        if self._stays and self._reached is not None:  # what comes and goes is not kept
+        if self._stays and self._reached is not None:  # objects that disappeared again are not tracked
             more = reached_from(self._stays, self._reached)
             self._reached.add(more)
             self._walked.extend(contents_of(more))
             self._watched, self._stays = None, []
 
     def leave(self) -> bool:
-        """Leave what only failed tries change as the last one left it; returns whether there is any, once in a step.
+        """Keep the changes that only failed tries made, and return whether there were any; possible once per step.
 
-        It may be what makes the tries fail: a list of failures to come, in a test.
+        Such a change may decide whether tries fail, such as a test's list of failures to raise.
         """
         if self._left or not self._failed:
             return False
@@ -241,7 +245,7 @@ class Undo:
 
     @contextmanager
     def as_failed(self) -> Iterator[None]:
-        """For a block that puts back what it changes: what only failed tries change is as the last one left it."""
+        """Apply the changes of the last failed try for the block, which must undo its own changes."""
         counted = [(before.watched.versions(), before.watched.addresses()) for before in self._before]
         for _, place, _, content in self._failed:
             place.fill(content)
@@ -255,29 +259,33 @@ class Undo:
 
     @property
     def has_left_state(self) -> bool:
-        """Whether something was left that passes which go through change as well."""
+        """True if `leave` kept a change in a place that successful passes change as well."""
         return any(name in self._moving for name, _, _ in self._left)
 
     def written(self) -> list[Tensor]:
-        """The tensors of before that passes were seen to write."""
+        """Return the existing tensors that passes were observed to write."""
         reached = (one for before in self._before for one in before.reached.tensors.values())
         return [tensor for name, tensor in reached if name in self._written and not tensor.is_meta]
 
     def iterators(self) -> set[str]:
-        """Names of iterators that are kept where training code may go on with them."""
+        """Return the names of iterators from which training code may draw further items."""
         return {one.name for before in self._before for one in before.iterators}
 
     def moved_iterators(self) -> list[str]:
-        """Names of those that have moved, and cannot be put back."""
+        """Return the names of the iterators that have advanced, which cannot be put back."""
         return [one.name for before in self._before for one in before.iterators if one.has_moved()]
 
     def settle(self, *, all_of_it: bool = False) -> None:
-        """Put back what was left but is changed by passes that go through, too, or all."""
+        """Restore the places kept by `leave` that successful passes change as well.
+
+        Args:
+            all_of_it: restore all places kept by `leave`.
+        """
         self._begin_with([(place, content) for name, place, content in self._left if all_of_it or name in self._moving])
         self._left = [] if all_of_it else [one for one in self._left if one[0] not in self._moving]
 
     def _begin_with(self, contents: Sequence[tuple[Place, Any]]) -> None:
-        """Let places have, and have had before the step, other contents."""
+        """Set places to other contents, also in the saved state."""
         for place, content in contents:
             place.fill(content)
         for before in self._before:
@@ -287,9 +295,9 @@ class Undo:
                     before.contents.replace(numbers[id(place)], content)
 
     def look(self) -> None:
-        """See what passes have changed, and name in ``lost`` what of it cannot be put back.
+        """Find the changes made by passes, and list in ``lost`` the changes that cannot be undone.
 
-        Who puts back things of his own looks before that; otherwise `restore` does.
+        Callers that undo changes themselves call this first. Otherwise `restore` calls it.
         """
         if not self._has_looked:
             self._take_writes()
@@ -303,13 +311,13 @@ class Undo:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Go back to the remembered state. It may be done again."""
+        """Restore the saved state. It may be called repeatedly."""
         self.look()
         changed = [one for before in self._before for one in before.changed()]
         for _, place, content, _ in changed:
             place.fill(content)
         for before in self._before:
-            for _, saved in (*before.places, *reversed(before.copies)):  # the oldest copy of a storage is the last
+            for _, saved in (*before.places, *reversed(before.copies)):  # the oldest copy must win
                 saved.restore()
             for tensor, has_gradient in zip(before.watched.leaves, before.have_gradients, strict=True):
                 if tensor.requires_grad != has_gradient:
@@ -331,19 +339,19 @@ class Undo:
     # -- before a step -------------------------------------------------------------------------------------------------
 
     def _walk(self) -> Reached:
-        """Look for everything; what is the model's, too, has its name from there and not from the optimizer."""
+        """Search all roots. An object of both the model and the optimizer gets its name from the model."""
         theirs = Reached(seen={id(one): one for one in self._extra_state})
         found = reached_from(self._roots.items(), theirs)
         found.seen.update(theirs.seen)
         if self._observes:
             found.add(reached_from([(_OPTIMIZER, self._optimizer)], found))
-            self._moving.update(name for name, _ in found.places if name.startswith(_OPTIMIZER))  # by updates
-        else:  # FSDP exchanges the parameters of modules, and keeps account of it
+            self._moving.update(name for name, _ in found.places if name.startswith(_OPTIMIZER))  # changed by updates
+        else:  # FSDP replaces module parameters and tracks that itself
             found.places.clear()
         return found
 
     def _let_go(self) -> None:
-        """Forget the state of before, but keep the memory of copies that the next step will need again."""
+        """Drop the saved state, but keep the memory of copies that the next step will refill."""
         for name, saved in (one for before in self._before for one in before.copies if one[0] in self._written):
             if isinstance(saved, SavedTensor):
                 self._old_copies[name] = saved.content
@@ -385,42 +393,45 @@ class Undo:
             if self._is_copied(name, tensor, owner, is_seen and not is_new):
                 watched.copied.append((name, tensor))
             if not self._observes and owner is None:
-                continue  # FSDP writes what it gathers, and frees it: nothing of that can be copied
+                continue  # FSDP writes and frees gathered parameters, so they cannot be copied
             if has_storage(tensor):
                 watched.stored.append((name, tensor))
                 if name in self._placed or (is_due and not is_marked(tensor) and not name.startswith(_OPTIMIZER)):
                     watched.placed.append((name, tensor))
             if tensor.is_leaf:
                 watched.leaves.append(tensor)
-            if not tensor.is_inference():  # which counts no versions
+            if not tensor.is_inference():  # inference tensors have no version counter
                 watched.counted.append((name, tensor))
         if reached is self._reached:
             self._watched, self._watched_for = watched, known
         return watched
 
     def _is_copied(self, name: str, tensor: Tensor, owner: nn.Module | None, is_seen: bool) -> bool:
-        """Whether a tensor, a buffer if it has an owner, is copied before the step: one that some step has written is.
+        """Return whether to copy a tensor before the step; ``owner`` is set if it is a buffer.
 
-        Others are as long as nothing was seen of them, if they are small, or buffers of floats (BatchNorm's, whose
-        kernels count no versions), but for parameters, the batch and the optimizer's: in a step that is observed (what
-        numpy writes is seen by comparing), if they have come since, and if they cannot be observed. Where no step is
-        observed, what BatchNorm keeps is.
+        A tensor that any step has written is always copied. Without observation, BatchNorm's buffers are the only
+        others.
+
+        With observation, parameters, the batch and the optimizer's tensors are not copied unless a step has written
+        them. Small tensors and floating-point buffers are copied as long as nothing was observed about them. This
+        covers observed steps (numpy's writes are found by comparison), new tensors and tensors that cannot be observed.
+        Floating-point buffers are included because BatchNorm's kernels do not change their version counters.
         """
         if name in self._written:
             return True
         if not self._observes:
             return isinstance(owner, _NormBase)
-        # Others are watched by their versions alone.
+        # Other layouts are only watched by their version counters.
         is_plain = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_nested)
         if isinstance(tensor, nn.Parameter) or name.startswith(("batch", _OPTIMIZER)) or not is_plain:
             return False
-        if tensor.requires_grad:  # whose owner moves it by its gradient, in a step of its own
+        if tensor.requires_grad:  # user code may train it in a separate step
             return tensor.is_leaf and tensor.nbytes <= SMALL_BYTES
         is_small = tensor.nbytes <= SMALL_BYTES
         return not is_seen and (is_small or (owner is not None and tensor.is_floating_point()))
 
     def _copied(self, name: str, tensor: Tensor) -> SavedTensor:
-        """Copy it, into the memory of the last copy if there is one."""
+        """Copy a tensor, into the memory of its last copy if possible."""
         return SavedTensor.of(tensor, self._old_copies.pop(name, None), as_bytes=self._observes)
 
     def _copied_strangers(self) -> Iterator[SavedTensor]:
@@ -432,7 +443,10 @@ class Undo:
                 yield SavedTensor(storage, bytes_in(storage).clone())
 
     def _news(self, before: Before) -> Iterator[tuple[str, Any]]:
-        """What has come into places since everything was looked for; of lists that only a loop adds to, their end."""
+        """Yield objects that were added to places since the search.
+
+        If only the loop extends a list, yield the new items at its end.
+        """
         for number in self._walked.differing(before.contents):
             name, content = before.reached.places[number][0], before.contents[number]
             if isinstance(content, dict) or name in self._moving:
@@ -448,7 +462,7 @@ class Undo:
     # -- after a pass --------------------------------------------------------------------------------------------------
 
     def _take_writes(self) -> None:
-        """Note whose tensors were seen to be written, and keep their contents."""
+        """Record the names of tensors that were observed to be written, and keep their earlier contents."""
         if self._writes is None or not self._before:
             return
         reached = [one for before in self._before for one in before.reached.tensors.values()]
@@ -466,7 +480,7 @@ class Undo:
         return {name for before in self._before for name, _ in before.copies}
 
     def _newly_written(self) -> list[str]:
-        """What was written, or put into another storage, and is not among what is put back."""
+        """Return the names of tensors that were written or moved to another storage, but were not saved."""
         found: list[str] = []
         for before in () if self.is_updating else self._before:
             versions, addresses = before.watched.versions(), before.watched.addresses()
@@ -489,7 +503,16 @@ def left_alone(
     optimizer: torch.optim.Optimizer | None = None,
     observes: bool = True,
 ) -> Iterator[Undo]:
-    """Put back what a block changes of some roots and a batch, the random numbers included."""
+    """Undo all changes that the block makes to some roots, a batch and the random state.
+
+    Args:
+        roots: objects whose reachable state is restored, by name.
+        backend: the backend of the device.
+        batch: the batch that the block uses, if any.
+        extra_state: objects that are restored through their ``state_dict``.
+        optimizer: the optimizer of the model, if any.
+        observes: whether to observe passes and restore Python state.
+    """
     undo = Undo(roots, backend, extra_state, optimizer, observes)
     undo.remember(batch)
     with undo.observing() if observes else nullcontext():
@@ -500,7 +523,7 @@ def left_alone(
 
 
 def _kind_of(batch: Any) -> Any:
-    """What a model may treat otherwise: fields, types and dimensions; not how long texts are."""
+    """Return the fields, dtypes and dimensions of a batch, on which a model's code may depend; lengths are ignored."""
     if isinstance(batch, Tensor):
         return batch.dtype, batch.dim()
     if isinstance(batch, Mapping):

@@ -1,14 +1,13 @@
-"""What code outside of this package keeps (`plimsoll.step.undo.find_state`), from one of its works to the next.
+"""The Python state of code outside this package (`plimsoll.step.undo.find_state`), tracked from one call to the next.
 
-A work is an update, or what follows one. What its owner keeps is looked for once, and again where something new has
-come into a place. In the first works, in ever fewer later ones (`plimsoll.step.sampled_steps`) and where a work is
-tried again, every place is copied, and all arrays up to 64 MiB in sum. In the others it is what somebody was seen to
-change, the 256 places next to the owner, and arrays up to 1 MiB in sum. Of the rest it is known how it was when it was
-looked at last, so that what differs after a work that failed can be named.
+The tracked work is an update or a part that follows one. The state of its owner is searched once, and again when a new
+object appears in a place. Every place and up to 64 MiB of arrays are copied in three cases: in the first calls, in ever
+fewer later ones (`plimsoll.step.sampled_steps`), and when work is retried. Other calls copy only the places that were
+observed to change, the 256 places nearest to the owner, and up to 1 MiB of arrays. The other places and arrays are
+compared with their last known content. If failed work changed one of them, it can be named.
 
-What is exchanged for something new again and again (the batch in hand, a list of learning rates) is looked into anew
-before each work, and not kept in between: it may be large. Does NOT cover tensors, of which it only says which there
-are.
+Some objects are replaced again and again, such as the current batch or a list of learning rates. They are searched
+anew before each call and not kept alive in between, because they may be large. Tensors are found but not copied.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ Named = tuple[str, Any]
 Array = numpy.ndarray[Any, Any]
 
 Moving = set[tuple[str, Any]]
-"""Items of places that work has changed which went through, by the name of the place and their own."""
+"""Items that successful work has changed, by the name of the place and the key."""
 Slot = tuple[str, Any]
-"""What has a value: the name of a place, and a key or an index in it."""
+"""The name of a place, and a key or an index in it."""
 
 _NUM_NEAR = 256
 _MOST_BYTES_AT_A_LOOK = 64 << 20
@@ -48,42 +47,42 @@ _MOST_BYTES_AT_A_LOOK = 64 << 20
 
 @dataclass(slots=True)
 class Known:
-    """A place, and what was in it when that was copied the last time."""
+    """A place, and its content when it was last copied."""
 
     name: str
     place: Place
     content: Any
 
     def change(self) -> Any:
-        """What is in it now, if that is something else; ``None`` otherwise."""
+        """Return the current content if it has changed, otherwise ``None``."""
         now = self.place.content()
         return now if (now or self.content) and not is_same(now, self.content) else None
 
     def values(self) -> Iterator[tuple[Slot, Any]]:
-        """What was in it that may have state, by its slot."""
+        """Return the items of the last content that may hold state, by slot."""
         pairs: Any = self.content.items() if isinstance(self.content, dict) else ()
         if isinstance(self.content, list):
             pairs = enumerate(self.content)
         return (
             ((self.name, key), value)
             for key, value in pairs
-            if may_hold_state(value) or isinstance(value, FunctionType)  # which may close over some
+            if may_hold_state(value) or isinstance(value, FunctionType)  # its closure may hold state
         )
 
 
 class Kept:
-    """What is reached from some roots.
+    """The state that some roots reach.
 
     Args:
-        roots: in groups; of what several reach it is the first that has it.
-        apart: what is not looked into.
+        roots: returns the roots in groups; an object that several groups reach belongs to the first of them.
+        apart: returns objects that are not searched.
 
     Attributes:
-        moving: what works that went through have changed.
-        parts: what each group of roots reaches.
-        is_due: whether all of it is copied for the work that is running.
-        copied: the places that are, and have the content that they had before it.
-        others: the places that are not.
+        moving: items that successful work has changed.
+        parts: the objects that each group of roots reaches.
+        is_due: whether everything is copied before the current work.
+        copied: the places that are copied, with their content before the work.
+        others: the places that are not copied.
     """
 
     def __init__(
@@ -95,14 +94,14 @@ class Kept:
         self.others: list[Known] = []
         self.is_due = True
         self._roots, self._apart, self._sampled_steps = roots, apart, SampledSteps()
-        self._lasting: list[Reached] = []  # of each part what is not exchanged
-        self._places: list[list[Known]] = []  # of those
-        self._exchanging: list[list[Known]] = []  # of these the ones in which something is
-        self._often: list[Known] = []  # the places that are copied before each work
-        self._rarely: list[Known] = []  # and the others ...
-        self._chosen_for = -1  # ... as long as so many are known to change
-        self._kept: dict[int, Any] = {}  # what was looked into, by its id, or is left out
-        self._ids: dict[Slot, int] | None = None  # what was in each slot when all was looked for the last time
+        self._lasting: list[Reached] = []  # of each part, the objects that are not replaced
+        self._places: list[list[Known]] = []  # the places of each part
+        self._exchanging: list[list[Known]] = []  # the places in which objects are replaced
+        self._often: list[Known] = []  # places that are copied before each work
+        self._rarely: list[Known] = []  # the other places
+        self._chosen_for = -1  # number of changing places for which these lists were chosen
+        self._kept: dict[int, Any] = {}  # objects that were searched or are left out, by id
+        self._ids: dict[Slot, int] | None = None  # id of the value in each slot at the last full search
         self._is_first = True
         self._exchanged: set[Slot] = set()
         self._changing: set[str] = set()  # names of places
@@ -110,7 +109,11 @@ class Kept:
         self._prints: dict[str, tuple[weakref.ref[Array], int]] = {}
 
     def begin(self, *, is_again: bool = False) -> None:
-        """Find what there is before a work, and copy what is due; ``is_again``: the work has failed before."""
+        """Find the current state before work, and copy the parts that are due.
+
+        Args:
+            is_again: whether the work has failed before.
+        """
         self.is_due = is_again or self._sampled_steps.is_due
         roots = self._roots()
         has_all = all(id(value) in self._kept for group in roots for _, value in group)
@@ -124,7 +127,7 @@ class Kept:
             self.parts.append(_joined(lasting, passing))
 
     def arrays(self) -> Iterator[tuple[str, Array, SavedArray | None]]:
-        """Arrays that can be written, by name, each with a copy if it is due."""
+        """Yield the name of each writable array, the array, and a copy if it is due."""
         num_bytes = 0
         for name, array in (one for part in self.parts for one in part.arrays if one[1].flags.writeable):
             num_bytes += array.nbytes
@@ -135,17 +138,17 @@ class Kept:
             yield name, array, SavedArray(array, array.copy()) if is_copied else None
 
     def is_written(self, name: str, array: Array) -> bool:
-        """Whether an array that is not copied is another than when it was looked at last."""
+        """Return whether an array that is not copied differs from its last checksum."""
         noted = self._prints.get(name)
         return noted is not None and noted[0]() is array and noted[1] != _print_of(array)
 
     @property
     def lasts(self) -> bool:
-        """Whether what is reached is known to be the same before the next work, unless the loop changes it."""
+        """True if the reached objects will be the same before the next work, unless the loop changes them."""
         return bool(self._lasting) and not self._exchanged
 
     def passed(self, changed: Iterable[tuple[Known, Any]]) -> None:
-        """Learn from a work that went through and changed some places to something, and let go of what is exchanged."""
+        """Learn from the changes that successful work made to places, and drop objects that are replaced each time."""
         if self.is_due:
             arrays = (one for part in self.parts for one in part.arrays)
             self._written.update(name for name, array in arrays if self.is_written(name, array))
@@ -158,7 +161,7 @@ class Kept:
         self.parts, self.copied, self.others, self._is_first = [], [], [], False
 
     def forget(self) -> None:
-        """Let go of everything but what is known by name."""
+        """Drop all references to objects; knowledge that is stored by name remains."""
         self.parts, self.copied, self.others = [], [], []
         self._lasting, self._places, self._exchanging, self._kept = [], [], [], {}
         self._often, self._rarely, self._chosen_for = [], [], -1
@@ -178,9 +181,9 @@ class Kept:
             found = self._passing_of(values, given)
             if found.keys() <= passing.keys():
                 break
-            passing |= found  # which must not be kept
+            passing |= found  # must not be kept alive
         self._ids = ids
-        # What a walk leaves out is nothing new the next time.
+        # Objects that a walk skips do not count as new the next time.
         self._kept.update((id(value), value) for _, value in values if id(value) not in passing)
         exchanging = {name for name, _ in self._exchanged}
         self._exchanging = [[known for known in places if known.name in exchanging] for places in self._places]
@@ -189,7 +192,7 @@ class Kept:
         self._choose()
 
     def _passing_of(self, values: Iterable[tuple[Slot, Any]], given: Set[int]) -> dict[int, Any]:
-        """Those of some values, but for what is given, that are exchanged again and again."""
+        """Return the values in slots that are replaced again and again, except the given ones."""
         return {id(value): value for slot, value in values if slot in self._exchanged and id(value) not in given}
 
     def _walk(self, roots: Sequence[Sequence[Named]], apart: dict[int, Any], passing: dict[int, Any]) -> None:
@@ -202,7 +205,7 @@ class Kept:
         self._lasting, self._kept = lasting, kept
 
     def _choose(self) -> None:
-        """Choose the places that are copied."""
+        """Choose the places to copy."""
         if self._chosen_for != len(self._changing):
             self._often, self._rarely, self._chosen_for = [], [], len(self._changing)
             for places in self._places:
@@ -213,13 +216,13 @@ class Kept:
         self.others = [] if self.is_due else self._rarely
 
     def _is_news(self) -> bool:
-        """Copy what is due, and find out whether something has come that was not looked into."""
+        """Copy the places that are due, and return whether a new object has appeared."""
         self._choose()
         changes = ((known, known.change()) for known in self.copied)
         return self._has_come((known, now) for known, now in changes if now is not None)
 
     def _has_come(self, changed: Iterable[tuple[Known, Any]]) -> bool:
-        """Take changes of places, and find out whether something has come that was not looked into."""
+        """Record changes of places, and return whether a new object has appeared."""
         has_come = False
         for known, now in changed:
             self._changing.add(known.name)
@@ -244,6 +247,6 @@ def _joined(one: Reached, other: Reached) -> Reached:
 
 
 def _print_of(array: Array) -> int:
-    """A sum of all bytes that tells what was written."""
+    """Return a checksum of all bytes, to detect writes."""
     is_plain = array.flags.c_contiguous and not array.dtype.hasobject
     return zlib.crc32(array.reshape(-1).view(numpy.uint8).data if is_plain else array.tobytes())

@@ -1,11 +1,11 @@
-"""What a block writes of what was there before it: seen by a dispatch mode, and copied before the first write.
+"""Detecting writes to existing tensors with a dispatch mode, and copying the storages before the first write.
 
-The mode sees every operator of torch that runs in the block, its backward passes included. A storage that an operator
-of the block returned is new; any other that an operator writes was there before, whoever holds it: a buffer, a frozen
-parameter, the batch, a tensor in a closure. It is copied as a whole just before, so that the block can be undone.
+The mode observes every torch operator in the block, including its backward passes. A storage that an operator in the
+block returned is new. Any other storage that an operator writes existed before: a buffer, a frozen parameter, the
+batch, a tensor in a closure. It is copied as a whole before the write, so that the block can be undone.
 
-Does NOT see writes that pass torch's dispatcher by: numpy's, those of C extensions and of kernels that are launched by
-hand, and operators whose schema does not say that they write (BatchNorm's, which is known here).
+Not observed: writes that bypass torch's dispatcher (numpy, C extensions, kernels launched by hand). Operators whose
+schema does not declare a write are not observed either, except BatchNorm's, which are listed here.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 _TECHNIQUES = ("plimsoll.techniques.", "plimsoll.device.off_device", "plimsoll.device.mapped_memory")
-"""What these write is memory of their own, with which a pass begins anew."""
+"""Modules whose writes are ignored: they write private buffers that each pass initializes."""
 _SKIPPED = ("torch.", "traceback", __name__)
 _WRITTEN_IN_TRAINING = ("running_mean", "running_var")
-"""Arguments of BatchNorm's kernels, which their schemas do not mark (``native_functions.yaml`` of torch 2.13)."""
+"""Arguments that BatchNorm's kernels write but their schemas do not declare (torch 2.13, ``native_functions.yaml``)."""
 
 
 class Write(NamedTuple):
-    """A storage that was written, and its bytes before that."""
+    """A storage that was written, and its bytes before the write."""
 
     storage: torch.UntypedStorage
     content: Tensor
 
 
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes, while it is in force, the tensors through which storages of before are written.
+    """A dispatch mode that records and copies the storages that existed before the block and are written in it.
 
     Args:
-        copied: storages, by their `key_of`, that somebody has copied: their writes are not noted.
+        copied: storages, by `key_of`, that are copied elsewhere; their writes are not recorded.
 
     Attributes:
-        written: each such storage, by its `key_of`.
+        written: each recorded storage, by `key_of`.
     """
 
     def __init__(self, copied: Iterable[int] = ()) -> None:
@@ -54,11 +54,11 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run as compiled: what they write is not seen, but they compute the same as without."""
+        """Keep compiled functions compiled; their writes are not observed, but their results do not change."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Copy what ``func`` writes, then run it."""
+        """Copy the storages that ``func`` writes, then run it."""
         options = kwargs or {}
         for tensor in _written_by(func, args, options):
             self._note(tensor)
@@ -78,12 +78,12 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def key_of(tensor: Tensor) -> int:
-    """Tell storages apart that exist at the same time."""
+    """Return a key that distinguishes storages which exist at the same time."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _caller() -> FrameType | None:
-    """What called torch."""
+    """Return the innermost frame that is neither of torch nor of this module."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
     return next((frame for frame in frames if not _module_of(frame).startswith(_SKIPPED)), None)
 
@@ -93,7 +93,7 @@ def _module_of(frame: FrameType) -> str:
 
 
 def has_storage(leaf: Any) -> bool:
-    """Whether a value is a tensor with a plain storage of its own."""
+    """Return whether a value is a tensor with a plain storage."""
     return (
         isinstance(leaf, Tensor)
         and leaf.layout == torch.strided
@@ -111,7 +111,10 @@ def _makes_new(func: Any) -> bool:
 
 @cache
 def _places_of_writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operator writes, by place and name; ``training`` decides about some of them."""
+    """Return the positions and names of the arguments that an operator writes.
+
+    BatchNorm's running statistics are always included; it writes them only if its argument ``training`` is true.
+    """
     return tuple(
         (place, one.name)
         for place, one in enumerate(func._schema.arguments)
@@ -126,7 +129,7 @@ def _written_by(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> It
 
 
 def bytes_in(owner: Any) -> Tensor:
-    """The whole of a storage as bytes; a tensor as it is."""
+    """Return a view of a whole storage as bytes; a tensor is returned unchanged."""
     if isinstance(owner, Tensor):
         return owner
     whole = torch.empty(0, dtype=torch.uint8, device=owner.device)

@@ -1,11 +1,11 @@
-"""What follows an update, each part once: the gradient scaler, the learning-rate schedule, and what tidies up.
+"""The parts that follow an update: the gradient scaler, the learning-rate schedule and cleanup functions.
 
-The update has happened by then, so an error in one of these must not make anybody do the step again. Where memory runs
-out in a part, what is reached from it (`plimsoll.step.undo.find_state`) is put back as it was before, and the part is
-done again; the other parts are done whatever becomes of it. If it fails again, `AfterUpdateError` says that the update
-is done. Other errors pass when all parts have been tried.
+The update has already happened, so an error in a part must not cause the step to be repeated. If memory runs out in a
+part, the state that the part reaches (`plimsoll.step.undo.find_state`) is restored and the part is repeated. The other
+parts run in any case. If a part keeps failing, `AfterUpdateError` reports that the update is done. Other errors are
+raised after all parts have been tried.
 
-Does NOT cover the hooks of an optimizer: they are a part of its update (`plimsoll.step.update.commit`).
+Does not cover the hooks of an optimizer, which belong to its update (`plimsoll.step.update.commit`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from plimsoll.step.undo.user_state import Kept
 
 
 class Part(NamedTuple):
-    """Something that is done after an update.
+    """A function that runs after an update.
 
     Attributes:
-        name: what is called, as a user writes it.
-        work: does it.
-        owners: what it changes is reached from these.
+        name: the call as a user writes it.
+        work: the function.
+        owners: objects from which the state that it changes is reached.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class AfterUpdate:
-    """Does what follows the updates of one optimizer."""
+    """Runs the parts that follow the updates of one optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, position: Position) -> None:
         self._optimizer, self._backend, self._position = optimizer, backend, position
@@ -52,12 +52,12 @@ class AfterUpdate:
         schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
         tidy_ups: tuple[Callable[[], None], ...] = (),
     ) -> None:
-        """Do what follows the update of the step that ``position`` counts as done.
+        """Run the parts that follow the update of the last completed step in ``position``.
 
         Raises:
-            AfterUpdateError: if memory ran out in a part, and again when it was tried anew.
+            AfterUpdateError: if memory ran out in a part, and again in every retry, or if its changes cannot be undone.
         """
-        with ExitStack() as others:  # they are done though one fails
+        with ExitStack() as others:  # all parts run, even if one fails
             for number, part in reversed([*enumerate(_parts(scaler, schedule, tidy_ups))]):
                 others.callback(self._do, part, self._kept_of(number, part))
 
@@ -69,22 +69,25 @@ class AfterUpdate:
             if event is None:
                 return
             self._backend.release()
-            if number and left == begun_with:  # there is nothing to go on from
+            if number and left == begun_with:  # no progress since the last try
                 break
         assert event is not None
         raise AfterUpdateError(
             f"memory ran out in {part.name} after the update of step {self._position.step} ({event.shortage}), "
-            f"{number + 1} times; what it changed is as before. The update is done, do not repeat the step: give a "
-            f"larger budget, call {part.name} yourself and go on with the next batch, or reload the last checkpoint"
+            f"{number + 1} times; its changes are undone. The update is done, so do not repeat the step: give a larger "
+            f"budget, call {part.name} yourself and continue with the next batch, or reload the last checkpoint"
         )
 
     def _try(
         self, part: Part, kept: Kept, left: list[Change], *, is_again: bool
     ) -> tuple[OomEvent | None, list[Change]]:
-        """Do a part, or nothing of it; returns the event, and what failing changed.
+        """Run a part as a transaction.
+
+        Returns:
+            The event if memory ran out, otherwise ``None``; and the changes of the failed part that may stay.
 
         Raises:
-            AfterUpdateError: if not all that it has changed can be put back.
+            AfterUpdateError: if changes of the part cannot be undone.
         """
 
         def take() -> Snapshot:
@@ -105,13 +108,13 @@ class AfterUpdate:
         if event is not None and (lost := snapshot.lost):
             raise AfterUpdateError(
                 f"memory ran out in {part.name} after the update of step {self._position.step} ({event.shortage}), and "
-                f"{', '.join(lost)} cannot be put back. The update is done, do not repeat the step: reload the last "
+                f"{', '.join(lost)} cannot be put back. The update is done, so do not repeat the step: reload the last "
                 "checkpoint, and give a larger budget"
             )
         return event, snapshot.changes
 
     def _kept_of(self, number: int, part: Part) -> Kept:
-        """What the owners of a part keep: known from the steps before, if it was the same there."""
+        """Return the state that a part's owners reach; reuse the one of earlier steps if the part is the same."""
         groups = self._optimizer.param_groups
         work, of_groups, kept = self._kept.get(number, (None, None, None))
         if kept is None or work != part.work or of_groups is not groups:
@@ -122,7 +125,7 @@ class AfterUpdate:
         return kept
 
     def _parameters(self) -> list[Any]:
-        """The optimizer but for its settings: it is the update that changes these."""
+        """Return the optimizer without its settings, because only the update changes these objects."""
         lists = (group["params"] for group in self._optimizer.param_groups)
         return [self._optimizer, self._optimizer.state, *lists]
 
@@ -135,7 +138,7 @@ def _parts(
     if scaler is not None:
         yield Part("scaler.update()", scaler.update, (vars(scaler),))
     if schedule is not None:
-        # It may be a library's wrapper, which is not looked into by itself.
+        # A schedule may be a library's wrapper, whose attributes are not searched by default.
         yield Part("schedule.step()", schedule.step, (schedule, vars(schedule)))
     for tidy_up in tidy_ups:
         yield Part(getattr(tidy_up, "__name__", "tidy_up") + "()", tidy_up, (tidy_up,))

@@ -1,15 +1,15 @@
-"""`optimizer.step()` as a transaction: afterwards the whole step has happened, or none of it.
+"""`optimizer.step()` as a transaction: either the whole update happens, or none of it.
 
-An update is done at once where the most it can take is known and shown to be free. Otherwise it is done in chunks of a
-few parameters, whose values and states are copied just before, so that a chunk can always be undone.
+If the peak memory of the update is known and shown to be free, the whole update runs in one call. Otherwise it runs in
+chunks of a few parameters. Their values and states are copied just before, so that a chunk can always be undone.
 
-Covers optimizers of ``torch.optim``. One from elsewhere, or one with step hooks, may use all parameters, also those
-without a gradient: it is called once, and all that is reached from it is restored if that fails
+Covers the optimizers of ``torch.optim``. Other optimizers, and optimizers with step hooks, may use all parameters, also
+those without a gradient. They are called once, and all state that they reach is restored if they fail
 (`plimsoll.step.update.undo`).
 
-Does NOT cover errors other than memory running out (a Ctrl-C in a loop of one's own) between two chunks.
-`TornStepError` is raised where an update at once runs out of memory after all, or a chunk that cannot be split fails
-twice.
+Not handled: errors other than running out of memory between two chunks, such as Ctrl-C in a user's loop.
+`TornStepError` is raised if an update in one call runs out of memory after all, or if a chunk that cannot be split
+keeps failing.
 """
 
 from __future__ import annotations
@@ -48,23 +48,22 @@ from plimsoll.step.update.transient_memory import (
 )
 from plimsoll.step.update.undo import ChunkCopy, Learned, Memory, WholeCopy
 
-# A chunk on the CPU stays in the cache between its copy and its update; on a GPU small chunks would cost launches.
+# On the CPU, a chunk stays in the cache between its copy and its update. On a GPU, small chunks cost extra launches.
 _CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
-# Parameters that lie on the host in a training on a GPU are updated there: in its cache, but by fewer calls, since many
-# threads share the work of each.
+# Parameters that a GPU training stores on the host are updated there. These chunks fit in the cache too. They are
+# larger because many threads share the work of each call, so fewer calls are faster.
 _OUTSIDE_CHUNK_BYTES = 8 << 20
-# On the CPU copies are made in memory that is kept: to take and free it in every step makes the C library give the top
-# of its heap back to the system and take it again, which costs up to twice as much as the copying. CUDA's allocator
-# keeps it.
+# On the CPU, the memory of copies is kept between steps. Otherwise the C library would return it to the system in every
+# step. That costs up to twice as much as the copying. CUDA's allocator caches it.
 _KEPT_BYTES = {"cpu": 8 << 20, "cuda": 0}
 _OUTSIDE_KEPT_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Some parameters of each parameter group: ``groups`` maps the group's index to them.
+    """Some parameters of each parameter group; ``groups`` maps the index of a group to its parameters.
 
-    One that is not separable stands for the whole optimizer, and has the parameters with gradients.
+    A chunk that is not separable represents the whole optimizer, and has all parameters with gradients.
     """
 
     is_separable: bool
@@ -78,7 +77,7 @@ class _Chunk:
 
     @property
     def place(self) -> _Place:
-        """Where its parameters are; there may be none, if it is the whole optimizer."""
+        """The device of its parameters; CPU if the chunk has no parameters."""
         return _place_of(self.parameters[0]) if self.parameters else (torch.device("cpu"), False)
 
     def add(self, group: int, parameter: nn.Parameter) -> None:
@@ -87,7 +86,7 @@ class _Chunk:
         self.num_bytes += _cut_bytes(parameter)
 
     def members(self) -> Members:
-        """The parameters, each with the index of its group."""
+        """Return the parameters, each with the index of its group."""
         return [(group, parameter) for group, parameters in self.groups.items() for parameter in parameters]
 
     def release_gradients(self) -> None:
@@ -98,13 +97,13 @@ class _Chunk:
         return self.is_separable and len(self.parameters) > 1
 
     def may_be_tried_again(self) -> bool:
-        """Whether it can be cut further, has failed only once, or may go on from what its failures change."""
+        """Count a failure, and return whether to retry: it can be split, failed once, or its failures make progress."""
         self.num_failures += 1
         goes_on = bool(self.left) and self.num_failures < MOST_TRIES
         return self.can_be_cut() or self.num_failures == 1 or goes_on
 
     def halves(self) -> list[_Chunk]:
-        """The chunk as two, or itself if it cannot be split."""
+        """Return the chunk as two halves, or itself if it cannot be split."""
         if not self.can_be_cut():
             return [self]
         members = self.members()
@@ -115,7 +114,7 @@ class _Chunk:
 
 
 _Place = tuple[torch.device, bool]
-"""A device, and whether what is there lies outside of it (a dry run has one device only)."""
+"""A device, and whether the parameters are stored outside it (a dry run has one device only)."""
 
 
 def _place_of(parameter: nn.Parameter) -> _Place:
@@ -128,11 +127,18 @@ class StepCommit:
     It has ``param_groups`` and ``step`` like the optimizer, so that a ``GradScaler`` can unscale and step it.
 
     Args:
-        optimizer: the optimizer; its gradients are released as they are used.
-        backend: the device's backend.
-        position: where the run is, for the record of an error.
-        chunk_bytes: always update in chunks of so many bytes; ``None``: at once, or in chunks that suit the device.
-        ranks: who does the same step on the same gradients; as long as it can be undone here, it can be undone on all.
+        optimizer: the optimizer; its gradients are freed as they are used.
+        backend: the backend of the device.
+        position: the position of the run, for the record of an event.
+        chunk_bytes: always update in chunks of this size; ``None``: in one call, or in chunks that suit the device.
+        ranks: ranks that perform the same step on the same gradients. The step can be undone on all ranks as long as it
+            can be undone on this one.
+
+    Attributes:
+        folded: runs repeated chunks once in a dry run whose passes repeat; otherwise ``None``.
+        outcome: the event that prevented the last step, or ``None``.
+        was_called: whether `step` was called.
+        recovered: events that did not prevent a step.
     """
 
     def __init__(
@@ -144,28 +150,28 @@ class StepCommit:
         ranks: Ranks | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self.folded: FoldedUpdates | None = None  # in a dry run whose passes repeat
+        self.folded: FoldedUpdates | None = None  # set in a dry run whose passes repeat
         self.outcome: OomEvent | None = None
         self.was_called = False
         self.recovered: list[OomEvent] = []
         self._backend = backend
         self._position = position
         self._scratch = _scratch_by_place(backend)
-        self._plain: list[nn.Parameter] = []  # found to be so: looking again in every step would cost more
+        self._plain: list[nn.Parameter] = []  # known to be plain; a new check in every step costs more
         self._chunks: list[_Chunk] = []
         self._made_for: object = None
-        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # one around another may have no hooks
+        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # a wrapper may have no hooks
             optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
         self._goes_at_once = chunk_bytes is None and (ranks is None or ranks.is_alone)
         self._chunk_bytes = chunk_bytes or _CHUNK_BYTES[backend.kind]
         self._ranks = ranks or Ranks()
         self._is_undone_by_all = False
         self._changes_gradients: bool | None = None
-        self._learned = Learned(optimizer)  # of an optimizer that is updated as a whole
-        self._changers: dict[object, bool] = {}  # whether updates in chunks change gradients, by settings
+        self._learned = Learned(optimizer)  # for an optimizer that is updated as a whole
+        self._changers: dict[object, bool] = {}  # whether chunked updates change gradients, by settings
 
     def forget(self) -> None:
-        """Let go of the scratch memory, and of the optimizer's states: views of them are kept from step to step."""
+        """Drop the scratch memory and the references to optimizer states, which are kept between steps."""
         self._scratch = _scratch_by_place(self._backend)
         self._plain, self._chunks, self._made_for = [], [], None
         self._learned.kept.forget()
@@ -176,12 +182,12 @@ class StepCommit:
         return self.optimizer.param_groups
 
     def step(self) -> None:
-        """Do the whole step, or nothing; ``outcome`` is then ``None``, or the event that prevented it.
+        """Perform the whole step or none of it, and set ``outcome`` to ``None`` or to the event that prevented it.
 
         Events that did not prevent it are added to ``recovered``.
 
         Raises:
-            TornStepError: if memory ran out where neither is possible any more.
+            TornStepError: if memory ran out and the step can neither be completed nor undone.
         """
         self.was_called = True
         self.outcome = None
@@ -189,9 +195,9 @@ class StepCommit:
             self._do_in_chunks()
 
     def _is_done_at_once(self) -> bool:
-        """Do the whole update if what it takes at most is known and free; otherwise leave everything as it is.
+        """Run the whole update in one call if its peak memory is known and free, and return whether it ran.
 
-        Too little free memory is no event: in chunks the update may need less.
+        Too little free memory is not an event, because the update may need less in chunks.
 
         Raises:
             TornStepError: if memory ran out although enough was free.
@@ -202,15 +208,15 @@ class StepCommit:
         with ExitStack() as stack:
             created = without_states(self.optimizer, members)
             sizes = most_at_once(self.optimizer, members, created)
-            # A failed reservation would leave blocks in the heap, where states cannot use them. What is reserved is
-            # freed for the update alone: to tear it, another thread would have to take that and all other free memory.
+            # A failed reservation would leave blocks in the heap that states cannot use. The reserved memory is freed
+            # just before the update. Only another thread that takes it and all other free memory could tear the update.
             with self._backend.without_holes() if created else nullcontext():
                 is_reserved = attempt(lambda: self._reserved(sizes, stack), self._backend, self._position)
             if is_reserved is not True:
                 return False
             stopped = attempt(lambda: failpoint("optimizer"), self._backend, self._position)
             if stopped is not None:
-                self.recovered.append(stopped.model_copy(update={"action": "the update not begun, done in pieces"}))
+                self.recovered.append(stopped.model_copy(update={"action": "update not started, done in chunks"}))
                 return False
             event = attempt(self.optimizer.step, self._backend, self._position)
         if event is not None:
@@ -220,7 +226,7 @@ class StepCommit:
         return True
 
     def _is_known(self, members: Members) -> bool:
-        """Whether it is known what an update of these parameters takes at most."""
+        """Return whether the peak memory of an update of these parameters is known."""
         optimizer = self.optimizer
         parameters = [parameter for _, parameter in members]
         if len(parameters) != len(self._plain) or not all(map(operator.is_, parameters, self._plain)):
@@ -228,15 +234,15 @@ class StepCommit:
         return (
             bool(self._plain)
             and is_of_torch(optimizer)
-            and is_separable(optimizer)  # hooks may take anything
+            and is_separable(optimizer)  # hooks may allocate any amount
             and not keeps_states_outside(optimizer)
             and not any(group.get("differentiable") for group in optimizer.param_groups)
             and not any(map(is_sparse, parameters))
-            and _get_current_dispatch_mode() is None  # whose operators may take anything
+            and _get_current_dispatch_mode() is None  # its operators may allocate any amount
         )
 
     def _reserved(self, sizes: list[int], stack: ExitStack) -> bool:
-        """Reserve blocks of these sizes until the stack is left, where the backend can do that."""
+        """Reserve blocks of these sizes until the stack is closed, and return whether the backend could do so."""
         reserved = self._backend.reserved(sizes)
         return reserved is not None and stack.enter_context(reserved) is None
 
@@ -244,17 +250,17 @@ class StepCommit:
         chunks, switches = self._whole(), _switches_of(self.optimizer)
         self._changes_gradients = self._changers.get(switches)
         creates_states = bool(self._stateless(chunks))
-        # They come where gradients go: in a heap with both, what one leaves is lost to the other.
+        # New states are allocated while gradients are freed. Mixed in one heap, neither could use the other's holes.
         with self._backend.without_holes() if creates_states else nullcontext():
-            # States that leave the device with their chunk take nothing there from the chunks after it.
+            # States that leave the device with their chunk take no device memory from later chunks.
             self._do_one_by_one(chunks[::-1], must_prove=creates_states and not keeps_states_outside(self.optimizer))
         if self.outcome is None:
             self._changers[switches] = any(chunk.changes_gradients for chunk in chunks)
 
     def _do_one_by_one(self, waiting: list[_Chunk], must_prove: bool) -> None:
-        # The largest chunk comes first and needs most, states to come are proven to fit with it, and each finished
-        # chunk frees its gradients. So memory runs out in the first chunk, while all can be undone, or something else
-        # takes memory: then the chunk is undone and tried again, in halves where it can be split.
+        # The largest chunk comes first and needs most memory. The states of later chunks are proven to fit with it, and
+        # each finished chunk frees its gradients. So memory runs out in the first chunk, while all can be undone. If
+        # other code takes memory later, the chunk is undone and repeated, in halves if it can be split.
         nothing_happened = True
         while waiting:
             chunk = waiting.pop()
@@ -269,7 +275,7 @@ class StepCommit:
                 continue
             self._backend.release()
             if chunk.may_be_tried_again():
-                self.recovered.append(event.model_copy(update={"action": "part of the update undone, done again"}))
+                self.recovered.append(event.model_copy(update={"action": "part of the update undone and repeated"}))
                 waiting.extend(reversed(chunk.halves()))
             elif nothing_happened:
                 self.outcome = event
@@ -278,19 +284,19 @@ class StepCommit:
                 raise _torn(event)
 
     def _whole(self) -> list[_Chunk]:
-        """The chunks of the whole step: those of the step before, unless something about them has changed."""
+        """Return the chunks of the whole step; reuse the previous ones if the parameters have not changed."""
         members, can_be_cut = _members(self.optimizer), is_separable(self.optimizer)
         made_for = (can_be_cut, [(group, id(parameter), parameter.nbytes) for group, parameter in members])
-        if made_for != self._made_for:  # the ids are of living parameters: the chunks keep them
+        if made_for != self._made_for:  # the ids are valid: the chunks keep the parameters alive
             self._chunks, self._made_for = _chunks(members, can_be_cut, self._chunk_bytes), made_for
         for chunk in self._chunks:
             chunk.num_failures, chunk.left = 0, []
         return self._chunks
 
     def _do(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
-        """Update one chunk and release its gradients, or leave it as it was.
+        """Update one chunk and release its gradients, or leave it unchanged.
 
-        ``others``: the chunks whose update must be proven to fit as well.
+        ``others``: chunks whose update must be proven to fit as well.
         """
         copy = self._copy_of(chunk)
         if copy is None:
@@ -322,10 +328,10 @@ class StepCommit:
             chunk.changes_gradients = bool(copy.changes_gradients)
 
     def _undo(self, chunk: _Chunk, copy: ChunkCopy | WholeCopy) -> None:
-        """Bring back what was copied; where memory runs out in that, once more when it is released.
+        """Restore the copy; if memory runs out, free cached memory and try once more.
 
         Raises:
-            TornStepError: if it cannot be brought back.
+            TornStepError: if the copy cannot be restored.
         """
         event = attempt(copy.restore, self._backend, self._position)
         if event is not None:
@@ -339,15 +345,15 @@ class StepCommit:
                     f"memory ran out inside optimizer.step() of step {self._position.step + 1}, and "
                     f"{', '.join(copy.lost)} cannot be put back: reload the last checkpoint"
                 )
-            # Tries go on from what only failing changes in Python (`plimsoll.step.undo.snapshot`). But all ranks try
-            # as often; and where gradients are lost, what is to be done again is the whole step.
+            # A retry keeps the changes that only failures make in Python (`plimsoll.step.undo.snapshot`). But all
+            # ranks must retry equally often, and if gradients are lost, the whole step must be repeated.
             is_further = chunk.num_failures < 2 or copy.changes != chunk.left
             may_go_on = is_further and self._ranks.is_alone and not copy.has_lost_gradients
             chunk.left = copy.changes if may_go_on else []
             chunk.num_failures += copy.has_lost_gradients
 
     def _copy_of(self, chunk: _Chunk) -> ChunkCopy | WholeCopy | None:
-        """A copy to undo the chunk with; ``None`` where it does not fit, or leaves too little for a second try."""
+        """Return a copy for undoing the chunk; ``None`` if it does not fit, or leaves too little memory for a retry."""
         copy = attempt(lambda: self._copied(chunk), self._backend, self._position)
         if isinstance(copy, OomEvent):
             self._scratch[chunk.place[1]].clear()
@@ -366,11 +372,11 @@ class StepCommit:
         return WholeCopy(self.optimizer, self._learned, memory, self._backend, is_again=chunk.num_failures > 0)
 
     def _lacks_room(self, chunks: list[_Chunk], times: float = MOST_STATES, is_next: bool = False) -> OomEvent | None:
-        """The event if what updates of the chunks take at most, one after another, is not free.
+        """Return an event if the peak memory of updating the chunks one after another is not free, otherwise ``None``.
 
-        That is all new states, ``times`` the parameters where it is not known, and the most temporaries of any. On a
-        GPU the gradients that the chunk before frees make up for the temporaries of those that are ``is_next``;
-        on the CPU an aligned block does not fit in the hole of one of its size.
+        The peak is all new states plus the largest temporaries of any chunk. If the size of states is unknown, it is
+        ``times`` the parameters' bytes. On a GPU, the chunk before frees gradients that cover the temporaries of chunks
+        that are ``is_next``. This does not hold on the CPU: an aligned block does not fit in a hole of its size.
         """
         blocks = blocks_of_states(self.optimizer, self._stateless(chunks), times)
         if not is_next or self._backend.kind == "cpu":
@@ -378,11 +384,11 @@ class StepCommit:
         return attempt(lambda: prove_room(blocks, chunks[0].place[0]), self._backend, self._position)
 
     def _agreed(self, event: OomEvent | None) -> OomEvent | None:
-        """The first chunk is done on all ranks or on none; after that, what fails here is mended here."""
+        """Run the first chunk on all ranks or on none; recover from later failures on this rank alone."""
         return agreed(event, self._position, self._ranks) if self._is_undone_by_all else event
 
     def _do_without_copy(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
-        """Update a chunk that cannot be undone, but only after the most its update takes is shown to be free."""
+        """Update a chunk that cannot be undone, after proving that its peak memory is free."""
         self._scratch[chunk.place[1]].clear()
         self._backend.release()
         no_room = self._agreed(self._lacks_room([chunk, *others]))
@@ -395,13 +401,13 @@ class StepCommit:
         return None
 
     def _step_on(self, chunk: _Chunk) -> None:
-        """Update a chunk, or everything, by groups that are as they are."""
+        """Update a chunk; if it is not separable, call the optimizer with its groups unchanged."""
         with only(self.optimizer, chunk.groups) if chunk.is_separable else nullcontext():
             self.optimizer.step()
         failpoint("optimizer")
 
     def _stateless(self, chunks: list[_Chunk]) -> Members:
-        """The parameters whose states this step will create."""
+        """Return the parameters whose states this step will create."""
         return [member for chunk in chunks for member in without_states(self.optimizer, chunk.members())]
 
     def _state_bytes(self, chunk: _Chunk) -> int:
@@ -410,7 +416,7 @@ class StepCommit:
 
 
 def _members(optimizer: torch.optim.Optimizer) -> Members:
-    """The parameters that have a gradient, each with the index of its group."""
+    """Return the parameters that have a gradient, each with the index of its group."""
     groups = enumerate(optimizer.param_groups)
     return [
         (index, parameter) for index, group in groups for parameter in group["params"] if parameter.grad is not None
@@ -422,8 +428,11 @@ def _is_on_the_host(parameter: nn.Parameter) -> bool:
 
 
 def _chunks(members: Members, can_be_cut: bool, chunk_bytes: int) -> list[_Chunk]:
-    """The members, largest first, in chunks of at most ``chunk_bytes`` (or one parameter); tables on the host last."""
-    chunks: list[_Chunk] = [] if can_be_cut else [_Chunk(is_separable=False)]  # which has a step to do in any case
+    """Return the members in chunks of at most ``chunk_bytes``, or of one larger parameter.
+
+    The largest parameters come first, and tables in host memory last.
+    """
+    chunks: list[_Chunk] = [] if can_be_cut else [_Chunk(is_separable=False)]  # it has a step even without members
     for group, parameter in sorted(members, key=_order):
         most_bytes = min(chunk_bytes, _OUTSIDE_CHUNK_BYTES) if is_marked(parameter) else chunk_bytes
         is_full = chunks and (
@@ -436,7 +445,7 @@ def _chunks(members: Members, can_be_cut: bool, chunk_bytes: int) -> list[_Chunk
 
 
 def _scratch_by_place(backend: Backend) -> dict[bool, Scratch]:
-    """Memory for copies of what is in the device's memory, and of what lies outside of it."""
+    """Return scratch memory for parameters on the device (False) and outside it (True)."""
     return {False: Scratch(_KEPT_BYTES[backend.kind]), True: Scratch(_OUTSIDE_KEPT_BYTES[backend.kind])}
 
 
@@ -446,14 +455,19 @@ def _order(member: tuple[int, nn.Parameter]) -> tuple[bool, bool, int]:
 
 
 def _cut_bytes(parameter: nn.Parameter) -> int:
-    """The bytes that order and chunks go by: of a part of a parameter those of the largest, the same on all ranks."""
+    """Return the size that determines order and chunks; for a shard, the size of the largest, equal on all ranks."""
     num_bytes: int = getattr(parameter, "cut_bytes", parameter.nbytes)
     return num_bytes
 
 
 @contextmanager
 def only(optimizer: torch.optim.Optimizer, members: dict[int, list[nn.Parameter]]) -> Iterator[None]:
-    """Let the optimizer see these parameters only: ``members`` maps the index of a group to those of it."""
+    """Restrict the optimizer to some parameters during the block.
+
+    Args:
+        optimizer: the optimizer.
+        members: maps the index of a group to its parameters.
+    """
     whole = [group["params"] for group in optimizer.param_groups]
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = members.get(index, [])
@@ -465,7 +479,7 @@ def only(optimizer: torch.optim.Optimizer, members: dict[int, list[nn.Parameter]
 
 
 def _switches_of(optimizer: torch.optim.Optimizer) -> object:
-    """What decides which tensors an update writes: switches, and which factors are zero."""
+    """Return the settings that determine which tensors an update writes: switches, and which factors are zero."""
     plain = (bool, int, float, type(None))
     groups = optimizer.param_groups
     return str([[bool(value) for value in group.values() if type(value) in plain] for group in groups])
@@ -475,5 +489,5 @@ def _torn(event: OomEvent) -> TornStepError:
     return TornStepError(
         f"memory ran out inside optimizer.step() of step {event.step} ({event.shortage}) after part of the parameters "
         "had been updated, and another part failed twice or could not be copied: reload the last checkpoint "
-        "(`plimsoll train` does it by itself), and give a larger budget"
+        "(`plimsoll train` does so automatically), and give a larger budget"
     )

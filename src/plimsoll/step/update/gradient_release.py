@@ -1,11 +1,11 @@
-"""Gradient release: each parameter is updated in backward, as soon as its gradient is complete, which is then freed.
+"""Gradient release: each parameter is updated in backward once its gradient is complete, and the gradient is freed.
 
-The step stays a transaction: memory may run out in backward, when some parameters are updated already, so before an
-update the values and states are copied to where they take no memory of the device. Every step pays for these copies.
+The step stays a transaction. Memory may run out in backward after some parameters were updated. So their values and
+states are copied outside the device's memory before each update. Every step pays for these copies.
 
-Numerics: bitwise; the same update on the same gradients. Does NOT cover what needs all gradients first (accumulation,
-clipping, a gradient scaler), optimizers whose update depends on several parameters, and a parameter whose gradient
-comes in parts, each of which looks complete (checkpointing with ``use_reentrant=True``): that is noticed, and refused.
+Numerics: bitwise; the same update on the same gradients. Not handled: steps that need all gradients first
+(accumulation, clipping, a gradient scaler) and optimizers whose update depends on several parameters. A gradient that
+arrives in parts, each of which looks complete (checkpointing with ``use_reentrant=True``), is detected and refused.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from plimsoll.models.workload import Workload
 from plimsoll.step.failpoints import failpoint
 from plimsoll.step.update.commit import only
 
-# Parameters wait until their gradients have so many bytes: small updates cost more than they free, on a GPU by their
-# launches.
+# Parameters wait until their gradients have this size in bytes. Smaller updates cost more than they free, on a GPU
+# because of kernel launches.
 _CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 16 << 20}
 
 
 class GradientRelease:
-    """The updates of one step of one optimizer, done in backward; a new one for each step.
+    """The updates of one step of one optimizer, performed during backward; create a new object for each step.
 
     Args:
-        optimizer: the optimizer, which updates each parameter by itself.
-        copy_outside: copies a tensor to where it takes no memory of the device.
+        optimizer: the optimizer, which updates each parameter separately.
+        copy_outside: copies a tensor to memory outside the device.
         kind: the kind of the device.
-        chunk_bytes: gradients that may wait, in bytes; ``None`` for what suits the device.
+        chunk_bytes: bytes of gradients that may wait for an update; ``None`` for a default that suits the device.
         leave_out: see `plimsoll.models.hooks.EarlyUpdates`.
     """
 
@@ -56,15 +56,15 @@ class GradientRelease:
             parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
         self._settings = settings_of(optimizer)
-        self._lock = Lock()  # gradients on a device and on the host are complete in different threads
+        self._lock = Lock()  # device and host gradients complete in different threads
         self._waiting: list[nn.Parameter] = []
         self._before: dict[nn.Parameter, _Before] = {}
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Update in every backward of the block; when it ends without an error, nothing waits any more."""
+        """Update parameters in every backward of the block; all updates are done when it ends without an error."""
         trainable = [parameter for parameter in self._group_of if parameter.requires_grad]
-        # Autograd calls it when all that adds to a gradient has been added, so a tied weight is updated once.
+        # Autograd calls the hook when a gradient is fully accumulated, so a tied weight is updated once.
         handles = [parameter.register_post_accumulate_grad_hook(self._is_complete) for parameter in trainable]
         try:
             yield
@@ -75,7 +75,7 @@ class GradientRelease:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Put every parameter back that was updated, and its states."""
+        """Restore every updated parameter and its states."""
         self._waiting.clear()
         for parameter, before in self._before.items():
             before.restore(parameter, self._optimizer)
@@ -99,7 +99,7 @@ class GradientRelease:
             self._update()
 
     def _update(self) -> None:
-        """Update what waits, after what undoes it has been noted."""
+        """Copy the waiting parameters and their states, then update them."""
         if not self._waiting:
             return
         chunk, self._waiting = self._waiting, []
@@ -115,7 +115,13 @@ class GradientRelease:
 
 
 def gradient_release(workload: Workload, micro_batch: int, num_samples: int) -> GradientRelease | None:
-    """Make what updates in the backward of a step, or ``None`` where it is not asked for or not possible."""
+    """Return the gradient release for a step, or ``None`` if it is not requested or not possible.
+
+    Args:
+        workload: the training.
+        micro_batch: the number of samples of a micro-batch.
+        num_samples: the number of samples of the batch.
+    """
     needs_all = workload.clip_norm is not None or workload.precision == "fp16" or not is_separable(workload.optimizer)
     is_cut = micro_batch < num_samples or workload.hooks.cut.depends_on_values or not workload.ranks.is_alone
     early = workload.hooks.update_early
@@ -125,7 +131,7 @@ def gradient_release(workload: Workload, micro_batch: int, num_samples: int) -> 
 
 
 class _Before:
-    """A parameter and its optimizer states as they were; ``None`` for states that were not there."""
+    """A parameter and its optimizer states before the update; ``None`` for states that did not exist."""
 
     def __init__(
         self, parameter: nn.Parameter, state: dict[str, Any] | None, copy_outside: Callable[[Tensor], Tensor]

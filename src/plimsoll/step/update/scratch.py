@@ -1,7 +1,8 @@
-"""Copies of many tensors, made by few calls and in memory that is kept: what undoing a part of an update needs.
+"""Copies of many tensors with few calls and in reused memory, to undo a part of an update.
 
-Where the tensors lie is found once (`Layout`); those of one dtype and device are copied by one call into memory that
-stays from step to step (`Scratch`). Does NOT know parameters, states or optimizers: see `plimsoll.step.update.commit`.
+The addresses of the tensors are collected once (`Layout`). Tensors of one dtype and device are copied by one call into
+memory that is kept between steps (`Scratch`). This module does not know parameters, states or optimizers: see
+`plimsoll.step.update.commit`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ ADDRESS_OF: dict[type[torch.Tensor], Callable[[torch.Tensor], int]] = {
     torch.Tensor: torch.Tensor.data_ptr,
     nn.Parameter: torch.Tensor.data_ptr,
 }
-"""Where the memory of a tensor begins, for classes of which one call can copy many; a dry run adds its own."""
+"""Functions that return a tensor's address, for classes that can be copied many at a time. A dry run adds its class."""
 
 
 class Layout:
-    """Where the tensors of a chunk lie: found once, since looking it up in every step took longer than the copying.
+    """The memory layout of the tensors of a chunk, collected once: doing it in every step took longer than the copying.
 
-    ``alike`` has the tensors of one dtype and device as views of one dimension, copied by one call; ``others``
-    are not contiguous, or of a class of their own, and copied one by one.
+    Attributes:
+        alike: one-dimensional views of the tensors of each dtype and device, copied by one call.
+        others: tensors that are not contiguous or of another class, copied one by one.
+        num_elements: the total number of elements of each entry of ``alike``.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -40,7 +43,7 @@ class Layout:
         self.num_elements = {key: sum(map(len, flat)) for key, flat in self.alike.items()}
 
     def is_of(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether these are the tensors, and their memory (``.data`` can be exchanged) is where it was."""
+        """Return whether these are the same tensors at the same addresses (``.data`` may have been replaced)."""
         same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
         return same and _places(self._plain) == self._places
 
@@ -50,7 +53,7 @@ def _places(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 class Scratch:
-    """Memory for copies, kept from step to step up to ``kept_bytes`` for each dtype and device."""
+    """Memory for copies, kept between steps up to ``kept_bytes`` for each dtype and device."""
 
     def __init__(self, kept_bytes: int) -> None:
         self.kept_bytes = kept_bytes
@@ -59,16 +62,22 @@ class Scratch:
     def copy_of(
         self, key: tuple[torch.dtype, torch.device], flat: list[torch.Tensor], num_elements: int
     ) -> torch.Tensor:
-        """All the tensors, with so many elements in sum, in one."""
+        """Return a copy of all tensors, concatenated.
+
+        Args:
+            key: their dtype and device.
+            flat: the tensors, one-dimensional.
+            num_elements: the sum of their elements.
+        """
         memory = self._kept.get(key)
         if memory is None or len(memory) < num_elements:
             memory = torch.empty(num_elements, dtype=key[0], device=key[1])
             if memory.nbytes <= self.kept_bytes:
                 self._kept[key] = memory
-            elif type(memory) is torch.Tensor and memory.is_cpu:  # its pages come anew each time
+            elif type(memory) is torch.Tensor and memory.is_cpu:  # its pages are mapped anew each time
                 pages.prefer_large(pages.stretches_of([memory]))
         return torch.cat(flat, out=memory[:num_elements])
 
     def clear(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self._kept.clear()

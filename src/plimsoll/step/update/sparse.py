@@ -1,11 +1,11 @@
-"""Sparse gradients in a step: which rows an update changes, and how such gradients are clipped.
+"""Sparse gradients: the rows that an update changes, and clipping.
 
-An embedding table with sparse gradients may be larger than the memory, so what undoes its update is a copy of the rows
-that the update changes. Of ``torch.optim``, SparseAdam, Adagrad and SGD without momentum change the rows of the
-gradient and no others, in the parameter and in the states of its shape. Does NOT cover other optimizers, and ones with
-step hooks: of theirs everything is copied, as of a dense parameter.
+An embedding table with sparse gradients may be larger than the memory. So only the rows that an update changes are
+copied to undo it. SparseAdam, Adagrad and SGD without momentum of ``torch.optim`` change only the rows of the gradient,
+in the parameter and in states of its shape. For other optimizers, and optimizers with step hooks, everything is copied,
+as for a dense parameter.
 
-Shapes: U different rows.
+Shapes: U distinct rows.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from plimsoll.models.optimizers import is_separable
 
-_SPARSE_FACTOR = 2  # SparseAdam makes five temporaries and one to coalesce, `torch.optim` of dense ones mostly three
+_SPARSE_FACTOR = 2  # SparseAdam allocates five temporaries and one to coalesce, dense optimizers mostly three
 
 
 def is_sparse(parameter: Tensor) -> bool:
-    """Whether a parameter has a gradient, and it is sparse."""
+    """Return whether a parameter has a sparse gradient."""
     return parameter.grad is not None and parameter.grad.layout is torch.sparse_coo
 
 
 def changed_rows(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Tensor | None:
-    """Return the rows, each once, that an update of this group changes; ``None`` where it may change all."""
+    """Return the distinct rows, `(U,) int64`, that an update of this group changes; ``None`` if it may change all."""
     if not is_sparse(parameter) or not is_separable(optimizer):
         return None
     if type(optimizer) not in (torch.optim.SparseAdam, torch.optim.Adagrad) and not has_no_states(optimizer, group):
@@ -38,12 +38,15 @@ def changed_rows(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
 
 
 def has_no_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether it is known that an update makes no states."""
+    """Return whether an update is known to create no states."""
     return type(optimizer) is torch.optim.SGD and not group["momentum"]
 
 
 def bytes_updated(parameter: Tensor) -> int:
-    """Count the bytes that the temporaries of an update are multiples of: those of the parameter where it is dense."""
+    """Return the bytes on which the size of an update's temporaries depends.
+
+    For a dense gradient it is `dense_bytes`, for a sparse one a multiple of the gradient's bytes.
+    """
     if not is_sparse(parameter):
         return dense_bytes(parameter)
     assert parameter.grad is not None
@@ -51,22 +54,26 @@ def bytes_updated(parameter: Tensor) -> int:
 
 
 def dense_bytes(parameter: Tensor) -> int:
-    """Count the bytes that the states of an update are multiples of: a dense gradient may be of a wider type."""
+    """Return the bytes of which the size of an update's states is a multiple.
+
+    They are the parameter's bytes, or its dense gradient's if that has a wider dtype.
+    """
     gradient = parameter.grad
     return parameter.nbytes if gradient is None or is_sparse(parameter) else max(parameter.nbytes, gradient.nbytes)
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Count the bytes of a tensor, of a sparse one those of its indices and values."""
+    """Return the bytes of a tensor; for a sparse tensor, of its indices and values."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices().nbytes + tensor._values().nbytes
     return tensor.nbytes
 
 
 def clippable(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return what ``clip_grad_norm_`` clips in place of parameters: it takes no sparse gradients, but their values do.
+    """Return tensors for ``clip_grad_norm_``, which does not accept sparse gradients.
 
-    A row that is there twice counts as the sum, so the gradients of such parameters are coalesced.
+    A parameter with a sparse gradient is replaced by a tensor whose gradient shares the sparse gradient's values. The
+    gradient is coalesced first, because a row that occurs twice counts as the sum.
     """
     return [_stand_in(parameter) if is_sparse(parameter) else parameter for parameter in parameters]
 

@@ -1,10 +1,11 @@
-"""What an update changes, copied just before it, so that it can be undone bit for bit.
+"""Copies of the data that an update changes, made just before it, so that it can be undone bitwise.
 
-`ChunkCopy` is of some parameters of an optimizer that treats each alone (`plimsoll.models.optimizers.is_separable`),
-and `WholeCopy` of any other optimizer, with all that is reached from it (`plimsoll.step.undo.find_state`).
+`ChunkCopy` copies some parameters of an optimizer that updates each one separately
+(`plimsoll.models.optimizers.is_separable`). `WholeCopy` copies any other optimizer, with all state that it reaches
+(`plimsoll.step.undo.find_state`).
 
-Does NOT see what a hook or a gradient's owner writes for the first time in an update that is not observed and fails;
-`WholeCopy` names it, where tensors count their versions.
+Not handled: the first write by a hook or by the owner of a gradient, if it happens in an update that fails and is not
+observed. `WholeCopy` names the tensor if it has a version counter.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.optim.optimizer as optimizer_module  # the hooks that see every optimizer are here and nowhere public
+import torch.optim.optimizer as optimizer_module  # the global optimizer hooks have no public name
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -33,13 +34,13 @@ from plimsoll.step.update.transient_memory import Members
 
 
 class Memory(NamedTuple):
-    """Where copies are made.
+    """The memory in which copies are made.
 
     Attributes:
-        layout: of the copy before, if there was one.
-        scratch: the memory.
-        copy_outside: makes large ones where they take no memory of the device, if anything does.
-        lender: of states that the update does not change where they are, if there are such.
+        layout: the layout of the previous copy, if any.
+        scratch: reused memory for small copies.
+        copy_outside: copies large tensors outside the device's memory, if available.
+        lender: lends states that the update does not change in place, if any.
     """
 
     layout: Layout | None
@@ -49,7 +50,7 @@ class Memory(NamedTuple):
 
 
 class _Values:
-    """Values of tensors, copied by one call where their memory allows it."""
+    """Values of tensors, copied by one call where their layout allows it."""
 
     def __init__(self, tensors: list[Tensor], memory: Memory) -> None:
         layout, scratch, copy_outside, lender = memory
@@ -72,20 +73,21 @@ class _Values:
 
 
 class ChunkCopy:
-    """Some parameters of an optimizer and their states, as they are now.
+    """A copy of some parameters of an optimizer and of their states.
 
-    Of embedding tables with sparse gradients only the rows that change are copied (`plimsoll.step.update.sparse`).
-    States that an update only borrows (`plimsoll.device.off_device.Lender`) are their own copy, until it is kept.
+    For embedding tables with sparse gradients, only the rows that change are copied (`plimsoll.step.update.sparse`).
+    States that an update borrows (`plimsoll.device.off_device.Lender`) are not copied: the originals change only in
+    `keep`.
 
     Args:
-        optimizer: the optimizer, which treats each parameter alone.
+        optimizer: the optimizer, which updates each parameter separately.
         members: the parameters, each with the index of its group.
-        memory: where copies are made.
-        changes_gradients: whether the update changes gradients; ``None`` where it is to be seen now.
+        memory: the memory in which copies are made.
+        changes_gradients: whether the update changes gradients; ``None`` to find out now.
 
     Attributes:
-        layout: of this copy, for the next.
-        changes_gradients: whether the update changes gradients, or ``None`` where that was not seen.
+        layout: the layout of this copy, for the next one.
+        changes_gradients: whether the update changes gradients; ``None`` if not observed.
     """
 
     def __init__(
@@ -117,26 +119,26 @@ class ChunkCopy:
         self.layout = self._values.layout
         gradients = [parameter.grad for _, parameter in members if parameter.grad is not None and changes_gradients]
         self._gradients = [(gradient, gradient.clone()) for gradient in gradients]
-        # Some optimizers count in their groups; which parameters are in them is put back by the caller.
+        # Some optimizers store counters in their groups. The caller restores the parameters of the groups.
         self._settings = settings_of(optimizer)
-        # SGD with Nesterov's momentum changes gradients, with ``foreach``: the first update is observed for that.
+        # SGD with Nesterov momentum and ``foreach`` changes gradients, so the first update is observed.
         if changes_gradients is None and all(has_storage(one) for _, one in members):
             states = (value for _, state in self._states for value in state.values() if has_storage(value))
             self._writes = Writes(key_of(one) for one in (*(parameter for _, parameter in members), *states))
 
     def run(self, work: Callable[[], object]) -> None:
-        """Run the update of these parameters; gradients that it changes are seen where that is not known yet."""
+        """Run the update of these parameters, and observe whether it changes gradients if that is not known yet."""
         with self._lender.holding_back() if self._lender else nullcontext(), self._writes or nullcontext():
             work()
         if self._writes is None:
             return
         is_fused = any(group.get("fused") for group in self._optimizer.param_groups)
         written = self._writes.written.values()
-        # Kernels that are fused say that they write gradients, and do so only to unscale them.
+        # Fused kernels declare that they write gradients, but write them only to unscale.
         self.changes_gradients = any(map(_has_changed, written)) if is_fused else bool(written)
 
     def _without_rows(self, group: int, parameter: nn.Parameter, values: list[Tensor]) -> Iterator[Tensor]:
-        """What is to be copied as a whole; of the others the rows that change are copied here."""
+        """Yield the tensors to copy as a whole; copy the rows that change of the others."""
         rows_U = changed_rows(self._optimizer, self._optimizer.param_groups[group], parameter)
         for tensor in (parameter, *values):
             if rows_U is None or tensor.shape != parameter.shape:
@@ -145,13 +147,13 @@ class ChunkCopy:
                 self._rows.append((tensor, rows_U, tensor.detach().index_select(0, rows_U)))
 
     def keep(self) -> None:
-        """Let the update stand."""
+        """Make the update permanent."""
         if self._lender is not None:
             self._lender.keep()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring everything back. It may be called again."""
+        """Restore the copied state. It may be called repeatedly."""
         if self._lender is not None:
             self._lender.drop()
         self._values.put_back()
@@ -171,12 +173,12 @@ class ChunkCopy:
 
 
 class Learned:
-    """What updates of an optimizer that went through have shown of it.
+    """Facts about an optimizer that successful updates have shown.
 
     Attributes:
-        kept: what is reached from the optimizer itself, and what only from its hooks and those of all optimizers.
-        written: names of tensors, reached from hooks, that they wrote.
-        changes_gradients: whether they have changed a gradient.
+        kept: the state that the optimizer reaches, and the state that only its hooks and global optimizer hooks reach.
+        written: names of tensors that hooks have written.
+        changes_gradients: whether an update has changed a gradient.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -186,20 +188,20 @@ class Learned:
 
 
 class WholeCopy:
-    """All that is reached from an optimizer, as it is now, with the random numbers.
+    """A copy of all state that an optimizer reaches, with the random state.
 
-    What is reached only from hooks may be large, and is copied where a hook was seen to write it. Updates are observed
-    first and then now and then (`plimsoll.step.undo.written`), to see what hooks write and whether gradients change.
+    State that only hooks reach may be large. It is copied if a hook was observed to write it. The first updates and
+    some later ones are observed (`plimsoll.step.undo.written`), to see the writes of hooks and changes of gradients.
 
     Args:
         optimizer: any optimizer.
-        learned: what updates before have shown; `run` adds to it.
-        memory: where copies are made.
-        backend: of the device, whose random numbers are a part of it.
-        is_again: whether this update has failed before: it is observed then.
+        learned: facts from earlier updates; `run` adds to them.
+        memory: the memory in which copies are made.
+        backend: the backend of the device, whose random state is copied too.
+        is_again: whether this update has failed before; it is then observed.
 
     Attributes:
-        layout: of this copy, for the next.
+        layout: the layout of this copy, for the next one.
     """
 
     def __init__(
@@ -221,7 +223,7 @@ class WholeCopy:
         for name, tensor in hooked.tensors.values():
             if name in learned.written or tensor.nbytes <= SMALL_BYTES:
                 tensors.append(tensor)
-            elif not tensor.is_inference():  # which counts no versions
+            elif not tensor.is_inference():  # inference tensors have no version counter
                 self._versions.append((name, tensor, tensor._version))
         self._remember_gradients(parameters)
         plain: list[Tensor] = []
@@ -247,11 +249,16 @@ class WholeCopy:
 
     @property
     def changes(self) -> list[Change]:
-        """What failing has changed, and updates that went through never did."""
+        """Changes that failed updates made and successful updates never did."""
         return self._snapshot.changes
 
     def run(self, work: Callable[[], object], left: list[Change]) -> None:
-        """Run the whole update, ``left`` being as failures before have left it, and learn from it."""
+        """Run the whole update and learn from it.
+
+        Args:
+            work: the update.
+            left: changes of earlier failures, which are applied first.
+        """
         self._snapshot.run(work, left, self.restore)
         writes = self._snapshot.writes
         for key in writes.written if writes else ():
@@ -261,17 +268,17 @@ class WholeCopy:
                 self._learned.written.add(self._names[key])
         self._learned.written.update(self._lost_tensors())
         self._learned.changes_gradients = self._learned.changes_gradients or self.has_lost_gradients
-        if not self._learned.kept.lasts:  # the next copy is of other tensors
+        if not self._learned.kept.lasts:  # the next copy has other tensors
             self.layout = None
 
     def restore(self) -> None:
-        """Bring everything back but what is ``lost``. It may be called again."""
+        """Restore everything except the state named in ``lost``. It may be called repeatedly."""
         self._snapshot.put_back()
         self._put_back_own()
 
     @property
     def lost(self) -> list[str]:
-        """Names of what was written and not copied."""
+        """Names of state that was written but not copied."""
         return [*self._lost_tensors(), *self._snapshot.lost]
 
     def _lost_tensors(self) -> list[str]:
@@ -280,11 +287,11 @@ class WholeCopy:
 
     @property
     def has_lost_gradients(self) -> bool:
-        """Whether gradients were written and not copied."""
+        """True if gradients were written but not copied."""
         return any(gradient._version != version for gradient, version in self._gradient_versions)
 
     def _remember_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Which tensor is whose gradient, and the values of those that are changed or cannot be observed."""
+        """Record the gradient of each parameter; copy gradients that change or cannot be observed."""
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         present = [gradient for _, gradient in self._gradients if gradient is not None]
         stored = [one for one in present if has_storage(one)]
@@ -311,14 +318,14 @@ class WholeCopy:
 
 
 def _hooks_of(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
-    """The hooks of an optimizer, and those of all, by kind."""
+    """Return the hooks of an optimizer and the global optimizer hooks, by kind."""
     own = [value for name, value in vars(optimizer).items() if name.endswith("_hooks") and isinstance(value, dict)]
     return [*own, optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks]
 
 
 def _roots_of(optimizer: torch.optim.Optimizer) -> list[list[tuple[str, Any]]]:
     own: list[tuple[str, Any]] = [("optimizer", optimizer)]
-    # One by one: the walk does not look through containers that are very large.
+    # One by one, because the search skips very large containers.
     own += [("optimizer.param_groups", one) for group in optimizer.param_groups for one in group["params"]]
     own += [("optimizer.state", state) for state in optimizer.state.values()]
     hooks = (hook for of_kind in _hooks_of(optimizer) for hook in of_kind.values())
@@ -339,7 +346,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    """Whether a tensor can be written to as such, and not only its storage."""
+    """Return whether a tensor itself can be written, not only its storage."""
     if tensor.layout == torch.strided and tensor.is_contiguous():
         return not tensor.is_inference()
     is_expanded = has_storage(tensor) and any(

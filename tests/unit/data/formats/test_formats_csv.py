@@ -126,11 +126,11 @@ def test_quotes_without_a_meaning_are_characters_wherever_a_file_is_cut(texts, b
 
 def test_that_quotes_may_have_no_meaning_is_said_where_one_is_not_closed(tmp_path: Path):
     path = written(tmp_path / "a.tsv", 'id\ttext\n1\t"x" 5 disk\n2\ty\n')
-    with pytest.raises(DataError, match="say quotes: false if none of the file's quotes mean anything"):
+    with pytest.raises(DataError, match="set quotes: false if quotes are ordinary characters in this file"):
         opened(path)
     assert list(opened(path, quotes=False)) == ['"x" 5 disk', "y"]
     path = written(tmp_path / "b.tsv", '"x 5 disk\ny\nz\n')
-    with pytest.raises(DataError, match="its first row is no csv .*say quotes: false"):
+    with pytest.raises(DataError, match="its first row is not csv .*set quotes: false"):
         opened(path, header=False)
     assert list(opened(path, header=False, quotes=False)) == ['"x 5 disk', "y", "z"]
 
@@ -155,18 +155,18 @@ def test_whether_the_first_row_names_the_columns(tmp_path: Path, content: str, f
 @pytest.mark.parametrize(
     ("content", "fields", "why"),
     [
-        ("name,body\nx,y\n", {}, r"whether its first row \('name', 'body'\) names the columns cannot be told"),
+        ("name,body\nx,y\n", {}, r"it is unclear whether its first row \('name', 'body'\) names the columns"),
         (
             "name,body\nx,y\n",
             {"text": "bodi"},
             r"there is no column 'bodi': did you mean 'body'\? It has 'name', 'body'",
         ),
-        ("1,a,b\n", {}, "none of its columns '1', '2', '3' is called text, and 2 of them could be it"),
-        ('"a"b\n', {"header": False}, r"its first row is no csv \(',' expected"),
+        ("1,a,b\n", {}, "none of its columns '1', '2', '3' is called text, and 2 of them could be the text"),
+        ('"a"b\n', {"header": False}, r"its first row is not csv \(',' expected"),
         (
             "text,id,text\nx,1,y\n",
             {},
-            r"2 of its columns \(1, 3\) are called 'text', so which .* rename all but one in the first row",
+            r"2 of its columns \(1, 3\) are called 'text', so the name is ambiguous, .* rename all but one",
         ),
         ("y,a,y\n1,b,2\n", {"text": "a", "label": "y"}, r"2 of its columns \(1, 3\) are called 'y'"),
     ],
@@ -224,7 +224,9 @@ def test_two_stray_quotes_that_swallow_rows_are_warned_of(tmp_path: Path, num_be
     before = "".join(f"text {number},0\n" for number in range(num_before))
     rows = "".join(f"row {number},1\n" for number in range(30))
     path = written(tmp_path / "a.csv", f'text,label\n{before}"one,1\n{rows}x",1\nlast,0\n')
-    said = rf"a row may have swallowed others, .*a\.csv: line {num_before + 2}: a quoted field takes the 30 lines"
+    said = (
+        rf"a row may include other rows by mistake, .*a\.csv: line {num_before + 2}: a quoted field takes the 30 lines"
+    )
     with pytest.warns(PlimsollWarning, match=said):
         corpus = opened(path)
     assert len(corpus) == num_before + 2

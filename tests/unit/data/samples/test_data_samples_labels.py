@@ -117,7 +117,7 @@ def test_texts_are_numbered_as_the_checkpoint_that_learns_from_them_does(tmp_pat
 )
 def test_a_label_of_minus_100_is_none(tmp_path: Path, name: str, content: str):
     (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=r"line [23]: its label .*-100, which means none"):
+    with pytest.raises(DataError, match=r"line [23]: its label .*-100, which means no label"):
         open_corpus((str(tmp_path / name),), Reading(label="y"), tmp_path / "cache")
     corpus = open_corpus((str(tmp_path / name),), Reading(label="y", on_error="skip"), tmp_path / "cache")
     assert (corpus.label_names, list(corpus)) == (("0", "1"), ["a", "c"])

@@ -134,7 +134,7 @@ def test_packs_are_made_once_and_pickled_as_names(tmp_path: Path, monkeypatch: p
     again = pickle.loads(pickle.dumps(dataset))
     assert torch.equal(again[3]["input_ids"], dataset[3]["input_ids"])
     (packs.folder / "ends.bin").unlink()
-    with pytest.raises(DataError, match=r"the packs .* are gone from the cache, or torn: prepare them again"):
+    with pytest.raises(DataError, match=r"the packs .* are missing from the cache, or damaged: prepare them again"):
         open_packs(packs.spans, packs.folder)
 
 

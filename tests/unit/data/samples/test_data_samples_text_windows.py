@@ -97,7 +97,7 @@ def test_spans_are_cut_once(store: TokenStore, monkeypatch: pytest.MonkeyPatch):
 def test_spans_that_are_gone_are_named(store: TokenStore):
     spans = cut_texts(store, 2)
     (spans.folder / "starts.bin").unlink()
-    with pytest.raises(DataError, match=r"the spans .* are gone from the cache, or torn: prepare them again"):
+    with pytest.raises(DataError, match=r"the spans .* are missing from the cache, or damaged: prepare them again"):
         open_spans(store, spans.folder)
 
 

@@ -195,7 +195,7 @@ def test_json_that_is_no_list_of_texts_is_an_error_or_said(tmp_path: Path):
 def test_what_a_binary_file_is_is_said(tmp_path: Path):
     path = written(tmp_path / "a.txt", gzip.compress(bytes(99)))
     with pytest.raises(
-        DataError, match=r"its first bytes are those of gzip: leave it out, or rename it to end in \.gz"
+        DataError, match=r"its first bytes are the signature of gzip: leave it out, or rename it to end in \.gz"
     ):
         opened(path)
 
@@ -209,7 +209,7 @@ def test_what_a_binary_file_is_is_said(tmp_path: Path):
         (b"\x04\x22\x4d\x18", "lz4: leave it out, or unpack it"),
         (b"BZh9", r"bzip2: leave it out, or rename it to end in \.bz2"),
         (b"PAR1", r"parquet: leave it out, or rename it to end in \.parquet"),
-        (b"%PDF-1.7", "PDF: leave it out, or take the text out"),
+        (b"%PDF-1.7", "PDF: leave it out, or extract its text"),
         (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Office file"),
         (b"\x89PNG\r\n\x1a\n", "a picture"),
     ],
@@ -219,7 +219,7 @@ def test_binary_files_are_told_by_their_first_bytes_without_a_null_byte_too(
     tmp_path: Path, name: str, begin: bytes, kind: str
 ):
     path = written(tmp_path / "x" / name, begin + b"\xff\xc3\x28" * 9)
-    with pytest.raises(DataError, match=rf"first bytes are those of {kind}"):
+    with pytest.raises(DataError, match=rf"first bytes are the signature of {kind}"):
         opened(path)
     written(tmp_path / "x" / "b.txt", "BZh is how bzip2 begins\n")
     if not name.endswith((".jsonl", ".csv")):

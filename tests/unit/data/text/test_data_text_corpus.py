@@ -62,8 +62,8 @@ def test_a_file_that_changes_while_it_is_open_is_said_so(texts: Path):
 def test_bytes_that_are_not_what_was_indexed_are_said_so_even_if_the_time_is(texts: Path):
     corpus, status = opened(texts), os.stat(texts / "a.txt")
     for content, message in (
-        (b"one\n\n\xff\xff\xff\n", r"a\.txt is not the text it was when it was indexed .*start again"),
-        (b"one\n\n\n\n\n\n", r"is not the text it was .*2 lines were indexed and 1 found"),
+        (b"one\n\n\xff\xff\xff\n", r"a\.txt is no longer the text that was indexed .*start again"),
+        (b"one\n\n\n\n\n\n", r"is no longer the text .*2 lines were indexed and 1 found"),
     ):
         (texts / "a.txt").write_bytes(content)
         os.utime(texts / "a.txt", ns=(status.st_atime_ns, status.st_mtime_ns))

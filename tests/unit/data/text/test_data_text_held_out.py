@@ -110,7 +110,7 @@ def test_a_file_that_is_on_both_sides_is_refused(tmp_path: Path, how: str):
         other = tmp_path / "again" / "a.txt"
     train = open_corpus((f"{tmp_path}/texts/*.txt",), Reading(), tmp_path / "cache")
     validation = open_corpus((str(other),), Reading(), tmp_path / "cache")
-    message = r"the validation text .* is among the training texts.*: move it to where data.train does not reach, or"
+    message = r"the validation text .* is among the training texts.*: move it out of data.train, or"
     with pytest.raises(DataError, match=message):
         refuse_same_files(train, validation)
     (tmp_path / "copy.txt").write_text("one")  # a file of its own, which is said but not refused

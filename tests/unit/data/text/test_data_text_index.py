@@ -67,10 +67,10 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_with_the_reason(texts: 
     late = b"good line\n" * 60_000 + b"\xff"  # beyond the first chunk: what was indexed of it is taken back
     (texts / "bad.txt").write_bytes(late)
     with pytest.warns(
-        PlimsollWarning, match=r"1 of 3 files \(585\.9 KiB\) are left out whole .*bad\.txt: line 60001: byte"
+        PlimsollWarning, match=r"1 of 3 files \(585\.9 KiB\) are left out entirely .*bad\.txt: line 60001: byte"
     ):
         corpus = opened(texts)
-    with pytest.warns(PlimsollWarning, match="to leave out only what is at fault in them, set on_error: skip"):
+    with pytest.warns(PlimsollWarning, match="to leave out only their faulty texts, set on_error: skip"):
         opened(texts)  # each time
     assert list(corpus) == ["one", "two", "thr\u00e9e"]
     assert [Path(entry.partition(": ")[0]).name for entry in corpus.skipped] == ["image.png", "bad.txt"]
@@ -308,6 +308,6 @@ def test_an_index_whose_text_no_longer_decodes_is_made_anew_at_the_next_start(tm
     corpus, status = opened(path), path.stat()
     path.write_bytes(b"\xffne\ntwo\n")
     os.utime(path, ns=(0, status.st_mtime_ns))
-    with pytest.raises(DataError, match="is not the text it was when it was indexed .*start again to index it anew"):
+    with pytest.raises(DataError, match="is no longer the text that was indexed .*start again to index it anew"):
         corpus[0]
     assert not (corpus.folder / "manifest.json").exists()

@@ -46,7 +46,7 @@ def test_columns_of_lines_are_chosen_by_number(tmp_path: Path):
     assert read(tagged_corpus(tmp_path / "a.conllu", text, text="2", label="3")) == [
         [("Ada", "PROPN"), ("slept", "VERB")]
     ]
-    with pytest.raises(DataError, match="has columns by number, and none 'ner_tags': give one from 1"):
+    with pytest.raises(DataError, match="has column numbers, not names, but 'ner_tags' is given: give a number from 1"):
         tagged_corpus(tmp_path / "b.conll", text, label="ner_tags")
 
 
@@ -89,7 +89,7 @@ def test_a_data_set_of_hugging_face_brings_its_names(tmp_path: Path):
         ("a.txt", "Some text\nof two words in a line\n", "tags: line 2: 'of two words in a line' has 6 columns"),
         ("a.txt", "alone\n", "line 1: 'alone' has 1 column, not at least 2: a word and its tag"),
         ("a.tsv", "Ada\tB-PER\nslept\t\n", "line 1: word 2 has no tag"),
-        ("a.csv", "Ada,B-PER\n", "is csv, whose cells hold no lists of words: write it as JSON lines"),
+        ("a.csv", "Ada,B-PER\n", "is csv, whose cells cannot hold lists of words: write it as JSON lines"),
         ("a.jsonl", "{\n", "line 1: it is not JSON"),
         ("a.jsonl", '{"tokens": ["a"], "tags": ["O", "O"]}\n', "line 1: it has 1 words and 2 tags: give each word one"),
         ("a.jsonl", '{"tokens": ["a\\tb"], "tags": ["O"]}\n', "holds a tab or a line break"),

@@ -112,7 +112,7 @@ def test_a_folder_with_two_names_is_read_once_and_the_other_said(tree: Path, sou
     assert names(tree, source) == ["a.txt", "b.txt", "sub/d.md", "sub/deep/c.txt"]
     said = left_out(tree, source)
     assert set(said) == {"link", "sub/deep/up"}
-    assert said["link"] == f"it is the folder {tree}/sub by another name, which is read"
+    assert said["link"] == f"it is another name of the folder {tree}/sub, which is read"
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
@@ -120,7 +120,7 @@ def test_a_file_with_two_names_is_read_once_and_the_other_said(tree: Path, link)
     (tree / "sub" / "d.md").unlink()
     link(tree / "b.txt", tree / "sub" / "again.txt")
     assert names(tree, "") == ["a.txt", "b.txt", "sub/deep/c.txt"]
-    assert left_out(tree, "") == {"sub/again.txt": f"it is {tree}/b.txt by another name, which is read"}
+    assert left_out(tree, "") == {"sub/again.txt": f"it is another name of {tree}/b.txt, which is read"}
     assert names(tree, "", "sub/again.txt") == ["a.txt", "sub/again.txt", "sub/deep/c.txt"]  # the name that was given
 
 
@@ -139,7 +139,7 @@ def test_special_files_are_named_and_not_waited_for(tree: Path, monkeypatch: pyt
             "fifo.txt": "it is a pipe",
             "socket.txt": "it is a sock",
         }
-    with pytest.raises(DataError, match=r"fifo\.txt is left out: it is a pipe, which is read once and is gone: write"):
+    with pytest.raises(DataError, match=r"fifo\.txt is left out: it is a pipe, which can be read only once: write"):
         find_files(("fifo.txt",))
     with pytest.raises(DataError, match=r"/dev/null is left out: it is a device"):
         find_files(("/dev/null",))
@@ -148,7 +148,7 @@ def test_special_files_are_named_and_not_waited_for(tree: Path, monkeypatch: pyt
 def test_a_folder_that_a_pattern_matches_is_named_if_nothing_in_it_is(tree: Path):
     (tree / "empty").mkdir()
     assert left_out(tree, "*") == {
-        "sub": f"it is a folder, and the pattern means files: {tree}/sub/** means all below it"
+        "sub": f"it is a folder, but the pattern must match files: {tree}/sub/** matches all files below it"
     }
     assert not left_out(tree, "**/*")
 

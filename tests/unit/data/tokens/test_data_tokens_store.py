@@ -114,7 +114,7 @@ def test_torn_tokens_are_not_opened_and_made_again(tmp_path: Path):
     folder = tokenize(corpus, words(tmp_path, 4), tmp_path / "cache").folder
     with (folder / "tokens.bin").open("r+b") as file:
         file.truncate(2)
-    with pytest.raises(DataError, match="are gone from the cache, or torn: prepare them again, as --resume does"):
+    with pytest.raises(DataError, match="are missing from the cache, or damaged: prepare them again, as --resume does"):
         open_tokens(folder)
     store: TokenStore = tokenize(corpus, words(tmp_path, 4), tmp_path / "cache")
     assert store.tokens.tolist() == [2, 3, 0]

@@ -178,7 +178,7 @@ def test_what_is_around_an_empty_text_stays():
     assert lengths.tolist() == [5, 3, 4]
     assert template.around(np.array([7]), np.array([1]), -100)[0].tolist() == [-100, 7, -100, -100]
     assert Template().around(np.array([7]), np.array([1]))[0].tolist() == [7]
-    with pytest.raises(DataError, match="sequence_length = 3 leaves no room for a text beside the 3 special tokens"):
+    with pytest.raises(DataError, match="sequence_length = 3 leaves no space for a text next to the 3 special tokens"):
         template.room(3)
 
 
@@ -207,8 +207,11 @@ def test_a_tokenizer_that_knows_no_common_word_is_tried_with_one_of_its_own():
 @pytest.mark.parametrize(
     ("single", "message"),
     [
-        ("$A [SEP] $A", "which is more than special tokens before and behind the text"),
-        ("$A:0 [SEP]:2", r"gives the tokens of one text the types \[0, 2\], and a training feeds no token types"),
+        ("$A [SEP] $A", "which is more than special tokens before and after the text"),
+        (
+            "$A:0 [SEP]:2",
+            r"gives the tokens of one text the types \[0, 2\], but training passes no token types to the model",
+        ),
     ],
 )
 def test_what_else_a_tokenizer_does_is_refused(single: str, message: str):

@@ -10,7 +10,7 @@ LARGE = holding(1800, "temporaries", "float32[60000, 4000]", count=2)
 
 def test_one_tensor_that_is_larger_than_the_limit():
     (finding,) = findings(evidence(holdings=(LARGE,)))
-    assert finding.title == "one tensor of 900.0 MiB (float32[60000, 4000]) is larger than all there is to use"
+    assert finding.title == "one tensor of 900.0 MiB (float32[60000, 4000]) is larger than all usable memory"
     assert (finding.place, finding.effect_known) == ("net, net.py:7", "predicted")
     assert findings(evidence(holdings=(holding(1800, "temporaries", "float32[60, 4]", count=3),))) == ()
 
@@ -47,7 +47,7 @@ def test_numbers_of_the_line_that_failed(code, explained):
 def test_the_shape_that_numpy_states():
     text = "Unable to allocate 2.00 TiB for an array with shape (524288, 524288) and data type float64"
     (finding,) = findings(of_text(text))
-    assert finding.title.startswith("perhaps: 2.0 TiB were asked for")
+    assert finding.title.startswith("perhaps: 2.0 TiB were requested")
     assert finding.evidence[-1].text == "an array of shape (524288, 524288) of float64"
 
 

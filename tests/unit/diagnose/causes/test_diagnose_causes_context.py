@@ -6,7 +6,7 @@ from plimsoll.diagnose.causes.context import findings
 
 def test_two_fifths_of_what_there_is():
     (finding,) = findings(evidence(shares=shares(baseline=320, activations=800)))
-    assert finding.title == "Python and its libraries take 320.0 MiB of 800.0 MiB before there is a model"
+    assert finding.title == "Python and its libraries take 320.0 MiB of 800.0 MiB before a model exists"
     assert finding.effect_bytes is None
     assert findings(evidence(shares=shares(baseline=319, activations=800))) == ()
 

@@ -6,10 +6,7 @@ from plimsoll.diagnose.causes.fragmentation import CODE, findings
 
 def test_of_a_text_it_is_bounded_by_what_is_unused():
     (finding,) = findings(of_text(FRAGMENTED))
-    assert (
-        finding.title
-        == "PyTorch holds 4.0 GiB that it does not use, and no piece of it has the 1.0 GiB that were asked for"
-    )
+    assert finding.title == "PyTorch holds 4.0 GiB that it does not use, and no block of it has the requested 1.0 GiB"
     assert (finding.code, finding.effect_bytes, finding.effect_high_bytes) == (CODE, None, 4 << 30)
     assert findings(of_text(FULL)) == ()
 
@@ -21,7 +18,7 @@ def test_of_a_text_that_allows_another_cause():
 
 def test_of_a_run_that_ended_in_it():
     (finding,) = findings(evidence(is_fragmented=True, requested_bytes=64 * MIB))
-    assert "the 64.0 MiB that were asked for, in pieces" in finding.evidence[0].text
+    assert "the requested 64.0 MiB, in pieces" in finding.evidence[0].text
 
 
 def test_of_a_prediction():

@@ -18,7 +18,7 @@ def test_a_list_of_outputs():
     assert (finding.effect_known, finding.effect_high_bytes) == ("counted", None)
     assert finding.peak_share == pytest.approx(30 * (MIB + 100 * 1024) / (300 * MIB))
     assert finding.evidence[0].text == (
-        "after step 27, of 13 earlier steps whose graphs were marked 13 are in memory, the first of step 1"
+        "after step 27, 13 of the 13 marked graphs of earlier steps are in memory, the first of step 1"
     )
     assert "in place of `self.history.append(output)`" in finding.remedy
 
@@ -61,7 +61,7 @@ def test_losses_that_nobody_is_seen_to_keep():
     ("name", "remedy"),
     [
         ({"num_tensors": 1}, "write `model.history = model.history.detach()` where it is assigned"),
-        ({}, "write `.detach()` behind what is put into `model.history`"),
+        ({}, "add `.detach()` to the values that are put into `model.history`"),
     ],
 )
 def test_without_the_source_the_remedy_is_of_the_attribute(name, remedy):
@@ -99,7 +99,7 @@ def test_a_long_list_that_was_emptied_once_is_one():
 
 
 def test_a_run_that_failed_with_it_is_a_finding_without_an_effect():
-    message = f"step 2: {GRAPH_IS_GONE}, which is gone by then: `model.hidden` ..."
+    message = f"step 2: {GRAPH_IS_GONE}, which is already freed: `model.hidden` ..."
     (finding,) = findings(evidence(graphs=(), message=message))
     assert finding.evidence[0].text == message
     assert finding.effect_bytes is None

@@ -9,8 +9,8 @@ from plimsoll.diagnose.causes.leak import findings
 def test_a_list_that_grows():
     (finding,) = findings(live(kept(tensor_bytes=300 * MIB)))
     assert (finding.cause, finding.place, finding.effect_bytes) == ("leak", "train.py:9", 300 * MIB)
-    assert finding.title == "`cache` keeps more with every step"
-    assert finding.evidence[0].text == "`cache` (list) has 40 items, 0 when it was first looked at"
+    assert finding.title == "`cache` grows with every step"
+    assert finding.evidence[0].text == "`cache` (list) has 40 items, 0 when it was first seen"
     assert finding.peak_share == 0.25
 
 

@@ -20,7 +20,7 @@ def test_a_leak_is_named_by_its_line_with_what_it_took():
     assert len(step_ends(found)) == 9
     (leak,) = leak_findings(found)
     assert (leak.cause, leak.place, leak.effect_bytes) == ("leak", "train.py:12", 8 * 3 * MIB)
-    assert leak.title == "what train.py:12 allocates stays: 3.0 MiB per step"
+    assert leak.title == "allocations of train.py:12 are not freed: 3.0 MiB per step"
     assert leak.evidence[0].text == "8 allocations of train.py:12, 24.0 MiB, were not freed, made in 8 of 8 steps"
 
 
@@ -32,7 +32,7 @@ def test_the_largest_lines_come_first_and_the_rest_are_counted():
         device.free(device.alloc(MIB, ADAM, USER[15]))
     found = leak_findings(played(device))
     assert [leak.place for leak in found] == ["train.py:24", "train.py:23", "train.py:22"]
-    assert found[0].evidence[1].text == "5 lines leave memory behind in this way"
+    assert found[0].evidence[1].text == "5 lines leak memory in this way"
 
 
 @pytest.mark.parametrize(

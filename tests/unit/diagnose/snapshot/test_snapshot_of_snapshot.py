@@ -36,8 +36,8 @@ def test_fragmentation(explained):
     assert (finding.cause, finding.effect_bytes) == ("fragmentation", 300 * MIB)
     assert finding.code == "export PYTORCH_ALLOC_CONF=expandable_segments:True"
     assert [fact.text for fact in finding.evidence] == [
-        "200.0 MiB were asked for, and 300.0 MiB of 600.0 MiB that were reserved were not used",
-        "the largest piece of it has 30.0 MiB",
+        "200.0 MiB were requested, and 300.0 MiB of the 600.0 MiB reserved were unused",
+        "the largest unused block has 30.0 MiB",
     ]
 
 
@@ -102,7 +102,7 @@ def test_what_is_not_explained_is_said(explained):
     notes = " ".join(explained(device).notes)
     assert "on device 1" in notes
     assert "Leaks were not looked for" in notes
-    assert "Private pools (CUDA graphs, MemPool) have 2.0 MiB, of which 1.0 MiB are not used" in notes
+    assert "Private pools (CUDA graphs, MemPool) have 2.0 MiB, of which 1.0 MiB are unused" in notes
     assert "2 streams" in notes
 
 

@@ -155,10 +155,10 @@ def test_what_is_too_large_to_be_compared_is_refused(tapes, monkeypatch, name):
     loss = Loss()
     setattr(loss, name, numpy.ones(9) if name == "array" else torch.ones(17))
     why = refused(Net(), loss=loss)
-    assert f"loss.{name} above all, and no more than 64 B is compared before each step" in why
+    assert f"(most in loss.{name}), but no more than 64 B can be compared before each step" in why
 
 
 def test_an_array_of_objects_is_refused(tapes):
     loss = Loss()
     loss.array = numpy.array([1.0], dtype=object)
-    assert refused(Net(), loss=copy.copy(loss)) == "loss.array is an array of objects, into which is not looked"
+    assert refused(Net(), loss=copy.copy(loss)) == "loss.array is an array of objects, which cannot be compared"

@@ -37,9 +37,9 @@ def test_what_kernels_do_on_the_device_is_let_through(work):
         (lambda x: torch.ones_like(x, device="cpu"), "copies between the host and the device"),
         (lambda x: torch.ones(4).to(x.device) + x, "copies between the host and the device"),
         (lambda x: x.copy_(torch.ones(4, 4)), "copies between the host and the device"),
-        (lambda x: x * HELD, "reads a tensor of the host, whose value would stay the one at the capture"),
-        (lambda x: torch.ones(()) * HELD, "reads a tensor of the host"),
-        (lambda x: x.normal_(generator=torch.Generator()), "draws from a generator of the program's own"),
+        (lambda x: x * HELD, "reads a host tensor, and replays would reuse its value from the capture"),
+        (lambda x: torch.ones(()) * HELD, "reads a host tensor"),
+        (lambda x: x.normal_(generator=torch.Generator()), "draws from a random generator of the program"),
     ],
 )
 def test_what_the_host_has_a_part_in_is_named(work, why):
@@ -52,7 +52,7 @@ def test_what_the_host_has_a_part_in_is_named(work, why):
     [
         (lambda x: x.sum().item(), "`_local_scalar_dense` at test_step_cuda_graphs_survey.py:"),
         (lambda x: bool((x > 0).all()), "hands Python a value that depends on the data"),
-        (lambda x: x[x > 0], "returns what depends on the data in size"),
+        (lambda x: x[x > 0], "returns a result whose size depends on the data"),
         (lambda x: x.nonzero(), "`nonzero` at test_step_cuda_graphs_survey.py:"),
         (lambda x: torch.rand(1).item(), "hands Python a value that depends on the data"),
         (lambda x: torch.equal(x, x * 1), "depends on the data"),

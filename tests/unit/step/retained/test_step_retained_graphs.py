@@ -207,7 +207,9 @@ def test_a_state_that_is_fed_back_is_named_with_its_line(micro_batch):
     with pytest.raises(InputError) as caught:
         train(step, 2)
     text = str(caught.value)
-    assert text.startswith(f"step {1 if micro_batch else 2}: {GRAPH_IS_GONE}, which is gone by then: `model.hidden` is")
+    assert text.startswith(
+        f"step {1 if micro_batch else 2}: {GRAPH_IS_GONE}, which is already freed: `model.hidden` is"
+    )
     assert "; self.hidden = tuple(state.detach() for state in self.hidden)`" in text
     assert "test_step_retained_graphs.py:" in text
     assert "outputs" not in text  # which is not read
@@ -257,9 +259,7 @@ def test_without_a_holder_the_remedy_is_general():
             return output.square().mean()
 
     step = step_of(nn.Linear(4, 4), loss=Hidden())
-    with pytest.raises(
-        InputError, match=r"is no attribute of .*: write `hidden = hidden.detach\(\)` where it is carried"
-    ):
+    with pytest.raises(InputError, match=r"no attribute of .*: write `hidden = hidden.detach\(\)` where it is carried"):
         train(step, 3)
 
 

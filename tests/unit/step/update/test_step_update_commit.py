@@ -222,7 +222,7 @@ def test_a_piece_of_several_parameters_is_done_in_halves():
     with armed("optimizer", 1, 2):  # the whole, then its first half
         commit.step()
     assert commit.outcome is None
-    assert [event.action for event in commit.recovered] == ["part of the update undone, done again"] * 2
+    assert [event.action for event in commit.recovered] == ["part of the update undone and repeated"] * 2
     assert [parameter[0].item() for parameter in optimizer.param_groups[0]["params"]] == [3, 2, 1, 0]
 
 
@@ -434,7 +434,7 @@ def test_memory_that_runs_out_before_an_update_begins_leaves_it_to_pieces():
     with armed("optimizer", 1, 2):
         commit.step()
     assert [event.action for event in commit.recovered] == [
-        "the update not begun, done in pieces", "part of the update undone, done again"
+        "update not started, done in chunks", "part of the update undone and repeated"
     ]  # fmt: skip
     assert [parameter[0].item() for parameter in chosen] == [3, 2, 1, 0]
 

@@ -1,1 +1,1 @@
-"""Code that several file formats share."""
+"""Helpers that several file formats share."""

@@ -1,4 +1,4 @@
-"""Which columns of a table are the text and the label, and what its rows must hold."""
+"""The choice of the text and label columns of a table, and the checks of its rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 from plimsoll.data.formats import Fault, Found, Labels, Part, Reading
 from plimsoll.errors import DataError
 
-MOST_LABELS = 10_000  # a column with more is hardly one of classes, and a model with as many outputs hardly meant
-NO_LABEL = "-100"  # what losses of torch leave out: of a text that has no class, and is none itself
-WORDS_NAMES = ("tokens", "words")  # what the column of the words is called where they have tags
+MOST_LABELS = 10_000  # a column with more distinct values is unlikely to hold classes
+NO_LABEL = "-100"  # losses of torch ignore it: it marks a text without a class and is not a class itself
+WORDS_NAMES = ("tokens", "words")  # the usual names of the column of words if they have tags
 _MOST_COLUMNS_SHOWN = 20
 
 
@@ -21,12 +21,12 @@ def text_columns(reading: Reading, columns: Sequence[str], of_strings: Sequence[
     """Return the columns that make up the text.
 
     Args:
-        reading: what was asked for.
-        columns: all there are.
-        of_strings: those of them that hold strings.
+        reading: the requested columns.
+        columns: all columns of the table.
+        of_strings: the columns that hold strings.
 
     Raises:
-        DataError: if one asked for is missing, or none was asked for and more than one could be it.
+        DataError: if a requested column is missing, or if no column was requested and the text column is ambiguous.
     """
     for name in (*(reading.columns or ()), *filter(None, [reading.label])):
         if name not in columns:
@@ -39,23 +39,25 @@ def text_columns(reading: Reading, columns: Sequence[str], of_strings: Sequence[
     if len(candidates) != 1:
         raise DataError(
             f"none of its columns {listed(columns)} is called text, and {len(candidates) or 'none'} of them could be "
-            f"it; give one with text: <column>"
+            f"the text; give one with text: <column>"
         )
     return (candidates[0],)
 
 
 def no_column(name: str, columns: Sequence[str]) -> str:
-    """Return the message that a column is missing, with those it could mean."""
+    """Return the message that a column is missing, with columns of similar names."""
     near = difflib.get_close_matches(name, columns, 3)
     meant = f"did you mean {' or '.join(map(repr, near))}? It has" if near else "it has"
     return f"there is no column {name!r}: {meant} {listed(columns)}; give one of them"
 
 
 def refuse_unknown(names: Sequence[str], known: Sequence[str], what: str, of_training: str) -> None:
-    """Refuse labels of the validation data that the training data have not.
+    """Raise if ``names``, the labels of the validation data, contain labels that are not in ``known``.
+
+    The message has the form "``what`` <unknown labels>, but ``of_training`` only <known labels>".
 
     Raises:
-        DataError: if there is one; ``what`` has it and ``of_training`` does not.
+        DataError: if a label is unknown.
     """
     if unknown := [name for name in names if name not in known]:
         near = difflib.get_close_matches(unknown[0], known, 1)
@@ -72,11 +74,11 @@ def listed(columns: Sequence[str]) -> str:
     return ", ".join(map(repr, columns[:_MOST_COLUMNS_SHOWN])) + more
 
 
-Row = tuple[int, str, Any]  # where it begins, its text, its label
+Row = tuple[int, str, Any]  # its offset, text and label
 
 
 def found_rows(part: Part, digest: bytes, num_lines: int, rows: Iterable[Row | Fault]) -> Found:
-    """Join what a part of a table has; rows whose text is empty are left out."""
+    """Combine the rows of a part of a table; rows with empty text are marked as empty."""
     starts, faults, codes, are_empty = [], [], [], []
     numbers: dict[Any, int] = {}
     for row in rows:

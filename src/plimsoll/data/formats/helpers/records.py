@@ -1,4 +1,4 @@
-"""Rows in lines: what jsonl and csv share. A part is read whole, with the rest of the row that it ends in."""
+"""Reading of rows for jsonl and csv: a part is read whole, with the rest of the row that ends after it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from plimsoll.errors import DataError
 from plimsoll.records.units import format_bytes
 
 _MORE_BYTES = 256 << 10
-HEAD_BYTES = 1 << 20  # of a file, in which its first rows must lie
+HEAD_BYTES = 1 << 20  # the first rows of a file must lie in this many bytes
 
 
 def read_rows(part: Part, is_whole: Callable[[bytes], bool]) -> tuple[bytes, int, bytes]:
-    """Read a part of a file from the byte before it, and on until ``is_whole`` or the longest row is exceeded.
+    """Read a part of a file from the byte before it until ``is_whole`` or until the longest allowed row is exceeded.
 
-    Returns the bytes, where they begin in the file, and the digest of those of the part.
+    Returns:
+        The bytes, their offset in the file, and the digest of the bytes of the part.
     """
     begin = max(part.begin - 1, 0)
     with opened(part.path) as descriptor:
         raw = os.pread(descriptor, part.end - begin, begin)
         if len(raw) < part.end - begin:
             raise DataError(
-                f"{part.path} ends before byte {part.end}, but was longer a moment ago: start again when it rests"
+                f"{part.path} ends before byte {part.end}, but was longer a moment ago: start again when "
+                "nothing writes to it"
             )
         digest = xxhash.xxh3_128_digest(memoryview(raw)[part.begin - begin :])
         most_bytes = len(raw) + part.max_text_bytes + 1
@@ -43,6 +45,6 @@ def too_long(at: int, num_bytes: int, max_text_bytes: int, line: int | None = No
     return Fault(
         at,
         f"the row that begins at byte {at} has more than {format_bytes(max_text_bytes)} (at least {num_bytes} bytes)",
-        "cut it into shorter ones (in a program of your own: or raise max_text_bytes of its Reading)",
+        "split it into shorter rows (in Python code: or raise max_text_bytes of its Reading)",
         line,
     )

@@ -1,9 +1,11 @@
-"""What formats share: reading a range of a file, finding newlines in it, checking that it is UTF-8, and decoding it.
+"""Shared functions of formats: read a range of a file, find its newlines, check that it is UTF-8, and decode it.
 
-The check decodes nothing that is ASCII: one comparison finds the 8-byte words that hold a newline, a control character
-or a byte of 128 and above, and only these are looked at: for most text, some 10 % of the bytes. Those with a byte of
-128 and above are decoded next to each other, a zero between two that were not neighbours, which is valid exactly if the
-text is: no character reaches over a word that is left out. Text that is mostly not ASCII is decoded as it is.
+The check decodes only bytes that are not ASCII. One comparison finds the 8-byte words that hold a newline, a control
+character or a byte of 128 and above. Only these words are inspected, about 10 % of the bytes of most texts.
+
+Words with a byte of 128 and above are decoded in one pass, with a zero between words that were not neighbours. The
+result is valid exactly if the text is, because no character extends over a skipped word. Text that is mostly not ASCII
+is decoded as it is.
 """
 
 from __future__ import annotations
@@ -22,22 +24,22 @@ from plimsoll.data.formats import Fault
 from plimsoll.errors import DataError
 from plimsoll.files.remote import descriptor_of, head_of
 
-CHUNK_BYTES = 1 << 20  # with what is computed from it, it fits an L2 cache of 2 MiB; 128 KiB were 30 % slower
+CHUNK_BYTES = 1 << 20  # fits an L2 cache of 2 MiB together with its temporaries; 128 KiB was 30 % slower
 NEWLINE, RETURN = 10, 13
 MARK_BYTES = len(codecs.BOM_UTF8)
 LOOKAHEAD_BYTES = 8  # a character has at most 3 bytes after its first
 _PROBE_BYTES = 8000  # as git decides: buffer_is_binary() in xdiff-interface.c
 _HIGH_BITS = np.uint64(0x8080808080808080)
 _DENSE_SHARE = 0.25
-# What a file is that is no text, and what to do: https://www.garykessler.net/library/file_sigs.html
+# Signatures of binary files, their names and the remedy: https://www.garykessler.net/library/file_sigs.html
 _MAGICS = {
     b"\x1f\x8b": ("gzip", "rename it to end in .gz"),
     b"\x28\xb5\x2f\xfd": ("zstd", "rename it to end in .zst"),
     b"BZh": ("bzip2", "rename it to end in .bz2"),
     b"\xfd7zXZ\0": ("xz", "rename it to end in .xz"),
     b"PK\x03\x04": (
-        "zip, as which .docx, .xlsx and .epub are kept too",
-        "rename it to end in .zip, or take the text out",
+        "zip (.docx, .xlsx and .epub are zip files too)",
+        "rename it to end in .zip, or extract its text",
     ),
     b"PAR1": ("parquet", "rename it to end in .parquet"),
     b"ARROW1": ("Arrow", "rename it to end in .arrow"),
@@ -57,14 +59,14 @@ _MAGICS = {
     b"\x93NUMPY": ("an array of NumPy", "write its texts as JSON lines"),
     b"\x89PNG\r\n": ("a picture (PNG)", "give a text"),
     b"\xff\xd8\xff": ("a picture (JPEG)", "give a text"),
-    b"%PDF-": ("PDF", "take the text out, for example with `pdftotext`"),
+    b"%PDF-": ("PDF", "extract its text, for example with `pdftotext`"),
 }
 _CONVERT = "convert it, for example with `iconv -f latin1 -t utf-8`, or leave it out"
 
 
 @contextmanager
 def opened(path: str) -> Iterator[int]:
-    """Give a descriptor of a file for reading.
+    """Open a file for reading and yield its descriptor.
 
     Raises:
         DataError: if it cannot be opened, or reading fails in the block.
@@ -90,21 +92,22 @@ def read_head(path: str, num_bytes: int) -> bytes:
 
 
 def text_begin(path: str) -> int:
-    """Return 3 if the file has a byte order mark and else 0.
+    """Return the offset of the text: 3 if the file has a byte order mark, else 0.
 
     Raises:
-        DataError: if its first bytes are those of a binary file or of UTF-16.
+        DataError: if its first bytes are binary or UTF-16.
     """
     head = read_head(path, _PROBE_BYTES)
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(
-            f"its mark 0x{head[:2].hex()} says UTF-16: convert it, for example with `iconv -f utf-16 -t utf-8`"
+            f"its byte order mark 0x{head[:2].hex()} means UTF-16: convert it, for example "
+            "with `iconv -f utf-16 -t utf-8`"
         )
     at = head.find(0)
-    if at >= 0 or not _is_begin_of_utf8(head):  # a text may begin with the same characters
+    if at >= 0 or not _is_begin_of_utf8(head):  # valid text may begin with the same characters
         for magic, (kind, remedy) in _MAGICS.items():
             if head.startswith(magic):
-                raise DataError(f"its first bytes are those of {kind}: leave it out, or {remedy}")
+                raise DataError(f"its first bytes are the signature of {kind}: leave it out, or {remedy}")
     if at >= 0:
         line = head.count(b"\n", 0, at) + 1
         raise DataError(
@@ -114,20 +117,20 @@ def text_begin(path: str) -> int:
 
 
 class Chunk(NamedTuple):
-    """Some bytes of a part, and the 8 that follow (newlines beyond the end of the file)."""
+    """Some bytes of a part, and the 8 bytes after them (newlines beyond the end of the file)."""
 
     offset: int
-    raw: NDArray[np.uint8]  # with the 8 that follow
-    num_bytes: int  # without
+    raw: NDArray[np.uint8]  # including the 8 bytes after the chunk
+    num_bytes: int  # excluding these 8 bytes
 
     @property
     def ahead(self) -> bytes:
-        """The 8 bytes that follow."""
+        """The 8 bytes after the chunk."""
         return self.raw[self.num_bytes : self.num_bytes + LOOKAHEAD_BYTES].tobytes()
 
 
 def chunks(path: str, begin: int, end: int, hasher: xxhash.xxh3_128) -> Iterator[Chunk]:
-    """Read a range of a file into one buffer, chunk after chunk, hashing it on the way.
+    """Read a range of a file chunk by chunk into one buffer, and hash it on the way.
 
     Raises:
         DataError: if the file is shorter than ``end``.
@@ -142,7 +145,7 @@ def chunks(path: str, begin: int, end: int, hasher: xxhash.xxh3_128) -> Iterator
             num_bytes = min(len(buffer) - LOOKAHEAD_BYTES, end - offset)
             if have < num_bytes:
                 raise DataError(
-                    f"{path} ends before byte {end}, but was longer a moment ago: start again when it rests"
+                    f"{path} ends before byte {end}, but was longer a moment ago: start again when nothing writes to it"
                 )
             buffer[have:] = NEWLINE
             hasher.update(buffer[:num_bytes].data)
@@ -151,14 +154,14 @@ def chunks(path: str, begin: int, end: int, hasher: xxhash.xxh3_128) -> Iterator
 
 
 class Looked(NamedTuple):
-    """The places of the newlines of a chunk, and whether all of it is valid text."""
+    """The indices of the newlines of a chunk, and whether all of it is valid text."""
 
     newlines: NDArray[np.int64]
     is_valid: bool
 
 
 def look_at(chunk: Chunk) -> Looked:
-    """Find the newlines of a chunk, and whether it is UTF-8 without a NUL byte."""
+    """Find the newlines of a chunk, and check whether it is UTF-8 without a NUL byte."""
     raw, num_words = chunk.raw, chunk.num_bytes // 8
     whole = raw[: num_words * 8]
     words = whole.view(np.uint64)
@@ -181,7 +184,7 @@ def _are_utf8(chunk: Chunk, marked: NDArray[np.int64], picked: NDArray[np.uint64
     high = marked[is_high]
     if not len(high):
         return not after
-    pairs = np.zeros((len(high), 2), np.uint64)  # a word with the zero that parts it from the next
+    pairs = np.zeros((len(high), 2), np.uint64)  # each word and the zero that separates it from the next
     pairs[:, 0] = picked[is_high]
     if chunk.offset and high[0] == 0:
         skipped = _num_continued(pairs[:1, 0].tobytes())
@@ -193,7 +196,7 @@ def _are_utf8(chunk: Chunk, marked: NDArray[np.int64], picked: NDArray[np.uint64
 
 
 def is_utf8(raw: bytes) -> bool:
-    """Whether bytes are UTF-8."""
+    """Return whether bytes are UTF-8."""
     try:
         codecs.utf_8_decode(raw, "strict", True)
     except UnicodeDecodeError:
@@ -202,7 +205,7 @@ def is_utf8(raw: bytes) -> bool:
 
 
 def _is_begin_of_utf8(raw: bytes) -> bool:
-    """Return whether bytes are UTF-8, but for a character that their end cuts."""
+    """Return whether bytes are UTF-8, except for a character that is cut off at their end."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(raw)
     except UnicodeDecodeError:
@@ -211,7 +214,7 @@ def _is_begin_of_utf8(raw: bytes) -> bool:
 
 
 def _num_continued(raw: bytes) -> int:
-    """Return how many bytes at the begin continue a character: they are checked with the bytes before."""
+    """Return how many leading bytes continue a character; they are checked with the bytes before."""
     return next((number for number, byte in enumerate(raw[:3]) if byte & 0xC0 != 0x80), min(len(raw), 3))
 
 
@@ -223,7 +226,7 @@ def _characters(chunk: Chunk) -> bytes:
 
 
 def faults_of(chunk: Chunk, first_line: int) -> Iterator[Fault]:
-    """Yield the first fault in each line of a chunk, as far as it lies in the chunk, which begins in ``first_line``."""
+    """Yield the first fault in each line of a chunk that begins in line ``first_line``."""
     at = chunk.offset + (_num_continued(chunk.raw[:3].tobytes()) if chunk.offset else 0)
     for number, line in enumerate(_characters(chunk).split(b"\n"), first_line):
         if (fault := fault_in(line, at)) is not None:
@@ -232,7 +235,7 @@ def faults_of(chunk: Chunk, first_line: int) -> Iterator[Fault]:
 
 
 def fault_in(raw: bytes, offset: int) -> Fault | None:
-    """Return the first byte that is NUL or not UTF-8; ``raw`` stands at ``offset`` in its file."""
+    """Return the first byte that is NUL or not UTF-8; ``raw`` begins at ``offset`` in its file."""
     at_null = raw.find(0)
     try:
         codecs.utf_8_decode(raw if at_null < 0 else raw[:at_null], "strict", True)
@@ -248,16 +251,21 @@ def null_fault(at: int) -> Fault:
 
 
 def strings(raw: bytes, begins_B: NDArray[np.int64], ends_B: NDArray[np.int64]) -> list[str]:
-    """Return the stretches ``raw[begin:end]``, which follow each other, as strings: 3 times as fast as one by one.
+    """Return the consecutive stretches ``raw[begin:end]`` as strings, 3 times as fast as one by one.
 
-    The bytes are not copied before they become strings, and no memory of Arrow's own is taken.
+    The bytes are not copied before they become strings, and Arrow allocates no memory from its pool.
+
+    Args:
+        raw: the bytes of all texts.
+        begins_B: the offsets of the texts, ascending (int64).
+        ends_B: the ends of the texts (int64).
 
     Raises:
         UnicodeDecodeError: if one is not UTF-8.
     """
-    import pyarrow  # some 40 ms, which a training that reads tokens need not wait for
+    import pyarrow  # takes about 40 ms, which a training on stored tokens does not need
 
-    borders = np.stack((begins_B, ends_B), axis=1).ravel()  # every second stretch is what lies between two texts
+    borders = np.stack((begins_B, ends_B), axis=1).ravel()  # every second stretch is the gap between two texts
     array = pyarrow.LargeStringArray.from_buffers(
         max(len(borders) - 1, 0), pyarrow.py_buffer(borders), pyarrow.py_buffer(raw)
     )

@@ -1,9 +1,9 @@
-"""What causes that are a variable of the user's have in common: how much is much, the evidence, and its share.
+"""Code for causes that are a user variable: the threshold, the evidence, and the saving.
 
-What a variable that grows will save is what it holds, counted, where nothing else is known. Where memory in use was
-measured after each step and rises evenly, and this variable is the only one that grows, it is what memory rose by: what
-is kept lies between what is freed, and the heap can give back neither; and what an operation of a graph takes is then
-measured, not assumed. A rise of over three times what was counted is more than it explains, and not taken for its.
+By default, the saving for a variable is its counted size. It is the measured growth of memory in use if that growth is
+steady and this is the only variable that grows. Retained memory lies between freed blocks, so the heap can return
+neither. The cost of graph operations is then measured, not assumed. A growth of over three times the counted size has
+other causes, and is not attributed to the variable.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _MOST_TIMES_COUNTED = 3
 
 
 def much(evidence: Evidence, least_share: float) -> Iterator[Kept]:
-    """Go through what is kept and has at least this share of what the training uses, largest first."""
+    """Yield the kept values that have at least this share of the training's memory, largest first."""
     for kept in evidence.seen.kept if evidence.seen is not None else ():
         if kept.num_bytes >= least_share * training_bytes(evidence):
             yield kept
 
 
 def training_bytes(evidence: Evidence) -> int:
-    """Return what is in use beside the interpreter and the libraries, with what was asked for; 1 at least."""
+    """Return the bytes in use without the interpreter and libraries, and with the failed allocation; at least 1."""
     return max(1, sum(share.num_bytes for share in evidence.shares if share.category != _BASELINE))
 
 
 def finding_of_kept(
     evidence: Evidence, kept: Kept, cause: str, *, title: str, remedy: str, code: str = "", facts: Sequence[Fact] = ()
 ) -> Finding:
-    """Make the finding of one variable."""
+    """Return the finding for one variable."""
     peak_bytes = evidence.peak_bytes or kept.num_bytes
     risen_bytes = _risen_bytes(evidence, kept)
     counted: KnownHow = "assumed" if kept.is_estimated else "counted"
@@ -51,7 +51,7 @@ def finding_of_kept(
 
 
 def _risen_bytes(evidence: Evidence, kept: Kept) -> int | None:
-    """What memory in use rose by over the steps, where that is the doing of this variable."""
+    """Return the growth of memory in use over the steps if this variable caused it, else ``None``."""
     growth, seen = evidence.growth, evidence.seen
     if growth is None or not growth.is_steady or seen is None or seen.is_evaluating:  # an evaluation has no steps
         return None
@@ -62,12 +62,12 @@ def _risen_bytes(evidence: Evidence, kept: Kept) -> int | None:
 
 
 def _grows(kept: Kept) -> bool:
-    """Whether a variable gets more with the steps: items, or a graph that reaches further back."""
+    """Return whether a variable grows with the steps: it gains items, or its graph reaches further back."""
     return kept.has_grown or kept.num_steps_back > 1
 
 
 def growth_facts(evidence: Evidence) -> list[Fact]:
-    """Say how memory grows, where it does."""
+    """Return a fact about the growth of memory if it is steady."""
     growth = evidence.growth
     if growth is None or not growth.is_steady:
         return []
@@ -75,11 +75,11 @@ def growth_facts(evidence: Evidence) -> list[Fact]:
 
 
 def _facts(kept: Kept) -> list[Fact]:
-    before = "" if kept.num_items_before is None else f", {kept.num_items_before:,} when it was first looked at"
+    before = "" if kept.num_items_before is None else f", {kept.num_items_before:,} when it was first seen"
     item = "tensor" if kept.copy_of else "item"
     more = " that the training does not use" if kept.copy_of else before
     items = f"`{kept.name}` ({kept.kind}) has {kept.num_items:,} {item}{'s' * (kept.num_items != 1)}{more}"
-    parts = {"tensors": kept.tensor_bytes, "what their graphs save": kept.graph_bytes, "other objects": kept.host_bytes}
+    parts = {"tensors": kept.tensor_bytes, "saved by their graphs": kept.graph_bytes, "other objects": kept.host_bytes}
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     known = "from a sample of its items: " if kept.is_estimated else ""
     facts = [Fact(text=items, known="counted"), Fact(text=f"{known}{sizes}", known="counted")]

@@ -1,7 +1,7 @@
-"""What causes that are part of a peak have in common: its shares, what is alive at it, and the remedy that was tried.
+"""Code for causes that are a part of the peak: its size, the tensors that are alive, and the remedy that was tried.
 
-A part is a cause where memory ran out, or is predicted to, and the part is large enough to matter. What only a
-technique frees is offered as a technique only where the predictor has tried it on this training.
+A part is a cause if memory ran out, or is predicted to, and the part is large enough to matter. A technique is only
+offered as a remedy if the predictor has tried it on this training.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from plimsoll.records.prediction import Holding
 from plimsoll.records.units import format_bytes
 
 BEFORE_THE_MODEL = ("baseline", "context")
-"""Categories of what a process takes before there is a model."""
+"""Categories of the memory that a process uses before a model exists."""
 
-_ENOUGH_SHARE = 0.5  # of a part, for a technique to be its remedy before others that save more
+_ENOUGH_SHARE = 0.5  # of a part: a technique that saves this much precedes others that save more
 _SHAPE = re.compile(r"\[([\d, ]*)\]")
 
 
@@ -33,7 +33,7 @@ class Part:
 
 
 def part_of_category(evidence: Evidence, category: str) -> Part | None:
-    """Return what of the peak one category has, with what was asked for it; ``None`` where that is not known."""
+    """Return the part of the peak of one category, with the failed allocation in it; ``None`` if unknown."""
     own = [share for share in evidence.shares if share.category == category]
     if category == evidence.asked_category:
         own += [share for share in evidence.shares if share.category == ASKED]
@@ -44,19 +44,19 @@ def part_of_category(evidence: Evidence, category: str) -> Part | None:
 
 
 def part_of_holdings(holdings: Sequence[Holding], known: KnownHow = "predicted") -> Part | None:
-    """Join what is alive at the peak; ``None`` for nothing."""
+    """Return tensors that are alive at the peak as one part; ``None`` if there are no tensors."""
     places = tuple(dict.fromkeys(filter(None, map(place_of, holdings))))
     return Part(sum(holding.num_bytes for holding in holdings), known, places) if holdings else None
 
 
 def shape_of(holding: Holding) -> tuple[int, ...]:
-    """Read ``float32[8, 128, 768]``; () for what is no such text."""
+    """Parse a shape such as ``float32[8, 128, 768]``; () if the text has none."""
     found = _SHAPE.search(holding.shape)
     return tuple(int(word) for word in found[1].split(",") if word.strip()) if found else ()
 
 
 def is_large(evidence: Evidence, part: Part, least_share: float) -> bool:
-    """Whether memory ran out and a part is at least this share of the peak, less what is there before the model."""
+    """Return whether memory ran out and a part is at least this share of the peak, without the baseline or context."""
     if not evidence.has_run_out or not evidence.peak_bytes:
         return False
     before_bytes = sum(share.num_bytes for share in evidence.shares if share.category in BEFORE_THE_MODEL)
@@ -64,7 +64,7 @@ def is_large(evidence: Evidence, part: Part, least_share: float) -> bool:
 
 
 def facts_of_holdings(evidence: Evidence, holdings: Sequence[Holding]) -> list[Fact]:
-    """Say what is alive at the peak, one by one."""
+    """Return a fact for each holding that is alive at the peak."""
     return [Fact(text=f"{one.count} x {one.shape}, {one.category}", known=evidence.holdings_known) for one in holdings]
 
 
@@ -78,16 +78,16 @@ def findings_of_part(
     instead: str = "",
     facts: Sequence[Fact] = (),
 ) -> tuple[Finding, ...]:
-    """Make the finding of a part of the peak if it is large; its effect is what the remedy saves, as far as that goes.
+    """Return the finding for a part of the peak if it is large. Its effect is the saving of the remedy, up to the part.
 
     Args:
-        evidence: what it is found in.
-        cause: its name.
-        part: the part; ``None`` where there is none.
+        evidence: the evidence.
+        cause: name of the cause.
+        part: the part; ``None`` if there is no such part.
         least_share: see `is_large`.
-        what: the beginning of the title, such as ``the logits``.
-        instead: what to do where no technique was tried; by default what `techniques_for` returns.
-        facts: evidence beside the size.
+        what: the start of the title, such as ``the logits``.
+        instead: the remedy if no technique was tried; by default the result of `techniques_for`.
+        facts: evidence in addition to the size.
     """
     if part is None or not is_large(evidence, part, least_share):
         return ()
@@ -111,23 +111,23 @@ def findings_of_part(
 
 
 def techniques_for(cause: str) -> str:
-    """Say which techniques are remedies for a cause, in their own words, the best first; each with its page."""
+    """Return the summaries of the techniques that are remedies for a cause, best first, each with its page."""
     said = remedies_for(cause).items()
     return "; or ".join(f"{summary} (docs/techniques/{name}.md)" for name, summary in said)
 
 
 def tried_remedy(evidence: Evidence, cause: str, num_bytes: int = 0) -> Remedy | None:
-    """Return the remedy of one technique alone, of those that were tried and save something.
+    """Return the best remedy of one technique alone that was tried; ``None`` if no such remedy saves memory.
 
     Args:
-        evidence: with the remedies.
-        cause: the name of what it is to be a remedy for, which techniques say themselves.
-        num_bytes: the first that saves half of this is taken, or else the one that saves most.
+        evidence: the evidence, with the remedies.
+        cause: name of a cause, for which techniques declare themselves as remedies.
+        num_bytes: the first remedy that saves half of this is returned, or else the remedy that saves most.
     """
     alone = {remedy.choices[0].technique: remedy for remedy in evidence.remedies if len(remedy.choices) == 1}
     if not alone:
         return None
-    from plimsoll.techniques import TECHNIQUES  # it takes torch along, which most that ask do without
+    from plimsoll.techniques import TECHNIQUES  # imported here because it imports torch, which most callers do not need
 
     places = {name: one.remedies[cause] for name, one in TECHNIQUES.items() if name in alone and cause in one.remedies}
     tried = [alone[name] for name in sorted(places, key=places.__getitem__)]

@@ -1,4 +1,4 @@
-"""What causes that an error's text names have in common: whether it is likely or only possible."""
+"""Code for causes that an error text supports: whether they are likely or only possible."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from plimsoll.records.oom_text import LikelyCause, OomText
 
 
 def is_possible(event: OomText, cause: LikelyCause) -> bool:
-    """Whether the numbers of a text are those of a cause, be it the likely one or the other."""
+    """Return whether the numbers of a text support a cause, as the likely cause or as the alternative."""
     return event.is_oom and cause in (event.likely_cause, event.likely_cause_alt)
 
 
 def perhaps(event: OomText, cause: LikelyCause) -> str:
-    """Begin a title; "" for the likely cause."""
+    """Return the start of a title: "" for the likely cause, ``perhaps:`` for the alternative."""
     return "" if event.likely_cause == cause else "perhaps: "

@@ -1,8 +1,8 @@
-"""Gradient accumulation as it is written by hand: a backward pass for every micro-batch, a step only now and then.
+"""Hand-written gradient accumulation: a backward pass for every micro-batch, and a step after several of them.
 
-Two forms: `if (i + 1) % n == 0: optimizer.step()` in the loop of the backward pass, and a loop over micro-batches with
-the step behind it. Does NOT take for accumulation what a library does (`accelerator.accumulate`, DeepSpeed's engine),
-nor two optimizers that take turns (GANs).
+Two forms are found: `if (i + 1) % n == 0: optimizer.step()` in the loop of the backward pass, and a loop over
+micro-batches that is followed by the step. Not counted: accumulation by a library (`accelerator.accumulate`,
+DeepSpeed's engine), and two optimizers that take turns (GANs).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Accumulation(NamedTuple):
     """One loop in which gradients add up.
 
     Attributes:
-        loop: of the backward pass.
-        backward: the pass.
-        step: of the optimizer.
-        condition: under which the step is done; ``None`` where it stands behind the loop.
+        loop: the loop of the backward pass.
+        backward: the backward pass.
+        step: the optimizer step.
+        condition: the condition of the step; ``None`` if the step follows the loop.
     """
 
     loop: Loop
@@ -51,7 +51,7 @@ def _conditional(source: Source, backward: Backward) -> Accumulation | None:
     within = [step for step in steps(source) if source.loops(step)[:1] == [loop]]
     conditions = {step: _condition(source, step, loop) for step in within}
     if not within or not all(conditions.values()):
-        return None  # an optimizer that steps with every batch
+        return None  # an optimizer that steps after every batch
     for step, condition in conditions.items():
         assert condition is not None
         holds_backward = any(source.is_in_body(one.call, condition.body) for one in backwards(source))
@@ -61,7 +61,7 @@ def _conditional(source: Source, backward: Backward) -> Accumulation | None:
 
 
 def _condition(source: Source, step: ast.Call, loop: Loop) -> ast.If | None:
-    """Return the `if` in the loop that a step is done under, should it look like one of accumulation."""
+    """Return the `if` in the loop that guards a step, if it looks like a condition of accumulation."""
     for above in source.ancestors(step):
         if above is loop:
             return None
@@ -77,7 +77,7 @@ def _counts(test: ast.expr) -> bool:
 
 
 def _is_managed(source: Source, backward: Backward) -> bool:
-    """Say whether a library counts the micro-batches."""
+    """Return whether a library counts the micro-batches."""
     return any(
         isinstance(above, ast.With)
         and any(
@@ -104,7 +104,7 @@ def _nested(source: Source, backward: Backward) -> Accumulation | None:
 
 
 def is_named_so(source: Source, found: Accumulation) -> bool:
-    """Say whether a loop of micro-batches is called one: its range or what it goes over."""
+    """Return whether a loop's range, iterable or variable is named like micro-batches."""
     if isinstance(found.loop, ast.While):
         return False
     names = {last_name(node) for node in ast.walk(found.loop.iter)} | {last_name(found.loop.target)}
@@ -112,7 +112,7 @@ def is_named_so(source: Source, found: Accumulation) -> bool:
 
 
 def is_normalised(source: Source, found: Accumulation) -> bool:
-    """Say whether the loss, or what is made of it, is divided anywhere, or need not be."""
+    """Return whether the loss, or a value computed from it, is divided anywhere, or needs no division."""
     scope = source.scope(found.backward.call)
     if _divides(found.backward.loss):
         return True
@@ -138,7 +138,7 @@ def _divides(node: ast.expr) -> bool:
 
 
 def _is_division(node: ast.AST) -> bool:
-    """Say whether a node divides, or multiplies by what is called a weight."""
+    """Return whether a node divides, or multiplies by a name such as weight."""
     if isinstance(node, ast.BinOp):
         is_weighted = any(_WEIGHT.search(last_name(part)) for part in (node.left, node.right))
         return isinstance(node.op, ast.Div) or (isinstance(node.op, ast.Mult) and is_weighted)
@@ -146,7 +146,7 @@ def _is_division(node: ast.AST) -> bool:
 
 
 def _divides_within(source: Source, node: ast.expr) -> bool:
-    """Say whether a function of the file that a loss comes from divides."""
+    """Return whether a function of the file that computes the loss divides."""
     calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
     functions = [function for call in calls if (function := source.called(call)) is not None]
     return any(
@@ -155,12 +155,12 @@ def _divides_within(source: Source, node: ast.expr) -> bool:
 
 
 def _is_other_way(call: ast.Call) -> bool:
-    """Say whether losses are sums, which need no division."""
+    """Return whether losses are sums, which need no division."""
     return is_constant(keyword(call, "reduction"), "sum") or is_constant(keyword(call, "size_average"), False)
 
 
 def _scales_gradients(source: Source, scope: ast.AST) -> bool:
-    """Say whether a function divides the gradients themselves."""
+    """Return whether a function divides the gradients themselves."""
     for node in source.own(scope, ast.AugAssign):
         if isinstance(node.op, ast.Div | ast.Mult) and last_name(node.target) == "grad":
             return True

@@ -1,7 +1,7 @@
-"""One Python file as its rules see it: the tree, what names are imported as, who calls whom.
+"""A parsed Python file for lint rules: its syntax tree, imported names, and calls between its functions.
 
-Names are followed within the file only, and by name: a method is known by ``self.method`` in its own class, a function
-by its name. Does NOT follow imports of other files, inheritance between files, or names that are bound at run time.
+Names are resolved within the file only, and by name: a method by ``self.method`` in its own class, a function by its
+name. Not handled: imports of other files, inheritance between files, and names that are bound at run time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NESTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 class Edit(NamedTuple):
-    """Replace the characters from ``start`` to ``end`` of the text."""
+    """A replacement for the characters from ``start`` to ``end`` of the text."""
 
     start: int
     end: int
@@ -31,7 +31,7 @@ class Edit(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a name is given by a statement; ``place`` where it is one of several that a value is taken apart into."""
+    """A value that a statement assigns to a name; ``place`` is the position if the value is unpacked."""
 
     statement: ast.Assign | ast.AnnAssign | ast.AugAssign
     value: ast.expr
@@ -40,7 +40,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Hit:
-    """One mistake: where it is, what it does, what to write instead, and the edits that mend it where that is safe."""
+    """One mistake: its node, its effect, the remedy, and the edits that fix it if that is safe."""
 
     node: ast.expr | ast.stmt | ast.keyword | ast.alias
     message: str
@@ -72,7 +72,7 @@ class Source:
             children = list(ast.iter_child_nodes(node))
             for child in children:
                 if isinstance(child, ast.expr_context | ast.operator | ast.cmpop | ast.boolop | ast.unaryop):
-                    continue  # these are shared between nodes, and are nowhere
+                    continue  # these are shared between nodes and have no position
                 parents[child] = node
             todo.extend(reversed(children))
         return parents
@@ -86,22 +86,22 @@ class Source:
         return [node for kind in kinds for node in self._by_type.get(kind, [])]
 
     def parent(self, node: ast.AST) -> ast.AST | None:
-        """Return what a node is a part of."""
+        """Return the node that contains a node directly."""
         return self._parents.get(node)
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield what a node is in, innermost first."""
+        """Yield the nodes that contain a node, innermost first."""
         above = self._parents.get(node)
         while above is not None:
             yield above
             above = self._parents.get(above)
 
     def is_in(self, node: ast.AST, outer: ast.AST) -> bool:
-        """Say whether a node is within another, or is it."""
+        """Return whether a node is within another node, or is that node."""
         return node is outer or any(above is outer for above in self.ancestors(node))
 
     def is_in_body(self, node: ast.AST, statements: list[ast.stmt]) -> bool:
-        """Say whether a node is within some statements."""
+        """Return whether a node is within some statements."""
         return any(above in statements for above in (node, *self.ancestors(node)) if isinstance(above, ast.stmt))
 
     def scope(self, node: ast.AST) -> Scope:
@@ -114,15 +114,15 @@ class Source:
         return self.tree
 
     def class_of(self, node: ast.AST) -> ast.ClassDef | None:
-        """Return the innermost class that a node is in."""
+        """Return the innermost class that contains a node."""
         return next((above for above in self.ancestors(node) if isinstance(above, ast.ClassDef)), None)
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """Return the statement that a node is in, or is."""
+        """Return the statement that contains a node, or the node itself if it is one."""
         return next(above for above in (node, *self.ancestors(node)) if isinstance(above, ast.stmt))
 
     def loops(self, node: ast.AST) -> list[Loop]:
-        """Return the loops of the same function whose bodies a node is in, innermost first."""
+        """Return the loops of the same function whose bodies contain a node, innermost first."""
         found: list[Loop] = []
         child = node
         for above in self.ancestors(node):
@@ -138,7 +138,7 @@ class Source:
     @overload
     def own(self, scope: ast.AST, *kinds: type[ast.AST]) -> list[Any]: ...
     def own(self, scope: ast.AST, *kinds: type[ast.AST]) -> list[Any]:
-        """Return the nodes of some types that are in a node and in no function or class within it."""
+        """Return the nodes of some types inside a node, without those in nested functions or classes."""
         found: list[ast.AST] = []
         todo = list(ast.iter_child_nodes(scope))[::-1]
         while todo:
@@ -151,7 +151,7 @@ class Source:
 
     @cached_property
     def imports(self) -> dict[str, str]:
-        """What imported names stand for: ``{"nn": "torch.nn", "autocast": "torch.cuda.amp.autocast"}``."""
+        """The full names of imported names: ``{"nn": "torch.nn", "autocast": "torch.cuda.amp.autocast"}``."""
         found: dict[str, str] = {}
         for node in self.every(ast.Import):
             for alias in node.names:
@@ -165,7 +165,7 @@ class Source:
         return found
 
     def dotted(self, node: ast.AST | None) -> str:
-        """Return ``torch.nn.Linear`` for what is written ``nn.Linear``; "" for what is no name."""
+        """Return ``torch.nn.Linear`` for code such as ``nn.Linear``; "" for anything but a name."""
         if isinstance(node, ast.Name):
             return self.imports.get(node.id, node.id)
         if isinstance(node, ast.Attribute) and (base := self.dotted(node.value)):
@@ -174,19 +174,19 @@ class Source:
 
     @cached_property
     def calls(self) -> list[ast.Call]:
-        """Every call."""
+        """All calls in the file."""
         return self.every(ast.Call)
 
     @cached_property
     def functions(self) -> dict[str, list[Function]]:
-        """Every function and method by its name."""
+        """All functions and methods by their names."""
         found: dict[str, list[Function]] = {}
         for function in self.every(ast.FunctionDef, ast.AsyncFunctionDef):
             found.setdefault(function.name, []).append(function)
         return found
 
     def called(self, call: ast.Call) -> Function | None:
-        """Return the function or method of this file that a call calls, if there is just one that it can be."""
+        """Return the function or method of this file that a call refers to, if there is exactly one candidate."""
         name, owner = last_name(call.func), None
         if isinstance(call.func, ast.Attribute):
             if not (isinstance(call.func.value, ast.Name) and call.func.value.id == "self"):
@@ -210,7 +210,7 @@ class Source:
         return [] if isinstance(scope, ast.Module) else self._callers.get(scope, [])
 
     def assignments(self, scope: ast.AST, name: str) -> list[Given]:
-        """Return what a name or ``self.x`` is given in a function, in the order of the text."""
+        """Return the values assigned to a name or to ``self.x`` in a function, in the order of the text."""
         if scope not in self._given:
             found: dict[str, list[Given]] = {}
             for node in self.own(scope, ast.Assign, ast.AnnAssign, ast.AugAssign):
@@ -237,38 +237,38 @@ class Source:
         return starts
 
     def offset(self, line: int, column_bytes: int) -> int:
-        """Return where in the text a place of the tree is, whose columns count bytes of UTF-8."""
+        """Return the character offset of a place in the tree, whose columns count UTF-8 bytes."""
         start = self._line_starts[line - 1]
         row = self.text[start : self._line_starts[line] - 1]
         return start + len(row.encode()[:column_bytes].decode())
 
     def span(self, node: ast.expr | ast.stmt | ast.keyword | ast.alias) -> tuple[int, int]:
-        """Return where in the text a node begins and ends."""
+        """Return the character offsets at which a node begins and ends."""
         start = self.offset(node.lineno, node.col_offset)
         return start, self.offset(node.end_lineno or node.lineno, node.end_col_offset or 0)
 
     def written(self, node: ast.expr | ast.stmt) -> str:
-        """Return a node as it is written."""
+        """Return the source text of a node."""
         start, end = self.span(node)
         return self.text[start:end]
 
 
 def last_name(node: ast.AST | None) -> str:
-    """Return ``c`` of ``a.b.c`` or ``c``, also where ``a`` is no name; "" for anything else."""
+    """Return ``c`` for ``a.b.c`` or ``c``, where ``a`` may be any expression; "" for anything else."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def path_of(node: ast.AST | None) -> str:
-    """Return ``a.b.c`` as written; "" for what is no name."""
+    """Return ``a.b.c`` as written; "" for anything but a name."""
     if isinstance(node, ast.Attribute) and (base := path_of(node.value)):
         return f"{base}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def names_bound(target: ast.AST) -> list[str]:
-    """Return the names, and the paths such as ``self.x``, that an assignment to a target binds."""
+    """Return the names, and paths such as ``self.x``, that an assignment to a target binds."""
     if isinstance(target, ast.Tuple | ast.List):
         return [name for element in target.elts for name in names_bound(element)]
     if isinstance(target, ast.Starred):
@@ -282,12 +282,12 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """Return the value of a keyword argument."""
+    """Return the value of a keyword argument; ``None`` if it is not given."""
     return next((one.value for one in call.keywords if one.arg == name), None)
 
 
 def is_constant(node: ast.AST | None, value: object) -> bool:
-    """Say whether a node is a constant: ``True``, ``"max_length"``."""
+    """Return whether a node is a given constant: ``True``, ``"max_length"``."""
     return isinstance(node, ast.Constant) and type(node.value) is type(value) and node.value == value
 
 
@@ -295,9 +295,9 @@ def parse(text: str) -> Source:
     """Parse the text of a file.
 
     Raises:
-        SyntaxError: if it is not Python of this version.
-        ValueError: if it holds a NUL.
+        SyntaxError: if the text is not valid in this version of Python.
+        ValueError: if the text contains a NUL.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # an invalid escape in the file is not ours to say
+        warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in the file are not reported here
         return Source(text, ast.parse(text))

@@ -1,7 +1,7 @@
-"""What of a file is training and what evaluation: backward calls, optimizer steps, loops over batches, gradient modes.
+"""Training and evaluation code in a file: backward calls, optimizer steps, loops over batches, gradient modes.
 
-Told by what is called on a thing first (``x.backward()``, ``x.parameters()``), and by its name where that is custom in
-the field (``optimizer``, ``train_loader``).
+An object is recognised by the methods called on it (``x.backward()``, ``x.parameters()``). The second criterion is a
+customary name (``optimizer``, ``train_loader``).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _NOT_MODEL = re.compile(r"optim|sched|scaler|loader|criterion|tokenizer|trainer|
 
 
 class Backward(NamedTuple):
-    """One backward pass: the call, what it goes back from, and whether whoever does it divides by the micro-batches."""
+    """One backward pass: the call, its loss, and whether the caller divides by the number of micro-batches."""
 
     call: ast.Call
     loss: ast.expr
@@ -88,7 +88,7 @@ def _backward(source: Source, call: ast.Call) -> Backward | None:
 
 
 def _scaled(source: Source, call: ast.Call, owner: ast.expr) -> ast.expr:
-    """Look through apex's ``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()``."""
+    """Return the loss behind apex's ``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()``."""
     for above in source.ancestors(call):
         if isinstance(above, ast.With):
             for item in above.items:
@@ -102,7 +102,7 @@ def _scaled(source: Source, call: ast.Call, owner: ast.expr) -> ast.expr:
 
 @lru_cache(maxsize=4)
 def optimizers(source: Source) -> set[str]:
-    """Return how optimizers are called in a file, as paths such as ``self.optimizer``."""
+    """Return the names of the optimizers in a file, as paths such as ``self.optimizer``."""
     found = set()
     for node in source.every(ast.Assign, ast.AnnAssign):
         if isinstance(node.value, ast.Call) and _OPTIMIZER_CLASS.match(last_name(node.value.func)):
@@ -112,14 +112,14 @@ def optimizers(source: Source) -> set[str]:
 
 
 def is_optimizer(source: Source, node: ast.expr) -> bool:
-    """Say whether an expression is an optimizer."""
+    """Return whether an expression is an optimizer."""
     name = last_name(node).lower()
     return path_of(node) in optimizers(source) or bool(_OPTIMIZER.search(name) and "sched" not in name)
 
 
 @lru_cache(maxsize=4)
 def steps(source: Source) -> list[ast.Call]:
-    """Return every call of an optimizer's step, also through a scaler."""
+    """Return every call of an optimizer's step, also through a gradient scaler."""
     return [call for call in source.calls if _is_step(source, call)]
 
 
@@ -164,7 +164,7 @@ def _models(source: Source) -> set[str]:
 
 
 def is_model(source: Source, node: ast.expr) -> bool:
-    """Say whether an expression is a model: something whose parameters are asked for, or called like one."""
+    """Return whether an expression is a model: its parameters are used, or its name is typical of models."""
     name = path_of(node)
     if not name or _NOT_MODEL.search(name):
         return False
@@ -173,7 +173,7 @@ def is_model(source: Source, node: ast.expr) -> bool:
 
 
 def is_forward(source: Source, call: ast.Call) -> bool:
-    """Say whether a call is a forward pass of a model: ``model(...)``, ``self.model.forward(...)``."""
+    """Return whether a call is a forward pass of a model: ``model(...)``, ``self.model.forward(...)``."""
     func = call.func
     if isinstance(func, ast.Attribute) and func.attr in ("forward", "module") and is_model(source, func.value):
         return True
@@ -184,7 +184,7 @@ def is_forward(source: Source, call: ast.Call) -> bool:
 
 
 def is_batch_loop(source: Source, loop: Loop) -> bool:
-    """Say whether a loop goes over batches: over what is called like a loader, or with a backward pass of its own."""
+    """Return whether a loop is over batches: its iterable is named like a loader, or it has its own backward pass."""
     if not isinstance(loop, ast.While) and _LOADER.search(_iterated(loop.iter).lower()):
         return True
     if any(source.loops(found.call)[:1] == [loop] for found in backwards(source)):
@@ -195,7 +195,7 @@ def is_batch_loop(source: Source, loop: Loop) -> bool:
 
 
 def _iterated(node: ast.expr) -> str:
-    """Return the name of what a loop goes over, without `enumerate`, `tqdm` and their kind."""
+    """Return the name of a loop's iterable, without `enumerate`, `tqdm` and similar wrappers."""
     while isinstance(node, ast.Call) and node.args and last_name(node.func) in _WRAPPERS:
         node = node.args[0]
     if isinstance(node, ast.Call):
@@ -206,12 +206,12 @@ def _iterated(node: ast.expr) -> str:
 
 
 def iterated(loop: Loop) -> str:
-    """Return the name of what a ``for`` goes over; "" for a ``while``."""
+    """Return the name of the iterable of a ``for`` loop; "" for a ``while``."""
     return "" if isinstance(loop, ast.While) else _iterated(loop.iter)
 
 
 def batch_loop(source: Source, node: ast.AST, depth: int = 2) -> Loop | None:
-    """Return the loop over batches that a node is done in, also where its function is called in one."""
+    """Return the loop over batches that runs a node, directly or through a call of its function."""
     for loop in source.loops(node):
         if is_batch_loop(source, loop):
             return loop
@@ -224,12 +224,12 @@ def batch_loop(source: Source, node: ast.AST, depth: int = 2) -> Loop | None:
 
 
 def is_named_evaluation(scope: Scope) -> bool:
-    """Say whether a function is called like one that evaluates; a test of pytest is not."""
+    """Return whether a function is named like an evaluation. Tests of pytest are not."""
     return isinstance(scope, Function) and bool(_EVALUATION.search(scope.name)) and not scope.name.startswith("test_")
 
 
 def is_of_a_module(source: Source, scope: Scope) -> bool:
-    """Say whether a function is a method of a model: whether gradients are on is for its callers to say."""
+    """Return whether a function is a method of a model. Its callers decide whether gradients are on."""
     above = source.parent(scope)
     return isinstance(above, ast.ClassDef) and any(
         re.search(r"Module|Model$|PreTrained", last_name(base)) for base in above.bases
@@ -237,7 +237,7 @@ def is_of_a_module(source: Source, scope: Scope) -> bool:
 
 
 def is_without_grad(source: Source, node: ast.AST, depth: int = 3) -> bool:
-    """Say whether gradients are off, or may be, where a node is computed: around it, or around all its callers."""
+    """Return whether gradients are off, or may be, at a node: around it, or around all its callers."""
     if any(_is_off_in(source, above) for above in source.ancestors(node)):
         return True
     scope = source.scope(node)
@@ -249,7 +249,7 @@ def is_without_grad(source: Source, node: ast.AST, depth: int = 3) -> bool:
 
 
 def _is_off_in(source: Source, above: ast.AST) -> bool:
-    """Say whether a `with`, a decorator or what a hook of Lightning is turns gradients off."""
+    """Return whether a `with`, a decorator or a Lightning hook turns gradients off."""
     if isinstance(above, ast.With | ast.AsyncWith):
         return any(_turns_off(source, item.context_expr) for item in above.items)
     if isinstance(above, Function | ast.ClassDef):
@@ -269,7 +269,7 @@ def _turns_off(source: Source, node: ast.expr) -> bool:
 
 
 def _switches_off(source: Source, call: ast.Call, node: ast.AST) -> bool:
-    """Say whether a call is ``torch.set_grad_enabled(False)``, for good, before a node."""
+    """Return whether a call is a lasting ``torch.set_grad_enabled(False)`` before a node."""
     is_switch = source.dotted(call.func).endswith("set_grad_enabled") and not _is_true(call)
     return is_switch and isinstance(source.parent(call), ast.Expr) and call.lineno <= getattr(node, "lineno", 0)
 

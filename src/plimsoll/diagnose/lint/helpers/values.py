@@ -1,7 +1,7 @@
-"""What a name holds: a loss or a model's output, with its graph or without, on its device or the host's.
+"""Values of names: a loss or a model's output, with or without its graph, on its device or on the host.
 
-A name's value is that of its last assignment above the place that asks, in the same function; one call of a function of
-the same file is followed into what it returns. What cannot be followed holds nothing.
+A name has the value of its last assignment above the place of use, in the same function. A call of a function of the
+same file is followed into its returned value, to a limited depth. Expressions that cannot be followed have no value.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ _NO_VALUE = {
 _LIKE_TORCH = {"gather", "gather_for_metrics", "Variable", "softmax", "sigmoid"}
 _WITH_INDICES = {"max", "min", "topk", "sort", "median", "mode", "kthvalue"}
 _DEEPEST = 12
-_HOP = 4  # what following a function's value costs of that
+_HOP = 4  # depth used up by following a call into a function
 
 Kind = Literal["loss", "output"]
 
 
 @dataclass(frozen=True)
 class Value:
-    """What an expression holds of a forward pass."""
+    """The part of a forward pass that an expression holds."""
 
     kind: Kind
     has_graph: bool = True
@@ -74,7 +74,7 @@ class Value:
 
 
 def value_of(source: Source, node: ast.expr, depth: int = _DEEPEST) -> Value | None:
-    """Return what an expression holds; ``None`` for what is no loss and no output, or is not known to be."""
+    """Return the value of an expression; ``None`` if it is not known to be a loss or an output."""
     if depth <= 0:
         return None
     if isinstance(node, ast.Name):
@@ -88,7 +88,7 @@ def value_of(source: Source, node: ast.expr, depth: int = _DEEPEST) -> Value | N
 
 
 def _parts(node: ast.expr) -> list[ast.expr]:
-    """Return what of an expression its value is made of."""
+    """Return the parts of an expression that its value is computed from."""
     if isinstance(node, ast.BinOp):
         return [node.left, node.right]
     if isinstance(node, ast.UnaryOp):
@@ -113,7 +113,7 @@ def _of_name(source: Source, node: ast.Name, depth: int) -> Value | None:
         return Value("loss") if not given and is_backwarded and _LOSS_NAME.search(node.id) else None
     last = 1
     while isinstance(above[-last].statement, ast.AugAssign) and last < len(above):
-        last += 1  # `loss /= n` is what it was; `total += loss` holds what was added
+        last += 1  # after `loss /= n` it is still the loss; after `total += loss` it also holds the summand
     found = _best(_of_given(source, one, depth) for one in above[-last:])
     if found is None or _is_a_number_beside(source, above[-1], node.id):
         return None
@@ -123,7 +123,7 @@ def _of_name(source: Source, node: ast.Name, depth: int) -> Value | None:
 
 
 def _is_a_number_beside(source: Source, given: Given, name: str) -> bool:
-    """Say whether a loss function gave several values, and another one is gone back from: this is for people."""
+    """Return whether a loss function returned several values, and backward uses another one: this one is logged."""
     if given.place is None or not isinstance(given.value, ast.Call) or is_forward(source, given.value):
         return False
     if not isinstance(given.statement, ast.Assign):
@@ -135,7 +135,7 @@ def _is_a_number_beside(source: Source, given: Given, name: str) -> bool:
 
 
 def _of_given(source: Source, given: Given, depth: int) -> Value | None:
-    """Return what one of several names holds that a value is taken apart into."""
+    """Return the value of one name if several are unpacked from a value."""
     value, place = given.value, given.place
     if place is None:
         return value_of(source, value, depth - 1)
@@ -152,7 +152,7 @@ def _of_given(source: Source, given: Given, depth: int) -> Value | None:
 
 
 def _best(found: Iterable[Value | None]) -> Value | None:
-    """Return the one that holds most."""
+    """Return the value that keeps the most memory."""
     return max((one for one in found if one), key=lambda value: (value.has_graph, value.is_on_device), default=None)
 
 
@@ -213,7 +213,7 @@ def _of_torch(source: Source, call: ast.Call, name: str, depth: int) -> Value | 
 
 
 def _returned(source: Source, function: Function, depth: int, place: int | None = None) -> Value | None:
-    """Return what a function of the file gives back, where it ends in one way."""
+    """Return the value that a function of the file returns, if it has a single return."""
     given = [one.value for one in source.own(function, ast.Return) if one.value is not None]
     if len(given) != 1 or isinstance(given[0], ast.Dict):
         return None

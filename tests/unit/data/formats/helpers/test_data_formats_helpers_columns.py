@@ -12,7 +12,9 @@ def test_the_columns_of_the_text():
     assert text_columns(Reading(), ["a", "b"], ["b"]) == ("b",)
     assert text_columns(Reading(label="b"), ["a", "b"], ["a", "b"]) == ("a",)
     assert text_columns(Reading(text=("b", "a")), ["a", "b"], []) == ("b", "a")
-    with pytest.raises(DataError, match="none of its columns 'a', 'b' is called text, and none of them could be it"):
+    with pytest.raises(
+        DataError, match="none of its columns 'a', 'b' is called text, and none of them could be the text"
+    ):
         text_columns(Reading(), ["a", "b"], [])
     with pytest.raises(DataError, match="there is no column 'lable': did you mean 'label'"):
         text_columns(Reading(label="lable"), ["text", "label"], ["text"])
