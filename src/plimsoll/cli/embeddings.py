@@ -38,9 +38,7 @@ _InPrecision = Annotated[
     _Precision,
     typer.Option("--precision", metavar="TYPE", help="float32 or float16.", rich_help_panel=_VECTORS),
 ]
-_Strict = Annotated[
-    bool, typer.Option("--strict", help="Stop at the first fault.", rich_help_panel=_VECTORS)
-]
+_Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first fault.", rich_help_panel=_VECTORS)]
 
 
 @app.command("subset", cls=Command)

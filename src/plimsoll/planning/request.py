@@ -195,7 +195,7 @@ def _plan_inference(request: PlanRequest, progress: Say) -> tuple[InferencePlan,
     from plimsoll.report.placement_sheets import headline
 
     if request.dtype is not None and request.dtype not in DTYPES:
-        raise InputError(f"--dtype {request.dtype} is none that weights can have here: give one of {', '.join(DTYPES)}")
+        raise InputError(f"--dtype {request.dtype} is not supported for weights: give one of {', '.join(DTYPES)}")
     folder = _model_folder(request.input_path)
     from plimsoll.models.inference import default_task
     from plimsoll.planning.plan_inference import plan_inference

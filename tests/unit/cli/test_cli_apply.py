@@ -42,15 +42,15 @@ def test_a_failure_is_one_record_too(call, model, data, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--dtype", "int8"], "--dtype int8 is none that weights can have here"),
-        (["--quantize", "int3"], "--quantize int3 is none that there is: give int8 or int4"),
+        (["--dtype", "int8"], "--dtype int8 is not supported for weights"),
+        (["--quantize", "int3"], "--quantize int3 is not supported: give int8 or int4"),
         (["--budget", "much"], "--budget: cannot read"),
-        (["--temperature", "1"], "give --max-new-tokens too"),
+        (["--temperature", "1"], "--temperature 1.0 needs --max-new-tokens"),
         (["--max-new-tokens", "0"], "generates nothing"),
-        (["--max-new-tokens", "5", "--temperature", "0"], "is no temperature"),
-        (["--max-new-tokens", "5", "--top-p", "1.5"], "is no share"),
-        (["--cache", "offloaded"], "--cache offloaded is of new tokens"),
-        (["--max-new-tokens", "5", "--cache", "small"], "--cache small is none that there is"),
+        (["--max-new-tokens", "5", "--temperature", "0"], "is not a finite number above 0"),
+        (["--max-new-tokens", "5", "--top-p", "1.5"], "is not a probability"),
+        (["--cache", "offloaded"], "--cache offloaded needs --max-new-tokens"),
+        (["--max-new-tokens", "5", "--cache", "small"], "--cache small is not supported"),
         (["--task", "generate", "--max-new-tokens", "5", "--cache", "offloaded"], "--cache offloaded moves keys"),
         (["--adapter", "nowhere"], "nowhere"),
         (["--max-new-tokens", "5"], "give --task generate with --max-new-tokens"),
@@ -74,7 +74,7 @@ def test_the_first_row_of_a_csv_is_a_row_if_that_is_said(call, model, tmp_path):
 
 def test_results_are_json_lines(call, model, data, tmp_path):
     done = call("apply", model, "--data", data, "--out", tmp_path / "y.csv")
-    assert (done.code, "give --out a name in .jsonl" in done.err) == (2, True)
+    assert (done.code, "give it a name that ends in .jsonl" in done.err) == (2, True)
 
 
 def test_options_come_to_the_work(call, monkeypatch, model, data, tmp_path):

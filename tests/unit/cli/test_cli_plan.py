@@ -260,7 +260,7 @@ def test_a_placement_goes_to_a_file_or_as_one_record(call, folder, placing, tmp_
         (["--inference", "--train"], "--train and --inference were given both"),
         (["--inference", "--pin", "heap"], "--pin belongs to a plan with --train: leave it out, or give --train"),
         (["--task", "score"], "--task belongs to a plan with --inference"),
-        (["--inference", "--dtype", "int3"], "--dtype int3 is none that weights can have here: give one of stored"),
+        (["--inference", "--dtype", "int3"], "--dtype int3 is not supported for weights: give one of stored"),
     ],
 )
 def test_options_of_the_other_plan_are_refused(refused, folder, placing, options, words):

@@ -214,7 +214,9 @@ def export_tokenizer(folder: Path, target: Path) -> None:
 def _facts(folder: Path) -> Facts:
     facts = read_facts(folder)
     if facts is None:
-        raise DataError(f"the tokenizer {folder} is missing or damaged in the cache: prepare it again, as --resume does")
+        raise DataError(
+            f"the tokenizer {folder} is missing or damaged in the cache: prepare it again, as --resume does"
+        )
     require_whole(folder)
     return facts
 
