@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN = $(VENV)/bin/python
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help install test test-all demo lint docs bench bench-all gpu picture endurance nightly rivals dist audit coverage mutants clean
+.PHONY: help install test test-all demo lint site docs bench bench-all gpu picture endurance nightly rivals dist audit coverage mutants clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -56,8 +56,15 @@ lint: install ## check formatting, style and types
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-docs: install ## build the documentation into site/, with warnings as errors and nothing from a network
+site: install ## build the documentation into site/: it checks all links, and fetches nothing from a network
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src $(RUN) -m mkdocs build --strict
+
+# The tests of README.md and the integrations run their programs, and those of the guides their sessions, too.
+PAGES = tests/test_documentation.py tests/end_to_end/test_readme.py tests/end_to_end/test_guides.py \
+    tests/end_to_end/test_integration_pages.py
+
+docs: site ## build the documentation, and run the code on its pages
+	$(RUN) -m pytest -n $(WORKERS) $(ALL) $(PAGES) $(ARGS)
 
 RIVALS = $(patsubst benchmarks/rivals/%.txt,.rivals/%/.installed,$(wildcard benchmarks/rivals/*.txt))
 

@@ -52,8 +52,8 @@ def streamed_plan(**changes: object) -> InferencePlan:
         "read_bytes_per_second": 125.0 * MIB,
         "rate_source": "measured",
         "rejected": (
-            rejected(16, 800, 3.0, "25% fewer rows a second were guessed"),
-            rejected(64, 1300, 4.1, "may need 340.0 MiB too much with as little as can be on the device"),
+            rejected(16, 800, 3.0, "predicted to do 25% fewer rows a second"),
+            rejected(64, 1300, 4.1, "may exceed the limit by 340.0 MiB even with the fewest weights on the device"),
         ),
         "num_traces": 3,
         "plan_seconds": 2.5,

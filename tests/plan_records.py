@@ -75,7 +75,7 @@ def fitting_plan(**changes: object) -> Plan:
         "prediction": fitting(micro_batch=16),
         "about": {
             "checkpointing": "activations of these blocks are computed again in backward, not kept",
-            "micro_batch": "the batch in pieces, whose gradients add up to the whole batch's",
+            "micro_batch": "the batch in micro-batches, whose gradients are summed",
             "offload": "activations wait in the host's memory for backward",
             "adafactor": "a row and a column in place of Adam's second moment",
         },
@@ -127,7 +127,7 @@ def constrained_plan(**changes: object) -> Plan:
         "pinned": (HALF_CHECKPOINTS,),
         "forbidden": ("offload",),
         "fallbacks": (*fitting_plan().fallbacks[:1], Configuration(choices=(CHECKPOINTS, micro_batch_choice(1)))),
-        "why": {"micro_batch": "7 pieces of it would not be faster"},
+        "why": {"micro_batch": "7 micro-batches are not faster"},
     }
     return fitting_plan(**(fields | changes))
 

@@ -27,7 +27,7 @@ def strategies(**changes: object) -> Strategies:
                 step_time=duration(12.0),
             ),
             Strategy(
-                name="LoRA", changes="other model: low-rank adapters beside frozen weights",
+                name="LoRA", changes="other model: low-rank adapters on frozen weights",
                 how="--set 'allow=[lora]' --pin 'lora(base=kept)'", impossible="peft is not installed",
             ),
         ),

@@ -7,7 +7,7 @@ import builtins
 import random
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,45 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
         assert target.exists(), found[0]
         if found[2]:
             assert found[2].removeprefix("#") in anchors_of(target), found[0]
+
+
+def pages_after(page: str) -> set[str]:
+    """Return the pages that are one click from a page or folder, as paths from the root. The click on a folder shows
+    its index, as `docs/generate/indexes.py` makes it."""
+    if (ROOT / page).is_dir():
+        return {name_of(path) for path in indexes.pages_in(ROOT / page)} if page in indexes.HEADS else set()
+    found = links.links_of((ROOT / page).read_text(encoding="utf-8")) if page.endswith(".md") else ()
+    return {links.in_the_repository(page, link[1]) for link in found}
+
+
+def far_pages(start: str, pages: set[str], after: Callable[[str], set[str]], clicks: int = 2) -> list[str]:
+    """Return the pages that take more than some clicks to reach."""
+    reached = last = {start}
+    for _ in range(clicks):
+        last = {page for one in last for page in after(one)} - reached
+        reached = reached | last
+    return sorted(pages - reached)
+
+
+@pytest.mark.parametrize("start", ["docs/index.md", "README.md"])
+def test_every_page_is_within_two_clicks(start):
+    results = {name_of(path) for path in indexes.pages_in(ROOT / "benchmarks" / "results")}
+    pages = {name_of(page) for page in PAGES} - {"README.md"} | (results if start == "docs/index.md" else set())
+    assert far_pages(start, pages, pages_after) == []
+
+
+def test_a_page_that_takes_three_clicks_is_found():
+    clicks = {"a": {"b"}, "b": {"c", "a"}, "c": {"d"}}
+    assert far_pages("a", set("abcd"), lambda page: clicks.get(page, set())) == ["d"]
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:\n")[2]
+    groups = re.findall(r"^  - (\w+):", nav, re.MULTILINE)
+    assert groups == ["Start", "Tutorials", "Guides", "Reference", "Explanations", "Project"]
+    named = set(re.findall(r"([\w./-]+(?:\.md|/))(?:#[\w-]+)?$", nav, re.MULTILINE))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages if page not in named and f"{page.rpartition('/')[0]}/" not in named} == set()
 
 
 def commands_on(page: Path) -> list[list[str]]:
@@ -134,11 +173,6 @@ def test_a_page_that_fails_is_a_fault(tmp_path):
 
 
 # -- what is run -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_what_my_run_died_shows_is_printed(tmp_path):
-    assert list(faults_of(ROOT / "docs" / "my-run-died.md", tmp_path)) == []
 
 
 @pytest.mark.long
@@ -231,8 +265,9 @@ def test_an_index_has_every_page_of_its_folder(folder):
 
 
 def test_every_folder_of_pages_has_an_index():
-    folders = {f"docs/{path.parent.relative_to(ROOT / 'docs').as_posix()}" for path in PAGES if "docs" in path.parts}
-    assert folders - {"docs/."} == {folder for folder in indexes.HEADS if folder.startswith("docs/")}
+    paths = [path.relative_to(ROOT) for path in PAGES]
+    folders = {path.parent.as_posix() for path in paths if path.parts[0] == "docs" and path.parent.name != "docs"}
+    assert folders == {folder for folder in indexes.HEADS if folder.startswith("docs/")}
 
 
 @pytest.mark.parametrize(

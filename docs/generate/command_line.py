@@ -1,4 +1,4 @@
-"""The page of the command line, made from the commands themselves: usage, what each does, its examples and options.
+"""The page of the command line, made from the commands: usage, description, examples and options.
 
 Does NOT cover hidden commands, which Plimsoll starts itself.
 """
@@ -13,17 +13,10 @@ import typer
 
 HEAD = """# Command line
 
-Made from the commands when this site is built: `plimsoll COMMAND --help` says the same. Every command that
-gives an answer takes `--json` and then prints one record on standard output and nothing else.
+Made from `plimsoll COMMAND --help` when this site is built. Every command that gives an answer has the
+option `--json`, which prints one record on standard output and nothing else.
 
-| exit code | meaning |
-| --: | --- |
-| 0 | done |
-| 1 | the answer is no: it does not fit, or lint has findings |
-| 2 | bad input |
-| 3 | out of memory that no fallback could hold |
-| 130, 143 | interrupted; the step is finished and saved |
-| 128 + n | signal n keeps killing the training process, and nothing says that memory was why |
+[Exit codes](../index.md#exit-codes).
 """
 
 
@@ -34,7 +27,7 @@ def page(app: typer.Typer) -> str:
 
 
 def commands_of(group: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Every command that is not hidden with its whole name, those of a group behind it."""
+    """Yield every command that is not hidden with its full name, a group before its commands."""
     for own_name, command in group.commands.items():
         if not command.hidden:
             yield f"{name} {own_name}", command
@@ -43,7 +36,7 @@ def commands_of(group: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def section(name: str, command: Any) -> str:
-    """Return what one command does: its usage, its text, its examples, its arguments and options."""
+    """Return the section of a command: usage, text, examples, arguments and options."""
     context = typer.Context(command, info_name=name)
     text, _, examples = (command.help or "").partition("\b\nExamples:\n")
     parts = [f"## {name}", text.strip(), fenced(command.get_usage(context).removeprefix("Usage: "))]
@@ -61,5 +54,5 @@ def fenced(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Return a text as a cell of a table has it."""
+    """Return a text as the cell of a table."""
     return " ".join(text.replace("|", "\\|").replace("<", "&lt;" if "`" in text else "<").split())

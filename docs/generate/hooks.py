@@ -1,6 +1,6 @@
-"""What mkdocs calls while it builds the site: it adds the generated pages, fits links, and looks at what came out.
+"""Functions that mkdocs calls while it builds the site: they add generated pages, adapt links, and check the result.
 
-See https://www.mkdocs.org/user-guide/configuration/#hooks. What it makes, and how, is in the modules beside it.
+See https://www.mkdocs.org/user-guide/configuration/#hooks. The other modules of this folder make the pages.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _linked_sources(pages: dict[str, str], outer: list[str]) -> set[str]:
-    """Files that pages link and that are no pages themselves."""
+    """Return the linked files that are not pages."""
     texts = pages | {path: (ROOT / path).read_text(encoding="utf-8") for path in outer}
     linked = {links.in_the_repository(page, found[1]) for page, text in texts.items() for found in links.links_of(text)}
     files = {path for path in linked if (ROOT / path).is_file()}
@@ -89,7 +89,7 @@ def _source_page(config: MkDocsConfig, path: str) -> File:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fit the links of the pages that are written by hand; a generated page has the site's."""
+    """Adapt the links of pages that are written by hand. Generated pages have the links of the site already."""
     path = _written_at(page.file.src_uri)
     if path is None:
         return markdown
@@ -101,21 +101,21 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _glossary_link(path: str, uri: str) -> str:
-    """Return the last line of a page of docs/: where its words are defined."""
+    """Return the last line of a page of docs/: a link to the glossary."""
     if not path.startswith("docs/") or uri == "glossary.md":
         return ""
     return f"\n\n---\n\nWords: [glossary]({posixpath.relpath('glossary.md', posixpath.dirname(uri) or '.')})\n"
 
 
 def _written_at(uri: str) -> str | None:
-    """Where in the repository a page is, if it is there."""
+    """Return the path of a page in the repository, or `None` for a generated page."""
     by_uri = {uri: path for path, uri in links.TOP.items()}
     places = [by_uri.get(uri), f"docs/{uri}", uri if uri.startswith("benchmarks/") else None]
     return next((path for path in places if path and (ROOT / path).is_file()), None)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Warn, and so fail, where a built page would fetch something from elsewhere."""
+    """Warn, and so fail, if a built page would fetch something from outside of the site."""
     for path in sorted(Path(config.site_dir).rglob("*.html")):
         for address in outward.fetched(path.read_text(encoding="utf-8")):
             log.warning("%s fetches %s from outside of the site", path.relative_to(config.site_dir), address)

@@ -1,4 +1,4 @@
-"""Pages that are lists of other pages: made from the folder, so that what is added there is found here."""
+"""Pages that list the pages of a folder. They are made from the folder, so they are always complete."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import re
 from pathlib import Path
 
 HEADS = {
-    "benchmarks/results": ("Benchmark results", "What the scripts in `benchmarks/` wrote."),
-    "docs/contributing": ("For contributors", "More: [contributing](../contributing.md)."),
-    "docs/causes": ("Causes", "Why memory runs out, as [`plimsoll explain`](../explain.md) finds it."),
-    "docs/data": ("Parts of the data pipeline", "What lies behind [text larger than memory](../data.md)."),
-    "docs/embeddings": ("Formats of word vectors", "What [`plimsoll embeddings`](../embeddings.md) reads."),
-    "docs/formats": ("Formats of text", "What [text larger than memory](../data.md) is read from."),
-    "docs/integrations": ("Inside the trainer you use", "The same step in other loops."),
-    "docs/recurrent": ("Recurrent nets: parts", "What lies behind [recurrent nets](../recurrent.md)."),
-    "docs/rules": ("Lint rules", "What [`plimsoll lint`](../lint.md) looks for in a script."),
-    "docs/shrink": ("Ways to make a model smaller", "What [`plimsoll shrink`](../shrink.md) tries."),
-    "docs/techniques": ("Techniques", "A [plan](../plan.md) is made of these. [Add one](../adding-a-technique.md)."),
-    "docs/weights": ("Formats of weights", "What [models are loaded](../loading.md) from."),
+    "benchmarks/results": ("Benchmark results", "Results written by the scripts in `benchmarks/`."),
+    "docs/contributing": ("For contributors", "Details of [contributing](../contributing.md)."),
+    "docs/causes": ("Causes", "Reasons for running out of memory that [`plimsoll explain`](../explain.md) finds."),
+    "docs/data": ("Parts of the data pipeline", "Details of [text larger than memory](../data.md)."),
+    "docs/embeddings": ("Word vectors", "Formats of [`plimsoll embeddings`](../embeddings.md), and large tables."),
+    "docs/formats": ("Formats of text", "Input formats of [text larger than memory](../data.md)."),
+    "docs/guides": ("Guides", "Guides by task; [the first page](../index.md) lists all of them."),
+    "docs/integrations": ("Trainers and loops", "The same step inside other loops."),
+    "docs/recurrent": ("Recurrent nets", "Details of [long sequences with an LSTM](../recurrent.md)."),
+    "docs/rules": ("Lint rules", "Mistakes that [`plimsoll lint`](../lint.md) finds in a script."),
+    "docs/shrink": ("Compression methods", "The methods of [`plimsoll shrink`](../shrink.md)."),
+    "docs/techniques": ("Techniques", "The parts of a [plan](../plan.md). [Add one](../adding-a-technique.md)."),
+    "docs/weights": ("Formats of weights", "File formats for [loading models](../loading.md)."),
 }  # fmt: skip
 
 
 def pages_in(folder: Path) -> list[Path]:
-    """The pages of a folder, by name."""
+    """Return the pages of a folder, sorted by name."""
     return sorted(folder.glob("*.md"))
 
 
 def index(folder: str, root: Path) -> str:
-    """Return the index of a folder of pages: for each its name, and what its heading or first sentence says of it.
+    """Return the index of a folder of pages: for each page its name, and its heading or first sentence.
 
     Args:
         folder: from the root of the repository, one of `HEADS`.
@@ -40,7 +41,7 @@ def index(folder: str, root: Path) -> str:
 
 
 def about(markdown: str) -> str:
-    """Return what a page is about: its heading behind the name, or its first sentence.
+    """Return the subject of a page: its heading after the name, or its first sentence.
 
     >>> about("# heap: what is freed is kept")
     'what is freed is kept'
@@ -55,5 +56,5 @@ def about(markdown: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Return a text as a cell of a table has it, its links as words."""
+    """Return a text as the cell of a table, with links replaced by their words."""
     return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("|", "\\|")

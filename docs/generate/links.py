@@ -1,8 +1,8 @@
-"""Where the pages of the repository are on the site, and their links made to fit.
+"""The places of the repository's pages on the site, and their adapted links.
 
-A page is written once, with links that work in the repository. On the site some of what they lead to is elsewhere:
-folders have an index, the pages at the top of the repository and the results of benchmarks come to those in docs/, and
-a file that is no page is shown as one.
+A page is written once, with links that work in the repository. Some targets are elsewhere on the site: a folder is an
+index, the pages at the top of the repository and the results of benchmarks join the pages of docs/, and any other file
+is shown as a page.
 
 Does NOT cover reference-style links (`[text][name]`), which no page here uses, and links inside HTML.
 """
@@ -40,17 +40,17 @@ def on_the_site(path: str, root: Path) -> str:
 
 
 def is_page(path: str) -> bool:
-    """Say whether a file is a page of the site: other texts of the repository are shown as what they are, files."""
+    """Return whether a file is a page of the site. Other files are shown as source code."""
     return path in {"README.md", *TOP} or (path.endswith(".md") and path.startswith(PAGES))
 
 
 def is_picture(path: str) -> bool:
-    """Say whether a file is in docs/ to be shown as it is."""
+    """Return whether a file is a picture of docs/."""
     return path.startswith("docs/pictures/")
 
 
 def links_of(markdown: str) -> Iterator[re.Match[str]]:
-    """Every link to a file: its target is group 1, and what follows `#` group 2. Blocks and words of code have none."""
+    """Yield every link to a file: group 1 is its target, group 2 its anchor with `#`. Links in code are left out."""
     in_code = [found.span() for found in CODE.finditer(markdown)]
     for found in LINK.finditer(markdown):
         is_code = any(begin <= found.start() < end for begin, end in in_code)
@@ -64,7 +64,7 @@ def in_the_repository(page: str, target: str) -> str:
 
 
 def fitted(markdown: str, page: str, root: Path) -> str:
-    """Return a page with its links as the site has them.
+    """Return a page with the links of the site.
 
     Args:
         markdown: the page.

@@ -1,6 +1,6 @@
-"""What a built page would fetch from a network: scripts, styles, fonts, pictures, frames.
+"""Addresses that a built page would fetch from a network: scripts, styles, fonts, pictures, frames.
 
-A link that a reader may follow is not fetched. Does NOT cover what a script fetches when it runs.
+A link that a reader may follow is not fetched. Does NOT cover requests of a running script.
 """
 
 from __future__ import annotations

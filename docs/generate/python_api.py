@@ -1,7 +1,6 @@
 """The page of the Python interface: the public names of the package, and every name that a page of docs/ imports.
 
-What a user is told of is thereby documented. The texts are the docstrings, read by mkdocstrings without running
-anything.
+So every name that a page mentions is documented. mkdocstrings reads the docstrings without running anything.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ def page(homes: Mapping[str, tuple[str, str]], adapters: Iterable[str], pages: I
 
 
 def marked(path: str, heading: str | None = None) -> str:
-    """Return mkdocstrings' mark for a name, under a heading of its own unless it is a module."""
+    """Return mkdocstrings' mark for a name, with its own heading unless it is a module."""
     options = "show_root_heading: false" if heading is None else f"heading: {heading}\n      toc_label: {heading}"
     return f"::: {path}\n    options:\n      {options}\n"
 
 
 def told(pages: Iterable[str]) -> dict[str, set[str]]:
-    """By module of Plimsoll the names that programs on pages import from it."""
+    """Return the names that programs on pages import from Plimsoll, by module."""
     found = defaultdict(set)
     for markdown in pages:
         for module, name in imports_of(markdown):
@@ -56,7 +55,7 @@ def told(pages: Iterable[str]) -> dict[str, set[str]]:
 
 
 def imports_of(markdown: str) -> Iterator[tuple[str, str]]:
-    """Modules and names in the ``from ... import ...`` of a page's programs, which may be parts of programs."""
+    """Yield modules and names of every ``from ... import ...`` in a page's programs, which may be incomplete."""
     for program in PROGRAM.finditer(markdown):
         for module, in_brackets, on_the_line in IMPORT.findall(program[2]):
             names = re.sub(r"#.*", "", in_brackets or on_the_line).split(",")

@@ -36,4 +36,4 @@ def test_without_the_package_its_name_is_none(tmp_path):
     done = plimsoll("plan", tiny_job(tmp_path, allow="rests"), "--budget", BUDGET, "--pin", "rests")
     assert done.returncode == 2
     assert "there is no technique `rests`" in done.stderr
-    assert "allow: there is no `rests` that could be allowed" in done.stderr
+    assert "allow: `rests` is unknown" in done.stderr

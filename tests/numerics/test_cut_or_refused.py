@@ -130,7 +130,9 @@ def test_a_plan_offers_no_cut(allow):
         assert {
             int(c.options["samples"]) for one in plan.choices_by_fallback for c in one if c.technique == "micro_batch"
         } == {512}
-        assert "The batch is not cut: the loss of a batch is not the sum" in " ".join(plimsoll.render(plan).split())
+        assert "The batch is not split into micro-batches: the loss of a batch is not the sum" in " ".join(
+            plimsoll.render(plan).split()
+        )
         none = plan.model_copy(update={"smallest_budget_bytes": 1 << 34})
         with pytest.raises(BudgetError, match="the batch is not cut, because the loss .* never_cut=True"):
             require_that_fits(none)
@@ -159,7 +161,7 @@ def test_accelerate(cut):
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     make = functools.partial(plimsoll.accelerate.step, accelerator, model, optimizer, units="samples", **cut)
     before = [one.detach().clone() for one in model.parameters()]
-    with pytest.raises(InputError, match="the loss of a batch is not the sum of those of its parts"):
+    with pytest.raises(InputError, match="the loss of a batch is not the sum of the losses of its parts"):
         make(contrastive)(BATCH)
     assert all(map(torch.equal, before, model.parameters()))
     assert make(contrastive, recut_loss=True)(BATCH).micro_batch == 4
@@ -195,7 +197,7 @@ def fit_lightning(loss, units, folder, cut):
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_lightning(cut, tmp_path):
-    with pytest.raises(InputError, match="the loss of a batch is not the sum of those of its parts"):
+    with pytest.raises(InputError, match="the loss of a batch is not the sum of the losses of its parts"):
         fit_lightning(contrastive, "samples", tmp_path, cut)
     assert fit_lightning(weighted, of_weights, tmp_path, cut).verdict == "additive"
 

@@ -1,11 +1,11 @@
-"""The attention of each block: what makes queries, keys and values, and what reads the heads.
+"""The linear layers of the attention of each block: query, key and value layers, and the layer that reads the heads.
 
-Which linear layer is which is known by the last part of its name (`_ROLES`), of which there are few among all
-architectures; what reads the heads is the one other linear layer next to them. Three in one layer lie one after the
-other (``c_attn``, ``qkv_proj``) or, in ``query_key_value``, head by head. Sizes are checked against the
-configuration, so a layer that is laid out otherwise is refused, not guessed.
+The first are known by the last part of their names (`_ROLES`): architectures use only a few. The reader is the only
+other linear layer next to them. A joined layer has queries, keys and values one after the other (``c_attn``,
+``qkv_proj``) or, in ``query_key_value``, head by head. Sizes are checked against the configuration, so an unknown
+layout is refused, not guessed.
 
-Does NOT cover attention whose weights are no linear layers, and encoder-decoders.
+Not handled: attention whose weights are not linear layers, and encoder-decoders.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
 class Attention:
     """The attention of one block.
 
-    A group is what is left out as a whole: a head, or where several query heads share their keys and values, these.
+    A group is removed as a whole: a head, or several query heads that share keys and values.
     """
 
     parent: str
@@ -46,11 +46,11 @@ class Attention:
 
     @property
     def num_heads(self) -> int:
-        """Query heads."""
+        """The number of query heads."""
         return self.num_groups * self.heads_per_group
 
     def rows(self, role: str, groups: Tensor) -> Tensor:
-        """Return which outputs of a layer some groups have; of ``reader`` which inputs."""
+        """Return the outputs of a layer that belong to some groups; for ``reader``, the inputs."""
         heads = _spread(groups, self.heads_per_group)
         queries, keys = _spread(heads, self.head_width), _spread(groups, self.head_width)
         if role in {"query", "reader"}:
@@ -63,7 +63,7 @@ class Attention:
         return keys
 
     def value_rows(self) -> tuple[str, Tensor]:
-        """Return which layer writes the values, and its outputs that do, by group."""
+        """Return the name of the layer that computes the values, and the indices of its value outputs, by group."""
         width, num_rows = self.head_width, self.num_groups * self.head_width
         for role in ("value", "joined", "by head"):
             if role in self.writers:
@@ -75,7 +75,7 @@ class Attention:
 
 
 def _spread(numbers: Tensor, width: int) -> Tensor:
-    """The numbers of the parts of each thing that has so many.
+    """Return the indices of all parts of the numbered wholes, if each whole has ``width`` parts.
 
     >>> _spread(torch.tensor([0, 2]), 2).tolist()
     [0, 1, 4, 5]
@@ -84,11 +84,11 @@ def _spread(numbers: Tensor, width: int) -> Tensor:
 
 
 def attentions_of(model: nn.Module) -> list[Attention] | str:
-    """Return the attention of each block, in their order, or a sentence that says what was looked for in vain."""
+    """Return the attention of each block, in order, or a sentence with the names that were searched for."""
     config = getattr(model, "config", None)
     looked_for = ", ".join(name for names in _ROLES.values() for name in names)
     if getattr(config, "is_encoder_decoder", False):
-        return f"{type(model).__name__} is an encoder-decoder, whose heads are not covered: leave this out"
+        return f"{type(model).__name__} is an encoder-decoder, whose heads are not supported: leave this out"
     linear = {name: one for name, one in model.named_modules() if input_dim(one) is not None}
     roles: dict[str, dict[str, str]] = {}
     for name in linear:
@@ -116,8 +116,8 @@ def _attention(
     others = _nearest_others(parent, set(writers.values()), list(linear))
     if len(others) != 1:
         return (
-            f"`{parent}` has {len(others)} linear layers next to {', '.join(writers.values())}, where one that reads "
-            "the heads was looked for: leave this out"
+            f"`{parent}` has {len(others)} linear layers next to {', '.join(writers.values())}, but exactly one is "
+            "expected, which reads the heads: leave this out"
         )
     width = head_width_of(config)
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -134,14 +134,14 @@ def _attention(
         )
         if wanted != num_rows:
             return (
-                f"`{name}` has {num_rows} features, where {made.num_heads} heads of {width} in {made.num_groups} "
+                f"`{name}` has {num_rows} features, but {made.num_heads} heads of {width} in {made.num_groups} "
                 f"groups need {wanted}: its layout is unknown, leave this out"
             )
     return made
 
 
 def _nearest_others(parent: str, known: set[str], linear: Sequence[str]) -> list[str]:
-    """The other linear layers below the nearest module that has some, inside the block."""
+    """Return the other linear layers of the nearest enclosing module with any, inside the block."""
     block = block_of(parent)
     while len(parent) > len(block):
         others = [name for name in linear if name.startswith(f"{parent}.") and name not in known]
@@ -152,7 +152,7 @@ def _nearest_others(parent: str, known: set[str], linear: Sequence[str]) -> list
 
 
 def head_width_of(config: Any) -> int:
-    """Return how many features a head has."""
+    """Return the features of a head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -163,7 +163,7 @@ def _width(module: Any, dim: int | None) -> int:
 def group_scores(
     model: nn.Module, attentions: Sequence[Attention], importance: str, calibration: Calibration
 ) -> list[Tensor]:
-    """Return how much each group of each attention matters, (groups,): by its values and by what reads it."""
+    """Return the importance of each group of each attention, (groups,), by its values and by its reader."""
     readers = [model.get_submodule(one.reader) for one in attentions]
     widths = [one.heads_per_group * one.head_width for one in attentions]
     rows = [Rows(one, int(input_dim(one) or 0), width) for one, width in zip(readers, widths, strict=True)]

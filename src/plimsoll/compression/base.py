@@ -1,10 +1,10 @@
-"""What every way to make a model smaller offers, and what it is given.
+"""The interface of a compression method (`Shrinker`) and its inputs.
 
-A method changes a `Bundle` in place: the model, its configuration and, where it must, its tokenizer. Afterwards the
-model is one of its class with smaller tensors, or says in its configuration what was changed
-(`plimsoll.weights.structure`), so that it can be saved, loaded, trained and made smaller again.
+A method changes a `Bundle` in place: the model, its configuration and, if needed, its tokenizer. The resulting model
+has the same class with smaller tensors, or records the change in its configuration (`plimsoll.weights.structure`).
+So it can be saved, loaded, trained and made smaller again.
 
-Does NOT cover quality: what a method costs is measured by the caller, on the user's own data.
+Does NOT evaluate models: the caller measures the quality on the user's own data.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ Choices = tuple[Choice, ...]
 Options = Mapping[str, Value]
 
 Need = Literal["batches", "gradients", "corpus"]
-"""What of the user's data a method looks at: some batches, the gradients of their loss, or how often each token is in
-all of the corpus."""
+"""The kinds of user data that a method reads: some batches, the gradients of their loss, or the count of each token in
+the whole corpus."""
 
 _NEEDS: dict[tuple[str, Value | None], Need] = {
     ("importance", "taylor"): "gradients",
     ("importance", "activation"): "batches",
     ("aware", True): "batches",
 }
-"""What options must be given; other ways to judge importance look at the weights alone."""
+"""Options that need data. Other values of ``importance`` use only the weights."""
 
 
 @dataclass(slots=True)
 class Bundle:
-    """A model that is made smaller, and the tokenizer that belongs to it.
+    """A model to make smaller, and its tokenizer.
 
-    ``model`` is of transformers or a recurrent one of ours, on the CPU, in evaluation mode, its parameters float32.
+    ``model`` is a transformers model or a recurrent model of Plimsoll. It is on the CPU, in evaluation mode, in
+    float32.
     """
 
     model: nn.Module
@@ -52,12 +53,13 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a method may look at.
+    """Data that a method may read.
 
     Attributes:
-        batches: yields what the model is called with (``input_ids``, ``attention_mask``, ``labels``: (B, T), (B, T) and
-            what the task has), the same ones in the same order at each call. ``model(**batch).loss`` is the mean.
-        token_counts: how often each token id is in the corpus, (V,); ``None`` where nobody counted.
+        batches: yields the keyword arguments of ``model(**batch)``: ``input_ids`` and ``attention_mask``, both (B, T),
+            ``labels`` and further fields of the task. Each call yields the same batches in the same order.
+            ``model(**batch).loss`` is a mean.
+        token_counts: the occurrences of each token id in the corpus, (V,); ``None`` if they were not counted.
     """
 
     batches: Callable[[], Iterator[Mapping[str, Tensor]]] = lambda: iter(())
@@ -65,17 +67,18 @@ class Calibration:
 
 
 class Shrinker(ABC):
-    """One way to make a model smaller: one module of `plimsoll.compression.methods`, listed in its ``__init__``.
+    """A method that makes a model smaller.
 
-    What a choice may have is in `plimsoll.records.shrink`.
+    Each method is a module of `plimsoll.compression.methods`, listed in ``__init__``. `plimsoll.records.shrink` defines
+    the options of its choices.
 
     Attributes:
-        name: the registry's key, the word on the command line, the page in ``docs/shrink`` and the test's id.
-        saves: one sentence that says what becomes smaller (the file, the memory, the time of a pass, that of training)
-            and what does not.
-        tried: the options that are worth trying, mildest first.
-        easiest: the place in ``tried`` of what a model refuses last: where all are refused, its reason is given.
-        reads_corpus: whether it must know how often each token is in the corpus.
+        name: the key in the registry and on the command line, and the name of the page in ``docs/shrink``.
+        saves: a sentence on the savings (file, memory, time of a pass, time of training) and their limits.
+        tried: options that are worth trying, mildest first.
+        easiest: the index in ``tried`` of the choice that a model is least likely to refuse. If all choices are
+            refused, `choices` returns the reason for this one.
+        reads_corpus: whether the method needs the count of each token in the corpus.
     """
 
     name: ClassVar[str]
@@ -85,10 +88,10 @@ class Shrinker(ABC):
     reads_corpus: ClassVar[bool] = False
 
     def choices(self, bundle: Bundle) -> Choices | str:
-        """Return what is worth trying, mildest first, or a sentence that says why nothing is.
+        """Return the choices that are worth trying, mildest first, or a sentence with the reason why not.
 
-        The sentence names the modules that were looked for. What is not offered may still be asked for by the user
-        (``refusal`` judges it).
+        The sentence names the modules that were searched for. A user may still ask for other choices, which `refusal`
+        checks.
         """
         options = self.worth_trying(bundle)
         if isinstance(options, str):
@@ -99,26 +102,26 @@ class Shrinker(ABC):
         return possible or str(faults[self.easiest])
 
     def worth_trying(self, bundle: Bundle) -> tuple[Options, ...] | str:
-        """Return ``tried``; a method whose options depend on the model returns others, or why there are none."""
+        """Return ``tried``. A method whose options depend on the model returns others, or a reason why it has none."""
         return self.tried
 
     def needs(self, choice: Choice) -> frozenset[Need]:
-        """Return what it must be given to do this."""
+        """Return the kinds of data that a choice needs."""
         needs = {_NEEDS[option] for option in options_of(choice).items() if option in _NEEDS}
         return frozenset(needs | {"corpus"} if self.reads_corpus else needs)
 
     def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return a sentence that says why this choice cannot be, with its values and what to give instead."""
+        """Return a sentence on why a choice is impossible, with values and a remedy; ``None`` if it is possible."""
         return options_fault(choice) or self.fault(bundle, choice)
 
     @abstractmethod
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return what ``refusal`` does, of a choice whose options are right by themselves."""
+        """Return the result of `refusal` for a choice whose options are valid by themselves."""
 
     @abstractmethod
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Make the bundle smaller, in place. The same arguments give the same result, bit for bit.
+        """Make the bundle smaller, in place. Equal arguments give bitwise equal results.
 
-        Call it only with what is not refused. Bundles on the meta device are given too, for their sizes alone, with no
-        calibration: what is kept is then any of the right number.
+        The choice must not be refused. A bundle may be on the meta device, to compute sizes only. There are then no
+        batches, and the method keeps an arbitrary set of parts of the right size.
         """

@@ -1,9 +1,8 @@
-"""Smaller models made of one and judged: what the processes do that ``plimsoll shrink`` starts.
+"""Creation and evaluation of smaller models, in the processes that ``plimsoll shrink`` starts.
 
-`Workshop` makes models: it loads the original anew for each, applies a chain of methods
-(`plimsoll.compression.methods`), evaluates what came of it and writes a folder. `measured` applies a model in a process
-that has nothing else, so that what it takes is the model's. Both are asked by `plimsoll.compression.search`, which
-holds no tensors.
+`Workshop` makes models. For each, it loads the original again, applies a chain of methods
+(`plimsoll.compression.methods`), evaluates the result and writes a folder. `measured` runs inference in a separate
+process, so that the peak belongs to the model alone. `plimsoll.compression.search`, which holds no tensors, calls both.
 
 Does NOT search and does not train.
 """
@@ -64,7 +63,7 @@ _PASSES_MEASURED = 8
 
 @dataclass
 class Workshop:
-    """Makes smaller models of the one in ``folder``."""
+    """Maker of smaller models from the original in ``folder``."""
 
     folder: Path
     evidence: Evidence
@@ -72,7 +71,7 @@ class Workshop:
     _sketched: Bundle | None = None
 
     def offers(self) -> tuple[Offer, ...]:
-        """Ask each method what it has for the original."""
+        """Return the choices of each method for the original, or the reason why a method has none."""
         bundle = self._bundle(self.folder, None)
         found = []
         for method in SHRINKERS.values():
@@ -82,19 +81,19 @@ class Workshop:
         return tuple(found)
 
     def check(self, chain: Sequence[Choice]) -> None:
-        """Refuse a chain that cannot be made of the original, by its configuration alone.
+        """Refuse a chain that is impossible for the original, by its configuration alone.
 
-        Neither weights nor texts are read; a method may still refuse what these hold.
+        This reads neither weights nor texts, so a method may still refuse because of their values.
 
         Raises:
-            WeightsError: it says why.
+            WeightsError: if a method refuses its choice; the message gives the reason.
         """
         bundle = Bundle(self._bare(), self._tokenizer(self.folder))
         for choice in chain:
             self._apply(bundle, choice, Calibration())
 
     def weight_bytes(self, chain: Sequence[Choice]) -> int | None:
-        """Return the bytes of the weights after a chain, without making it; ``None`` if a method refuses its part."""
+        """Return the bytes of the weights after a chain, without making it; ``None`` if a method refuses its choice."""
         bundle, is_stored = self._sketch(), False
         try:
             for choice in chain:
@@ -110,15 +109,15 @@ class Workshop:
         return model_bytes(bundle.model)
 
     def make(self, source: Source, chain: Sequence[Choice], target: Path | None) -> Made:
-        """Make a smaller model of the one in ``source`` and judge it.
+        """Make a smaller model from ``source``, evaluate it and save it.
 
         Args:
-            source: the original, or one made of it.
-            chain: methods in the order they are applied.
-            target: an empty folder to write it to.
+            source: the original, or a model made from it.
+            chain: choices in the order of application.
+            target: an empty folder for the model; ``None`` for a temporary one.
 
         Raises:
-            InputError: if a method refuses, or the model cannot be evaluated.
+            InputError: if a method refuses its choice, or the model cannot be evaluated.
             OutOfMemoryError: if memory runs out.
         """
         return fitting(lambda: self._made(source, chain, target), backend_for("cpu"), "making a smaller model")
@@ -154,7 +153,7 @@ class Workshop:
             )
 
     def predicted(self, folder: Path, cost: InferenceCost) -> Estimate | None:
-        """Predict the peak of the passes that were measured; ``None`` where the model cannot be dry-run."""
+        """Predict the peak of the measured passes; return ``None`` if the model does not support a dry run."""
         target = find_target("cpu", None, lambda: _known(cost.baseline_bytes))
         try:
             model = load_for_inference(folder, self.evidence.head, None, "cpu")
@@ -167,10 +166,13 @@ class Workshop:
             )
         except InputError:
             return None
-        return target.count(trace, heap=TIGHT_HEAP).peak  # the one that a peak is measured in
+        return target.count(trace, heap=TIGHT_HEAP).peak  # `measured` uses the same heap
 
     def predicted_training(self, source: Source, teacher: str | None) -> Estimate | None:
-        """Predict the peak of a training of the whole batch; ``None`` where there is none, or no dry run of it."""
+        """Predict the peak of a training step with the whole batch.
+
+        Return ``None`` if there is no job to train, or if the model does not support a dry run.
+        """
         if not isinstance(self.evidence, JobEvidence):
             return None
         job = self.evidence.job_for(Path(source.folder), None if source.tokenizer is None else Path(source.tokenizer))
@@ -187,14 +189,14 @@ class Workshop:
         return target.count(trace).peak
 
     def _sketch(self) -> Bundle:
-        """The original on the meta device, read once."""
+        """Return a copy of the original on the meta device. The folder is read once."""
         if self._sketched is None:
             given = self._bundle(self.folder, None)
             self._sketched = Bundle(_on_meta(given.model), given.tokenizer)
         return Bundle(copy.deepcopy(self._sketched.model), self._sketched.tokenizer)
 
     def _bare(self) -> nn.Module:
-        """The original on the meta device, of which nothing but the sizes is read."""
+        """Build the original on the meta device. Only the sizes of its weights are read."""
         fields = recurrent_fields(self.folder)
         if fields is not None:
             return recurrent_skeleton(open_checkpoint(self.folder), fields, None, {}).model
@@ -209,7 +211,7 @@ class Workshop:
     def _tokenizer(self, folder: Path) -> PreTrainedTokenizerFast | None:
         try:
             return load_model_tokenizer(folder)
-        except DataError:  # a program of one's own may have another
+        except DataError:  # user code may use another tokenizer
             return None
 
     def _calibration(self, choice: Choice, tokenizer: Path | None) -> Calibration:
@@ -224,7 +226,7 @@ class Workshop:
             )
         if not is_meta(bundle.model) and "corpus" in method.needs(choice) and calibration.token_counts is None:
             raise WeightsError(
-                f"{choice.in_full} needs the number of times each token is in the corpus, and nobody counted them: "
+                f"{choice.in_full} needs token counts of the corpus, which do not exist with data.on_the_fly: "
                 "leave out data.on_the_fly"
             )
         method.shrink(bundle, choice, calibration)
@@ -237,13 +239,13 @@ class Workshop:
         except MODEL_FAULTS as error:
             name = " > ".join(map(str, chain)) or "the original"
             raise InputError(
-                f"{self.folder} after {name} fails to compute the evaluation data ({type(error).__name__}: "
+                f"{self.folder} after {name} fails on the evaluation data ({type(error).__name__}: "
                 f"{' '.join(str(error).split())[:300]}): leave that method out with --forbid"
             ) from error
 
 
 def evidence_of(request: ShrinkRequest) -> Evidence:
-    """Return what models are judged by."""
+    """Return the evaluation data of a request."""
     if request.job is not None:
         return JobEvidence(request.job, Path(request.cache), request.most_samples)
     assert request.data is not None
@@ -253,7 +255,7 @@ def evidence_of(request: ShrinkRequest) -> Evidence:
 
 
 def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
-    """Return what `plimsoll.compression.worker.serve` answers, from plain values to plain values."""
+    """Return the functions for `plimsoll.compression.worker.serve`, by name. They take and return JSON values."""
     workshop = Workshop(Path(request.folder), evidence_of(request))
 
     def chain_of(given: list[dict[str, Any]]) -> tuple[Choice, ...]:
@@ -283,22 +285,28 @@ def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
 
 
 def _measured_apart(request: ShrinkRequest, source: Source) -> InferenceCost:
-    """Measure a model in a process that is started for it."""
+    """Measure a model in a new process."""
     command = [sys.executable, "-m", "plimsoll", "measure-worker"]
     asked = json.dumps({"request": request.to_json(), "source": source.model_dump()})
     done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, env=ending_with_this())
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise InputError(f"{source.folder} cannot be applied ({last}): leave that method out with --forbid")
+        raise InputError(f"inference with {source.folder} fails ({last}): leave that method out with --forbid")
     return InferenceCost.model_validate_json(done.stdout.strip().splitlines()[-1])
 
 
 def measured(folder: Path, evidence: Evidence, tokenizer: Path | None, original: Path) -> InferenceCost:
-    """Apply a model to the first passes of the evaluation data; call it in a process that has done nothing else.
+    """Measure peak and time of inference on the first passes of the evaluation data.
 
-    The peak is that of the model alone, in a heap that gives back what is freed: otherwise how much it keeps is chance,
-    some 20 MiB. Then the original is loaded too, and both are timed pass by pass in turn, in a heap that keeps what is
-    freed, since other work on the machine slows both.
+    Call this in a fresh process. The peak is measured with this model alone, in a heap that returns freed memory. In an
+    ordinary heap, the retained memory varies by some 20 MiB. Then the original is loaded as well, and the passes of
+    both are timed alternately, so that other work on the machine slows both. For this the heap keeps freed memory.
+
+    Args:
+        folder: the model to measure.
+        evidence: the evaluation data.
+        tokenizer: the folder of the model's tokenizer; ``None`` for the original's.
+        original: the folder of the original.
     """
     backend = backend_for("cpu")
     batches = list(itertools.islice(evidence.batches(tokenizer), _PASSES_MEASURED))
@@ -331,7 +339,7 @@ def measured(folder: Path, evidence: Evidence, tokenizer: Path | None, original:
 
 
 def _row_seconds(compute: Compute, model: nn.Module, batch: dict[str, Tensor]) -> float:
-    """The seconds of a pass for each of its rows; the faster of two, of which the first may find cold caches."""
+    """Return the seconds of a pass per row: the faster of two passes, since caches may be cold in the first."""
     found = []
     for _ in range(2):
         began = time.perf_counter()
@@ -341,7 +349,7 @@ def _row_seconds(compute: Compute, model: nn.Module, batch: dict[str, Tensor]) -
 
 
 def print_measured() -> None:
-    """Print what applying a model takes, as JSON; which one and on what data, comes on standard input."""
+    """Read a request and a source as JSON from standard input, and print the measured `InferenceCost` as JSON."""
     asked = json.loads(sys.stdin.read())
     request, source = ShrinkRequest.from_json(asked["request"]), Source.model_validate(asked["source"])
     tokenizer = None if source.tokenizer is None else Path(source.tokenizer)
@@ -366,7 +374,7 @@ def _known(num_bytes: int) -> Estimate:
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy without memory; what shares a tensor shares one there, which ``model.to`` would part."""
+    """Copy a model to the meta device. Unlike ``model.to``, this keeps shared tensors shared."""
     memo: dict[int, Any] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         sizes = with_parts(tensor.detach(), lambda part: part.to("meta"))

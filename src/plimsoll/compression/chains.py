@@ -1,11 +1,11 @@
-"""Which chains of methods are worth making: a guess from what each method did alone, which only orders them.
+"""Selection of the chains to make, by an estimate from the effect of each choice alone.
 
-Alone, each choice has shrunk the weights by a factor and raised the loss by a difference. A chain is guessed to shrink
-them by the product and to raise the loss by the sum; both are wrong where methods meet (heads and hidden size remove
-the same weights, int8 and int4 exclude each other), so every chain that is taken is made and measured. A chain has one
-choice of a method at most, in the order of the registry.
+Alone, each choice has multiplied the weight bytes by a factor and raised the loss by a difference. The estimate for a
+chain is the product of the factors and the sum of the differences. It only orders the chains. It is wrong for methods
+that interact: heads and hidden size remove the same weights, and int8 and int4 exclude each other. So every selected
+chain is made and measured. A chain has at most one choice per method, in the order of the registry.
 
-Does NOT guess what training gives back.
+Does NOT estimate the effect of recovery training.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from plimsoll.records.plan import Choice
 
 Chain = tuple[Choice, ...]
 
-_MOST_STRUCTURES = 3  # methods that change shapes, in one chain: the guess gets worse with each
-_WRONG_BY = 1.1  # the share of a chain, as far as it is a guess
-_MOST_VALUES = 2  # methods that change the bits of values: of embeddings, and of linear layers
+_MOST_STRUCTURES = 3  # methods that change shapes, per chain: each makes the estimate worse
+_WRONG_BY = 1.1  # relative error of an estimated share
+_MOST_VALUES = 2  # methods that change the bits of values, per chain: one for embeddings, one for linear layers
 
 
 class Single(NamedTuple):
-    """What one choice did to the original.
+    """The effect of one choice on the original.
 
-    ``share`` is of the bytes of the weights that are left, ``lost`` how much the loss rose. ``order`` is the method's
-    place in a chain; ``is_last`` says that it changes values only.
+    ``share`` is the remaining share of the weight bytes, and ``lost`` is the increase of the loss. ``order`` is the
+    method's position in a chain. ``is_last`` is true if the choice only changes values.
     """
 
     choice: Choice
@@ -39,7 +39,7 @@ class Single(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """A chain, and what is expected of it."""
+    """A chain with its estimated share of the bytes and increase of the loss."""
 
     chain: Chain
     share: float
@@ -47,22 +47,22 @@ class Guess(NamedTuple):
 
 
 def guesses(singles: Sequence[Single], most_share: float) -> list[Guess]:
-    """Return the chains that may leave no more than ``most_share`` of the bytes, the least loss first.
+    """Return the chains that may leave at most ``most_share`` of the bytes, the least loss first.
 
-    What is guessed to be a little too large is among them. Where a chain is sure to fit, the same chain with more in it
-    is not listed.
+    Chains that are estimated slightly too large are included. If a chain fits for certain, longer chains that contain
+    it are not.
     """
     found = (_guess(parts) for parts in _chains(singles) if _is_least(parts, most_share))
     return sorted(found, key=lambda one: (one.lost, one.share))
 
 
 def smallest(singles: Sequence[Single]) -> list[Guess]:
-    """Return all chains, those first that are expected to leave the least."""
+    """Return all chains, the smallest estimated share first."""
     return sorted((_guess(parts) for parts in _chains(singles)), key=lambda one: (one.share, one.lost))
 
 
 def varied(ordered: Iterable[Guess], most: int, most_alike: int = 2) -> list[Guess]:
-    """Take the first ``most``, of those with the same methods no more than ``most_alike``."""
+    """Return the first ``most`` chains, with at most ``most_alike`` of the same methods."""
     taken: list[Guess] = []
     alike: dict[tuple[str, ...], int] = {}
     for one in ordered:
@@ -85,7 +85,7 @@ def _chains(singles: Sequence[Single]) -> Iterator[list[Single]]:
 
 
 def _combinations(singles: Sequence[Single], most: int) -> Iterator[list[Single]]:
-    """Choices of up to ``most`` different methods, in the order of a chain; also none."""
+    """Yield choices of up to ``most`` different methods, in the order of a chain; also the empty one."""
     by_method: dict[int, list[Single]] = {}
     for one in singles:
         by_method.setdefault(one.order, []).append(one)
@@ -95,13 +95,13 @@ def _combinations(singles: Sequence[Single], most: int) -> Iterator[list[Single]
 
 
 def _is_least(parts: Sequence[Single], most_share: float) -> bool:
-    """Whether it may fit, and may not without one of its parts."""
+    """Return whether a chain may fit, and might not fit without one of its choices."""
     shares = [one.share for one in parts]
     whole = math.prod(shares)
     return whole <= most_share * _WRONG_BY and all(whole / share > most_share / _WRONG_BY for share in shares)
 
 
 def _guess(parts: Sequence[Single]) -> Guess:
-    # What did no harm alone, or good, may do harm beside others.
+    # A choice that was harmless or helpful alone may cost quality in combination.
     lost = sum(max(one.lost, 0.0) for one in parts)
     return Guess(tuple(one.choice for one in parts), math.prod(one.share for one in parts), lost)

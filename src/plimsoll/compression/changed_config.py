@@ -1,8 +1,10 @@
-"""What a model would be with other numbers in its configuration, and making it that.
+"""Changes of a model's sizes by changes of its configuration.
 
-A twin is a model of the same class on the meta device, built from the changed configuration. Where its shapes differ,
-something must be cut. So nothing here knows the architectures, and what was cut is what the class itself expects when
-the folder is loaded again. Does NOT cover models whose class is not built from a configuration alone.
+A twin is a model of the same class on the meta device, built from the changed configuration. If a parameter of the twin
+is smaller, the model's parameter must be cut. So this module does not need to know the architectures. The cut model has
+the shapes that its class expects when the folder is loaded again.
+
+Not handled: models whose class is not built from a configuration alone.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from plimsoll.errors import WeightsError
 from plimsoll.weights.structure import class_for
 
 # Why not Torch-Pruning? 1.6.1 was tried (transformers 5.23, sdpa). GPT-2's Conv1D is not in its graph: its weights
-# cannot be named, and pruning the tied embeddings raises KeyError 'lm_head.weight', as OPT's. Of GPT-NeoX's fused
-# query, key and value it removes the wrong rows, so that the forward pass fails. The group of a query layer of a Llama
-# of two layers was not found in five minutes. Models that make a causal mask cannot be traced on the meta device. It
-# changes neither the configuration nor the numbers that modules keep.
+# cannot be named, and pruning tied embeddings raises KeyError 'lm_head.weight', as for OPT. It removes the wrong rows
+# of GPT-NeoX's fused query, key and value, so the forward pass fails. For a query layer of a two-layer Llama, it found
+# no group in five minutes. Models that build a causal mask cannot be traced on the meta device. It changes neither the
+# configuration nor the numbers that modules store.
 
 _POSITIONS = frozenset({"layer_idx", "layer_id", "layer_number"})
-"""Numbers that a layer keeps of its place, for caches and messages."""
+"""Attributes with the index of a layer, for caches and messages."""
 
 
 class Cut(NamedTuple):
@@ -37,19 +39,17 @@ class Cut(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The module that has the parameter."""
+        """The name of the module with the parameter."""
         return self.name.rpartition(".")[0]
 
 
 def twin_of(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module | str:
-    """Return the model that a changed configuration describes, on the meta device, or a sentence why there is none."""
+    """Return the twin for a changed configuration, on the meta device, or a sentence on why it cannot be built."""
     from huggingface_hub.errors import StrictDataclassError
 
     config = getattr(model, "config", None)
     if config is None:
-        return (
-            f"{type(model).__name__} has no configuration that its sizes could be changed in: use a transformers model"
-        )
+        return f"{type(model).__name__} has no configuration with its sizes: use a transformers model"
     try:
         changed = changed_config(config, fields)
         with torch.device("meta"):
@@ -62,25 +62,25 @@ def twin_of(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module | str:
 
 
 def changed_config(config: Any, fields: Mapping[str, Any]) -> Any:
-    """Return a copy of a configuration with other values; one of ours is checked again."""
+    """Return a copy of a configuration with other values. A configuration of Plimsoll is validated again."""
     if hasattr(config, "model_dump"):
         return type(config).model_validate(config.model_dump() | dict(fields))
     changed = copy.deepcopy(config)
     for name, value in fields.items():
         setattr(changed, name, value)
-    return type(config).from_dict(changed.to_dict())  # as it will be read from the folder
+    return type(config).from_dict(changed.to_dict())  # as when it is read from the folder
 
 
 def cuts_of(model: nn.Module, twin: nn.Module) -> tuple[Cut, ...] | str:
-    """Return where a model must be cut to become its twin, or a sentence that says why cutting is not enough.
+    """Return the cuts that turn a model into its twin, or a sentence on why cuts are not enough.
 
-    A tied parameter is there under each of its names.
+    A tied parameter is listed under each of its names.
     """
     found, cuts = dict(twin.named_parameters(remove_duplicate=False)), []
     have = dict(model.named_parameters(remove_duplicate=False))
     if found.keys() != have.keys():
         other = sorted(found.keys() ^ have.keys())[0]
-        return f"with these sizes {type(model).__name__} has other parameters, such as `{other}`"
+        return f"with these sizes, {type(model).__name__} has other parameters, such as `{other}`"
     for name, parameter in have.items():
         shape, wanted = parameter.shape, found[name].shape
         if len(shape) != len(wanted) or any(new > old for new, old in zip(wanted, shape, strict=True)):
@@ -90,12 +90,12 @@ def cuts_of(model: nn.Module, twin: nn.Module) -> tuple[Cut, ...] | str:
     buffers = dict(twin.named_buffers())
     for name, buffer in model.named_buffers():
         if name not in buffers or buffers[name].shape != buffer.shape:
-            return f"with these sizes {type(model).__name__} has another buffer `{name}` than {list(buffer.shape)}"
+            return f"with these sizes, {type(model).__name__} has another buffer `{name}` than {list(buffer.shape)}"
     return tuple(cuts)
 
 
 def twin_and_cuts(model: nn.Module, fields: Mapping[str, Any]) -> tuple[nn.Module, tuple[Cut, ...]] | str:
-    """Return the model that a changed configuration describes and where to cut, or a sentence why that cannot be."""
+    """Return the twin for a changed configuration and the cuts, or a sentence on why this is impossible."""
     twin = twin_of(model, fields)
     if isinstance(twin, str):
         return twin
@@ -104,27 +104,27 @@ def twin_and_cuts(model: nn.Module, fields: Mapping[str, Any]) -> tuple[nn.Modul
 
 
 def block_of(name: str) -> str:
-    """Return the name of the outermost numbered module in a name, such as ``h.1`` in ``h.1.mlp.0``; else the name."""
+    """Return the name up to the first number, such as ``h.1`` for ``h.1.mlp.0``; without a number, the whole name."""
     parts = name.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])
 
 
 def input_dim(module: nn.Module) -> int | None:
-    """Return the dimension of a linear layer's weight that its input has; ``None`` for what is no linear layer."""
+    """Return the input dimension of a linear layer's weight; ``None`` for other modules."""
     if isinstance(module, nn.Linear):
         return 1
     return 0 if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
 
 
 def become(model: nn.Module, twin: nn.Module, fields: Mapping[str, Any], kept: Mapping[Cut, Tensor]) -> None:
-    """Make a model what its twin is.
+    """Turn a model into its twin.
 
     Args:
-        model: changed in place; its modules stay the same objects, parameters are new ones.
-        twin: what it becomes.
-        fields: in which their configurations differ.
-        kept: for each cut, what is kept of the dimension: increasing numbers of rows, on the CPU.
+        model: changed in place. Its modules stay the same objects; cut parameters are new objects.
+        twin: the target.
+        fields: the changed fields of the configuration.
+        kept: for each cut, the indices of the rows to keep: increasing, on the CPU.
     """
     whole = dict(model.named_parameters(remove_duplicate=False))
     indices: dict[int, dict[int, Tensor]] = {}
@@ -151,12 +151,12 @@ def _smaller(parameter: nn.Parameter, indices: Mapping[int, Tensor]) -> nn.Param
 
 
 def take_numbers(model: nn.Module, twin: nn.Module) -> None:
-    """Give modules the plain numbers (``num_heads``, ``split_size``, ``normalized_shape``) of the twin's modules."""
+    """Copy the plain numbers of the twin's modules, such as ``num_heads`` and ``normalized_shape``, to the model."""
     for name, attribute, value in list(other_numbers(model, twin)):
         module = model.get_submodule(name)
         before = vars(module).get(attribute)
         setattr(module, attribute, value)
-        for buffer in module.buffers(recurse=False):  # Gemma has the scale of its embeddings as a number and as this
+        for buffer in module.buffers(recurse=False):  # Gemma stores its scale as a number and as this
             if (
                 not buffer.is_meta
                 and isinstance(before, float)
@@ -167,7 +167,7 @@ def take_numbers(model: nn.Module, twin: nn.Module) -> None:
 
 
 def other_numbers(model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield the plain numbers, and tuples of them, that differ in a twin: module, attribute, and the twin's value."""
+    """Yield plain numbers, and tuples of them, that differ in the twin: module, attribute and the twin's value."""
     theirs = dict(twin.named_modules())
     for name, module in model.named_modules():
         for attribute, value in vars(theirs[name]).items() if name in theirs else ():
@@ -177,30 +177,30 @@ def other_numbers(model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str,
 
 
 def is_place(attribute: str) -> bool:
-    """Return whether a number of a module only says where it is among its like."""
+    """Return whether an attribute is only the index of a layer."""
     return attribute in _POSITIONS
 
 
 def take_fields(model: nn.Module, fields: Mapping[str, Any]) -> None:
-    """Write values into the configurations that a model and its modules have."""
+    """Write values into the configurations of a model and its modules."""
     config: Any = model.config
     if hasattr(config, "model_dump"):
         model.config = changed_config(config, fields)
         return
     configs = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
     before = {name: getattr(config, name, None) for name in fields}
-    for one in configs.values():  # parts may have copies
+    for one in configs.values():  # modules may have copies
         for name, value in fields.items():
             if one is config or getattr(one, name, None) == before[name]:
                 setattr(one, name, value)
 
 
 def checked(found: Any) -> Any:
-    """Return what was found, or raise the sentence that stands in its place.
+    """Return the result, or raise an error if it is a sentence.
 
     Raises:
-        WeightsError: that sentence.
+        WeightsError: if ``found`` is a sentence.
     """
     if isinstance(found, str):
-        raise WeightsError(f"{found}; see what `plimsoll shrink` offers for this model, and use that")
+        raise WeightsError(f"{found}; use a choice that `plimsoll shrink` offers for this model")
     return found

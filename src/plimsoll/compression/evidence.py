@@ -1,12 +1,12 @@
-"""The user's data, as making a model smaller looks at them: batches to judge parts by, and what a model is worth.
+"""Evaluation data: batches for importance scores, and the quality of a model.
 
-A `JobEvidence` is of a job: quality is what ``plimsoll train`` would say of the model on the job's validation data. A
-`TextEvidence` is of plain texts, for models of embeddings: quality is how near a text's vector is to that which the
-original gives it. Where a tokenizer was changed, the texts are tokenized with it: the samples stay the same ones.
+`JobEvidence` uses the data of a job. Quality is the result that ``plimsoll train`` reports on the job's validation
+data. `TextEvidence` uses plain texts, for embedding models. Quality is the cosine between a text's vector and the
+original's. If a method changed the tokenizer, the same texts are tokenized with the new one.
 
-Does NOT cover validation of streams as streams: each window is read from the beginning, as by a model without a state.
+Does NOT validate streams as streams: each window is read with an initial state.
 
-Shapes: B texts, D features.
+Shapes: N texts, B texts of a batch, T tokens, D features.
 """
 
 from __future__ import annotations
@@ -47,42 +47,42 @@ from plimsoll.step.oom_boundary import Position
 from plimsoll.training.accuracy import Accuracy
 from plimsoll.training.tagging import TagScores
 
-_TOKENS_PER_PASS = 1024  # few, so that what is measured are weights and not activations
+_TOKENS_PER_PASS = 1024  # few, so that weights dominate the measured peak, not activations
 _CALIBRATION_PASSES = 64
 _BLOCK_ROWS = 256
-_SEQUENCE_TOKENS = 256  # of plain texts, where the model reads more
+_SEQUENCE_TOKENS = 256  # limit for plain texts, if the model allows more
 
 
 class Evidence(Protocol):
-    """What models are judged by."""
+    """Data that models are evaluated on."""
 
     @property
     def head(self) -> Head:
-        """Of the models."""
+        """The head of the models."""
         ...
 
     def cannot_judge(self, method: str) -> str | None:
-        """Return why what a method makes cannot be compared with the original; ``None`` where it can."""
+        """Return why models of a method cannot be compared with the original; ``None`` if they can."""
         ...
 
     def load(self, folder: Path, tokenizer: Path | None) -> nn.Module:
-        """Load a model as it is made smaller: dense, in float32, on the CPU, in evaluation mode."""
+        """Load a model for compression: dense, in float32, on the CPU, in evaluation mode."""
         ...
 
     def calibration(self, tokenizer: Path | None) -> Calibration:
-        """Return what methods may look at, in the tokens of a tokenizer; ``None`` is the original's."""
+        """Return the data that methods may read, tokenized by ``tokenizer``; ``None`` is the original's tokenizer."""
         ...
 
     def quality(self, model: nn.Module, tokenizer: Path | None) -> Quality:
-        """Evaluate a model that reads the tokens of this tokenizer."""
+        """Evaluate a model that uses this tokenizer."""
         ...
 
     def inference(self, folder: Path) -> InferenceTask | None:
-        """Return what the model is applied for; ``None`` where no task covers it."""
+        """Return the inference task of the model; ``None`` if no task covers it."""
         ...
 
     def batches(self, tokenizer: Path | None) -> Iterator[dict[str, Tensor]]:
-        """Yield the evaluation texts in the passes they are evaluated in, without labels."""
+        """Yield the evaluation batches, without labels."""
         ...
 
 
@@ -97,9 +97,9 @@ class JobEvidence:
     """The data of a job.
 
     Args:
-        job: whose ``model`` is a folder.
-        cache: where its tokens are kept.
-        most_samples: of the evaluation; ``None`` for all.
+        job: a job whose ``model`` is a folder.
+        cache: the folder of its tokens.
+        most_samples: the number of texts to evaluate, or of windows for a language model; ``None`` for all.
     """
 
     job: Job
@@ -109,34 +109,34 @@ class JobEvidence:
 
     @property
     def head(self) -> Head:
-        """Of its models."""
+        """The head of the models."""
         return self.job.task
 
     @property
     def pass_samples(self) -> int:
-        """The samples of a pass of the evaluation."""
+        """The samples of an evaluation pass."""
         return max(1, _TOKENS_PER_PASS // self.job.sequence_length)
 
     def cannot_judge(self, method: str) -> str | None:
-        """As `Evidence.cannot_judge`: every model of the task has a loss."""
+        """Return ``None``: every model of the task has a loss."""
         return None
 
     def job_for(self, folder: Path, tokenizer: Path | None) -> Job:
-        """The job of training another model on the same data."""
+        """Return the job that trains another model on the same data."""
         changes: dict[str, Any] = {"model": str(folder)}
         if tokenizer is not None:
             changes["tokenizer"] = TokenizerSource(path=str(tokenizer))
         return self.job.model_copy(update=changes)
 
     def load(self, folder: Path, tokenizer: Path | None) -> nn.Module:
-        """As `Evidence.load`."""
+        """See `Evidence.load`."""
         prepared = self._data(tokenizer).prepared
-        # What was trained for integers has dense weights, which `int8` rounds once and for all.
+        # The weights of a quantization-aware training are dense. `int8` rounds them permanently.
         job = self.job_for(folder, tokenizer).model_copy(update={"quantization_aware": None})
         return build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id).eval()
 
     def calibration(self, tokenizer: Path | None) -> Calibration:
-        """As `Evidence.calibration`; batches are drawn evenly from the training samples, which come in no order."""
+        """See `Evidence.calibration`. Batches are drawn evenly from the training samples."""
         data = self._data(tokenizer)
         num_samples = min(len(data.train), _CALIBRATION_PASSES * self.pass_samples)
         ids = np.linspace(0, len(data.train) - 1, num_samples).astype(np.int64)
@@ -148,7 +148,7 @@ class JobEvidence:
         return Calibration(batches, self._counts(data.prepared))
 
     def quality(self, model: nn.Module, tokenizer: Path | None) -> Quality:
-        """As `Evidence.quality`: the loss and what else ``plimsoll train`` says of the validation data."""
+        """See `Evidence.quality`: the loss and scores of ``plimsoll train`` on the validation data."""
         data = self._data(tokenizer)
         loss, units = loss_of(self.job.task)
         # An optimizer belongs to a workload; this one never steps.
@@ -174,12 +174,12 @@ class JobEvidence:
         return Quality(loss=found.loss, num_samples=num_texts, accuracy=accuracy, entity_f1=entity_f1)
 
     def inference(self, folder: Path) -> InferenceTask | None:
-        """As `Evidence.inference`."""
+        """See `Evidence.inference`."""
         names = {"language-modeling": "score", "classification": "classify"}
         return inference_task(names[self.job.task], folder) if self.job.task in names else None
 
     def batches(self, tokenizer: Path | None) -> Iterator[dict[str, Tensor]]:
-        """As `Evidence.batches`."""
+        """See `Evidence.batches`."""
         for batch in self._passes(self._data(tokenizer)):
             ids = batch.fields["input_ids"]
             yield {"input_ids": ids, "attention_mask": batch.fields.get("attention_mask", torch.ones_like(ids))}
@@ -191,7 +191,7 @@ class JobEvidence:
             train, validation = open_datasets(prepared, job)
             if validation is None or not len(validation):
                 raise DataError(
-                    f"data.validation is {self.job.data.validation}: nothing says what a smaller model is worth; set "
+                    f"data.validation is {self.job.data.validation}, so smaller models cannot be evaluated: set "
                     "data.validation to a file, or to a share of the training data such as 0.1"
                 )
             self._opened[tokenizer] = _Data(prepared, train, validation)
@@ -204,7 +204,7 @@ class JobEvidence:
             yield Batch(data.validation.batch(chosen), chosen, 0, begin)
 
     def _judged_ids(self, data: _Data) -> NDArray[np.int64]:
-        """The samples to judge: all those of some texts, since a text is judged when all of its windows are there."""
+        """Return the samples to evaluate. A selected text has all of its windows, since it is scored as a whole."""
         ids = np.arange(len(data.validation))
         texts = self._texts_of(data, ids)
         whole = np.unique(texts)
@@ -214,31 +214,31 @@ class JobEvidence:
         return ids[np.isin(texts, chosen)]
 
     def _texts_of(self, data: _Data, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of the text of each sample; of a language model each sample is one."""
+        """Return the text index of each sample. For a language model, each sample counts as a text."""
         windows = getattr(data.validation, "windows", None)
         return ids if windows is None or self.job.task == "language-modeling" else windows.parents(ids)
 
     def _counts(self, prepared: Prepared) -> NDArray[np.int64] | None:
         parts = [part for part in (prepared.train, prepared.validation) if part is not None]
         folders = [Path(part.tokens_folder) for part in parts if part.tokens_folder is not None]
-        if len(folders) < len(parts):  # tokenized on the fly: nobody counts them before they are read
+        if len(folders) < len(parts):  # tokenized on the fly: counts are unknown before reading
             return None
         total = np.zeros(prepared.vocab_size, np.int64)
-        for folder in dict.fromkeys(folders):  # what is held out of texts lies beside the others
+        for folder in dict.fromkeys(folders):  # a held-out share may be in the same folder as the rest
             total += token_counts(folder, prepared.vocab_size)
         return total
 
 
 @dataclass
 class TextEvidence:
-    """Plain texts, for a model of embeddings.
+    """Plain texts, for an embedding model. All texts count as the corpus.
 
     Args:
         model: the folder of the original.
         data: a file of rows, see `plimsoll.data.input_rows`.
-        columns: those with the text.
+        columns: the columns with the text.
         has_header: whether the first row of a csv names its columns; ``None``: see `plimsoll.data.formats.Reading`.
-        most_samples: of the evaluation; ``None`` for all. All texts count as the corpus.
+        most_samples: the number of rows to evaluate; ``None`` for all.
     """
 
     model: Path
@@ -250,17 +250,17 @@ class TextEvidence:
     _vectors_ND: Tensor | None = None
 
     def cannot_judge(self, method: str) -> str | None:
-        """As `Evidence.cannot_judge`: vectors of another size have no cosine with those of the original."""
+        """Return a reason for ``hidden``: vectors of another size have no cosine with the original's."""
         if method != "hidden":
             return None
-        return "vectors of another size cannot be compared with those of the original, and nothing else judges them"
+        return "vectors of another size cannot be compared with the original's, and there is no other quality measure"
 
     def load(self, folder: Path, tokenizer: Path | None) -> nn.Module:
-        """As `Evidence.load`."""
+        """See `Evidence.load`."""
         return load_model(folder, head="none", dtype=torch.float32).model
 
     def calibration(self, tokenizer: Path | None) -> Calibration:
-        """As `Evidence.calibration`."""
+        """See `Evidence.calibration`."""
         folder = tokenizer or self.model
         vocab_size = len(load_model_tokenizer(folder))
         counts = np.zeros(vocab_size, np.int64)
@@ -276,24 +276,24 @@ class TextEvidence:
         return Calibration(batches, counts)
 
     def quality(self, model: nn.Module, tokenizer: Path | None) -> Quality:
-        """As `Evidence.quality`: the mean cosine with the vectors of the original."""
+        """See `Evidence.quality`: the mean cosine with the vectors of the original."""
         if self._vectors_ND is None:
             self._vectors_ND = self._embedded(self.load(self.model, None), None)
         vectors_ND = self._embedded(model, tokenizer)
         if vectors_ND.shape != self._vectors_ND.shape:
             raise JobError(
                 f"the vectors have {vectors_ND.shape[1]} numbers and the original's {self._vectors_ND.shape[1]}, so "
-                "nothing says how near they are: leave out what changes the hidden size"
+                "they cannot be compared: leave out methods that change the hidden size"
             )
         similarity = torch.nn.functional.cosine_similarity(vectors_ND, self._vectors_ND, dim=1).mean().item()
         return Quality(loss=1 - similarity, num_samples=len(vectors_ND), similarity=similarity)
 
     def inference(self, folder: Path) -> InferenceTask | None:
-        """As `Evidence.inference`."""
+        """See `Evidence.inference`."""
         return inference_task("embed", folder)
 
     def batches(self, tokenizer: Path | None) -> Iterator[dict[str, Tensor]]:
-        """As `Evidence.batches`."""
+        """See `Evidence.batches`."""
         folder = tokenizer or self.model
         padding_id = load_model_tokenizer(folder).pad_token_id or 0
         rows: list[list[int]] = []
@@ -310,7 +310,7 @@ class TextEvidence:
         with torch.inference_mode():
             parts = [task.compute(model, batch)[0] for batch in self.batches(tokenizer)]
         if not parts:
-            raise DataError(f"{self.data} has no row with a text: give --data a file that has some")
+            raise DataError(f"{self.data} has no row with text: give --data a file that has some")
         return torch.cat(parts)
 
     def _tokens(self, folder: Path, most_rows: int | None) -> Iterator[list[int]]:

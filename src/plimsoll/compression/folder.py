@@ -1,8 +1,8 @@
-"""The folder that a smaller model is made in: whose it is, what is kept in it on the way, and what is left at the end.
+"""The output folder of ``plimsoll shrink``: ownership checks, work files, and the final model.
 
-    OUT/  the files of the model, shrink.json      OUT/.shrink/  what is made on the way, removed at the end
+    OUT/  the model files, shrink.json      OUT/.shrink/  work files, removed at the end
 
-Does NOT keep two commands that run at once apart.
+Does NOT protect against two commands that run in the same folder at once.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ _MODEL_FILES = (
 
 
 def opened(out: Path, asked: Any, force: bool) -> Path:
-    """Return the folder of work in ``out``, new or of the same command.
+    """Return the work folder in ``out``: a new one, or the one of the same command.
 
     Args:
-        out: where the model is to be.
-        asked: plain values that decide the results; another command has others.
-        force: remove what was made there before.
+        out: the folder for the model.
+        asked: JSON values that determine the results. Another command has other values.
+        force: remove previous results.
 
     Raises:
-        OutputError: if ``out`` holds something else, or cannot be written.
+        OutputError: if ``out`` holds other files or results, or cannot be written.
     """
     work = out / WORK
     if out.exists() and not out.is_dir():
         raise OutputError(f"{out} is a file, but a model needs a folder: give another --out")
     if force and out.exists():
         if not (work / "asked.json").is_file() and not (out / SHRINK_RECORD).is_file() and any(out.iterdir()):
-            raise OutputError(f"{out} is not empty, and nothing was shrunk there: give another --out")
+            raise OutputError(f"{out} is not empty, and not a result of `plimsoll shrink`: give another --out")
         _remove_model(out)
     elif out.exists() and any(out.iterdir()):
         before = _read(work / "asked.json")
         if before is None and (out / SHRINK_RECORD).is_file():
-            raise OutputError(f"{out} holds a model that is done: give another --out, or --force to make it anew")
+            raise OutputError(f"{out} holds a finished model: give another --out, or --force to make it again")
         if before != asked:
-            what = "holds something else" if before is None else "was begun with another model, data or options"
-            raise OutputError(f"{out} {what}, and is not overwritten: give another --out, or --force to begin anew")
+            what = "holds other files" if before is None else "was started with another model, data or options"
+            raise OutputError(f"{out} {what}, and is not overwritten: give another --out, or --force to start again")
     try:
         work.mkdir(parents=True, exist_ok=True)
         write_atomically(work / "asked.json", json.dumps(asked).encode())
@@ -62,28 +62,26 @@ def opened(out: Path, asked: Any, force: bool) -> Path:
 
 
 def refuse_overlap(out: Path, belongings: Sequence[Path]) -> None:
-    """Refuse a place that holds, or lies in, what is read: making a model there would remove it.
+    """Refuse an output folder that contains an input, since writing the model would remove it.
 
     Raises:
-        OutputError: it says what lies there.
+        OutputError: if ``out`` is, or contains, one of the inputs; the message names it.
     """
     place = out.resolve()
     for path in belongings:
         found = path.resolve()
         if found == place or place in found.parents:
-            raise OutputError(
-                f"{path} is read while a smaller model is made, and lies in --out {out}: give another --out"
-            )
+            raise OutputError(f"{path} is an input and lies in --out {out}: give another --out")
 
 
 def found_until_now(out: Path) -> ShrinkRecord | None:
-    """Return what was measured for a model that is being made in ``out``, if anything was."""
+    """Return the record of an unfinished search in ``out``, if there is one."""
     found = out / WORK / SHRINK_RECORD
     return ShrinkRecord.load(found) if found.is_file() else None
 
 
 def drop_if_empty(work: Path) -> None:
-    """Remove the folder of work where no model was made in it, and the folder it is in where there is nothing else."""
+    """Remove the work folder if it has no models, and then also its parent if this is empty."""
     if any((work / "models").glob("*/*.json")):
         return
     shutil.rmtree(work, ignore_errors=True)
@@ -92,7 +90,7 @@ def drop_if_empty(work: Path) -> None:
 
 
 def _remove_model(out: Path) -> None:
-    """Remove what `take` and the work have put there, and nothing else."""
+    """Remove only the files that `take` and the search have written."""
     shutil.rmtree(out / WORK, ignore_errors=True)
     record = out / SHRINK_RECORD
     for pattern in _MODEL_FILES if record.is_file() else ():
@@ -111,7 +109,7 @@ def _read(path: Path) -> Any:
 
 
 def take(folder: Path, out: Path) -> None:
-    """Put the files of the model that was chosen where they were asked for; they stay where they are, too."""
+    """Link or copy the files of the selected model to ``out``. The originals stay."""
     for path in sorted(folder.rglob("*")):
         target = out / path.relative_to(folder)
         if path.is_dir():
@@ -121,6 +119,6 @@ def take(folder: Path, out: Path) -> None:
         temporary.unlink(missing_ok=True)
         try:
             temporary.hardlink_to(path)
-        except OSError:  # a file system without links
+        except OSError:  # the file system has no hard links
             shutil.copyfile(path, temporary)
         temporary.replace(target)

@@ -1,13 +1,13 @@
-"""How much each row of some weights matters: by their size, by their gradients, or by what flows through them.
+"""Importance scores of the rows of weights.
 
-- ``magnitude``: the norm of what reads a row, and of what writes it. Needs no data.
-- ``taylor``: what the loss would change, to first order, if a row were zero: the sum of weight times gradient over the
-  row, without its sign, summed over batches (Molchanov et al. 2019, arXiv:1906.10771; Michel et al. 2019,
-  arXiv:1905.10650, who differentiate by a mask, which is the same number).
-- ``activation``: the mean size of what comes in at a row times the norm of the weights that read it (Sun et al. 2023,
-  arXiv:2306.11695, over rows); padding does not count.
+- ``magnitude``: the norm of the weights that read a row, and of the weights that write it. It needs no data.
+- ``taylor``: the change of the loss, to first order, if a row were zero. This is the absolute sum of weight times
+  gradient over the row, summed over batches (Molchanov et al. 2019, arXiv:1906.10771). Michel et al. 2019
+  (arXiv:1905.10650) differentiate by a mask, which gives the same number.
+- ``activation``: the mean absolute input of a row times the norm of the weights that read it (Sun et al. 2023,
+  arXiv:2306.11695, over rows). Padding does not count.
 
-All are summed in float64, in the order of batches and modules, so that equal arguments give equal bits.
+All sums are in float64, in the order of batches and modules, so equal arguments give bitwise equal results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Look = Callable[[int, "Tensor | None", Tensor, Any], None]
 
 
 class Rows(NamedTuple):
-    """A dimension of a module's ``weight``, of which rows are judged, so many neighbours as one."""
+    """The rows of a module's ``weight`` along a dimension. ``num_grouped`` neighbours are scored as one."""
 
     module: Any
     dim: int
@@ -34,26 +34,26 @@ class Rows(NamedTuple):
 
 
 def norms(weight: Tensor, dim: int) -> Tensor:
-    """Return the norm of each row along a dimension, float64."""
+    """Return the norm of each row along a dimension, in float64."""
     rows = weight.detach().double().movedim(dim, 0).reshape(weight.shape[dim], -1)
     size: Tensor = torch.linalg.vector_norm(rows, dim=1)
     return size
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Return whether a model has sizes alone."""
+    """Return whether a model has parameters on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def best(scores: Tensor | None, num_kept: int) -> Tensor:
-    """Return the numbers of the best rows, increasing; of equal ones the first. Without scores: the first rows."""
+    """Return the indices of the best rows, increasing. Ties go to the first row. Without scores: the first rows."""
     if scores is None:
         return torch.arange(num_kept)
     return scores.argsort(descending=True, stable=True)[:num_kept].sort().values
 
 
 def read_scores(model: nn.Module, importance: str, readers: Sequence[Rows], calibration: Calibration) -> list[Tensor]:
-    """Return for each reader how much it makes of each row that it reads, (rows,)."""
+    """Return for each reader the importance of each row that it reads, (rows,)."""
     if importance == "taylor":
         weights = [(reader.module.weight, reader.dim, reader.num_grouped) for reader in readers]
         return first_order(model, weights, calibration)
@@ -67,15 +67,15 @@ def read_scores(model: nn.Module, importance: str, readers: Sequence[Rows], cali
 
 
 def first_order(model: nn.Module, weights: Sequence[tuple[Tensor, int, int]], calibration: Calibration) -> list[Tensor]:
-    """Return for each weight and dimension what the loss would change if some rows were zero, summed over batches.
+    """Return for each weight the change of the loss, to first order, if a row were zero, summed over batches.
 
     Args:
-        model: whose loss it is.
-        weights: each with the dimension that its rows are along, and how many neighbours are judged as one.
-        calibration: has the batches.
+        model: the model with the weights.
+        weights: each with the dimension of its rows, and the number of neighbours that are scored as one.
+        calibration: the batches.
 
     Raises:
-        WeightsError: if there are no batches, or their loss is not to be had.
+        WeightsError: if there are no batches, or the model returns no loss for them.
     """
     sums = [torch.zeros(weight.shape[dim] // num_grouped, dtype=torch.float64) for weight, dim, num_grouped in weights]
     with _all_trainable(model):
@@ -83,8 +83,8 @@ def first_order(model: nn.Module, weights: Sequence[tuple[Tensor, int, int]], ca
             loss = model(**batch).loss
             if loss is None:
                 raise WeightsError(
-                    f"importance by taylor needs a loss, but a batch of {', '.join(batch)} gave none: give batches "
-                    "with labels, or use importance=activation"
+                    f"importance=taylor needs a loss, but the model returned none for a batch of {', '.join(batch)}: "
+                    "give batches with labels, or use importance=activation"
                 )
             loss.backward()
             for total, (weight, dim, _) in zip(sums, weights, strict=True):
@@ -97,7 +97,7 @@ def first_order(model: nn.Module, weights: Sequence[tuple[Tensor, int, int]], ca
 
 @contextmanager
 def _all_trainable(model: nn.Module) -> Iterator[None]:
-    """All parameters have gradients for a while; those they had are put back."""
+    """Make all parameters require gradients in the block. Afterwards, restore their previous gradients and flags."""
     before = [(one, one.requires_grad, one.grad) for one in model.parameters()]
     for one, _, _ in before:
         one.requires_grad_(True)
@@ -112,10 +112,10 @@ def _all_trainable(model: nn.Module) -> Iterator[None]:
 
 
 def activity(model: nn.Module, modules: Sequence[nn.Module], calibration: Calibration) -> list[Tensor]:
-    """Return for each linear layer the mean size of each feature of its input, over all tokens that are no padding.
+    """Return for each linear layer the mean absolute value of each input feature, over all tokens except padding.
 
     Raises:
-        WeightsError: if there are no batches.
+        WeightsError: if there are no batches, or no batch goes through a layer.
     """
     sums: dict[int, Tensor] = {}
     counts = [0] * len(modules)
@@ -129,20 +129,20 @@ def activity(model: nn.Module, modules: Sequence[nn.Module], calibration: Calibr
     idle = [place for place in range(len(modules)) if not counts[place]]
     if idle:
         raise WeightsError(
-            f"importance by activation found {len(idle)} of {len(modules)} layers that no batch went through, such as "
-            f"a {type(modules[idle[0]]).__name__}: use importance=magnitude"
+            f"importance=activation cannot score {len(idle)} of {len(modules)} layers, since no batch goes through "
+            f"them, such as a {type(modules[idle[0]]).__name__}: use importance=magnitude"
         )
     return [sums[place] / counts[place] for place in range(len(modules))]
 
 
 def passes(model: nn.Module, modules: Sequence[nn.Module], calibration: Calibration, look: Look) -> None:
-    """Run all batches, and look at what comes in and goes out of some modules.
+    """Run all batches and pass inputs and outputs of some modules to ``look``.
 
     Args:
-        model: what is run, without gradients.
-        modules: which are looked at.
-        calibration: has the batches.
-        look: is given a module's place, the mask of the batch, the first input and what was returned.
+        model: the model to run, without gradients.
+        modules: the modules to observe.
+        calibration: the batches.
+        look: receives the index of a module, the mask of the batch, the first input and the output.
 
     Raises:
         WeightsError: if there are no batches.
@@ -167,7 +167,7 @@ def passes(model: nn.Module, modules: Sequence[nn.Module], calibration: Calibrat
 
 
 def tokens_of(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the features of all tokens but padding as rows."""
+    """Return the features of all tokens except padding, as rows."""
     hidden = hidden.detach()
     if mask is not None and hidden.dim() > 2 and hidden.shape[:2] == mask.shape:
         return hidden[mask.bool()].flatten(0, -2) if hidden.dim() > 3 else hidden[mask.bool()]
@@ -181,6 +181,6 @@ def _batches(calibration: Calibration, importance: str) -> Iterator[Mapping[str,
         yield batch
     if num_batches == 0:
         raise WeightsError(
-            f"importance by {importance} looks at data, and there are {num_batches} batches: give some, or use "
+            f"importance={importance} needs data, but there are {num_batches} batches: give some, or use "
             "importance=magnitude"
         )

@@ -1,4 +1,4 @@
-"""Where a model has its blocks, and the linear layers in them."""
+"""Lookup of a model's blocks and linear layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plimsoll.weights.torchao_layers import nothing_found, plain_layers
 
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """Return the name of the list of a model's blocks, and the list: the longest one of modules of one class."""
+    """Return the name and the list of a model's blocks: the longest `nn.ModuleList` of modules of one class."""
     found: tuple[str, nn.ModuleList] | None = None
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and len({type(one) for one in module}) == 1
@@ -22,7 +22,7 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 
 def linears_of_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the Linear and Conv1D layers that lie in blocks, in the order of the model."""
+    """Return the names of the Linear and Conv1D layers inside blocks, in the order of the model."""
     return [
         name
         for name, module in model.named_modules(remove_duplicate=False)
@@ -31,7 +31,7 @@ def linears_of_blocks(model: nn.Module) -> list[str]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a plain linear layer: torch's, or the Conv1D of transformers."""
+    """Return whether a module is a plain linear layer: torch's Linear, or Conv1D of transformers."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
@@ -41,12 +41,12 @@ def linear_weight(module: Any) -> Any:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model is one of transformers, by its configuration."""
+    """Return whether a model is a transformers model, by its configuration."""
     return hasattr(getattr(model, "config", None), "get_text_config")
 
 
 def dense_layers(model: Any) -> dict[str, Any]:
-    """Return the dense linear layers of the base model, by name; of those that share a weight the first."""
+    """Return the dense linear layers of the base model, by name. Of layers with a shared weight, only the first."""
     found: dict[int, tuple[str, Any]] = {}
     for name, layer in plain_layers(model).items():
         found.setdefault(id(layer.weight), (name, layer))
@@ -54,8 +54,8 @@ def dense_layers(model: Any) -> dict[str, Any]:
 
 
 def why_no_zeros(bundle: Bundle, choice: Choice) -> str | None:
-    """Return why a choice of zeros cannot be: no model of transformers, or no layer."""
+    """Return why weights cannot be set to zero: not a transformers model, or no linear layer."""
     model: Any = bundle.model
     if not hasattr(model, "base_model_prefix"):
-        return f"{choice.technique} is for models of transformers, and this is a {type(model).__name__}: leave it out"
+        return f"{choice.technique} needs a transformers model, and this is a {type(model).__name__}: leave it out"
     return None if plain_layers(model) else nothing_found(model, choice.technique)

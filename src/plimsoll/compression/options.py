@@ -1,4 +1,4 @@
-"""Options of making a model smaller, refused before anything is loaded; does not import torch."""
+"""Checks of the options of ``plimsoll shrink``, before anything is loaded. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ def require_consistent(  # noqa: PLR0917 -- options of one command
     tries: int,
     samples: int | None,
 ) -> None:
-    """Refuse options that contradict each other, and numbers that leave nothing to do.
+    """Refuse options that contradict each other, and numbers out of range.
 
     Raises:
-        InputError: it says which to leave out.
+        InputError: if two options conflict, or a number is out of range; the message names the option to change.
     """
     if target is not None and methods:
-        raise InputError(f"--method {methods[0]} says what is done, and --target {target} searches: give one of them")
+        raise InputError(f"--method {methods[0]} fixes the chain, --target {target} searches for one: give one of them")
     if methods and forbids:
-        raise InputError(f"--method {methods[0]} says all that is done: leave out --forbid {forbids[0]}")
+        raise InputError(f"--method {methods[0]} fixes the chain: leave out --forbid {forbids[0]}")
     if recover < 0:
-        raise InputError(f"--recover {recover} is no number of steps: give 0 or more")
+        raise InputError(f"--recover {recover} is not a number of steps: give 0 or more")
     if budget is not None and not recover:
-        raise InputError(f"--budget {budget} is of training: give --recover and a number of steps too, or leave it out")
+        raise InputError(f"--budget {budget} applies only to training: give --recover too, or leave out --budget")
     for option, number in (("--tries", tries), ("--samples", samples)):
         if number is not None and number < 1:
             raise InputError(f"{option} {number} leaves nothing to measure: give 1 or more")
 
 
 def target_bytes_of(target: str | None) -> int | None:
-    """Read ``--target`` in bytes.
+    """Return the bytes of ``--target``.
 
     Raises:
         InputError: if the text is not a size.

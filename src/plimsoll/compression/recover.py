@@ -1,9 +1,9 @@
-"""The training that gives back what a smaller model has lost: ``plimsoll train``, as anybody would call it.
+"""Recovery training of a smaller model, by running ``plimsoll train``.
 
-The job is the one that the model is judged by, with the smaller model as its ``model`` and the original as its teacher.
-It is trained in a process of its own, inside a budget where there is one, and goes on where it was stopped.
+The job is the evaluation job, with the smaller model as ``model`` and the original as teacher. It is trained in a
+separate process, inside a budget if there is one, and resumes after an interruption.
 
-Does NOT look for a better learning rate, and keeps the job's own schedule, whose end is then the last of these steps.
+Does NOT tune the learning rate. The job's own schedule is used, and ends with the last of these steps.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from plimsoll.records.run import RunRecord
 from plimsoll.records.shrink import TrainingCost
 from plimsoll.training.run_directory import RunDirectory
 
-_CHECKPOINTS = 4  # of a training, so that little is done twice after a kill
+_CHECKPOINTS = 4  # per training, so that little is repeated after a kill
 
 
 class Trained(NamedTuple):
-    """The folder of a model that was trained, and what it took."""
+    """The folder of a trained model, and the cost of its training."""
 
     folder: Path
     cost: TrainingCost
 
 
-def train_again(  # noqa: PLR0917 -- one call
+def train_again(  # noqa: PLR0917 -- called once
     job: Job, source: Source, place: Path, cache: Path, num_steps: int, budget_bytes: int | None, teacher: Path | None
 ) -> Trained:
-    """Train a model, or go on with its training.
+    """Train a model, or resume its training.
 
     Args:
-        job: its data, its task and its optimizer.
-        source: the model that is trained.
-        place: where the run is kept.
-        cache: of the job's tokens.
-        num_steps: in all.
-        budget_bytes: of the training, which is then planned; ``None`` for none.
-        teacher: whose answers it follows too.
+        job: the data, the task and the optimizer.
+        source: the model to train.
+        place: the folder for the run.
+        cache: the folder of the job's tokens.
+        num_steps: the total number of steps.
+        budget_bytes: the memory budget, under which the training is planned; ``None`` to train without a plan.
+        teacher: a model folder to distill from; ``None`` for labels only.
 
     Raises:
-        InputError: if it cannot be trained.
+        InputError: if the training fails.
     """
     run = place / "run"
     write_atomically(place / "job.yaml", _job_of(job, source, num_steps, budget_bytes, teacher).encode())
-    if any(RunDirectory(run).checkpoints.glob("step-*")):  # one that was killed before the first is begun anew
+    if any(RunDirectory(run).checkpoints.glob("step-*")):  # without a checkpoint, a killed run starts again
         arguments = ["--resume"]
     else:
         arguments = [str(place / "job.yaml"), "--cache", str(cache), "--force"]
         arguments += [] if budget_bytes is not None else ["--no-plan"]
     command = [sys.executable, "-m", "plimsoll", "train", *arguments, "--out", str(run), "--json"]
-    # What went on without this process would be in the way of the next command.
+    # If this process ends, the training must end too: it would block the next command.
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=ending_with_this())
     if done.returncode:
-        raise InputError(f"{source.folder} cannot be trained ({_why(done.stdout)}): set --recover 0, or correct that")
+        raise InputError(f"{source.folder} cannot be trained ({_why(done.stdout)}): correct this, or set --recover 0")
     return Trained(run / "model", cost_of(RunRecord.from_directory(run), has_teacher=teacher is not None))
 
 
 def cost_of(record: RunRecord, has_teacher: bool) -> TrainingCost:
-    """Return what the steps of a run took; the first one, which makes states, counts where there is no other."""
+    """Return the cost of a run's steps. The first step creates optimizer states, and is only counted if it is alone."""
     seconds = [step.step_seconds for step in record.steps]
     return TrainingCost(
         peak_bytes=record.peak_bytes,
@@ -80,7 +80,7 @@ def cost_of(record: RunRecord, has_teacher: bool) -> TrainingCost:
 
 def _job_of(job: Job, source: Source, num_steps: int, budget_bytes: int | None, teacher: Path | None) -> str:
     changes: dict[str, Any] = {
-        "model": str(Path(source.folder).absolute()),  # a job's paths may be taken from where it lies
+        "model": str(Path(source.folder).absolute()),  # the job file is in another folder
         "steps": num_steps,
         "evaluate_every": None,
         "checkpoint": CheckpointPolicy(every=max(num_steps // _CHECKPOINTS, 1), keep=1),
@@ -89,7 +89,7 @@ def _job_of(job: Job, source: Source, num_steps: int, budget_bytes: int | None, 
     if source.tokenizer is not None:
         changes["tokenizer"] = TokenizerSource(path=str(Path(source.tokenizer).absolute()))
     changes["distill"] = None if teacher is None else DistillSource(teacher=str(teacher.absolute()))
-    return json.dumps(job.model_copy(update=changes).model_dump(mode="json", exclude_none=True))  # which is YAML too
+    return json.dumps(job.model_copy(update=changes).model_dump(mode="json", exclude_none=True))  # JSON is valid YAML
 
 
 def _why(output: str) -> str:

@@ -1,9 +1,9 @@
-"""What ``plimsoll shrink`` is given and is to do: a run, a job, or a model folder with texts, and options; torch-free.
+"""The inputs of ``plimsoll shrink``: a run, a job, or a model folder with texts, and options. Does not import torch.
 
-A folder with texts gets a job of its own where the model has a task that can be trained: what the file's labels say
-for a classifier, the next token for a language model. A model of embeddings has none, and is judged by its vectors.
+For a folder with texts, a job is created if the model has a trainable task: classification by the labels of the file,
+or language modeling. An embedding model has no job, and is evaluated by its vectors.
 
-Does NOT cover classifiers of tokens by folder, which need a job.
+Not handled: token classifiers given as a folder. They need a job.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plimsoll.errors import DataError, InputError, JobError
 from plimsoll.records.job import Job
 from plimsoll.training.run_directory import RunDirectory
 
-_LONGEST_TOKENS = 256  # of a sample of a folder's job, where the model reads more
+_LONGEST_TOKENS = 256  # per sample of a job created for a folder, if the model allows more
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
 _HELD_OUT = 0.2
 _LEARNING_RATE = 5e-5  # usual for fine-tuning
@@ -27,17 +27,17 @@ _RECURRENT = {"lstm", "gru", "rnn"}
 
 @dataclass(frozen=True)
 class ShrinkOptions:
-    """What is wanted.
+    """Options of ``plimsoll shrink``.
 
     Attributes:
-        target_bytes: of the files of weights; ``None``: every method is tried alone, and no model is chosen.
-        budget_bytes: that each training here stays inside, planned as ``plimsoll train --budget`` does it.
+        target_bytes: the limit for the files of weights; ``None``: try every choice alone and select no model.
+        budget_bytes: the memory budget of each training, planned as by ``plimsoll train --budget``.
         methods: exactly this chain, in this order; empty: search. See `plimsoll.records.shrink.chain_of`.
-        forbids: names of methods that are not used.
-        recover_steps: of training behind what changed shapes; 0 for none.
-        distills: whether that training also follows the original's answers.
-        most_tries: chains that are made under the target.
-        most_samples: of the evaluation; ``None`` for all.
+        forbids: names of methods to leave out.
+        recover_steps: training steps after methods that change shapes; 0 for none.
+        distills: whether this training also distills from the original.
+        most_tries: the number of chains to make under the target.
+        most_samples: the number of samples to evaluate; ``None`` for all.
     """
 
     target_bytes: int | None = None
@@ -52,10 +52,10 @@ class ShrinkOptions:
 
 @dataclass(frozen=True)
 class ShrinkSource:
-    """The model, and what it is judged by: a job whose ``model`` is the folder, or texts for a model of embeddings.
+    """A model and its evaluation data: a job whose ``model`` is the folder, or texts for an embedding model.
 
-    ``cache`` holds the tokens of the job already, where it was trained here; ``trained`` is the record of that run.
-    ``is_to_train`` says that the job is of a training that the user described, whose peak is of interest.
+    ``cache`` holds the tokens of the job if the model was trained here, and ``trained`` is the record of that run.
+    ``is_to_train`` is true if the user described a training with the job. Its peak is then reported.
     """
 
     folder: Path
@@ -69,14 +69,14 @@ class ShrinkSource:
 
     @property
     def belongings(self) -> tuple[Path, ...]:
-        """What is read while smaller models are made."""
+        """The files and folders that are read while smaller models are made."""
         paths = (self.folder, self.data, self.cache, self.trained)
         sources = [] if self.job is None else [Path(one) for one in self.job.data.sources]
         return (*(path for path in paths if path is not None), *sources)
 
     @property
     def described(self) -> str:
-        """What the quality is measured on, in words."""
+        """A description of the evaluation data."""
         if self.job is None:
             return f"the texts of {self.data}"
         validation = self.job.data.validation
@@ -84,7 +84,7 @@ class ShrinkSource:
 
 
 def decisive(source: ShrinkSource, options: ShrinkOptions) -> dict[str, Any]:
-    """Return what decides the model of each chain; which chains are made may differ from one command to the next."""
+    """Return the values that determine the model of each chain. The selection of chains does not belong to them."""
     model = sorted(path for path in source.folder.iterdir() if path.is_file())
     data = [] if source.data is None else [source.data]
     return {
@@ -109,22 +109,22 @@ def find_source(  # noqa: PLR0917 -- options of one command
     has_header: bool | None = None,
     changes: tuple[str, ...] = (),
 ) -> ShrinkSource:
-    """Return the model and what it is judged by.
+    """Return the model and its evaluation data.
 
     Args:
         model: a run directory, a job file, or the folder of a model.
-        data: with a folder, the texts.
-        columns: of the texts.
+        data: the file of texts, for a model folder.
+        columns: the columns of the texts.
         label: the column of their labels.
         has_header: whether the first row of a csv names its columns.
-        changes: ``field=value`` of the job.
+        changes: changes of the job, as ``field=value``.
 
     Raises:
-        InputError: if something is missing, or contradicts another.
+        InputError: if an argument is missing, or contradicts another one.
     """
     is_run = model.is_dir() and (model / "job.yaml").is_file()
     if (is_run or model.is_file()) and (data is not None or columns or label is not None):
-        raise InputError(f"{model} says itself what its data are: leave out --data {data}, --column and --label")
+        raise InputError(f"{model} already names its data: leave out --data {data}, --column and --label")
     if is_run:
         return _of_run(RunDirectory.open(model), changes)
     if model.is_file():
@@ -136,7 +136,7 @@ def find_source(  # noqa: PLR0917 -- options of one command
         )
     if data is None:
         raise DataError(
-            f"nothing says what smaller models of {model} are worth: give texts with --data, or a job file whose "
+            f"there is no data to evaluate smaller models of {model} on: give texts with --data, or a job file whose "
             f"`model` is {model}"
         )
     return _of_folder(model, data, columns, label, has_header, changes)
@@ -147,12 +147,11 @@ def _of_run(run: RunDirectory, changes: tuple[str, ...]) -> ShrinkSource:
     if not (run.model / "config.json").is_file():
         if any(run.model.glob("*.safetensors")):
             raise JobError(
-                f"the run {run.path} trained {given.model}, a model of your own, and only your code knows its "
-                "structure: methods are for models of transformers and lstm, gru and rnn; use torchao's `quantize_` "
-                "in your own code"
+                f"the run {run.path} trained {given.model}, a model defined by your code, but compression methods "
+                "support only transformers models, lstm, gru and rnn: use torchao's `quantize_` in your code"
             )
         raise JobError(
-            f"the run {run.path} has no model yet: finish it, run `plimsoll train --resume --out {run.path}`"
+            f"the run {run.path} has no model yet: run `plimsoll train --resume --out {run.path}` to finish it"
         )
     job = _ready(given, run.model)
     record = run.record if run.record.is_file() else None
@@ -165,7 +164,7 @@ def _of_job(path: Path, changes: tuple[str, ...]) -> ShrinkSource:
     folder = Path(job.model) if isinstance(job.model, str) else None
     if folder is None or not (folder / "config.json").is_file():
         raise JobError(
-            f"model: {job.model} in {path} is no folder with weights, so there is nothing to make smaller: train it "
+            f"model: {job.model} in {path} is not a folder with weights, so there is nothing to make smaller: train it "
             f"first (`plimsoll train {path} --out RUN`) and give the run"
         )
     return ShrinkSource(folder, _ready(job, folder))
@@ -184,7 +183,7 @@ def _of_folder(  # noqa: PLR0917 -- options of one command
     if task is None:
         if label is not None or changes:
             given = f"--label {label}" if label is not None else f"--set {changes[0]}"
-            raise InputError(f"{folder} is a model of embeddings, which has no labels and no job: leave out {given}")
+            raise InputError(f"{folder} is an embedding model, which has no labels and no job: leave out {given}")
         if not data.is_file():
             raise DataError(f"there is no file {data}: give --data a file of texts")
         return ShrinkSource(folder, data=data, columns=columns, has_header=has_header)
@@ -215,14 +214,14 @@ def _of_folder(  # noqa: PLR0917 -- options of one command
 
 
 def _ready(job: Job, folder: Path) -> Job:
-    """The job as smaller models are trained and judged by it."""
+    """Return the job with the settings for training and evaluating smaller models."""
     if not job.data.validation:
         raise DataError(
-            f"data.validation is {job.data.validation}, so nothing says what a smaller model is worth: set "
-            "data.validation to a file, or with --set data.validation=0.1 to a share of the training data"
+            f"data.validation is {job.data.validation}, so smaller models cannot be evaluated: set data.validation to "
+            "a file, or with --set data.validation=0.1 to a share of the training data"
         )
     changes: dict[str, Any] = {"model": str(folder.resolve()), "embeddings": None, "distill": None}
-    if job.data.order == "streams":  # a smaller state cannot go on from where the original's was
+    if job.data.order == "streams":  # the original's state does not fit a smaller model
         changes["data"] = job.data.model_copy(update={"order": "shuffle", "reset": None})
     return job.model_copy(update=changes)
 
@@ -230,13 +229,13 @@ def _ready(job: Job, folder: Path) -> Job:
 def _task(config: dict[str, Any], folder: Path) -> str | None:
     if config.get("architecture") in _RECURRENT:
         if config.get("is_tagger"):
-            raise InputError(f"{folder} is a classifier of tokens: give a job file whose `model` is that folder")
+            raise InputError(f"{folder} is a token classifier: give a job file whose `model` is that folder")
         return "language-modeling" if config.get("num_labels") is None else "classification"
     if (folder / "modules.json").is_file():
         return None
     names = tuple(map(str, config.get("architectures") or ()))
     if any(name.endswith("ForTokenClassification") for name in names):
-        raise InputError(f"{folder} is a classifier of tokens: give a job file whose `model` is that folder")
+        raise InputError(f"{folder} is a token classifier: give a job file whose `model` is that folder")
     if any(name.endswith("ForSequenceClassification") for name in names):
         return "classification"
     if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
@@ -244,8 +243,8 @@ def _task(config: dict[str, Any], folder: Path) -> str | None:
     for name in names:
         if not name.endswith("Model"):
             raise InputError(
-                f"{folder} is a {name}, whose head nothing here judges or would keep: give a classifier, a causal "
-                "language model, or the model without a head"
+                f"{folder} is a {name}, whose head is not supported: give a classifier, a causal language model, or "
+                "the model without a head"
             )
     return None
 

@@ -1,8 +1,9 @@
-"""A model that was made smaller, as a folder: what is in it, and what loads it where Plimsoll is not installed.
+"""Saving of a smaller model as a folder that also loads without Plimsoll.
 
-A folder is one of Hugging Face, or of a recurrent model of ours (``model.safetensors`` and ``config.json``), with the
-tokenizer. What sentence-transformers keeps beside a model (how vectors are pooled) is copied along. It does NOT cover
-adapters, which are merged first, and optimizer states.
+A folder is a Hugging Face folder, or the folder of a recurrent model of Plimsoll (``model.safetensors`` and
+``config.json``), with the tokenizer. The pooling settings of sentence-transformers are copied.
+
+Not handled: adapters, which must be merged first, and optimizer states.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SENTENCE_FILES = ("sentence_bert_config.json", "config_sentence_transformers.js
 
 
 def form_of(model: nn.Module) -> Form:
-    """Return how a model is loaded, once it is saved, where Plimsoll is not installed."""
+    """Return how a saved model is loaded without Plimsoll."""
     if isinstance(model, RecurrentModel):
         return "recurrent"
     config = getattr(model, "config", None)
@@ -35,12 +36,12 @@ def form_of(model: nn.Module) -> Form:
 
 
 def save_bundle(bundle: Bundle, folder: Path, origin: Path | None = None) -> None:
-    """Write a model and its tokenizer into a folder, which is made if need be.
+    """Write a model and its tokenizer into a folder, and create the folder if necessary.
 
     Args:
-        bundle: what is saved.
-        folder: an empty one, or none yet.
-        origin: the folder the model came from, for what belongs to it beside model and tokenizer.
+        bundle: the model to save.
+        folder: an empty folder, or a new one.
+        origin: the folder of the original, with further files to copy.
 
     Raises:
         OutputError: if the folder is not empty, cannot be written, or the disk is full.
@@ -60,7 +61,7 @@ def save_bundle(bundle: Bundle, folder: Path, origin: Path | None = None) -> Non
 
 
 def _copy_what_belongs(origin: Path, folder: Path) -> None:
-    """Copy what sentence-transformers reads: its list of modules, and the settings of each."""
+    """Copy the files of sentence-transformers: its list of modules, and the settings of each."""
     if not (origin / MODULES_FILE).is_file():
         return
     shutil.copyfile(origin / MODULES_FILE, folder / MODULES_FILE)

@@ -1,13 +1,13 @@
-"""The search for the best model under a size: what every method does alone, then the chains that promise most.
+"""The search for the best model under a target size: first each method alone, then the most promising chains.
 
     record = shrink(source, out, options)
 
-Every number is measured on models that were made (`plimsoll.compression.candidates`, in another process): files, the
-peak and the seconds of a process that applies it, quality on the evaluation data before and after training. Guesses
-(`plimsoll.compression.chains`) only say which chains are made. What is done is kept in ``out/.shrink``, so that the
-same command goes on after Ctrl-C or a kill.
+Every number is measured on a real model, in another process (`plimsoll.compression.candidates`): the files, peak and
+time of inference, and quality on the evaluation data before and after training. Estimates
+(`plimsoll.compression.chains`) only select the chains to make. Results are kept in ``out/.shrink``, so the same command
+resumes after Ctrl-C or a kill.
 
-This process holds no tensors. Does NOT look for the best training, and judges quality by the evaluation data alone.
+This process holds no tensors. Does NOT tune the training, and measures quality only on the evaluation data.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from plimsoll.training.run_directory import RunDirectory
 from plimsoll.training.supervise import prepare_data
 
 _VOCABULARY = "vocabulary"
-_MOST_GUESSED = 8  # chains, of those expected to be smallest, whose size says what can be reached at all
-_SURELY = 1.5  # what others than these may be smaller by: of a BERT 1.15 (150 chains, each looked at)
-_MOST_SIZED = 400  # guesses whose size is looked at, in the order of the loss expected
+_MOST_GUESSED = 8  # the chains with the smallest expected size, which decide whether a target is reachable
+_SURELY = 1.5  # margin: another chain may be smaller by this factor; for a BERT it was 1.15 (of 150 chains)
+_MOST_SIZED = 400  # estimated chains whose size is computed
 _ALONE, _CHAINS = "methods alone", "chains"
 
 
 class RefusedError(Exception):
-    """A process that was started has said on standard error what it refuses, and ended with this code."""
+    """A process has refused its input and printed the reason to standard error. ``exit_code`` is its exit code."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -65,21 +65,21 @@ def shrink(
     progress: Progress = silent,
     say: Callable[[str], None] = lambda text: None,
 ) -> ShrinkRecord:
-    """Make the best model under a target, or try every method alone; where the same was begun before, go on with it.
+    """Make the best model under a target, or try every choice alone. A previous run of the same command is resumed.
 
     Args:
-        source: see there.
-        out: becomes the folder of the model, with ``shrink.json`` beside its files.
-        options: what is wanted.
-        force: begin anew, and overwrite ``out``.
-        keep_all: leave every model that was made in ``out/.shrink``.
-        quiet: draw nothing while the data are prepared.
-        progress: told how many models are made.
-        say: told of each model in a sentence.
+        source: the original and its evaluation data.
+        out: the folder for the model. ``shrink.json`` is written next to the model's files.
+        options: the target or chain, and how to train and evaluate.
+        force: start again, and overwrite ``out``.
+        keep_all: keep every model in ``out/.shrink``.
+        quiet: show no progress while the data are prepared.
+        progress: receives the number of models made.
+        say: receives a line about each model.
 
     Raises:
-        InputError: if something cannot be used: it says what and what to do.
-        OutputError: if ``out`` is there and is of something else, or cannot be written.
+        InputError: if an input cannot be used, or no chain reaches the target; the message gives a remedy.
+        OutputError: if ``out`` holds other files or results, or cannot be written.
     """
     began = time.monotonic()
     for name in options.forbids:
@@ -88,7 +88,7 @@ def shrink(
     refuse_overlap(out, source.belongings)
     work = opened(out, decisive(source, options), force)
     with ExitStack() as unfinished:
-        unfinished.callback(drop_if_empty, work)  # which would be in the way of a command that is put right
+        unfinished.callback(drop_if_empty, work)  # an empty folder would block the corrected command
         record, folder = _made_in(work, source, out, options, quiet, progress, say)
         unfinished.pop_all()
     record = record.model_copy(update={"seconds": time.monotonic() - began})
@@ -100,7 +100,7 @@ def shrink(
     return record
 
 
-def _made_in(  # noqa: PLR0917 -- as `shrink` has them
+def _made_in(  # noqa: PLR0917 -- the arguments of `shrink`
     work: Path,
     source: ShrinkSource,
     out: Path,
@@ -109,7 +109,7 @@ def _made_in(  # noqa: PLR0917 -- as `shrink` has them
     progress: Progress,
     say: Callable[[str], None],
 ) -> tuple[ShrinkRecord, Path | None]:
-    """Start the process that makes models, refuse what cannot be, prepare the data, and search."""
+    """Start the process that makes models, refuse an impossible chain, prepare the data, and search."""
     cache = source.cache or work / "data"
     request = ShrinkRequest(
         folder=str(source.folder.absolute()),
@@ -131,7 +131,7 @@ def _made_in(  # noqa: PLR0917 -- as `shrink` has them
 
 @dataclass
 class _Shrinking:
-    """One search."""
+    """The state of one search."""
 
     source: ShrinkSource
     options: ShrinkOptions
@@ -146,8 +146,8 @@ class _Shrinking:
     _failed: list[Unused] = field(default_factory=list)
 
     def run(self) -> tuple[ShrinkRecord, Path | None]:
-        """Try what is wanted; return the record, and the folder of the model that was chosen."""
-        self.say(f"asking {len(METHODS)} methods what they have for {self.source.folder}")
+        """Try the requested chains; return the record, and the folder of the selected model."""
+        self.say(f"checking which of {len(METHODS)} methods apply to {self.source.folder}")
         offers = self.process.offers()
         self._offers = tuple(one for one in offers if one.method not in self.options.forbids)
         if self.options.target_bytes is not None:
@@ -162,7 +162,7 @@ class _Shrinking:
         return self._record(best), None if best is None else self._place(self._models[best].chain) / "model"
 
     def _record(self, best: int | None, is_complete: bool = True) -> ShrinkRecord:
-        """What was found so far."""
+        """Return the record of the models so far."""
         return ShrinkRecord(
             model=str(self.source.folder),
             task="embed" if self.source.job is None else self.source.job.task,
@@ -178,10 +178,10 @@ class _Shrinking:
         )
 
     def _refuse_hopeless(self, target_bytes: int) -> None:
-        """Refuse a target far below what chains of methods reach, before any model is made.
+        """Refuse a target far below the reachable size, before any model is made.
 
-        Sizes are looked at without making models; which chains are looked at is a guess, hence the margin. What is
-        near is left to the search.
+        Sizes are computed without making models. The chains to look at are selected by an estimate, hence the margin.
+        Targets near the limit are left to the search.
         """
         original_bytes = self.process.weight_bytes(())
         assert original_bytes is not None
@@ -213,7 +213,7 @@ class _Shrinking:
         )
 
     def _not_offered(self) -> Iterator[Unused]:
-        """Methods that have nothing for this model, where all were asked."""
+        """Yield the methods that have no choices for this model; none if the user gave a chain."""
         for one in self._offers if not self.options.methods else ():
             if one.reason:
                 yield Unused(method=one.method, reason=one.reason)
@@ -222,16 +222,20 @@ class _Shrinking:
         return {choice.technique for model in self._models for choice in model.chain}
 
     def _original(self) -> Small:
-        """The original; trained as long as others are, so that what training alone gives is not taken for theirs."""
+        """Measure the original, also after training.
+
+        It is trained for as many steps as the other models, so that the gain from training alone is not credited to a
+        method.
+        """
         if self.options.recover_steps and self.source.job is not None:
-            self.say(f"training the original for {self.options.recover_steps} steps, as the others will be")
+            self.say(f"training the original for {self.options.recover_steps} steps, for comparison")
         try:
             small = self._made((), recovers=True)
-        except InputError as error:  # it may be why it is to become smaller
+        except InputError as error:  # it may be too large to train
             small = self._made((), recovers=False)
             self._failed.append(Unused(method="the original, trained as long", reason=str(error)))
             self.say(f"the original cannot be trained here: {error}")
-        inference = small.inference and small.inference.model_copy(update={"speed": 1.0})  # what was timed is chance
+        inference = small.inference and small.inference.model_copy(update={"speed": 1.0})  # measured against itself
         training = small.training
         if self.source.trained is not None:
             record = RunRecord.load(self.source.trained)
@@ -240,16 +244,16 @@ class _Shrinking:
         return small.model_copy(update={"inference": inference, "training": training})
 
     def _try_alone(self) -> None:
-        """Make what every method offers, each alone."""
+        """Make and measure each choice alone."""
         chains = [(choice,) for offer in self._offers for choice in offer.choices]
         for number, chain in enumerate(chains):
             self.progress(_ALONE, number, len(chains))
-            # Only what is chosen, or shown as such, is worth a training.
+            # Under a target, only chains are trained: single choices are inputs of the estimate.
             self._try(chain, f"{number + 1} of {len(chains)}", recovers=self.options.target_bytes is None)
         self.progress(_ALONE, len(chains), len(chains))
 
     def _search(self) -> int:
-        """Make the chains that promise most, and return the number of the best model under the target."""
+        """Make the most promising chains, and return the index of the best model under the target."""
         target_bytes = self.options.target_bytes
         assert target_bytes is not None
         taken = self._chains(target_bytes)
@@ -264,11 +268,11 @@ class _Shrinking:
         more = ""
         if self._failed:
             last = self._failed[-1]
-            more = f" ({len(self._failed)} could not be made, the last {last.method}: {last.reason})"
+            more = f" ({len(self._failed)} failed, the last one {last.method}: {last.reason})"
         raise self._unreached(target_bytes, *self._smallest(), more)
 
     def _smallest(self) -> tuple[int, str]:
-        """The smallest that a chain reaches, and which."""
+        """Return the file bytes and name of the smallest reachable chain."""
         for guess in smallest(self._singles())[:_MOST_SIZED]:
             num_bytes = self._sized(guess.chain)
             if num_bytes is not None:
@@ -277,7 +281,7 @@ class _Shrinking:
         return least.file_bytes, least.name
 
     def _sized(self, chain: Chain) -> int | None:
-        """The files of a chain, without making it: its weights, and as much beside them as the original's have."""
+        """Return the file bytes of a chain, without making it: its weights and the original's file overhead."""
         original, num_bytes = self._models[0], self.process.weight_bytes(chain)
         return None if num_bytes is None else num_bytes + original.file_bytes - original.weight_bytes
 
@@ -288,7 +292,7 @@ class _Shrinking:
         return model.model_copy(update={"rejected": f"{over} over the target"})
 
     def _chains(self, target_bytes: int) -> list[Guess]:
-        """The chains to make: those expected to lose least whose weights, looked at without making them, fit."""
+        """Select the chains to make: the least expected loss first, among chains whose computed file size fits."""
         singles, original = self._singles(), self._models[0]
 
         def fits(guess: Guess) -> bool:
@@ -297,11 +301,11 @@ class _Shrinking:
 
         guessed = guesses(singles, target_bytes / original.file_bytes)[:_MOST_SIZED]
         found = varied(filter(fits, guessed), self.options.most_tries)
-        # Where no guess was right, all that the methods have together may still do.
+        # If no estimate was right, the smallest chain may still fit.
         return found or varied(filter(fits, smallest(singles)[:_MOST_SIZED]), 1)
 
     def _singles(self) -> list[Single]:
-        """What each choice did alone."""
+        """Return the effects of each choice alone."""
         original = self._models[0]
         orders = {offer.method: number for number, offer in enumerate(self._offers)}
         return [
@@ -317,37 +321,37 @@ class _Shrinking:
         ]
 
     def _try(self, chain: Chain, where: str, recovers: bool) -> None:
-        """Make a model; one that cannot be made, evaluated or trained is said, and the others are tried."""
+        """Make and measure a model. If this fails, report the reason, record it and continue."""
         try:
             self._add(self._made(chain, recovers), f"{where}, ")
         except InputError as error:
             name = " > ".join(map(str, chain))
-            self._models = [one for one in self._models if one.chain != chain]  # its folder is another by now
+            self._models = [one for one in self._models if one.chain != chain]  # the folder was overwritten
             self._failed.append(Unused(method=name, reason=str(error)))
             self.say(f"{where}, {name}: {error}")
 
     def _add(self, small: Small, where: str = "") -> None:
-        """Have a model in the list, in the place of what the same chain made without training, and say it."""
+        """Add a model to the record, replace an untrained model of the same chain, and report it."""
         self._models = [*(one for one in self._models if one.chain != small.chain), small]
         self.say(f"{where}{_sentence(small, self._models[0])}")
         self._record(None, is_complete=False).save(self.work / SHRINK_RECORD)
 
     def _can_recover(self, chain: Chain) -> bool:
-        """Whether a training changes what a chain made: not where all it did was to give values fewer bits."""
+        """Return whether training can change the model of a chain: not if the chain only changed the bits of values."""
         return self.source.job is not None and not (chain and all(map(self._is_last, chain)))
 
     def _is_last(self, choice: Choice) -> bool:
         return METHODS[choice.technique].stage == "values"
 
     def _made(self, chain: Chain, recovers: bool) -> Small:
-        """Make a model, train it where wanted, and measure it; what was done before is read."""
+        """Make a model, train it if requested, and measure it; return the stored result if there is one."""
         recovers = recovers and bool(self.options.recover_steps) and self._can_recover(chain)
         place = self._place(chain)
         kept, most_kept = place / f"small-{int(recovers)}.json", place / "small-1.json"
-        for known in (most_kept, kept):  # what was trained again was judged before that, too
+        for known in (most_kept, kept):  # the record of a trained model also has its untrained quality
             if known.is_file():
                 return Small.model_validate_json(known.read_text(encoding="utf-8"))
-        (place / "small-0.json").unlink(missing_ok=True)  # of the folder that is made anew
+        (place / "small-0.json").unlink(missing_ok=True)  # its model folder is made again
         source, folder = Source(folder=str(self.source.folder)), place / "model"
         made = self._fresh(source, chain, folder)
         recovered, training = None, None
@@ -376,9 +380,10 @@ class _Shrinking:
         return small
 
     def _comparable(self, quality: Quality, chain: Chain) -> Quality:
-        """The loss over all the original's tokens, of a language model that has fewer.
+        """Return a language model's loss over all of the original's tokens, if its vocabulary is smaller.
 
-        With fewer tokens to divide among every loss is lower, the original's too: by as much, which is added.
+        With fewer tokens to divide the probability among, every loss is lower, including the original's. The original's
+        gain is added.
         """
         fewer = tuple(choice for choice in chain if choice.technique == _VOCABULARY)
         if not fewer or not quality.is_language_model:
@@ -387,14 +392,14 @@ class _Shrinking:
         return quality.model_copy(update={"loss": quality.loss + gain})
 
     def _loss_of(self, chain: Chain) -> float:
-        """The loss, over its own tokens, of what was made without training; it is made where it was not."""
+        """Return the loss of an untrained chain over the chain's vocabulary; make the model if it does not exist."""
         place = self._place(chain)
         if not (place / "model.json").is_file():
             self._fresh(Source(folder=str(self.source.folder)), chain, place / "model")
         return Made.model_validate_json((place / "model.json").read_text(encoding="utf-8")).quality.loss
 
     def _fresh(self, source: Source, chain: Chain, folder: Path) -> Made:
-        """Make a model in a folder that was not there, or was torn."""
+        """Make a model, and replace the folder if it exists, since it may be incomplete."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         made = self.process.make(source, chain, folder)
@@ -402,7 +407,10 @@ class _Shrinking:
         return made
 
     def _recovered(self, chain: Chain, place: Path) -> tuple[Made, TrainingCost]:
-        """Train what has other shapes, then change its values; it is made in the folder ``recovered``."""
+        """Train the model after the choices that change shapes, then apply the choices that change values.
+
+        The result is in the folder ``recovered``.
+        """
         structure = tuple(choice for choice in chain if not self._is_last(choice))
         values = chain[len(structure) :]
         untrained = self._fresh(Source(folder=str(self.source.folder)), structure, place / "untrained")
@@ -415,7 +423,10 @@ class _Shrinking:
         return made, trained.cost.model_copy(update={"predicted": predicted})
 
     def _teacher(self, structure: Chain, place: Path) -> Path:
-        """The original; where the tokens are others, the original with these, whose answers are the same."""
+        """Return the folder of the teacher: the original, reduced to the smaller vocabulary if the chain has one.
+
+        The outputs for the kept tokens are the same.
+        """
         first = tuple(choice for choice in structure if choice.technique == _VOCABULARY)
         if not first:
             return self.source.folder
@@ -447,11 +458,11 @@ def _sentence(small: Small, original: Small) -> str:
 
 
 def _prepare(job: Job, work: Path, cache: Path, quiet: bool) -> None:
-    """Prepare the data as a training would, in a process of its own, which says itself what it refuses.
+    """Prepare the data as a training does, in a separate process that prints its own errors.
 
     Raises:
-        RefusedError: it has said why.
-        OutputError: if what was made here was judged by other data.
+        RefusedError: if the process refuses; it has printed the reason.
+        OutputError: if the models in ``work`` were evaluated on other data.
     """
     key_file = work / "data-key"
     directory = RunDirectory.create(work / "prepared", force=True)
@@ -462,6 +473,6 @@ def _prepare(job: Job, work: Path, cache: Path, quiet: bool) -> None:
     key = json.loads(directory.prepared.read_text(encoding="utf-8"))["key"]
     if key_file.is_file() and key_file.read_text(encoding="utf-8") != key:
         raise OutputError(
-            f"the texts of {job.data.train} are others than those that {work} was begun with: give --force"
+            f"the texts of {job.data.train} have changed since {work} was started: give --force to start again"
         )
     write_atomically(key_file, key.encode())

@@ -1,4 +1,4 @@
-"""The options that methods have which take parts away: which share of them, and how their importance is judged."""
+"""The options ``share`` and ``importance``, which several methods have."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from plimsoll.records.shrink import SHARE, options_of
 
 
 def share_of(choice: Choice) -> float:
-    """Return the share that is taken away."""
+    """Return the share to remove."""
     share: Any = options_of(choice)["share"]
     return float(SHARE if share is None else share)
 
 
 def importance_of(choice: Choice) -> str:
-    """Return how parts are judged."""
+    """Return the importance measure."""
     return str(options_of(choice)["importance"])
 
 
 def num_removed(num_parts: int, share: float) -> int:
-    """Return how many of so many parts a share is, to the nearest."""
+    """Return the number of parts to remove, rounded to the nearest integer."""
     return round(num_parts * share)
 
 
 def removal_fault(what: str, num_parts: int, share: float) -> str | None:
-    """Return a sentence where a share of so many parts is none of them, or all."""
+    """Return a sentence if a share removes no part or all parts; else ``None``. ``what`` names the parts."""
     removed = num_removed(num_parts, share)
     if 0 < removed < num_parts:
         return None
     if num_parts < 2:
-        return f"there is {num_parts} of {what}, and none can be spared: leave this out"
+        return f"the model has {num_parts} {what}, so none can be removed: leave this out"
     one = 1 / num_parts
     which = "none" if removed == 0 else "all"
     return (

@@ -1,11 +1,11 @@
-"""Which tokens are kept so that some texts have the very same ones, and the tokenizer of only those.
+"""Selection of the tokens that texts need, and a tokenizer with only these.
 
-Works on the JSON of the ``tokenizers`` library (0.23). Texts that were counted keep their tokens, where all that
-occurred are kept. Other texts are made of smaller tokens, or of the unknown one: single characters are kept that occur
-in a kept token, and of byte-level tokenizers all bytes.
+It works on the JSON of the ``tokenizers`` library (0.23). If all tokens that occur in a text are kept, the text keeps
+its tokens. Other texts are split into smaller tokens, or contain the unknown token. The single characters of kept
+tokens are kept, and all bytes of byte-level tokenizers.
 
-It does NOT cover models of other kinds, and added tokens whose ids lie between those of the model's own without being
-one of these.
+Not handled: other kinds of models, and added tokens whose ids lie between the model's ids but are not in its
+vocabulary.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def tokens_needed(tokenizer: Mapping[str, Any], occurring: Iterable[int]) -> set
     """Return the ids to keep.
 
     Args:
-        tokenizer: its JSON.
-        occurring: ids of the tokens that are to stay as they are.
+        tokenizer: the JSON of the tokenizer.
+        occurring: ids of the tokens that must keep their texts' tokenization.
     """
     model = tokenizer["model"]
     ids = vocabulary_of(model)
@@ -37,18 +37,18 @@ def tokens_needed(tokenizer: Mapping[str, Any], occurring: Iterable[int]) -> set
     if unknown in ids:
         kept.add(ids[unknown])
     kept |= {ids[byte] for byte in _BYTE_TOKENS & ids.keys()} if model.get("byte_fallback") else set()
-    # BPE does the possible merge of the lowest rank. All that were done on the way to a token are kept, with what they
-    # made; they are those done on the token alone, since none went across its ends.
+    # BPE applies the possible merge of the lowest rank. All merges on the path to a token are kept, with their results.
+    # They are the merges of the token alone, since no merge crosses its ends.
     if model["type"] == "BPE":
         return kept | _steps_of_bpe(tokenizer, ids, [words[number] for number in kept if number in words])
-    # Unigram takes the path of the highest score. It is among the fewer paths, and none is new that could score higher:
-    # the token of the lowest score is kept, since the score of an unknown character follows from it.
+    # Unigram takes the path with the highest score. This path remains, and removing tokens adds no path with a higher
+    # score. The token with the lowest score is kept, since it determines the score of an unknown character.
     if model["type"] == "Unigram":
         kept.add(min(range(len(model["vocab"])), key=lambda number: model["vocab"][number][1]))
         kept |= set() if model.get("unk_id") is None else {model["unk_id"]}
-    if model["type"] == "WordLevel":  # looks up words
+    if model["type"] == "WordLevel":  # whole words only
         return kept
-    # WordPiece takes the longest token that matches, which is among the kept ones.
+    # WordPiece takes the longest matching token, which is kept.
     prefix = model.get("continuing_subword_prefix") or ""
     characters = {character for number in kept for character in words.get(number, "")}
     single = [form for character in characters for form in (character, prefix + character)]
@@ -56,17 +56,17 @@ def tokens_needed(tokenizer: Mapping[str, Any], occurring: Iterable[int]) -> set
 
 
 def vocabulary_of(model: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ids of a tokenizer's model by their tokens."""
+    """Return the id of each token of a tokenizer's model."""
     if model["type"] == "Unigram":
         return {piece: number for number, (piece, _) in enumerate(model["vocab"])}
     return dict(model["vocab"])
 
 
 def with_only(tokenizer: Mapping[str, Any], kept: list[int]) -> str:
-    """Return the JSON of the tokenizer with only some of its tokens, which have the numbers of their places.
+    """Return the JSON of a tokenizer reduced to some tokens. Their new ids are their indices in ``kept``.
 
     Raises:
-        WeightsError: if its added tokens would get other numbers than these.
+        WeightsError: if added tokens would get other ids.
     """
     made: dict[str, Any] = json.loads(json.dumps(tokenizer))
     new = {old: number for number, old in enumerate(kept)}
@@ -96,13 +96,13 @@ def _check_numbers(text: str, before: Mapping[str, Any], kept: list[int]) -> Non
     for number, token in enumerate(kept):
         if made.id_to_token(number) != old.id_to_token(token):
             raise WeightsError(
-                f"the tokenizer would give `{old.id_to_token(token)}` another number than {number}: its added tokens "
-                "are not behind those of its model; leave `vocabulary` out"
+                f"the tokenizer would give `{old.id_to_token(token)}` another id than {number}, since the ids of its "
+                "added tokens do not follow the model's ids: leave `vocabulary` out"
             )
 
 
 def _steps_of_bpe(tokenizer: Mapping[str, Any], ids: Mapping[str, int], kept: list[str]) -> set[int]:
-    """The tokens that merges make on the way to the kept ones, and the bytes where it is of bytes."""
+    """Return the ids of all tokens on the merge path to the kept ones, and of all bytes if it is byte-level."""
     model = tokenizer["model"]
     prefix = model.get("continuing_subword_prefix") or ""
     ranks = {_pair(merge): rank for rank, merge in enumerate(model["merges"])}
@@ -117,7 +117,7 @@ def _steps_of_bpe(tokenizer: Mapping[str, Any], ids: Mapping[str, int], kept: li
 
 
 def _parts_on_the_way(word: str, ranks: Mapping[tuple[str, str], int], prefix: str, suffix: str) -> set[str]:
-    """What byte-pair encoding has at each step from the characters of a token to the token."""
+    """Return all tokens of the merge path from the characters of a token to the token."""
     is_last = bool(suffix) and word.endswith(suffix)
     is_inner = bool(prefix) and word.startswith(prefix)
     parts = [*word.removeprefix(prefix if is_inner else "").removesuffix(suffix if is_last else "")]

@@ -1,7 +1,7 @@
-"""The process that makes smaller models, and the one that asks it: a question and an answer are each a line of JSON.
+"""The worker process that makes smaller models, and its client. A question and an answer are each one line of JSON.
 
-Making a model imports torch and holds the weights; asking does neither, and outlives a process that is killed. What is
-asked for is a method of `plimsoll.compression.candidates.Workshop`.
+The worker imports torch and holds the weights. The client does neither, and survives if the worker is killed. Each
+question calls a method of `plimsoll.compression.candidates.Workshop`.
 
 Does NOT make two models at once.
 """
@@ -29,7 +29,7 @@ from plimsoll.records.shrink import Form, InferenceCost, Quality
 
 
 class ShrinkRequest(Record):
-    """What is made smaller, and the data it is judged by: those of a job, or the texts of a file."""
+    """A model to make smaller, and its evaluation data: the data of a job, or the texts of a file."""
 
     record_kind: ClassVar[str] = "shrink-request"
 
@@ -43,7 +43,7 @@ class ShrinkRequest(Record):
 
 
 class Offer(Frozen):
-    """What a method has for a model: choices that are worth trying, mildest first, or the reason why there are none."""
+    """The choices of a method that are worth trying on a model, mildest first, or the reason why it has none."""
 
     method: str
     saves: str
@@ -52,7 +52,7 @@ class Offer(Frozen):
 
 
 class Made(Frozen):
-    """A model that was made and judged."""
+    """A model that was made and evaluated."""
 
     form: Form
     file_bytes: int
@@ -62,14 +62,14 @@ class Made(Frozen):
 
 
 class Source(Frozen):
-    """A model, and the tokenizer it reads the tokens of where that is not the original's any more."""
+    """A model folder, and the folder of its tokenizer if this is not the original's tokenizer."""
 
     folder: str
     tokenizer: str | None = None
 
 
 class ShrinkProcess:
-    """The process; it is started with the block and ended with it.
+    """Client of the worker process, as a context manager: entering starts the process, leaving kills it.
 
     Args:
         request: a file with a `ShrinkRequest`.
@@ -92,29 +92,29 @@ class ShrinkProcess:
         self._process.communicate()
 
     def offers(self) -> tuple[Offer, ...]:
-        """Ask what each method has for the original."""
+        """Return the choices of each method for the original."""
         return tuple(Offer.model_validate(one) for one in self._ask("offers"))
 
     def check(self, chain: Chain) -> None:
-        """Have a chain refused that cannot be made of the original, by its configuration alone."""
+        """Refuse a chain that is impossible for the original, by its configuration alone."""
         self._ask("check", chain=_plain(chain))
 
     def weight_bytes(self, chain: Chain) -> int | None:
-        """Ask what the weights have after a chain; ``None`` if it is refused."""
+        """Return the bytes of the weights after a chain; ``None`` if a method refuses."""
         found: int | None = self._ask("weight_bytes", chain=_plain(chain))
         return found
 
     def make(self, source: Source, chain: Chain, target: Path) -> Made:
-        """Have a model made in an empty folder."""
+        """Make and evaluate a model in an empty folder."""
         made = self._ask("make", source=source.model_dump(), chain=_plain(chain), target=str(target))
         return Made.model_validate(made)
 
     def measured(self, source: Source) -> InferenceCost:
-        """Have a model applied, in a process of its own, and its peak predicted."""
+        """Measure inference with a model in a separate process, and predict its peak."""
         return InferenceCost.model_validate(self._ask("measured", source=source.model_dump()))
 
     def predicted_training(self, source: Source, teacher: Path | None = None) -> Estimate | None:
-        """Ask for the peak of a training step of the whole batch; ``None`` where it cannot be dry-run."""
+        """Predict the peak of a training step with the whole batch; return ``None`` if a dry run is not possible."""
         named = None if teacher is None else str(teacher.absolute())
         found = self._ask("predicted_training", source=source.model_dump(), teacher=named)
         return None if found is None else Estimate.model_validate(found)
@@ -139,19 +139,19 @@ class ShrinkProcess:
         code = self._process.wait()
         number = -code if code < 0 else signal.SIGKILL
         return KilledError(
-            f"the process that makes smaller models ended with {code} while it was asked for {what}: free memory on "
-            "the machine if it was killed, and give the same command again, which goes on",
+            f"the process that makes smaller models ended with exit code {code} during `{what}`: if it was killed, "
+            "free memory on the machine; run the same command again, which resumes",
             number,
         )
 
 
 def serve(answers_of: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
-    """Answer questions on standard input until it ends; everything else that is printed goes to standard error.
+    """Answer questions from standard input until it ends. All other output of the process is sent to standard error.
 
-    ``answers_of`` is called behind that change, and may import what prints.
+    ``answers_of`` is called after standard output was redirected, so it may import libraries that print.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print what nobody asked for
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print
     known = answers_of()
     for line in sys.stdin:
         asked = json.loads(line)
@@ -167,7 +167,7 @@ def _plain(chain: Chain) -> list[dict[str, Any]]:
 
 
 def _raise(answer: dict[str, Any]) -> NoReturn:
-    """Raise what the process has said."""
+    """Raise the error of an answer."""
     kind: Any = getattr(errors, answer["error"], InputError)
     number = (answer["exit_code"] - 128,) if issubclass(kind, KilledError) else ()
     raise kind(answer["message"], *number)

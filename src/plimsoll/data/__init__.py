@@ -1,5 +1,6 @@
-"""Text larger than memory: files -> index -> tokens -> windows -> shuffled batches, every step through memory maps.
+"""Text larger than memory: files -> index -> tokens -> windows -> shuffled batches, all in memory-mapped files.
 
-The verbs, in the order of use: `prepare.prepare` (once: runs the stages of `pipeline`, all in a cache folder),
-`datasets.open_datasets` (maps the result, a few MiB), `loader.Loader` (batches, and a cursor that waits to be moved).
+The functions in the order of use: `prepare.prepare` runs the stages of `pipeline` once and fills a cache folder.
+`datasets.open_datasets` opens the result (a few MiB). `loader.Loader` makes batches, with a cursor that moves only on
+request.
 """

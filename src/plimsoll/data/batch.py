@@ -1,13 +1,13 @@
-"""The arithmetic on batches: sizes, units, cutting, picking, moving.
+"""Operations on batches: size, loss units, splitting, selection of samples, and transfer to a device.
 
-A batch is a tensor; a dictionary (also a transformers ``BatchEncoding``), tuple, list or named tuple of tensors, nested
-as one likes; or such a container with plain lists of one item per sample among its values. Dimension 0 is the sample.
+A batch is a tensor; a dictionary (also a transformers ``BatchEncoding``), tuple, list or named tuple of tensors, with
+any nesting; or such a container that also has plain lists with one item per sample. Dimension 0 is the sample.
 
-It does NOT cover a list of one tensor per sample (collate it first), tensors whose dimension 0 is not the sample (a
-mask shared by all samples, time-first recurrent input), and packed sequences: cutting one of them could drop or repeat
-samples. Sizes in dimension 0 that disagree and types that are not known are refused by name. Sizes that agree by chance
-are NOT noticed: a list of tensors is a list of fields, so one of equally long per-sample tensors is cut through each
-sample, and so is time-first input whose sequences are as many as they are long.
+Not handled: a list of one tensor per sample (collate it first), and packed sequences. Also not handled: tensors whose
+dimension 0 is not the sample (a mask shared by all samples, time-first recurrent input). To split one of them could
+drop or repeat samples. Sizes in dimension 0 that disagree and unknown types are refused with the name of the field.
+Sizes that agree by chance are NOT noticed. A list of tensors is a list of fields, so a list of equally long tensors,
+one per sample, is split inside each sample. The same happens to time-first input with as many sequences as steps.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from torch import Tensor
 from plimsoll.errors import InputError
 
 Units = Literal["samples", "tokens", "next-tokens"] | Callable[[Any], float]
-"""What a loss averages over; see `count_units`."""
+"""The units over which a loss averages, see `count_units`."""
 
 IGNORED_LABEL = -100
-"""The label that ``torch.nn.functional.cross_entropy`` leaves out, its default ``ignore_index``."""
+"""The default ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
 
 
 def count_units(batch: Any, units: Units) -> float:
-    """Count what the mean loss of ``batch`` is divided by, so that losses of unequal micro-batches add up exactly.
+    """Count the units of a batch, over which its loss averages, so that losses of unequal micro-batches add up exactly.
 
     Args:
-        batch: a batch on the CPU (on another device, reading the count waits for that device).
-        units: ``"samples"`` is the size of dimension 0; ``"tokens"`` the labels other than -100; ``"next-tokens"`` the
-            same without the first position of each sequence, for models that shift the labels inside (causal language
-            models: nothing predicts the first token); or a function from a batch to a number, such as the sum of the
-            weights of its labels.
+        batch: a batch on the CPU. On another device, reading the count waits for that device.
+        units: ``"samples"`` is the size of dimension 0, and ``"tokens"`` the number of labels other than -100.
+            ``"next-tokens"`` does not count the first position of each sequence. It is for models that shift the labels
+            internally (causal language models), because nothing predicts the first token. Or a function from a batch to
+            a number, such as the sum of the weights of its labels.
 
     Raises:
-        InputError: if the batch has no ``labels`` to count tokens in, or no size (see `batch_size_of`), or a function
-            returns what is no number from 0 on.
+        InputError: if the batch has no ``labels`` to count, or no size (see `batch_size_of`). Also if a function does
+            not return a number of at least 0.
     """
     if callable(units):
         return _number_of(units(batch))
@@ -58,28 +58,28 @@ def count_units(batch: Any, units: Units) -> float:
 
 
 def _number_of(count: Any) -> float:
-    """What a function of the user's counted, which may be a tensor of one number."""
+    """Return the number that a user's function returned, possibly as a tensor with one element."""
     number = count.item() if isinstance(count, Tensor | np.generic) else count
     if isinstance(number, int | float) and 0 <= number < math.inf:
         return number
     raise InputError(
-        f"units(batch) returned {count!r}, a {type(count).__name__}: return a number from 0 on, of samples, of tokens "
-        "or of their weights"
+        f"units(batch) returned {count!r}, a {type(count).__name__}: return a number of at least 0, such as the number "
+        "of samples or tokens, or the sum of their weights"
     )
 
 
 def batch_size_of(batch: Any) -> int:
-    """Count the samples of a batch.
+    """Return the number of samples of a batch.
 
     Raises:
-        InputError: if two fields have different sizes in dimension 0, no field has a size, a field cannot be cut, or
+        InputError: if two fields have different sizes in dimension 0, no field has a size, a field cannot be split, or
             there are no samples.
     """
     sizes = {path: size for path, leaf in leaves_of(batch) if (size := _num_samples_of(leaf, path)) is not None}
     if not sizes:
         raise InputError(
-            f"cannot tell how many samples a batch has that holds no tensor and no list, but a {type(batch).__name__}: "
-            "put one in"
+            f"cannot tell how many samples a batch has, because it (a {type(batch).__name__}) holds no tensor and no "
+            "list: put one in"
         )
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
@@ -96,21 +96,21 @@ def batch_size_of(batch: Any) -> int:
 
 
 def count_elements(batch: Any) -> int:
-    """Count the elements of all tensors of a batch, which is what its memory follows."""
+    """Return the number of elements of all tensors of a batch, to which its memory is proportional."""
     return sum(leaf.numel() for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor))
 
 
 def split_batch(batch: Any, num_samples: int) -> list[Any]:
-    """Cut a batch into micro-batches of ``num_samples`` samples, the last one what is left; order and samples stay.
+    """Split a batch into micro-batches of ``num_samples`` samples, in order; the last one may be smaller.
 
-    Containers keep their type, tensors become views (nothing is copied), and single values (numbers, texts, ``None``,
+    Containers keep their type, and tensors become views (nothing is copied). Single values (numbers, texts, ``None``,
     0-dimensional tensors) are in every micro-batch.
 
     Raises:
-        InputError: as `batch_size_of`, or if ``num_samples`` is less than 1.
+        InputError: if `batch_size_of` raises it, or ``num_samples`` is less than 1.
     """
     if num_samples < 1:
-        raise InputError(f"cannot cut a batch into pieces of {num_samples} samples: give 1 or more")
+        raise InputError(f"cannot cut a batch into micro-batches of {num_samples} samples: give 1 or more")
 
     def micro_batch(start: int) -> Any:
         return map_leaves(
@@ -121,7 +121,7 @@ def split_batch(batch: Any, num_samples: int) -> list[Any]:
 
 
 def pick_samples(batch: Any, numbers: Sequence[int]) -> Any:
-    """Return the samples with these numbers, in this order, as a batch like ``batch``; tensors are copied."""
+    """Return the samples with these indices, in this order, in the structure of ``batch``. Tensors are copied."""
 
     def picked(leaf: Any) -> Any:
         if _num_samples_of(leaf) is None:
@@ -134,10 +134,10 @@ def pick_samples(batch: Any, numbers: Sequence[int]) -> Any:
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Return the batch with every tensor on ``device``; other values stay as they are.
+    """Return the batch with every tensor on ``device``. Other values are unchanged.
 
-    Only a copy from pinned memory runs beside the computation: from pageable memory it would not, and the caller could
-    change the source while it is read.
+    The copy is asynchronous only from pinned memory. From pageable memory it would not overlap with computation, and
+    the caller could change the source during the copy.
     """
 
     def moved(leaf: Any) -> Any:
@@ -147,7 +147,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply ``function`` to every leaf of a batch; containers keep their type."""
+    """Apply ``function`` to every leaf of a batch. Containers keep their type."""
     if isinstance(value, MutableMapping):
         mapped = copy.copy(value)
         for key, item in value.items():
@@ -173,7 +173,7 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_container(value: Any) -> bool:
-    """Whether a list or tuple holds the fields of a batch; one without a tensor in it holds one item per sample."""
+    """Return whether a value is a list or tuple of fields. A list without tensors has one item per sample instead."""
     if not isinstance(value, list | tuple):
         return False
     return hasattr(value, "_fields") or any(
@@ -182,7 +182,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _num_samples_of(leaf: Any, path: str = "batch") -> int | None:
-    """Return how many samples a leaf has, or ``None`` if it belongs to all of them."""
+    """Return the number of samples of a leaf, or ``None`` if it belongs to all samples."""
     if isinstance(leaf, Tensor | np.ndarray):
         return leaf.shape[0] if leaf.ndim else None
     if isinstance(leaf, list | tuple):

@@ -1,6 +1,6 @@
-"""The datasets of a job, mapped from what is prepared, and how large their batches become.
+"""The datasets of a job, opened from prepared data, and the size of their largest batches.
 
-For the training process: it loads no tokenizer and keeps a few MiB.
+For the training process: this loads no tokenizer and takes a few MiB.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from plimsoll.records.prepared import Prepared, PreparedText
 
 
 def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Samples | Subset | None]:
-    """Map the training samples and the validation samples, if the job has any.
+    """Open the memory-mapped training samples, and the validation samples if the job has any.
 
     Raises:
-        DataError: if the cache no longer holds the data, or it is too short for the job's ``sequence_length``.
+        DataError: if the data is no longer in the cache, or is too short for the ``sequence_length`` of the job.
     """
     opening = _Opening(prepared, job)
     if job.data.order == "streams":
@@ -44,7 +44,8 @@ def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Sampl
         return samples, opening.samples(prepared.validation, is_training=False)
     if not isinstance(job.data.validation, float) or job.data.validation == 0:
         return samples, None
-    # Of one text the last windows overlap with one of those before, drawn ones with nearly all of their neighbours.
+    # With a stride, windows of one text overlap. The last windows overlap with one training window, drawn ones with
+    # nearly all of their neighbours.
     is_drawn = job.draws_held_out and not (job.reads_streams and job.data.stride)
     train_ids, validation_ids = split(len(samples), job.data.validation, job.seed, is_drawn)
     untouched = opening.samples(prepared.train, is_training=False)
@@ -52,35 +53,35 @@ def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Sampl
 
 
 def with_rows(prepared: Prepared, job: Job) -> Prepared:
-    """Look how large the batches of a job become: the record with ``longest_row`` and ``held_out_batch``.
+    """Return the record with ``longest_row`` and ``held_out_batch``, which limit the size of the batches of a job.
 
     Raises:
-        DataError: if there are no datasets to make batches of (see `open_datasets`).
+        DataError: if the datasets cannot be opened (see `open_datasets`).
     """
     training, held_out = open_datasets(prepared, job)
     augment, length = job.data.augment, job.sequence_length
     changes_tokens = augment is not None and augment.token_function is not None
-    # A user's function may make samples longer, and with batch_tokens shorter samples are more.
+    # A user's function may make samples longer. With batch_tokens, a batch of shorter samples has more of them.
     longest = length if changes_tokens or job.batch_tokens else _longest_row(training, job)
     held_out_batch = None if held_out is None else (min(job.batch_size, len(held_out)), _longest_row(held_out, job))
     return prepared.model_copy(update={"longest_row": longest, "held_out_batch": held_out_batch})
 
 
 def _longest_row(samples: Samples | Subset, job: Job) -> int:
-    """Return how many tokens the longest row of a batch has; of texts that are tokenized as they are read, may have."""
+    """Return the tokens of the longest row of a batch; an upper bound if texts are tokenized when they are read."""
     if job.data.on_the_fly or not (job.is_labelled or job.data.borders):
         return job.sequence_length
     return samples.padded_length(longest_sample(len(samples), samples.lengths)[1])
 
 
 class _Opening:
-    """Datasets of what is prepared."""
+    """The prepared data of a job, from which datasets are opened."""
 
     def __init__(self, prepared: Prepared, job: Job) -> None:
         self._prepared, self._job = prepared, job
 
     def samples(self, text: PreparedText, is_training: bool) -> Samples:
-        """Map the samples of some texts; what augments them does so in training only."""
+        """Open the samples of texts. Augmentation is applied in training only."""
         job, pad_id = self._job, self._prepared.pad_id
         if text.tokens_folder is None:
             return self._on_the_fly(text, is_training)
@@ -94,7 +95,7 @@ class _Opening:
         return DocumentDataset(spans, labels, pad_id, augmentation=self._tokens(is_training))
 
     def streams(self) -> tuple[Samples, Samples | None]:
-        """Map the stream slots to train on and those held out."""
+        """Open the stream slots for training and for validation."""
         train, other = self._prepared.train, self._prepared.validation
         slots, other_slots = slots_of(self._job, train, other)
         resets = self._job.data.reset is not None

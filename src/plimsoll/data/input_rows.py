@@ -1,13 +1,14 @@
-"""The rows of one file, each of them: what a model is applied to, in the order of the file, by number.
+"""All rows of one file in order, by index: the input to which a model is applied.
 
-Unlike a corpus (`plimsoll.data.text.index`), which leaves out what cannot be used, every row is there: one without a
-text says why (`InputRow.fault`), so that the results of a file line up with it. Rows are read once, a mebibyte at a
-time, and nothing is kept of them; those before the first that is wanted are passed over without being looked into.
+A corpus (`plimsoll.data.text.index`) leaves out rows that cannot be used. Here every row is returned, so that results
+line up with the file. A row without a text has the reason in `InputRow.fault`. Rows are read once, one mebibyte at a
+time, and are not kept in memory. Rows before the first requested row are skipped without parsing.
 
-Formats are told by the name: jsonl (ndjson), json (also a list of objects), csv and tsv, parquet, arrow; all else is
-plain text, of which every line is a row, also an empty one. Lines of white space only are no rows of a jsonl, nor empty
-ones of a csv. Of compressed files (.gz, .zst, .bz2, .xz) it is what they hold. It does NOT cover nested fields, folders
-and archives, data sets of Hugging Face, and rows that are added while the file is read.
+The file name determines the format: jsonl (ndjson), json (also a list of objects), csv and tsv, parquet, arrow. Any
+other file is plain text, in which every line is a row, including empty lines. Blank lines of a jsonl file and empty
+lines of a csv file are not rows. Compressed files (.gz, .zst, .bz2, .xz) are unpacked.
+
+Not handled: nested fields, folders and archives, data sets of Hugging Face, and rows added while the file is read.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _QUOTE = b'"'
 
 
 class InputRow(NamedTuple):
-    """One row: its text, or why it has none, and the columns that are to be kept of it."""
+    """One row: its text, or the reason that it has none, and the columns to keep."""
 
     number: int
     text: str
@@ -46,7 +47,7 @@ class InputRow(NamedTuple):
 
 
 class _Raw(NamedTuple):
-    """A row before it is looked into: its bytes (of one that is too long the first), or its columns."""
+    """A row before it is parsed: its bytes or its columns. If a row is too long, only its first bytes are kept."""
 
     content: Any
     num_bytes: int
@@ -58,9 +59,9 @@ class InputRows:
     """The rows of a file.
 
     Attributes:
-        file: where they are.
-        reading: which columns are the text; ``on_error`` changes nothing here.
-        keep: columns that are passed on with each row.
+        file: the file.
+        reading: the columns with the text; ``on_error`` has no effect here.
+        keep: columns that are returned with each row.
     """
 
     file: SourceFile
@@ -69,7 +70,7 @@ class InputRows:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells this content of the file, read in this way, from another; a copy of it is the same."""
+        """Values that identify the content of the file and the way it is read. They do not depend on its folder."""
         ((path, num_bytes, _, sample),) = identity_of([self.file])
         return {
             "name": Path(path).name,
@@ -81,10 +82,14 @@ class InputRows:
         }
 
     def rows(self, first: int = 0, tell: Callable[[int], None] = lambda done_bytes: None) -> Iterator[InputRow]:
-        """Yield the rows from number ``first`` on; ``tell`` is called with the bytes of the file that are done.
+        """Yield the rows from index ``first``.
+
+        Args:
+            first: the index of the first row to yield.
+            tell: called with the number of bytes of the file that have been read.
 
         Raises:
-            DataError: if the file cannot be read, or has not the columns asked for.
+            DataError: if the file cannot be read, or has no such columns.
         """
         raws, look = self._opened(tell)
         for number, raw in enumerate(raws):
@@ -106,7 +111,7 @@ class InputRows:
         if form in {"parquet", "arrow"}:
             return self._of_table(form, tell)
         if is_archive(self.file.path):
-            raise DataError(f"{self.file.path} is an archive, and results are of one file: give one of those in it")
+            raise DataError(f"{self.file.path} is an archive, but results are for one file: give one of its files")
         chunks = _chunks(self.file.path, tell)
         if form == "json":
             begin, chunks = _head(chunks)
@@ -124,7 +129,7 @@ class InputRows:
         return lines, lambda line: (_decoded(line), {})
 
     def _listed(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        """Yield the objects of a list of JSON, each in a line of its own."""
+        """Yield the objects of a JSON list, one per line."""
         path = self.file.path
         field = _said_of(path, field_of_rows, _chunks(path, lambda done_bytes: None), self.reading)
         try:
@@ -133,7 +138,7 @@ class InputRows:
             raise DataError(f"cannot use {path}: {error}") from None
 
     def _require_columns(self, head: list[bytes]) -> None:
-        """Refuse a column that none of the first objects has; of a later one it is a fault of the rows without."""
+        """Raise if a column is in none of the first objects. If only some objects lack it, those rows get a fault."""
         names = {name: None for line in head if isinstance(record := _parsed(line), dict) for name in record}
         for name in (*(self.reading.columns or ()), *self.keep):
             if names and name not in names:
@@ -167,13 +172,13 @@ class InputRows:
 
 
 def open_rows(path: Path, reading: Reading, keep: Sequence[str] = ()) -> InputRows:
-    """Open a file for its rows; its first ones are looked at.
+    """Open a file to read its rows, and read the first one as a check.
 
     Raises:
-        DataError: if there is no such file, it cannot be read, or it has not the columns asked for.
+        DataError: if the file does not exist, cannot be read, or has no such columns.
     """
     if path.is_dir():
-        raise DataError(f"{path} is a folder, and results are of the rows of one file: give one of its files")
+        raise DataError(f"{path} is a folder, but results are for the rows of one file: give one of its files")
     (file,) = find_files((str(path),)).files
     rows = InputRows(file, reading, tuple(keep))
     if file.num_bytes:
@@ -182,7 +187,7 @@ def open_rows(path: Path, reading: Reading, keep: Sequence[str] = ()) -> InputRo
 
 
 class _Fault(Exception):
-    """Why a row has no text; ``kept`` is what is known of it all the same."""
+    """The reason that a row has no text. ``kept`` holds the columns to keep, if they are known."""
 
     def __init__(self, why: str, kept: dict[str, Any] | None = None) -> None:
         super().__init__(why)
@@ -197,7 +202,7 @@ def _said_of(path: str, work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _chunks(path: str, tell: Callable[[int], None]) -> Iterator[bytes]:
-    """Yield what a file holds."""
+    """Yield the uncompressed content of a file in chunks."""
     try:
         with open(path, "rb") as file:
             for chunk in chunks_of(path, file) if uncompressed(path) != path else plain_chunks(file):
@@ -210,11 +215,11 @@ def _chunks(path: str, tell: Callable[[int], None]) -> Iterator[bytes]:
 
 
 def _lines(chunks: Iterator[bytes], most_bytes: int) -> Iterator[_Raw]:
-    """Yield the lines without their ends; of one that is longer than allowed only its begin is kept."""
+    """Yield the lines without line ends. If a line exceeds ``most_bytes``, only its beginning is kept."""
     rest, num_bytes, num_lost_quotes, is_first = b"", 0, 0, True
     for chunk in chunks:
         if is_first:
-            chunk, is_first = chunk.removeprefix(_BYTE_ORDER_MARK), False  # noqa: PLW2901 -- it is the same chunk
+            chunk, is_first = chunk.removeprefix(_BYTE_ORDER_MARK), False  # noqa: PLW2901 -- still the same chunk
         first, *others = chunk.split(b"\n")
         if num_bytes <= most_bytes:
             rest += first
@@ -229,7 +234,7 @@ def _lines(chunks: Iterator[bytes], most_bytes: int) -> Iterator[_Raw]:
 
 
 def _ahead(lines: Iterator[_Raw]) -> tuple[list[bytes], Iterator[_Raw]]:
-    """Return some first lines, and all."""
+    """Return the first lines, and an iterator over all lines."""
     taken: list[_Raw] = []
     for raw in lines:
         taken.append(raw)
@@ -245,7 +250,7 @@ def _ahead(lines: Iterator[_Raw]) -> tuple[list[bytes], Iterator[_Raw]]:
 
 
 def _head(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """Return the begin of what a file holds, and all of it."""
+    """Return the beginning of the content of a file, and an iterator over all of it."""
     head = b""
     for chunk in chunks:
         head += chunk
@@ -260,14 +265,14 @@ def _head(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
 
 
 def _behind(chunks: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
-    """Yield chunks without the first so many bytes."""
+    """Yield chunks without the first ``num_bytes`` bytes."""
     for chunk in chunks:
         yield chunk[num_bytes:]
         num_bytes = max(num_bytes - len(chunk), 0)
 
 
 def _quoted(lines: Iterator[_Raw], layout: Layout, most_bytes: int) -> Iterator[_Raw]:
-    """Join the lines of which a quote is open at the end with those behind them."""
+    """Join each line that ends inside a quoted field with the following lines."""
     parts: list[bytes] = []
     num_bytes, quoting = 0, csv_format.OPENS
     for raw in lines:
@@ -295,7 +300,7 @@ def _jsonl_layout(head: list[bytes], reading: Reading) -> Layout:
     if reading.columns is not None:
         return Layout("jsonl", columns=reading.columns)
     records = [record for line in head if isinstance(record := _parsed(line), dict)]
-    if not records or any("text" in record for record in records):  # the first row may be one without a text
+    if not records or any("text" in record for record in records):  # the first row may lack a text
         return Layout("jsonl", columns=("text",))
     return Layout("jsonl", columns=jsonl.columns_of(records[0], reading))
 
@@ -326,14 +331,14 @@ def _record_row(record: Any, layout: Layout, keep: tuple[str, ...]) -> tuple[str
         text = jsonl.text_of(record, layout)
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise _Fault("its text has half of a surrogate pair, which is no character", kept) from None
+        raise _Fault("its text has half of a surrogate pair, which is not a character", kept) from None
     except DataError as error:
         raise _Fault(str(error), kept) from None
     return text, kept
 
 
 def _csv_layout(path: str, head: bytes, reading: Reading, keep: tuple[str, ...]) -> tuple[Layout, int, dict[str, int]]:
-    """Return how rows are read, where they begin, and the places of the columns that are kept."""
+    """Return the layout of rows, the offset of the first row in bytes, and the positions of the kept columns."""
     with tempfile.NamedTemporaryFile(suffix=Path(uncompressed(path)).suffix) as begin:
         begin.write(head)
         begin.flush()

@@ -1,9 +1,9 @@
-"""What a corpus is and what becomes of it as samples: what `plimsoll data index`, `tokenize` and `inspect` answer.
+"""Facts about a corpus and its samples, for `plimsoll data index`, `tokenize` and `inspect`.
 
-Lengths are those of the tokens where these are in the cache, else of about 4 MiB of texts drawn evenly and tokenized on
-the spot. The ways to fill batches are computed from the lengths alone (`plimsoll.data.samples.modes`), so no model is
-needed; only windows that end at borders take the tokens and the borders in the texts. NOT covered: what a way does to
-the quality of the model.
+Lengths come from the tokens if these are in the cache. Otherwise about 4 MiB of evenly spaced texts are tokenized. The
+padding of each method to make batches is computed from lengths alone (`plimsoll.data.samples.modes`), so no model is
+needed. Only windows that end at borders need tokens and the borders in the texts. Not handled: the effect of a method
+on the quality of the model.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def tokenize_corpus(job: Job, cache: Path, progress: Progress = silent) -> Token
 
 
 def inspect_corpus(job: Job, cache: Path, progress: Progress = silent) -> Inspection:
-    """Look at the lengths of the training texts of a job and at what batches they make.
+    """Measure the lengths of the training texts of a job, and compute the batches that they give.
 
     Raises:
         DataError: if the texts or the tokenizer cannot be used.
@@ -135,10 +135,10 @@ def _size_bytes(folder: Path) -> int:
 
 
 class _Seen(NamedTuple):
-    """Texts that were looked at: all, or some drawn evenly.
+    """Texts whose lengths were measured: all texts, or evenly spaced ones.
 
-    ``total_bytes`` is what they have in their files, ``num_bytes`` of each, where the job needs that. ``at_borders``
-    are the tokens of the windows that end at borders, of which there are ``num_borders``.
+    ``total_bytes`` is their size in files, and ``num_bytes`` the size of each, if the job needs it. ``at_borders`` are
+    the tokens of each window that ends at a border, and ``num_borders`` is the number of borders.
     """
 
     lengths: NDArray[np.int64]
@@ -149,7 +149,7 @@ class _Seen(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """Tokens of texts that were encoded on the spot, as `plimsoll.data.samples.borders.Marked`."""
+    """Tokens of texts that were encoded here, with the interface `plimsoll.data.samples.borders.Marked`."""
 
     tokens: NDArray[np.uint32]
     ends: NDArray[np.int64]
@@ -162,7 +162,7 @@ def _seen(of: Pipeline, corpus: Corpus, tokenizer: Tokenizer) -> _Seen:
     if not of.is_there(TOKENS):
         return _drawn(job, corpus, tokenizer, borders, of.progress)
     store, at_borders, num_borders = of.run(TOKENS), None, None
-    if borders is not None:  # into the cache, where a training finds them
+    if borders is not None:  # written to the cache, so that a training finds them
         spans = of.run(SPANS)
         at_borders = spans.lengths(np.arange(len(spans)))
         num_borders = int(np.count_nonzero(store.marks[:] & np.uint8(MARKS[borders])))
@@ -174,7 +174,7 @@ def _seen(of: Pipeline, corpus: Corpus, tokenizer: Tokenizer) -> _Seen:
 
 
 def _drawn(job: Job, corpus: Corpus, tokenizer: Tokenizer, borders: BorderKind | None, progress: Progress) -> _Seen:
-    """Tokenize all texts or some."""
+    """Tokenize all texts, or an evenly spaced share of them."""
     share = min(1.0, _SEEN_BYTES / corpus.num_bytes, _MOST_SEEN_TEXTS / len(corpus))
     ids = np.unique(np.linspace(0, len(corpus) - 1, max(int(len(corpus) * share), 1)).astype(np.int64))
     encoder, lengths, parts = TextEncoder(tokenizer.backend), list[int](), list[Encoded]()
@@ -197,7 +197,7 @@ def _drawn(job: Job, corpus: Corpus, tokenizer: Tokenizer, borders: BorderKind |
 def _at_borders(
     job: Job, tokenizer: Tokenizer, kind: BorderKind, parts: list[Encoded]
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the lengths of the windows of some texts, and how many borders these have."""
+    """Return the lengths of the windows of texts, and the number of borders in the texts."""
     lengths = np.concatenate([part.lengths for part in parts])
     stops = np.cumsum(lengths)
     tokens = np.insert(np.concatenate([part.tokens for part in parts]), stops, tokenizer.end_id)
@@ -211,7 +211,7 @@ def _at_borders(
 
 
 def _lengths_by_words(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
-    """Return the tokens of texts whose words are encoded one by one (words with spaces inside are cut at these)."""
+    """Return the number of tokens of texts whose words are encoded one by one (split at spaces)."""
     words = [text.split(" ") for text in texts]
     _, lengths_W = WordEncoder(tokenizer.backend).encode(words)
     sums = np.concatenate(([0], np.cumsum(lengths_W)))
@@ -228,7 +228,7 @@ def _notes(texts: Texts, corpus: Corpus, fillings: tuple[Filling, ...]) -> Itera
     is_refused = job.data.long_texts == "stop" and texts.num_long > 0
     num_long = int(np.count_nonzero(texts.whole > job.sequence_length))
     if num_long and (job.is_labelled or is_refused):
-        remedy = ", which no training gets past: set data.long_texts=truncate, or a larger sequence_length"
+        remedy = ", so training would stop: set data.long_texts=truncate, or a larger sequence_length"
         yield (
             f"{num_long:,} of {num_seen:,} texts are longer than sequence_length = {job.sequence_length}: "
             f"data.long_texts = {job.data.long_texts}{remedy if is_refused else ''}."
@@ -238,5 +238,5 @@ def _notes(texts: Texts, corpus: Corpus, fillings: tuple[Filling, ...]) -> Itera
         remedy = "`plimsoll data tokenize` first" if is_drawn else "give more text, or set a smaller batch_size"
         yield (
             f"The {'drawn ' if is_drawn else ''}texts do not fill one batch of batch_size = {job.batch_size}, so no "
-            f"way is marked as that of this job: {remedy}."
+            f"line is marked as this job: {remedy}."
         )

@@ -1,11 +1,11 @@
-"""The stages that the texts of a job go through, from files to samples, and the one place that runs them.
+"""The stages that the texts of a job pass through, from files to samples, and the `Pipeline` that runs them.
 
-A stage declares what it takes and what it gives: a `Store` in the cache, or a value where there is nothing to keep.
-The function that it declares says what happens to a text. `Pipeline.run` alone decides in which order stages come, and
-whether one is made or used as it is.
+A stage declares its inputs and its output: a `Store` in the cache, or a value if there is nothing to cache. The
+function of the stage defines the operation on the texts. Only `Pipeline.run` decides the order of stages, and whether
+an output is made or taken from the cache.
 
-It needs no torch but to pack. NOT covered: what becomes of samples (`plimsoll.data.datasets`), and what is made for a
-model with the data at hand: word vectors (`plimsoll.models.assemble.prepare_vectors`) and what a teacher says
+torch is imported only to pack. Not handled: the use of samples (`plimsoll.data.datasets`), and data made for a model.
+Such data are word vectors (`plimsoll.models.assemble.prepare_vectors`) and the teacher cache
 (`plimsoll.training.teacher_cache`).
 """
 
@@ -41,12 +41,12 @@ LABELS_FILE = "labels.npy"
 
 @dataclass(frozen=True)
 class Stage(Generic[T]):
-    """One step on the way of the texts of a job.
+    """One step in the preparation of the texts of a job.
 
     Attributes:
-        name: what it makes.
+        name: the name of the output.
         takes: the stages whose outputs it needs.
-        gives: of a `Pipeline` and these outputs: where in the cache that is kept and how it is made, or the output.
+        gives: a function of a `Pipeline` and these outputs. It returns the output, or a `Store` that can make it.
     """
 
     name: str
@@ -54,18 +54,18 @@ class Stage(Generic[T]):
     gives: Callable[..., Store[T] | T]
 
     def depends_on(self, stage: Stage[Any]) -> bool:
-        """Whether another output of ``stage`` may change what this one gives."""
+        """Return whether another output of ``stage`` may change the output of this stage."""
         return self == stage or any(taken.depends_on(stage) for taken in self.takes)
 
 
 class Pipeline:
-    """The texts of a job on their way; each stage is run once, when it or one that takes it is asked for.
+    """The preparation of the texts of a job. Each stage runs at most once, when it or a dependent stage is requested.
 
     Args:
-        job: its data, task and tokenizer are read.
-        cache: the folder for everything that is made.
+        job: the job; its data, task and tokenizer are used.
+        cache: the folder for all outputs.
         progress: called as ``progress(stage, done, total)``.
-        budget_bytes: the private memory that this process may take; ``None``: no budget.
+        budget_bytes: the limit of private memory of this process in bytes; ``None`` for no limit.
     """
 
     def __init__(self, job: Job, cache: Path, progress: Progress = silent, budget_bytes: int | None = None) -> None:
@@ -73,7 +73,7 @@ class Pipeline:
         self._outputs: dict[Stage[Any], Any] = {}
 
     def run(self, stage: Stage[T]) -> T:
-        """Return what a stage gives, from the cache or made now, and run the stages that it takes before."""
+        """Return the output of a stage, from the cache or made now, after running the stages that it needs."""
         if stage not in self._outputs:
             given = self._given(stage)
             self._outputs[stage] = given.made() if isinstance(given, Store) else given
@@ -81,12 +81,12 @@ class Pipeline:
         return output
 
     def is_there(self, stage: Stage[Any]) -> bool:
-        """Return whether what a stage gives is in the cache; what it takes is made, if need be."""
+        """Return whether the output of a stage is in the cache. Missing outputs that the stage needs are made."""
         given = self._given(stage)
         return not isinstance(given, Store) or given.is_there
 
     def replacing(self, outputs: Mapping[Stage[Any], Any]) -> Pipeline:
-        """Return a pipeline with other outputs of some stages; only what depends on them is run again."""
+        """Return a pipeline with other outputs of some stages. Only stages that depend on them are run again."""
         other = Pipeline(self.job, self.cache, self.progress, self.budget_bytes)
         kept = {stage: output for stage, output in self._outputs.items() if not any(map(stage.depends_on, outputs))}
         other._outputs = kept | dict(outputs)
@@ -97,7 +97,7 @@ class Pipeline:
 
 
 def reading_of(job: Job) -> Reading:
-    """Return what of the files is a text, as a job says it."""
+    """Return the reading that a job defines, that is, which parts of the files are texts."""
     data = job.data
     return Reading(
         unit=data.unit,
@@ -132,12 +132,12 @@ def _repeated(on: Pipeline, corpus: Corpus, other: Corpus | None) -> Store[int] 
     return num_repeated.declare(corpus, on.job, other, on.cache)
 
 
-# In the cache: index-*, named by paths, sizes, times and what of the files is a text; repeated-texts-*, by the content
-# of both, or which share is held out.
+# Cache folders: index-*, named by the paths, sizes and times of files and by the reading; repeated-texts-*, named by
+# the content of both corpora, or by the held-out share.
 TEXTS: Stage[Corpus] = Stage("texts", (), lambda on: _index(on, on.job.data.sources))
 VALIDATION_INDEX: Stage[Corpus | None] = Stage("validation index", (), _validation_index)
 VALIDATION_TEXTS: Stage[Corpus | None] = Stage("validation texts", (TEXTS, VALIDATION_INDEX), _other_files)
-REPEATED: Stage[int] = Stage("held-out texts that are trained on", (TEXTS, VALIDATION_TEXTS), _repeated)
+REPEATED: Stage[int] = Stage("held-out texts among training texts", (TEXTS, VALIDATION_TEXTS), _repeated)
 
 
 def _tokenizer(on: Pipeline, corpus: Corpus) -> Store[Tokenizer]:
@@ -145,7 +145,7 @@ def _tokenizer(on: Pipeline, corpus: Corpus) -> Store[Tokenizer]:
 
 
 class Labels(NamedTuple):
-    """The names of classes or tags; ``folder`` has the number of the class of each text, where texts have classes."""
+    """The names of classes or tags. ``folder`` holds the class index of each text, if texts have classes."""
 
     names: tuple[str, ...] = ()
     folder: Path | None = None
@@ -153,7 +153,7 @@ class Labels(NamedTuple):
 
 def _labels(on: Pipeline, corpus: Corpus, known: tuple[str, ...] | None) -> Store[Labels] | Labels:
     if on.job.task == "token-classification":
-        return Labels(tags_of(corpus, known))  # their numbers come with the tokens
+        return Labels(tags_of(corpus, known))  # the tag indices are stored with the tokens
     if on.job.task != "classification":
         return Labels()
     names, numbers = labels_of(corpus, names_to_number_by(corpus, on.job.model) if known is None else known)
@@ -171,10 +171,10 @@ def _tokens(on: Pipeline, corpus: Corpus, tokenizer: Tokenizer) -> Store[TokenSt
     return tokenize.declare(corpus, tokenizer, on.cache, on.progress, **kinds)
 
 
-# In the cache: tokenizer-*, named by its files, or how it is trained on which texts; labels-*, by the numbers of the
-# classes; tokens-*, by the content of the texts and the tokenizer.
+# Cache folders: tokenizer-*, named by its files, or by its training settings and texts; labels-*, named by the class
+# indices; tokens-*, named by the content of the texts and the tokenizer.
 TOKENIZER: Stage[Tokenizer] = Stage("tokenizer", (TEXTS,), _tokenizer)
-KNOWN_NAMES: Stage[tuple[str, ...] | None] = Stage("names of labels that are known", (), lambda _: None)  # by default
+KNOWN_NAMES: Stage[tuple[str, ...] | None] = Stage("known names of labels", (), lambda _: None)  # by default
 LABELS: Stage[Labels] = Stage("labels", (TEXTS, KNOWN_NAMES), _labels)
 TOKENS: Stage[TokenStore] = Stage("tokens", (TEXTS, TOKENIZER), _tokens)
 
@@ -197,7 +197,7 @@ def _spans(on: Pipeline, tokens: TokenStore, tokenizer: Tokenizer) -> Store[Span
         long_texts=data.long_texts,
         stride=data.stride,
         borders=data.borders,
-        with_end=not (job.is_labelled or template.suffix),  # what is behind a text is learned as its end
+        with_end=not (job.is_labelled or template.suffix),  # a suffix already marks the end
         template=template,
         keeps_end=tokenizer.keeps_end and data.long_texts == "truncate",
         progress=on.progress,
@@ -214,10 +214,10 @@ def _packs(on: Pipeline, spans: Spans) -> Store[Packs]:
     return pack.declare(spans, progress=on.progress)
 
 
-# In the cache: tokens-*-texts-* and spans-*-train-*, named by which texts these are; spans-*, by the tokens and how
-# they are cut; spans-*-packs-*.
+# Cache folders: tokens-*-texts-* and spans-*-train-*, named by the selected texts; spans-*, named by the tokens and
+# the settings for cutting; spans-*-packs-*.
 SIDES: Stage[tuple[Side, Side]] = Stage("texts to train on and those held out", (TEXTS,), _sides)
-SIDE: Stage[Side | None] = Stage("those that samples are made of", (), lambda _: None)  # by default, all
+SIDE: Stage[Side | None] = Stage("side that samples are made of", (), lambda _: None)  # by default, all
 STREAM: Stage[Tokens] = Stage("texts end to end", (TOKENS, SIDE), _stream)
 SPANS: Stage[Spans] = Stage("spans", (TOKENS, TOKENIZER), _spans)
 CHOSEN_SPANS: Stage[Spans] = Stage("spans of a side", (SPANS, SIDE), _chosen_spans)

@@ -1,9 +1,9 @@
-"""From the data of a job to stores in a cache folder: what is slow is done once, the rest is mapping files.
+"""Preparation of the data of a job: stores in a cache folder, so that slow work is done once.
 
-`prepare` runs the stages of `plimsoll.data.pipeline` and says in a record what came of them. It needs no torch but to
-pack and a few hundred MiB, most of it for the tokenizer; run it in a process of its own and that is given back. A cache
-folder may be shared by jobs and processes, and deleted when none runs. NOT covered: data elsewhere, or made during
-training.
+`prepare` runs the stages of `plimsoll.data.pipeline` and returns a record of the results. It imports torch only to
+pack. It takes a few hundred MiB, mostly for the tokenizer; in a separate process, this memory is freed at the end. Jobs
+and processes may share a cache folder. It may be deleted while none of them runs. Not handled: data on other machines,
+and data made during training.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from plimsoll.records.run import GradientReach
 
 
 def prepare(job: Job, cache: Path, progress: Progress = silent, budget_bytes: int | None = None) -> Prepared:
-    """Index the texts of a job, make its tokenizer, and tokenize; what the cache holds already is not done again.
+    """Index the texts of a job, make its tokenizer, and tokenize. Work whose result is in the cache is not repeated.
 
     Args:
-        job: its data, task and tokenizer are read.
-        cache: where everything is written, and nothing elsewhere; made if missing.
-        progress: called as ``progress(stage, done, total)``, stage being copy, convert, index, tokenizer, tokens,
-            spans or packs.
-        budget_bytes: the private memory that this process may take; ``None``: no budget.
+        job: the job; its data, task and tokenizer are used.
+        cache: the folder for all files; created if missing.
+        progress: called as ``progress(stage, done, total)``. Stages are copy, convert, index, tokenizer, tokens, spans
+            and packs.
+        budget_bytes: the limit of private memory of this process in bytes; ``None`` for no limit.
 
     Raises:
-        BudgetError: if training the tokenizer takes more.
+        BudgetError: if tokenizer training needs more.
         DataError: if the texts, their labels or the tokenizer cannot be used.
         OutputError: if the cache cannot be written.
     """
@@ -77,7 +77,7 @@ def prepare(job: Job, cache: Path, progress: Progress = silent, budget_bytes: in
 
 
 def is_whole(prepared: Prepared) -> bool:
-    """Whether the cache still holds all of it."""
+    """Return whether the cache still holds all prepared data."""
     folders = [folder for text in (prepared.train, prepared.validation) if text for folder in text.folders]
     folders += [Path(name) for name in (prepared.tokenizer_folder, prepared.vectors_folder) if name]
     return all(read_facts(folder) is not None for folder in folders)
@@ -86,11 +86,11 @@ def is_whole(prepared: Prepared) -> bool:
 def prepare_again(
     job: Job, known: Prepared, cache: Path, progress: Progress = silent, budget_bytes: int | None = None
 ) -> Prepared:
-    """Prepare what the cache no longer holds, to the same tokens as before.
+    """Prepare the data that is no longer in the cache, and check that its tokens are the same as before.
 
     Raises:
-        BudgetError: if training the tokenizer takes more than the budget.
-        DataError: if the texts or the tokenizer are gone, or are no longer what they were.
+        BudgetError: if tokenizer training needs more than the budget.
+        DataError: if the texts or the tokenizer are missing or have changed.
         OutputError: if the cache cannot be written.
     """
     lost = f"the tokens of this run (in {Path(known.train.index_folder).parent}) cannot be made again"
@@ -108,13 +108,13 @@ def prepare_again(
 
 
 def stream_of(text: PreparedText) -> Tokens:
-    """Map texts that are laid end to end."""
+    """Open memory-mapped texts that are concatenated to a stream."""
     store = open_tokens(Path(str(text.tokens_folder)))
     return store if text.texts_folder is None else ChosenTexts(store, Path(text.texts_folder))
 
 
 def slots_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> tuple[StreamSlots, StreamSlots | None]:
-    """Return the stream slots to train on and those to evaluate on, which are of a text of their own or of a share."""
+    """Return the stream slots for training and for validation, which uses its own text or a share of the stream."""
     num_slots, length, share = job.batch_size, job.sequence_length, job.data.validation
     if held_out is not None:
         slots = training_slots(train.num_tokens, num_slots, length)
@@ -125,13 +125,13 @@ def slots_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> tu
 def reach_of(
     job: Job, train: PreparedText, held_out: PreparedText | None, segment_steps: int | None = None
 ) -> GradientReach:
-    """Count how far back gradients of streams reach, also where windows are cut in segments that truncate them."""
+    """Compute how far back gradients of streams reach, optionally if segments of windows truncate them."""
     slots, _ = slots_of(job, train, held_out)
     return slots.reach(stream_of(train).ends if job.data.reset else None, segment_steps)
 
 
 def _text(pipeline: Pipeline, name: str) -> PreparedText:
-    """Make tokens and samples of texts, as far as the job wants that done once; ``name`` is for errors."""
+    """Make the tokens and samples of texts that the job prepares in advance; ``name`` is used in errors."""
     corpus, labels = pipeline.run(stage.TEXTS), pipeline.run(stage.LABELS)
     facts: dict[str, Any] = {"num_samples": len(corpus)}
     if not pipeline.job.data.on_the_fly:
@@ -151,7 +151,7 @@ def _text(pipeline: Pipeline, name: str) -> PreparedText:
 
 
 def _split(pipeline: Pipeline, text: PreparedText) -> tuple[PreparedText, PreparedText | None]:
-    """Hold out texts with all their windows; ``None``: each is one sample, and these are split as they are read."""
+    """Hold out texts with all their windows. ``None`` if each text is one sample: samples are split when opened."""
     if text.tokens_folder is None or not (text.has_windows or pipeline.job.data.pack or pipeline.job.reads_streams):
         return text, None
 
@@ -161,11 +161,11 @@ def _split(pipeline: Pipeline, text: PreparedText) -> tuple[PreparedText, Prepar
         return text.model_copy(update=facts | {"num_documents": side.num_texts})
 
     train, held_out = pipeline.run(stage.SIDES)
-    return part(train, "the text that is left"), part(held_out, "what is held out")
+    return part(train, "the training text"), part(held_out, "the held-out text")
 
 
 def _samples(pipeline: Pipeline, name: str) -> dict[str, Any]:
-    """Make and count the samples of texts, or of those of a side."""
+    """Make and count the samples of texts, or of the texts of a side."""
     data, length, batch_size = pipeline.job.data, pipeline.job.sequence_length, pipeline.job.batch_size
     if not pipeline.job.reads_streams:
         every, spans = pipeline.run(stage.SPANS), pipeline.run(stage.CHOSEN_SPANS)
@@ -189,7 +189,10 @@ def _samples(pipeline: Pipeline, name: str) -> dict[str, Any]:
 
 
 def _what_tokens_mean(tokenizer: Tokenizer, padding: int, names: tuple[str, ...]) -> list[str]:
-    """List what decides samples beside the stores; data of before there were templates have the keys that they had."""
+    """Return the facts that determine samples besides the stores.
+
+    Without templates, the list is as in releases before templates, so that existing keys stay valid.
+    """
     facts = [tokenizer.key]
     if tokenizer.template.num_tokens or tokenizer.keeps_end:
         facts += [repr(tuple(tokenizer.template)), str(tokenizer.keeps_end)]
@@ -199,6 +202,6 @@ def _what_tokens_mean(tokenizer: Tokenizer, padding: int, names: tuple[str, ...]
 
 
 def _key(names: list[str], train: PreparedText, held_out: PreparedText | None, validation: str | float | None) -> str:
-    """Hash what says the content of the stores, wherever the cache and the texts are."""
+    """Return a hash of the content of the stores, which does not depend on the location of the cache or the texts."""
     parts = [[text.corpus_key, *(folder.name for folder in text.folders[1:])] for text in (train, held_out) if text]
     return hashlib.sha256(repr([names, parts, None if held_out else validation]).encode()).hexdigest()[:32]

@@ -1,12 +1,13 @@
-"""What a model and its batches depend on in a job's texts: as they are prepared, or sketched without reading them all.
+"""The facts about a job's texts that a model and its batches depend on, from prepared data or from a quick sketch.
 
-`texts_of` says it of data that are prepared: a plan made with it is of the very training that is built. `sketch_texts`
-answers in seconds, for a prediction before that. The size of the vocabulary is then that of a tokenizer that exists; of
-one that is still to be trained it is found by training it where the texts are here and at most 1 MiB, and is else the
-one asked for, though repetitive text gives a smaller one. Labels are the folders that hold a file, empty files
-included; or those in a column of the first MiB of up to 16 files, so that a rare class beyond is missed (what must be
-converted, is, into a folder that is removed). Texts of language modelling that are not on this machine are not looked
-for.
+`texts_of` reads prepared data, so that a plan is for exactly the training that is built. `sketch_texts` takes seconds
+and serves predictions before that.
+
+The sketch has the vocabulary size of an existing tokenizer. A tokenizer that must still be trained is trained, if the
+texts are on this machine and have at most 1 MiB. Otherwise the requested size is assumed, although repetitive text
+gives a smaller one. Labels are the folders that hold a file, including empty files. Or they are read from the label
+column of the first MiB of up to 16 files, so a rare class may be missed. Files that need a conversion are converted
+into a temporary folder. Texts for language modelling that are not on this machine are not read.
 """
 
 from __future__ import annotations
@@ -32,21 +33,23 @@ from plimsoll.records.job import HUB_PREFIX, Job
 from plimsoll.records.prepared import Prepared
 
 _HEAD_BYTES, _MOST_HEADS = 1 << 20, 16
-_CUT_ANYWHERE = (".jsonl", ".ndjson", ".csv", ".tsv")  # the begin of such a file is one, but for its last row
+_CUT_ANYWHERE = (".jsonl", ".ndjson", ".csv", ".tsv")  # the head of such a file is valid, except for its last row
 
 
 class TextSketch(NamedTuple):
-    """What is known of the texts of a job.
+    """The known facts about the texts of a job.
 
     Attributes:
-        vocab_size: tokens of the tokenizer.
-        num_labels: classes or tags; ``None`` for language modelling.
+        vocab_size: the tokens of the tokenizer.
+        num_labels: the number of classes or tags; ``None`` for language modelling.
         end_id: the token that ends a text.
-        pad_id: the token that fills up shorter texts.
-        longest: the tokens of the longest row of a training batch; ``None``: not known, at most ``sequence_length``.
-        held_out: samples and tokens of the largest batch of an evaluation; ``None``: none, or not known.
-        tokenizer_bytes: what training the tokenizer takes at most; ``None``: it is not trained, or in next to nothing.
-        guessed: which of ``vocabulary`` and ``labels`` may come out otherwise when the texts are read.
+        pad_id: the padding token.
+        longest: the tokens of the longest row of a training batch. ``None`` if unknown, at most ``sequence_length``.
+        held_out: the samples and tokens of the largest validation batch; ``None`` if there is no such batch, or
+            unknown.
+        tokenizer_bytes: the maximum memory of tokenizer training in bytes; ``None`` if no training, or negligible
+            memory, is needed.
+        guessed: ``vocabulary`` or ``labels``, if they may differ when all texts are read.
     """
 
     vocab_size: int
@@ -60,21 +63,21 @@ class TextSketch(NamedTuple):
 
     @property
     def of_model(self) -> tuple[int, int | None, int, int]:
-        """What a model is built with: ``vocab_size``, ``num_labels``, ``end_id`` and ``pad_id``."""
+        """The arguments for building a model: ``vocab_size``, ``num_labels``, ``end_id`` and ``pad_id``."""
         return self.vocab_size, self.num_labels, self.end_id, self.pad_id
 
 
 def texts_of(prepared: Prepared) -> TextSketch:
-    """Return what is known of texts that are prepared; nothing of it is guessed."""
+    """Return the facts about prepared texts. None of them is guessed."""
     sizes = prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id
     return TextSketch(*sizes, longest=prepared.longest_row, held_out=prepared.held_out_batch)
 
 
 def sketch_texts(job: Job) -> TextSketch:
-    """Look at the tokenizer and the names of the files, and into them for labels that are in a column.
+    """Read the tokenizer and file names, and the heads of files for labels that are in a column.
 
     Raises:
-        DataError: if the tokenizer cannot be loaded, or there are no files to take the labels from.
+        DataError: if the tokenizer cannot be loaded, or no files are found that could have labels.
     """
     vocab_size, end_id, own_pad_id = job.tokenizer.vocab_size, 0, 0
     tokenizer_bytes, guessed = None, frozenset[str]()
@@ -97,28 +100,28 @@ def sketch_texts(job: Job) -> TextSketch:
 
 
 def labels_seen(job: Job, *, by_heads: bool = False) -> int:
-    """Count the labels of the texts of a job, as far as the names of the files or their heads show them.
+    """Count the labels of the texts of a job, as far as file names or the heads of files show them.
 
     Args:
-        job: whose texts they are.
-        by_heads: whether files are left out that cannot be read but as a whole, as an array of JSON and an archive.
+        job: the job.
+        by_heads: whether to skip files that must be read as a whole, such as a JSON array or an archive.
 
     Raises:
-        DataError: if there are no files, or their heads cannot be read as the job says.
+        DataError: if no files are found, or their heads cannot be read with the settings of the job.
     """
     if not job.is_labelled:
         return 0
     if job.data.label is not None or job.task == "token-classification":
         return len(_labels_of_heads(job, by_heads))
-    # as `labels_from_folders` names them
+    # the same names as in `labels_from_folders`
     return len({Path(file.path).parent.name for file in _found(job.data.sources, reading_of(job))})
 
 
 def require_files(job: Job) -> None:
-    """Check that the data of a job name files, where they are on this machine.
+    """Check that each data source of a job on this machine has at least one file.
 
     Raises:
-        DataError: if a source means no file.
+        DataError: if a source has no file.
     """
     validation = job.data.validation
     for sources in (job.data.sources, (validation,) if isinstance(validation, str) else ()):
@@ -126,7 +129,7 @@ def require_files(job: Job) -> None:
 
 
 class _Trained(NamedTuple):
-    """How large a tokenizer's vocabulary will be, whether that is a guess, and what training it takes at most."""
+    """The vocabulary size of a tokenizer to be trained, whether it is a guess, and the maximum memory of training."""
 
     vocab_size: int
     is_guess: bool
@@ -139,7 +142,7 @@ def _trained_vocab_size(job: Job) -> _Trained:
     guess = _Trained(asked, True, byte_pairs.whole_bytes(most_distinct_bytes))
     if any(map(_is_elsewhere, sources)):
         return guess
-    with suppress(DataError), TemporaryDirectory(prefix="plimsoll-") as name:  # who prepares them says what is wrong
+    with suppress(DataError), TemporaryDirectory(prefix="plimsoll-") as name:  # preparation reports the error
         if sum(file.num_bytes for file in _found(sources, reading_of(job))) <= FEW_BYTES:
             pipeline = Pipeline(job, Path(name))
             most_bytes = byte_pairs.whole_bytes(min(pipeline.run(TEXTS).num_bytes, most_distinct_bytes))
@@ -152,7 +155,7 @@ def _is_elsewhere(source: str) -> bool:
 
 
 def _labels_of_heads(job: Job, by_heads: bool) -> Sequence[str]:
-    """Return the classes in the column of labels, or the tags of words, as far as the heads of the files show them."""
+    """Return the classes in the label column, or the tags of words, that the heads of the files have."""
     reading = replace(reading_of(job), on_error="skip")
     with TemporaryDirectory(prefix="plimsoll-") as name:
         folder = Path(name)
@@ -184,8 +187,8 @@ def _head_of(file: SourceFile) -> bytes:
 
 
 def _is_cut_anywhere(given: str, reading: Reading) -> bool:
-    """Return whether the begin of each of these files is such a file too; a folder may hold any."""
+    """Return whether the head of each of these files is a valid file, too. The answer is negative for a folder."""
     name = file_name(given)
-    if reading.is_tagged:  # what is no table has a line for each word, whatever its name is
+    if reading.is_tagged:  # any file that is not a table has one line per word
         return Path(name).suffix != "" and not given.startswith(HUB_PREFIX) and not is_converted(name)
     return Path(name).suffix.lower() in _CUT_ANYWHERE

@@ -1,1 +1,1 @@
-"""What a training needs of memory, before it runs and while it runs."""
+"""Prediction and measurement of the memory of a training."""

@@ -1,4 +1,4 @@
-"""What a run says of its ops to whoever records them: that a CUDA graph replays them, or that they are copies.
+"""Annotations of ops by the running training: replayed by a CUDA graph, or copied asynchronously.
 
     with as_captured():
         loss.backward()
@@ -7,9 +7,9 @@
     ...
     copied.note_wait(by_processor=False)
 
-A dry run has no streams and makes each copy at once. Noted is which copies would overlap with later ops and where each
-is waited for: their predicted time follows from it (`plimsoll.planning.search.stream_timeline`). Ops of a graph cost no
-calls and have memory of their own. In a run that nobody records this does nothing.
+A dry run has no streams and performs each copy at once. The annotations record which copies would overlap with later
+ops, and the op that waits for each. `plimsoll.planning.search.stream_timeline` predicts step time from them. Ops of a
+graph have no launch overhead, and allocate from a private pool. Without a recorder, annotations have no effect.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DEPTH = _Depth()
 
 @contextmanager
 def as_captured() -> Iterator[None]:
-    """Let the ops of the block, in this thread, count as those of a graph."""
+    """Mark the ops of the block, in this thread, as ops of a CUDA graph."""
     _DEPTH.value += 1
     try:
         yield
@@ -47,12 +47,12 @@ def as_captured() -> Iterator[None]:
 
 
 def is_captured() -> bool:
-    """Whether this thread is in such a block."""
+    """Return whether this thread is inside `as_captured`."""
     return _DEPTH.value > 0
 
 
 def stretches(are_captured: Sequence[bool]) -> tuple[tuple[int, int], ...]:
-    """Return the rows of which that is so, as where each stretch of them begins and where it has ended.
+    """Return the intervals of True values as ``(begin, end)``, end excluded.
 
     >>> stretches([False, True, True, False, True])
     ((1, 3), (4, 5))
@@ -67,7 +67,7 @@ def stretches(are_captured: Sequence[bool]) -> tuple[tuple[int, int], ...]:
 
 
 def captured_rows(trace: Trace) -> Column:
-    """Say of each op of a trace whether a graph replays it."""
+    """Return a boolean column that tells for each op whether a CUDA graph replays it."""
     rows = np.zeros(len(trace.ops.name), dtype=bool)
     for begin, end in trace.captured:
         rows[begin:end] = True
@@ -75,7 +75,7 @@ def captured_rows(trace: Trace) -> Column:
 
 
 def private_storages(trace: Trace) -> set[int]:
-    """Return the storages that are in the pool of a graph: those that its ops allocate."""
+    """Return the storages in the private pool of a CUDA graph, that is, storages that its ops allocate."""
     if not trace.captured:
         return set()
     born = np.asarray(trace.storages.born, dtype=np.int64)
@@ -87,14 +87,15 @@ Wait = tuple[int, int, bool]
 
 
 class Beside:
-    """What one record has of such copies.
+    """Asynchronous copies and waits of one record.
 
     Args:
-        last_row: asked for the row of the op that was noted last.
+        last_row: returns the row of the last recorded op.
 
     Attributes:
         copies: ``(row, whether it is to the device)`` of each copy.
-        waits: ``(row, row of a copy, whether the processor waits, too)``: the first begins after the second has ended.
+        waits: ``(row, row of a copy, whether the processor waits, too)``: the op in the first row begins after the copy
+            has finished.
     """
 
     def __init__(self, last_row: Callable[[], int]) -> None:
@@ -103,11 +104,11 @@ class Beside:
         self.waits: list[Wait] = []
 
     def columns(self) -> dict[str, Any]:
-        """What a trace has of them."""
+        """Return the copies and waits as columns of a trace."""
         return {"copies": tuple(self.copies), "waits": tuple(self.waits)}
 
     def note_again(self, begin: int, num_times: int) -> None:
-        """Note what belongs to the last rows, from one on, so many times more."""
+        """Record the copies and waits of the rows from ``begin`` on ``num_times`` more times."""
         num_rows = self.last_row() + 1 - begin
         copies = [one for one in self.copies if one[0] >= begin]
         waits = [one for one in self.waits if begin <= one[1]]
@@ -115,30 +116,30 @@ class Beside:
             self.note_shifted(copies, waits, shift)
 
     def noted(self, begin_copy: int, begin_wait: int) -> tuple[list[Copy], list[Wait]]:
-        """Return the copies and waits since so many were noted."""
+        """Return the copies and waits after these positions."""
         return self.copies[begin_copy:], self.waits[begin_wait:]
 
     def note_shifted(self, copies: list[Copy], waits: list[Wait], shift: int) -> None:
-        """Note copies and waits once more, so many rows later."""
+        """Record copies and waits once more, ``shift`` rows later."""
         self.copies += [(row + shift, to_device) for row, to_device in copies]
         self.waits += [(row + shift, copy + shift, by_processor) for row, copy, by_processor in waits]
 
 
 class Copied:
-    """The last of some copies, in each record that is being made."""
+    """The last row of a group of copies, in each active record."""
 
     def __init__(self, rows: list[tuple[Beside, int]]) -> None:
         self._rows = rows
 
     def note_wait(self, *, by_processor: bool) -> None:
-        """Say that what comes next waits for the copies: on the device, or also the processor."""
+        """Record that the next op waits for the copies, and with ``by_processor`` the host as well."""
         for beside, row in self._rows:
             beside.waits.append((beside.last_row() + 1, row, by_processor))
 
 
 @contextmanager
 def copying_beside(to_device: bool) -> Iterator[Copied]:
-    """Let the ops of the block be noted as copies that are on their way beside what follows."""
+    """Mark the ops of the block as copies that overlap with later ops."""
     records = [getattr(mode, "beside", None) for mode in _get_current_dispatch_mode_stack()]
     begins = [(beside, beside.last_row() + 1) for beside in records if isinstance(beside, Beside)]
     rows: list[tuple[Beside, int]] = []

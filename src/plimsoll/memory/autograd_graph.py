@@ -1,13 +1,13 @@
-"""Autograd's graph: how large it is behind some tensors, and how many nodes of it are alive while a training runs.
+"""Size of autograd's graph behind tensors, and the number of its nodes that are alive during a training.
 
-Size: after a backward pass the operations stay as long as a tensor of theirs does, and what they saved is freed; what
-was never passed through keeps that too. ``_raw_saved_*`` of a node and ``SavedTensor.data`` unpack nothing
-(``_saved_*`` would call the hooks of an offload); where torch has no ``data``, the bytes are unknown. Not seen: memory
-of nodes written in C++, and what hooks have put in the place of a tensor (it is not on the device).
+Size: after a backward pass, the nodes live as long as a tensor refers to them, but their saved tensors are freed. A
+graph without a backward pass keeps its saved tensors. ``_raw_saved_*`` of a node and ``SavedTensor.data`` unpack
+nothing (``_saved_*`` would call the hooks of offloading). If torch has no ``data``, the bytes are unknown. Not seen:
+memory of C++ nodes, and tensors replaced by hooks (these are not on the device).
 
-Nodes: a node and what hangs on it (its saved variables, its edges, the tensor objects of views) are small blocks of the
-host's memory (`heap_calls.NODE_OBJECTS_BYTES`). A transformer has some 10^3 of them, a recurrent net that is unrolled
-some 10 for each step of its sequence, which is more than its activations if samples are few and hidden states narrow.
+Nodes: a node with its saved variables, edges and tensor objects of views takes small blocks of host memory
+(`heap_calls.NODE_OBJECTS_BYTES`). A transformer has some 10^3 nodes. An unrolled recurrent net has some 10 for each
+step of its sequence. With few samples and narrow hidden states, this exceeds the activations.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-# A walk leaves a Python object in every node it sees, for as long as the node lives, and torch frees a chain of such
-# nodes by recursion: of 50,000 the process dies (torch 2.13, 8 MiB of stack; 40,000 went well). A caller walks a graph
-# that grows a few times only.
+# A walk leaves a Python object in every visited node while the node lives, and torch frees a chain of such nodes by
+# recursion. At 50,000 nodes the process crashes (torch 2.13, 8 MiB of stack); 40,000 worked. A caller walks a growing
+# graph only a few times.
 MOST_NODES = 4000
 _RAW = "_raw_saved_"
 
 
 class GraphSize(NamedTuple):
-    """The operations of a graph, and the bytes of the storages they save; ``None`` where torch does not say."""
+    """The number of operations of a graph, and the bytes of the storages that they save; ``None`` if unknown."""
 
     num_nodes: int
     saved_bytes: int | None
 
 
 def has_graph(tensor: Tensor) -> bool:
-    """Whether a tensor was computed with a graph; unlike ``grad_fn``, this makes no Python object for the node."""
+    """Return whether a tensor was computed with a graph, without making a Python object of the node as ``grad_fn``."""
     return bool(tensor.requires_grad and not tensor.is_leaf)
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """What tells one storage from another while both live; ``None`` for a tensor that has none (a sparse one)."""
+    """Return a key that identifies a live storage; ``None`` for a tensor without one, such as a sparse tensor."""
     if tensor.layout is not torch.strided:
         return None
     return int(tensor.untyped_storage()._cdata)
 
 
 def storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> int:
-    """Add up the storages of ``tensors``, each once, but for those that a tensor of ``without`` uses."""
+    """Return the total bytes of distinct storages of ``tensors``, except storages used by ``without``."""
     seen = {storage_key(tensor) for tensor in without} | {None}
     total = 0
     for tensor in tensors:
@@ -58,14 +58,14 @@ def storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> 
 
 
 def graph_size(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> GraphSize | None:
-    """Walk the graph behind ``tensors``.
+    """Measure the graph behind ``tensors``.
 
     Args:
         tensors: tensors with a graph.
         without: tensors whose storages do not count, such as the parameters.
 
     Returns:
-        its size; ``None`` if it has more than `MOST_NODES` operations.
+        Its size; ``None`` if it has more than `MOST_NODES` operations.
     """
     nodes = {tensor.grad_fn for tensor in tensors if has_graph(tensor)}
     waiting: list[Any] = list(nodes)
@@ -80,7 +80,7 @@ def graph_size(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> Gra
 
 
 def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
-    """Return what nodes still save for backward; nothing where torch does not say."""
+    """Yield the tensors that nodes still save for backward, as far as torch exposes them."""
     for node in nodes:
         for one in _raw_saved(node):
             if isinstance(data := getattr(one, "data", None), Tensor):
@@ -94,52 +94,52 @@ def _saved_bytes(nodes: Iterable[Any], without: Iterable[Tensor]) -> int | None:
         for one in _raw_saved(node):
             if not hasattr(one, "data"):
                 return None
-            if isinstance(one.data, Tensor):  # not what a hook has made of it, nor what is freed
+            if isinstance(one.data, Tensor):  # skip tensors that a hook replaced or backward freed
                 saved.append(one.data)
         saved += [value for value in getattr(node, "__dict__", {}).values() if isinstance(value, Tensor)]
     return storage_bytes(saved, without)
 
 
 def _raw_saved(node: Any) -> Iterator[Any]:
-    """The saved tensors of a node as they are stored; each name has one or a tuple."""
+    """Yield the raw saved tensors of a node. Each attribute contains one or a tuple of them."""
     for name in dir(type(node)):
         if name.startswith(_RAW):
             try:
                 value = getattr(node, name)
-            except RuntimeError:  # a function in Python says so where a built-in one has None: they are freed
+            except RuntimeError:  # nodes of Python functions raise if freed; built-in nodes have None
                 continue
             yield from value if isinstance(value, tuple) else (value,) if value is not None else ()
 
 
-_OUTSIDE = -1  # of any backward pass
-_AGAIN = -2  # a pass that was noted again
+_OUTSIDE = -1  # outside any backward pass
+_AGAIN = -2  # a repeated pass
 
-_Place = tuple[int, int]  # a backward pass and the node of it that runs, both -1 outside
+_Place = tuple[int, int]  # a backward pass and its running node, both -1 outside backward
 
 
 class NotedNodes(NamedTuple):
-    """What was noted since some place, as of now; ``is_running`` says that a backward pass is."""
+    """Nodes recorded since some position; ``is_running`` tells whether a backward pass is running."""
 
     nodes: list[tuple[int, int, int]]
     is_running: bool
 
 
 class Graphs:
-    """Follows the graphs of a training, by private counters of torch's autograd; `see` is called as each op begins.
+    """Tracker of live autograd nodes, based on private counters of torch. `see` is called as each op begins.
 
-    The nodes of a forward pass stay until the backward pass that follows has ended; those of a recomputation, which
-    runs inside a node of a backward pass, until that pass goes on to another node. Not covered: graphs kept for a
-    second backward pass, or that no backward pass follows (they count until the next one).
+    Nodes of a forward pass live until the following backward pass ends. Nodes of a recomputation run inside a node of a
+    backward pass, and live until that pass continues with another node. Not covered: graphs kept for a second backward
+    pass, and graphs without a backward pass (these count until the next one).
     """
 
     def __init__(self) -> None:
         self._num_made = torch._C._autograd._get_sequence_nr()
         self._pass = _OUTSIDE
-        self._open: dict[_Place, list[int]] = {}  # by the place in which they were made, the rows of `_nodes`
+        self._open: dict[_Place, list[int]] = {}  # by the position at which they were made: rows of `_nodes`
         self._nodes: list[list[int]] = []
 
     def see(self, op_row: int) -> None:
-        """Note the nodes that were made since the last op, this one's among them, and those that are gone."""
+        """Record the nodes made since the last op, including the node of this op, and the nodes freed since."""
         current, num_made = torch._C._current_graph_task_id(), torch._C._autograd._get_sequence_nr()
         place = current, _OUTSIDE if current == _OUTSIDE else _running_node()
         if current == _OUTSIDE != self._pass:
@@ -153,24 +153,24 @@ class Graphs:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Let nodes that are made in the block be none of the training's."""
+        """Ignore nodes that are made in the block."""
         num_made = torch._C._autograd._get_sequence_nr()
         yield
         self._num_made += torch._C._autograd._get_sequence_nr() - num_made
 
     @property
     def num_noted(self) -> int:
-        """How often nodes were noted."""
+        """Number of records of new nodes."""
         return len(self._nodes)
 
     def noted(self, begin: int) -> NotedNodes:
-        """Return what was noted since so many were."""
+        """Return the nodes recorded since there were ``begin`` records."""
         return NotedNodes([(made, gone, num) for made, gone, num in self._nodes[begin:]], self._pass != _OUTSIDE)
 
     def note_again(self, noted: NotedNodes, begin: int, shift: int) -> None:
-        """Note nodes once more, so many rows later; the first op is in row ``begin``."""
+        """Record nodes once more, ``shift`` rows later. The first op of the repetition is in row ``begin``."""
         current = torch._C._current_graph_task_id()
-        is_inside = current != _OUTSIDE  # these nodes are of a recomputation, and end with the next op
+        is_inside = current != _OUTSIDE  # nodes of a recomputation, which end with the next op
         if is_inside:
             self._end(begin, [one for one in self._open if one[0] == current])
         elif self._pass != _OUTSIDE:
@@ -186,7 +186,7 @@ class Graphs:
             self._pass = _AGAIN if noted.is_running else _OUTSIDE
 
     def nodes(self) -> tuple[tuple[int, int, int], ...]:
-        """``(op row, op row, number)``: where nodes were made and from where on they are gone, -1 if never."""
+        """Return ``(row of birth, row of death, number)`` of all nodes; the row of death is -1 for live nodes."""
         return tuple((made, gone, number) for made, gone, number in self._nodes)
 
     def _end(self, op_row: int, places: list[_Place]) -> None:
@@ -201,7 +201,7 @@ def _running_node() -> int:
 
 
 def calls_by_itself() -> bool:
-    """Whether autograd calls the next op: not Python, in a recomputation or in the backward of a custom function."""
+    """Return whether autograd calls the next op, not Python code in a recomputation or custom backward function."""
     if torch._C._current_graph_task_id() == _OUTSIDE or torch.is_grad_enabled():
         return False
     return not isinstance(torch._C._current_autograd_node(), BackwardCFunction)

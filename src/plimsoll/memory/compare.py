@@ -1,10 +1,10 @@
-"""A predicted trace against a measured one, op by op, and what a target's runs show.
+"""Comparison of a predicted trace with a measured one, op by op, and calibration of a target from its runs.
 
     comparison = compare(predicted, measured)
     calibrate(Calibration(), comparison).save(path)
 
-The peak is that of live bytes: storages, as the recorder sees them, in one place (the device). What kernels take while
-they run is in a prediction only, and is left out. What an allocator makes of it all is known from the counters only.
+The peak counts live bytes of storages on the device, as the recorder sees them. Scratch memory of kernels exists only
+in a prediction, and is ignored. The overhead of the allocator is known only from its counters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plimsoll.records.prediction import Moment
 from plimsoll.records.trace import Category, Trace
 
 _MOST_GROUPS = 20
-_SCRATCH = "scratch of the kernel"  # what the recorder says in place of a shape
+_SCRATCH = "scratch of the kernel"  # the recorder's text in place of a shape
 _Key = tuple[str, str, Category]  # op, module, category
 
 
@@ -38,9 +38,9 @@ def compare(predicted: Trace, measured: Trace, counters: Counters | None = None)
     """Compare two traces of the same training.
 
     Args:
-        predicted: the trace of fake tensors.
+        predicted: the trace on fake tensors.
         measured: the recorded run.
-        counters: what the device counted in that run.
+        counters: memory counters of the device in that run.
     """
     predicted = _without_scratch(predicted)
     differences = list(_differences(predicted, measured))
@@ -65,7 +65,7 @@ def compare(predicted: Trace, measured: Trace, counters: Counters | None = None)
 
 
 def calibrate(calibration: Calibration, comparison: Comparison) -> Calibration:
-    """Return what is known with one more run; a run that measured nothing changes nothing."""
+    """Return a calibration updated with one more run. A run without measurements changes nothing."""
     live, predicted = comparison.measured.peak_bytes, comparison.predicted.peak_bytes
     if not live or not predicted:
         return calibration
@@ -86,7 +86,7 @@ def _without_scratch(trace: Trace) -> Trace:
 
 
 def with_run(old: Learned | None, value: float) -> Learned:
-    """Return what is known of a number after one more run."""
+    """Return the statistics of a number, updated with one more run."""
     return Learned(num_runs=1, mean=value, low=value, high=value) if old is None else old.with_run(value)
 
 
@@ -104,7 +104,7 @@ def _moment(trace: Trace, row: int) -> Moment:
 
 
 def _peak(trace: Trace) -> tuple[Side, Counter[_Key]]:
-    """The peak of a trace, and what is alive at it by the op and module that made it and its category."""
+    """Return the peak of a trace, and its live bytes by op, module and category."""
     live = live_bytes(trace)
     row = live.peak_row
     op_row = trace.event_op[int(live.event[row])] if row >= 0 else 0
@@ -119,7 +119,7 @@ def _peak(trace: Trace) -> tuple[Side, Counter[_Key]]:
 
 
 def _differences(predicted: Trace, measured: Trace) -> Iterator[Difference]:
-    """Ops that are in one trace only and allocate or free, or that do so otherwise, in order."""
+    """Yield ops, in order, that allocate or free differently in the two traces, or exist in only one of them."""
     events, other_events = _events_by_op(predicted), _events_by_op(measured)
     for row, other_row in align(predicted, measured):
         born, died = events.get(row, _NOTHING)
@@ -145,7 +145,7 @@ _NOTHING: tuple[_Sizes, _Sizes] = ([], [])
 
 
 def _events_by_op(trace: Trace) -> dict[int | None, tuple[_Sizes, _Sizes]]:
-    """The storages that were born and that died while each op ran, or before the next one."""
+    """Return the storages that were born and that died in each op, or between it and the next one."""
     found: dict[int | None, tuple[_Sizes, _Sizes]] = {}
     storages, texts = trace.storages, trace.texts
     for signed, op_row in zip(trace.events, trace.event_op, strict=True):
@@ -160,18 +160,18 @@ def _blocks(sizes: Counter[tuple[int, str]]) -> tuple[Block, ...]:
 
 
 Pair = tuple[int | None, int | None]
-"""Rows of two traces that are the same op; ``None`` where only one has it."""
+"""Rows of the same op in two traces; ``None`` if only the other trace has the op."""
 
-_NUM_IN_A_ROW = 3  # ops alike before two places are taken for the same
-_MOST_SKIPPED = 500  # ops, of both traces in all
+_NUM_IN_A_ROW = 3  # equal ops in a row, after which two positions count as the same
+_MOST_SKIPPED = 500  # ops of both traces together
 
 
 def align(one: Trace, other: Trace) -> Iterator[Pair]:
-    """Pair the rows of the ops of two traces, in order: two runs of the same training have the same ops.
+    """Yield pairs of rows of the same op in two traces, in order.
 
-    Where they have not, those of one stretch of a step and phase are matched from the front, from the back, and between
-    by looking for the next few ops that both have: not the longest common sequence, and given up where `_MOST_SKIPPED`
-    ops in a row are in one trace only.
+    Two runs of the same training usually have the same ops. Otherwise, the ops of each section of a step and phase are
+    matched from the front and from the back. Between these, the next few ops in both traces are searched for. This does
+    not find the longest common sequence. The search stops when `_MOST_SKIPPED` ops in a row are in one trace only.
     """
     names, other_names = _names(one), _names(other)
     others = dict(_parts(other))
@@ -191,7 +191,7 @@ def _names(trace: Trace) -> list[str]:
 
 
 def _parts(trace: Trace) -> Iterator[tuple[tuple[int, str, int], tuple[int, int]]]:
-    """Stretches of ops of one step and phase: ``(step, phase, which of these), (first row, row after the last)``."""
+    """Yield sections of one step and phase as ``(step, phase, occurrence), (first row, row after the last)``."""
     start, seen = 0, dict[tuple[int, str], int]()
     for step_and_phase, rows in groupby(zip(trace.ops.step, trace.ops.phase, strict=True)):
         number = seen[step_and_phase] = seen.get(step_and_phase, 0) + 1
@@ -201,7 +201,7 @@ def _parts(trace: Trace) -> Iterator[tuple[tuple[int, str, int], tuple[int, int]
 
 
 def _matched(a: list[str], b: list[str]) -> Iterator[Pair]:
-    """Pair the places of two lists of names."""
+    """Yield pairs of positions of equal names in two lists."""
     tail = 0
     while tail < min(len(a), len(b)) and a[-tail - 1] == b[-tail - 1]:
         tail += 1
@@ -229,7 +229,7 @@ def _places_by_next_names(names: list[str], end: int) -> dict[tuple[str, ...], l
 def _next_alike(
     a: list[str], places: dict[tuple[str, ...], list[int]], start: tuple[int, int], end: tuple[int, int]
 ) -> tuple[int, int]:
-    """Where the next few names of both are alike, with the fewest of both left out; the ends, if that is not near."""
+    """Return the next positions where several names agree, with the fewest skipped; the ends if none is near."""
     best, num_skipped = end, _MOST_SKIPPED
     for i in range(start[0], min(end[0], start[0] + _MOST_SKIPPED)):
         if i - start[0] >= num_skipped:

@@ -1,12 +1,13 @@
-"""torch's compiler (`torch._dynamo`) put off until something needs it: tracing and training do not.
+"""Deferred loading of torch's compiler (`torch._dynamo`), which tracing and training do not need.
 
-Fake tensors, optimizers and checkpoints import it, and so does transformers, though nothing is compiled: a second, and
-with what it imports (inductor, distributed tensors) most of 60 MiB. Loaded by `Deferring`, the package and its module
-``source`` are empty. The few attributes that tracing and training use have stand-ins with the same effect, also if the
-process compiles later. Any other attribute, as `torch.compile` needs, runs the real modules, which then replace them.
+Fake tensors, optimizers, checkpoints and transformers import the compiler although nothing is compiled. Together with
+inductor and distributed tensors, this takes a second and most of 60 MiB. `Deferring` loads the package and its module
+``source`` empty. The few attributes that tracing and training use have equivalent stand-ins, even if the process
+compiles later. Any other attribute, for example for `torch.compile`, runs the real modules, which then replace the
+empty ones.
 
-Read in torch 2.13 and 2.14. Where another asks for more, the compiler runs as ever. Does NOT put off
-`torch.fx.experimental.symbolic_shapes` (with sympy), which fake tensors do use.
+Written for torch 2.13 and 2.14. If another version needs more attributes, the compiler runs as usual. Does NOT defer
+`torch.fx.experimental.symbolic_shapes` (with sympy), which fake tensors use.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from typing import Any
 COMPILER = "torch._dynamo"
 _SOURCE = "torch._dynamo.source"
 _APART = ("torch._dynamo.config", "torch._dynamo._trace_wrapped_higher_order_op")
-"""Modules of the compiler that use nothing else of it: fake tensors import the one, transformers' masks the other."""
+"""Independent modules of the compiler: fake tensors import the first, masks of transformers import the second."""
 
 
 class _Deferred(ModuleType):
-    """A module of the compiler's that has not run."""
+    """A module of the compiler that has not run yet."""
 
     __compiler__: Deferring
 
     def __getattr__(self, name: str) -> Any:
-        """Return a stand-in, or what there is when the module has run; a package has a ``__path__`` to its others."""
+        """Return a stand-in or the real attribute. Only the package has a ``__path__``, for its submodules."""
         is_plain = name.startswith("__") and (name != "__path__" or self.__name__ != COMPILER)
         if is_plain or "__compiler__" not in vars(self):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -41,7 +42,7 @@ class _Deferred(ModuleType):
 
 
 class Deferring(Loader):
-    """Loads torch's compiler without running it, and runs it when something needs more of it than the stand-ins."""
+    """Loader of torch's compiler that runs it only when an attribute without a stand-in is requested."""
 
     def __init__(self, loader: Loader) -> None:
         self._loaders = {COMPILER: loader}
@@ -60,11 +61,11 @@ class Deferring(Loader):
         self._lock = threading.RLock()
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Make a module that runs later."""
+        """Create a module that runs later."""
         return _Deferred(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run only those modules of the compiler's that use nothing else of it."""
+        """Run only the modules of the compiler that do not depend on its other modules."""
         self._path = vars(module).pop("__path__")
         vars(module)["__compiler__"] = self
         for name in (*_APART, _SOURCE):
@@ -81,7 +82,7 @@ class Deferring(Loader):
             setattr(module, name.rpartition(".")[2], inner)
 
     def asked(self, module: _Deferred, name: str) -> Any:
-        """Return a stand-in where there is one and the compiler is not needed; else let it run, and ask it."""
+        """Return a stand-in if the compiler is not needed; otherwise, run it and return the real attribute."""
         with self._lock:
             if not self._is_needed and name in self._stand_ins[module.__name__]:
                 return self._stand_ins[module.__name__][name]
@@ -90,7 +91,7 @@ class Deferring(Loader):
         return ModuleType.__getattribute__(module, name)
 
     def _need(self) -> ModuleType:
-        """Run what was put off, the package first; in its course it asks for the other module, which runs then."""
+        """Run the deferred modules, the package first. The package requests the other module, which then runs."""
         compiler = sys.modules[COMPILER]
         with self._lock:
             if not self._is_needed:
@@ -103,7 +104,7 @@ class Deferring(Loader):
 
     def _run(self, name: str) -> None:
         loader, module = self._loaders.pop(name, None), sys.modules[name]
-        if loader is None:  # it has run, or is about to
+        if loader is None:  # it has run, or is running
             return
         assert module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = loader
@@ -114,7 +115,7 @@ class Deferring(Loader):
         module.__class__ = ModuleType
 
     def _disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
-        """Return a function that is called as it is, and as the compiler would have it as soon as that is there."""
+        """Return a wrapper that calls the function until the compiler has run, then the compiler's disabled version."""
         if function is None:
             return partial(self._disable, recursive=recursive, **options)
 
@@ -132,12 +133,12 @@ class Deferring(Loader):
         return update_wrapper(call, function)
 
     def _graph_break(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: there is no graph where nothing is compiled."""
+        """Do nothing until the compiler has run, because there is no graph to break."""
         if self._is_needed:
             self._need().graph_break(*args, **kwargs)
 
     def _mark(self, mark: str, function: Any) -> Any:
-        """Return the function, which is marked for the compiler when that is there."""
+        """Return the function, and mark it for the compiler now or when the compiler runs."""
         if self._is_needed:
             return getattr(self._need(), mark)(function)
         self._marked.append((mark, function))
@@ -145,11 +146,11 @@ class Deferring(Loader):
 
 
 class _ConstantSource:
-    """Where a fake tensor is from that has fixed sizes: nothing reads it."""
+    """Stand-in for the source of a fake tensor with fixed sizes. It is never read."""
 
     def __init__(self, source_name: str) -> None:
         self.source_name = source_name
 
 
 class _RandomValueSource:
-    """What no fake tensor is from where nothing is compiled."""
+    """Stand-in for a class that is not instantiated without compilation."""

@@ -1,9 +1,9 @@
-"""What a dispatch mode changes or does not see, put right while a training is traced or recorded.
+"""Corrections for effects of dispatch modes on a traced or recorded training.
 
-Changed: gradients that autograd adds up in place, and zeros that its formulas fill, which would be tensors of their
-own. Unseen: storages that are resized (``tensor.untyped_storage().resize_(...)`` from Python), as FSDP2 frees gathered
-parameters and takes them back. Does NOT see what C++ resizes, nor tell apart a sum that an op of torch computes inside
-its own backward formula, of a tensor only it holds.
+Changed by a dispatch mode: in-place accumulation of gradients and in-place filling of zeros become out of place. Not
+seen by it: storages resized from Python with ``tensor.untyped_storage().resize_(...)``. FSDP2 frees and reallocates
+gathered parameters in this way. Does NOT see storages resized in C++. An in-place sum inside a backward formula of
+torch, on a tensor without other references, cannot be distinguished from accumulation.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch import Tensor
 from plimsoll.memory.lowering.base import Run
 
 aten = torch.ops.aten
-# Where several gradients arrive at one node, autograd's engine adds the later ones to the first, in place if nobody
-# else holds it, which it tells by these counts; but never under a dispatch mode (`accumulate`, `can_accumulate_inplace`
-# in torch/csrc/autograd/input_buffer.cpp). There would be a gradient too many at every residual connection. While the
-# engine's sum is dispatched to Python: the buffer's own, and those of the call on its way here.
+# If several gradients arrive at one node, autograd's engine adds the later ones to the first. It adds in place if there
+# are no other references, but never under a dispatch mode (`accumulate`, `can_accumulate_inplace` in
+# torch/csrc/autograd/input_buffer.cpp). The trace would then have an extra gradient at every residual connection. This
+# is the reference count while the engine's sum is dispatched to Python: the buffer and the references of the call.
 _OWN_REFERENCES = 4
-# What a backward formula fills in place, but for tensors of a subclass and under a dispatch mode
-# (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp), with the op that does so. A list of indices
-# is one reference more.
+# Ops that a backward formula runs in place, with the in-place op and its reference count. For tensor subclasses and
+# under a dispatch mode, they run out of place (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp).
+# A list of indices adds one reference.
 _FILLED = {
     aten.index_add.default: (aten.index_add_.default, 4),
     aten.index_put.default: (aten.index_put_.default, 5),
     aten.scatter.src: (aten.scatter_.src, 4),
     aten.scatter_add.default: (aten.scatter_add_.default, 4),
 }
-# The tensor, and the object by which Python asks.
+# The tensor, and the Python object used for the query.
 _OWN_STORAGE_REFERENCES = 2
 
 
 def accumulating_in_place(run: Run) -> Run:
-    """Wrap the function that executes an op: sums of gradients, and what fills zeros, go to their first operand."""
+    """Wrap the function that executes an op: sums of gradients and filled zeros reuse the first operand."""
 
     def run_accumulating(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
@@ -73,7 +73,7 @@ def _is_held_once(tensor: Any, references: int) -> bool:
 
 @contextmanager
 def noting_resizes(note: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call ``note`` with each storage that was resized while the block runs, in this process."""
+    """Call ``note`` with each storage that Python code resizes while the block runs."""
     inherited = "resize_" not in vars(torch.UntypedStorage)
     before = torch.UntypedStorage.resize_
 

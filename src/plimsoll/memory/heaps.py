@@ -1,8 +1,8 @@
-"""What heaps of the C library do with the tensors of a trace, event by event.
+"""Replays of traces in heaps of the C library, event by event.
 
-A plan counts each trace in several heaps, and some of them again. So what a trace asks of a heap is listed once, a heap
-is not replayed a second time, and one that would have gone the same way at every call is not replayed at all: the one
-that maps from 32 MiB on and the one that never maps do the same where no block is so large.
+A plan evaluates each trace in several heaps, and some of them repeatedly. The heap calls of a trace are therefore
+listed once, and replays are cached. A heap that would behave the same at every call is not replayed. For example,
+mapping blocks from 32 MiB on and never mapping are equivalent if all blocks are smaller.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from plimsoll.memory.live import Column, Live, live_bytes
 from plimsoll.records.allocator import HeapRules
 from plimsoll.records.trace import Trace
 
-_MOST_LATER_STEPS, _MOST_LATER_EVENTS = 8, 40_000  # by then nearly all that the heap grows to
+_MOST_LATER_STEPS, _MOST_LATER_EVENTS = 8, 40_000  # the heap hardly grows after these
 
 
 class InHeap(NamedTuple):
-    """A trace in a heap: without what is never written, what is alive of that, and columns with an entry for each row.
+    """A trace in a heap: the trace without unwritten memory, its live bytes, and columns with an entry for each row.
 
-    Where a row comes again in later steps, its entry is the highest.
+    If a row is repeated in later steps, its entry is the maximum.
     """
 
     written: Trace
     live: Live
     resident: Column
     address: Column
-    """What a limit on address space counts: the heap with its holes, whether their pages are there or not."""
+    """Bytes that a limit on address space counts: the heap with its holes, resident or not."""
 
 
 class Heaps:
-    """Traces in heaps, kept with the traces."""
+    """Cache of heap replays by trace. It keeps the traces alive."""
 
     def __init__(self) -> None:
         self._of: dict[int, _Traced] = {}  # by the identity of a trace
 
     def replay(self, trace: Trace, rules: HeapRules, is_long: bool = False) -> InHeap:
-        """Find what a heap does with a trace.
+        """Return the replay of a trace in a heap.
 
         Args:
             trace: lowered to the CPU.
-            rules: how the heap is set up.
-            is_long: where the heap keeps large blocks, go on with the steps that follow the traced ones.
+            rules: configuration of the heap.
+            is_long: whether to simulate steps after the traced ones, if the heap keeps large blocks.
         """
         if id(trace) not in self._of:
             self._of[id(trace)] = _Traced(trace)
@@ -57,7 +57,7 @@ class _Traced:
     """A trace and its replays."""
 
     def __init__(self, trace: Trace) -> None:
-        self._asked = trace  # which keeps its identity
+        self._asked = trace  # keeps the trace, and with it the id, alive
         self._written = _as_written(trace)
         self._live = live_bytes(self._written)
         self._calls: dict[Hashable, HeapCalls] = {}
@@ -92,14 +92,14 @@ class _Traced:
 
 
 class _Steps(NamedTuple):
-    """Steps that follow those of a trace: the rows of one, the changes of nodes before these, and how many steps."""
+    """Steps after the traced ones: the rows of one step, changes of nodes before rows, and the number of steps."""
 
     rows: Column
     nodes: dict[int, int]
     times: int
 
     def highest(self, column: Column) -> Column:
-        """For each row of a trace the highest of a column that these steps are at the end of."""
+        """Return the maximum of a column for each row of a trace; the column ends with the rows of these steps."""
         num_later = self.times * len(self.rows)
         highest = column[: len(column) - num_later].copy()
         np.maximum.at(highest, np.tile(self.rows, self.times), column[len(highest) :])
@@ -110,10 +110,10 @@ _NO_STEPS = _Steps(np.arange(0), {}, 0)
 
 
 def _later(trace: Trace, live: Live) -> _Steps:
-    """The last step of a trace again, and again: what comes and goes within it.
+    """Return repetitions of the last step, restricted to storages that are made and freed within it.
 
-    A heap that keeps what is freed grows for some steps. Where a large block finds no hole one time it takes new
-    memory, and the holes that it leaves are other ones.
+    A heap that keeps freed memory grows for some steps. If a large block finds no hole, the heap takes new memory, and
+    the holes change.
     """
     steps = steps_of(trace, live)
     is_last = steps == steps.max(initial=0)
@@ -132,19 +132,19 @@ def _later(trace: Trace, live: Live) -> _Steps:
 
 
 def steps_of(trace: Trace, live: Live) -> Column:
-    """The step that each row is in; 0 is before the first."""
+    """Return the step of each row; 0 is before the first step."""
     return np.asarray(trace.ops.step, dtype=np.int64)[np.asarray(trace.event_op, dtype=np.int64)[live.event]]
 
 
 def _first_rows_of_steps(trace: Trace, live: Live) -> frozenset[int]:
-    """The rows at which a step begins that follows another."""
+    """Return the rows at which every step but the first begins."""
     steps = steps_of(trace, live)
     begins = np.flatnonzero((steps[1:] > steps[:-1]) & (steps[:-1] > 0)) + 1
     return frozenset(begins.tolist())
 
 
 def _thresholds(trace: Trace, live: Live, rules: HeapRules) -> dict[int, int]:
-    """The sizes from which blocks are mapped, from a row on: while the model is built, and then."""
+    """Return mapping thresholds by the row from which they apply: during model construction and afterwards."""
     if rules.build_threshold_bytes is None:
         return {}
     first = int(np.searchsorted(steps_of(trace, live) > 0, True))
@@ -152,7 +152,7 @@ def _thresholds(trace: Trace, live: Live, rules: HeapRules) -> dict[int, int]:
 
 
 def _as_written(trace: Trace) -> Trace:
-    """The trace without what is never written, so never becomes resident."""
+    """Return the trace without memory that is never written and so never resident."""
     if not trace.unwritten:
         return trace
     num_bytes = list(trace.storages.num_bytes)
@@ -162,7 +162,7 @@ def _as_written(trace: Trace) -> Trace:
 
 
 def _node_changes(trace: Trace, live: Live) -> dict[int, int]:
-    """How many nodes of autograd's graph come or go before each row; what comes and goes before one row is left out."""
+    """Return the net change in the number of autograd nodes before each row, if it is not 0."""
     made, gone, numbers = np.asarray(trace.nodes, dtype=np.int64).reshape(-1, 3).T
     ops = np.asarray(trace.event_op, dtype=np.int64)[live.event]
     changes = np.zeros(len(ops) + 1, dtype=np.int64)

@@ -1,12 +1,19 @@
-"""Every tensor that is alive in this process and who owns its storage, told by who refers to it and not by its name.
+"""Inventory of all live tensors in this process, grouped by the owners of their storages.
 
-Asked for once, when memory has run out. A storage counts once, for the first of these that owns it: parameters and
-buffers of modules, gradients of tensors, states of optimizers, what the caller names, activations (saved by a node of a
-graph that a live tensor ends), and temporaries, which is everything else. Of what is mapped from a file only the pages
-that were written count, which are this process's own.
+Run once, after memory has run out. A storage counts once, for its first owner in the following order:
 
-Does NOT see what only C++ holds (a gradient on its way through a backward pass), nor, beyond `MOST_NODES` operations,
-what a graph saves (see `plimsoll.memory.autograd_graph` for why); of a sparse tensor nothing is counted.
+- parameters and buffers of modules
+- gradients
+- optimizer states
+- categories named by the caller
+- activations, saved by a graph node of a live tensor
+- temporaries, that is, all others
+
+Of memory-mapped files, only written pages count, because these are private to the process.
+
+Does NOT see tensors held only by C++, such as a gradient inside a running backward pass. Tensors saved by graphs beyond
+`MOST_NODES` operations are not seen either (`plimsoll.memory.autograd_graph` explains why). Sparse tensors do not
+count.
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ MOST_NODES = 20_000
 
 @dataclass(frozen=True)
 class Piece:
-    """One storage: what it is for, the tensor that shows it, and the operation that made that, "" if not known."""
+    """One storage: its category, the tensor that shows it, and the op that made the tensor ("" if unknown)."""
 
     category: str
     num_bytes: int
@@ -42,7 +49,7 @@ class Piece:
 
 @dataclass
 class Inventory:
-    """The storages of one kind of device; ``is_whole`` says whether every graph was walked to its end."""
+    """The storages of one kind of device; ``is_whole`` tells whether every graph was walked to its end."""
 
     kind: str
     pieces: list[Piece] = field(default_factory=list)
@@ -55,7 +62,7 @@ class Inventory:
     _files: FileMappings = field(default_factory=FileMappings)
 
     def claim(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Count the storages of tensors that nothing before has claimed."""
+        """Count the storages of tensors that have not been counted yet."""
         for tensor in tensors:
             if tensor.device.type != self.kind or (key := storage_key(tensor)) is None or key in self._seen:
                 continue
@@ -69,34 +76,34 @@ class Inventory:
             self.pieces.append(Piece(category, num_bytes, shape, tensor.dtype, op, storage.data_ptr()))
 
     def claim_rest(self) -> None:
-        """Count what is left, once the caller has claimed what it knows: activations and temporaries."""
+        """Count the remaining storages as activations and temporaries, after the caller has claimed known tensors."""
         self.claim(self._saved, "activations")
         self.claim(self._tensors, "temporaries")
         self._saved, self._tensors = [], []
 
     def claimed(self) -> set[int]:
-        """Return the storages that are claimed so far."""
+        """Return the keys of the storages that are claimed so far."""
         return set(self._seen)
 
     def saved_by_graphs(self) -> set[int]:
-        """Return the storages that graphs save, until the rest is claimed."""
+        """Return the keys of the storages that graphs save; empty once the rest is claimed."""
         return {key for one in self._saved if (key := storage_key(one)) is not None}
 
     def bytes_of(self, category: str) -> int:
-        """Add up one category."""
+        """Return the total bytes of a category."""
         return sum(piece.num_bytes for piece in self.pieces if piece.category == category)
 
 
 def inventory_begun(kind: str) -> Inventory:
-    """Look at every tensor of this process, and claim what modules and optimizers have and the gradients.
+    """Return an inventory of this process with parameters, buffers, gradients and optimizer states.
 
     Args:
-        kind: of device, such as ``"cpu"``: other devices' tensors do not count.
+        kind: device type, such as ``"cpu"``; tensors on other devices do not count.
     """
     found = _alive(kind)
     found.claim((one for module in found.modules for one in _own(module._parameters)), "parameters")
     found.claim((one for module in found.modules for one in _own(module._buffers)), "buffers")
-    # Of a tensor that is no leaf torch warns.
+    # For a non-leaf tensor, torch warns when ``grad`` is read.
     found.claim((one.grad for one in found._tensors if one.is_leaf and one.grad is not None), "gradients")
     states = (value for optimizer in found.optimizers for value in _states(optimizer))
     found.claim(states, "optimizer states")
@@ -106,11 +113,11 @@ def inventory_begun(kind: str) -> Inventory:
 
 
 def inventory(kind: str, named: Mapping[str, Iterable[Tensor]] = MappingProxyType({})) -> Inventory:
-    """Look at every tensor of this process and say whose it is.
+    """Return an inventory of all live tensors of this process.
 
     Args:
-        kind: of device, such as ``"cpu"``: other devices' tensors do not count.
-        named: tensors of which the caller knows the category.
+        kind: device type, such as ``"cpu"``; tensors on other devices do not count.
+        named: tensors whose category the caller knows, by category.
     """
     found = inventory_begun(kind)
     for category, own in named.items():
@@ -120,7 +127,7 @@ def inventory(kind: str, named: Mapping[str, Iterable[Tensor]] = MappingProxyTyp
 
 
 def graph_nodes(tensors: Iterable[Tensor], most_nodes: int) -> tuple[list[Any], bool]:
-    """Return the nodes of autograd's graph behind tensors, and whether these are all."""
+    """Return up to about ``most_nodes`` nodes of autograd's graph behind tensors, and whether these are all."""
     nodes = {tensor.grad_fn: None for tensor in tensors if has_graph(tensor)}
     waiting: list[Any] = list(nodes)
     while waiting and len(nodes) < most_nodes:
@@ -132,7 +139,7 @@ def graph_nodes(tensors: Iterable[Tensor], most_nodes: int) -> tuple[list[Any], 
 
 
 def _alive(kind: str) -> Inventory:
-    """Tensors, modules and optimizers; by type, as an object may lie about its class or fail when it is asked."""
+    """Find live tensors, modules and optimizers by type: ``isinstance`` may fail or lie for proxy objects."""
     found = Inventory(kind)
     for one in gc.get_objects():
         if issubclass(type(one), Tensor):
@@ -155,7 +162,7 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _op_of(tensor: Tensor) -> str:
-    """The operation that made a tensor, such as ``softmax``, as its gradient is called."""
+    """Return the name of the op that made a tensor, such as ``softmax``, taken from its backward node."""
     if not has_graph(tensor):
         return ""
     name = str(tensor.grad_fn.name()).rpartition("::")[2]  # type: ignore[union-attr]
@@ -167,14 +174,14 @@ _MOST_ADDRESSES = 200_000
 
 
 class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes, while it is active, which line of the user's made a storage, by its address.
+    """Dispatch mode that records the line of user code that made each storage, by address.
 
-    For as long as a storage lives it is the last that was made there. Seen below autograd are the results of ops that
-    share no storage with what the op was given. Each op costs a walk over the frames, some 10 to 20 microseconds, so
-    this is for a search and not for every training. Gradients on CUDA are made in another thread and are not seen.
+    The last entry of an address is valid while its storage lives. Only results that share no storage with an argument
+    are recorded. Each op costs a stack walk of 10 to 20 microseconds, so use this for a diagnosis only. Gradients on
+    CUDA are made in another thread and are not seen.
 
     Args:
-        line_of: asked for the line of a frame and its callers.
+        line_of: returns the current line of user code.
     """
 
     def __init__(self, line_of: Callable[[], str]) -> None:
@@ -184,7 +191,7 @@ class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._run = accumulating_in_place(lambda op, args, kwargs: op(*args, **kwargs))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run an op and note what it made."""
+        """Run an op and record its results."""
         result = self._run(func, args, kwargs or {})
         for one in result if isinstance(result, list | tuple) else (result,):
             if isinstance(one, Tensor) and one.layout is torch.strided:

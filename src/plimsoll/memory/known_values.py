@@ -1,12 +1,12 @@
-"""Values that a trace needs although nothing is computed: masks, lengths, positions, and what is decided by them.
+"""Values of tensors that a trace needs although nothing is computed: masks, lengths, positions and derived values.
 
-A fake tensor has a shape and no values, yet models ask for some: whether a mask has padding, how long each sequence
-is. The batch's integers are known, so every op on known integers is also done for real, beside the fake one (they are
-small: at most `MOST_ELEMENTS`). What is asked of a tensor whose values are not known (a loss, a gradient norm, a
-router's choice) is answered with 0, or with as many elements as there can be, and said in ``assumptions``. A number
-that is drawn, by which a layer may be left out, is almost 1, which leaves none out: a long run needs as much.
+A fake tensor has a shape but no values. Models ask for values nevertheless: whether a mask has padding, or how long
+each sequence is. The integers of a batch are known. Each op on known integers therefore also runs on the real, small
+tensors (at most `MOST_ELEMENTS`). If an unknown value is requested (a loss, a gradient norm, a router's choice), the
+answer is 0, or as many elements as possible. ``assumptions`` records each such answer. Random numbers are almost 1, so
+that layer dropout skips no layer: a long run needs as much memory.
 
-It does NOT compute floating point values except of a few elements.
+Does NOT compute floating-point values, except of tensors with few elements.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from plimsoll.records.trace import Assumption
 
 MOST_ELEMENTS = 1 << 22
 _MOST_FLOATING = 4096
-_ATTRIBUTE = "_plimsoll_known"  # on a fake tensor: the real one with its values
+_ATTRIBUTE = "_plimsoll_known"  # attribute of a fake tensor: the real tensor with its values
 
 
 def values_of(tensor: Tensor) -> list[int]:
-    """Return the integers in a tensor of one dimension, fake or real.
+    """Return the integers in a one-dimensional tensor, fake or real.
 
     Raises:
-        InputError: if it is fake and they are not known.
+        InputError: if the tensor is fake and its values are not known.
     """
     known = known_of(tensor)
     if known is None:
@@ -51,7 +51,7 @@ def values_of(tensor: Tensor) -> list[int]:
 
 
 def known_of(tensor: Tensor) -> Tensor | None:
-    """Return a real tensor with the values of one that may be fake, ``None`` if they are not known."""
+    """Return a real tensor with the values of a fake or real one; ``None`` if they are not known."""
     known: Tensor | None = getattr(tensor, _ATTRIBUTE, None) if isinstance(tensor, FakeTensor) else tensor
     return known
 
@@ -71,10 +71,10 @@ _FACTORIES = {
     aten.triu_indices.default,
 }
 _ALMOST_ONE = 1 - 2**-8  # also in bfloat16
-_LIFTS = {aten.lift_fresh.default, aten.lift.default}  # what `torch.tensor` does with the numbers it was given
+_LIFTS = {aten.lift_fresh.default, aten.lift.default}  # the op of `torch.tensor` for numbers
 
-KEEPS_ALL = "was taken to keep every element"
-"""In the text of an assumption about a result whose length depends on unknown values."""
+KEEPS_ALL = "was assumed to keep every element"
+"""Part of the text of an assumption about a result whose length depends on unknown values."""
 
 
 def _longest_of_mask(tensor: Tensor, mask: Tensor) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def _longest_of_mask(tensor: Tensor, mask: Tensor) -> tuple[int, ...]:
     return (prod(map(max, shape)),)
 
 
-# The shapes of the results if nothing is left out, with their types; a type of None is the first argument's.
+# Shapes and types of the results if every element is kept; a type of None is the type of the first argument.
 _UNKNOWN_LENGTH: dict[Any, Callable[..., list[tuple[tuple[int, ...], torch.dtype | None]]]] = {
     aten.nonzero.default: lambda tensor: [((tensor.numel(), tensor.dim()), torch.int64)],
     aten.masked_select.default: lambda tensor, mask: [(_longest_of_mask(tensor, mask), None)],
@@ -95,12 +95,12 @@ _UNKNOWN_LENGTH: dict[Any, Callable[..., list[tuple[tuple[int, ...], torch.dtype
 
 
 class KnownValues:
-    """Runs ops on fake tensors and keeps the values of those that are known.
+    """Executor of ops on fake tensors, which also tracks known values.
 
     Args:
-        mode: the mode whose tensors these are.
-        where: describes the place in the training that asks for a value; ``None`` if it is not worth a note.
-        keeps_all: whether a result of unknown length is as long as it can be, or of one element.
+        mode: the mode of the fake tensors.
+        where: describes the place in the training that asks for a value; ``None`` if no assumption should be recorded.
+        keeps_all: whether a result of unknown length keeps all elements, or only one.
     """
 
     def __init__(self, mode: FakeTensorMode, where: Callable[[], str | None], keeps_all: bool = True) -> None:
@@ -109,24 +109,24 @@ class KnownValues:
         self._keeps_all = keeps_all
         self._of_outside: dict[int, tuple[Tensor, Tensor]] = {}
         self._where = where
-        # Storages of real tensors that the training has overwritten with unknown values, while they live.
+        # Storages of real tensors that the training has overwritten with unknown values, while they are alive.
         self._wrong: dict[int, weakref.ref[Any]] = {}
         self._assumed: dict[str, Assumption] = {}
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
-        """What was assumed in place of a value."""
+        """Assumptions made in place of unknown values."""
         return tuple(self._assumed.values())
 
     def assume(self, text: str, low_bytes: int = 0, high_bytes: int = 0) -> None:
-        """Note an assumption; said again, the widest range stays."""
+        """Record an assumption. If it is recorded already, the range is widened."""
         old = self._assumed.get(text, Assumption(text=text))
         self._assumed[text] = Assumption(
             text=text, low_bytes=min(low_bytes, old.low_bytes), high_bytes=max(high_bytes, old.high_bytes)
         )
 
     def fake(self, real: Tensor) -> Tensor:
-        """Return a fake CPU tensor like ``real``, which may be on any device; a CPU tensor's integers stay known."""
+        """Return a fake CPU tensor like ``real``, which may be on any device; integers of a CPU tensor stay known."""
         if isinstance(real, FakeTensor):
             return real
         if real.device.type != "cpu":  # a fake tensor of another device cannot be trained on a CPU build of torch
@@ -134,17 +134,17 @@ class KnownValues:
                 return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
         with _disable_current_modes():
             tensor = self._mode.from_tensor(real.detach(), static_shapes=True)
-            # A copy: what the training writes must not reach the real tensor. A single number may be an optimizer's
-            # count of its steps, which it divides by.
+            # A copy, because writes of the training must not reach the real tensor. A single floating-point number may
+            # be an optimizer's step count, by which it divides.
             if real.numel() <= (1 if real.is_floating_point() else MOST_ELEMENTS):
                 setattr(tensor, _ATTRIBUTE, real.detach().clone())
         return tensor
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op on fake tensors, and on what is known of their values."""
+        """Run an op on fake tensors, and on known values if all its inputs are known."""
         if op is aten._local_scalar_dense.default:
             return self._scalar(args[0])
-        if op is aten._pin_memory.default:  # a copy, for memory
+        if op is aten._pin_memory.default:  # a copy, as far as memory is concerned
             op, args = aten.clone.default, args[:1]
         tensors = tensors_in((*args, *kwargs.values()))
         if not all(isinstance(tensor, FakeTensor) for tensor in tensors) and op not in _LIFTS:
@@ -184,13 +184,13 @@ class KnownValues:
             return op(*real_args, **real_kwargs)
 
     def _real(self, value: Any) -> Any:
-        """Return an argument with the known values in place of fake tensors."""
+        """Return an argument with known values in place of fake tensors."""
         if isinstance(value, Tensor):
             return self._value(value)
         return type(value)(map(self._real, value)) if isinstance(value, list | tuple) else value
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        """The real tensor with the values of a fake one, ``None`` if they are not known."""
+        """Return the real tensor with the values of a fake one; ``None`` if they are not known."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         value: Tensor | None = getattr(tensor, _ATTRIBUTE, None)
@@ -207,11 +207,11 @@ class KnownValues:
                 return value.item()
         where = self._where()
         if where is not None:
-            self.assume(f"the value of a {str(tensor.dtype).removeprefix('torch.')} tensor was taken for 0{where}")
+            self.assume(f"the value of a {str(tensor.dtype).removeprefix('torch.')} tensor was assumed to be 0{where}")
         return _zero(tensor.dtype)
 
     def _unknown_length(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results of an op that may leave elements out: with all of them, or with one."""
+        """Return the results of an op that may drop elements: with all elements, or with one."""
         self.assume(f"{op} {KEEPS_ALL}{self._where() or ''}")
         results = []
         for (length, *rest), dtype in _UNKNOWN_LENGTH[op](*args, **kwargs):
@@ -221,7 +221,7 @@ class KnownValues:
         return results[0] if len(results) == 1 else tuple(results)
 
     def _adopted(self, value: Any) -> Any:
-        """A fake tensor for a real one that the training found outside; the same for the same."""
+        """Return the fake tensor of a real tensor from outside the training, always the same for the same tensor."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         if id(value) not in self._of_outside:
@@ -229,7 +229,7 @@ class KnownValues:
         return self._of_outside[id(value)][1]
 
     def _refuse_to_train(self, op: Any, args: tuple[Any, ...]) -> None:
-        """Refuse what would change a real tensor: writing to it, or gradients for it."""
+        """Raise an error if an op would write to a real tensor or compute gradients for it."""
         if op is aten.detach.default:
             return
         written = [argument.is_write for argument in op._schema.arguments[: len(args)]]
@@ -263,7 +263,7 @@ def _zero(dtype: torch.dtype) -> bool | int | float | complex:
 
 
 def _below_modes(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Let ops on plain tensors pass all dispatch modes by; those of other classes need them looked up one by one."""
+    """Return a context in which ops on plain tensors bypass all dispatch modes; subclasses need a slower one."""
     if all(type(one) is Tensor for one in tensors):
         guard: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
         return guard
@@ -271,5 +271,5 @@ def _below_modes(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Whether the values of a tensor are worth keeping: integers and truth values, and a few numbers."""
+    """Return whether a tensor is small enough to keep its values: integers and booleans, or a few floats."""
     return tensor.numel() <= (_MOST_FLOATING if tensor.dtype.is_floating_point else MOST_ELEMENTS)

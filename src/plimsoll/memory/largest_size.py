@@ -1,9 +1,10 @@
-"""Which size fits: found with a handful of traces, and verified by one at the answer.
+"""Search for the largest size that fits, with a handful of traces. The answer itself is verified by a trace.
 
-Memory grows nearly in proportion to a batch, and with the square of a sequence at worst, in steps (an allocator takes
-segments, a kernel changes at some size). So two traces give a line, or one of which it is known what grows in it, the
-line gives the next size to try, and every trace narrows the bracket between a size that fits and one that does not,
-until the two are neighbours or as near as was asked. Where lines narrow it too slowly, it is halved.
+Memory grows nearly in proportion to the batch size, and at worst with the square of the sequence length. It grows in
+steps, because an allocator reserves segments and kernels change at some sizes. Two traces define a line, or one trace
+if the growing part of its memory is known. The line gives the next size to try. Every trace narrows the bracket between
+the largest fitting and the smallest failing size, until the requested precision is reached. If lines narrow the bracket
+too slowly, it is halved.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_MOST_TRACES = 16  # a line takes 3 to 5, stairs and squares up to 15
+_MOST_TRACES = 16  # lines need 3 to 5 traces; steps and squares up to 15
 
 
 @dataclass(frozen=True)
 class Found(Generic[T]):
-    """The largest size that fits with what was said of it; ``None`` if not even the smallest does."""
+    """The largest size that fits, with its result from ``try_size``; ``None`` if not even the smallest fits."""
 
     value: int | None
     said: T | None
@@ -40,18 +41,18 @@ def largest_that_fits(
     """Find the largest size from 1 to ``most`` that fits.
 
     Args:
-        try_size: ``size -> (bytes beyond the limit, whether it fits, what is to be said of it)``; the bytes are
-            negative where there is memory left.
-        start: where to begin.
+        try_size: ``size -> (bytes beyond the limit, whether it fits, result)``; the bytes are negative if memory is
+            left.
+        start: the first size to try.
         most: the largest size to try.
-        precision: how near, as a share of the size, the answer may be below the first size that does not fit.
-        growing_bytes: what of the first size's bytes grows with the size, 0 where that is not known.
-        suppose: told, before the size is tried that the first line says, of the one that is probably tried later.
+        precision: largest relative gap between the answer and the first size that does not fit.
+        growing_bytes: returns the bytes of the first size that grow with the size; 0 if unknown.
+        suppose: called with a size that is likely to be tried later, before the size from the first line is tried.
     """
     beyond_bytes: dict[int, int] = {}
     best: T | None = None
-    low, high = 0, most + 1  # the largest size known to fit, the smallest known not to
-    num_slow = 0  # traces in a row that did not halve what is between them
+    low, high = 0, most + 1  # largest size known to fit, smallest known not to fit
+    num_slow = 0  # traces in a row that did not halve the bracket
     size = max(1, min(start, most))
     while len(beyond_bytes) < _MOST_TRACES:
         between = high - low
@@ -66,9 +67,9 @@ def largest_that_fits(
         num_slow = num_slow + 1 if 2 * (high - low) > between else 0
         growing = growing_bytes(said) if len(beyond_bytes) == 1 else 0
         if growing > 0:
-            size, num_slow = round(size * (1 - beyond_bytes[size] / growing)), -1  # the first line goes through this
+            size, num_slow = round(size * (1 - beyond_bytes[size] / growing)), -1  # the first line uses this trace
             if low + 1 < size < high:
-                suppose(size - 1)  # the line leaves out what lies between, so that its size is a little too large
+                suppose(size - 1)  # the line ignores terms in between, and gives a slightly larger size
         else:
             size = _next_to_try(beyond_bytes, low, high, num_slow)
         size = min(max(size, low + step), high - 1)
@@ -76,10 +77,10 @@ def largest_that_fits(
 
 
 def _next_to_try(beyond_bytes: dict[int, int], low: int, high: int, num_slow: int) -> int:
-    """Where a line crosses the limit; a size between, the double or the half where lines do not get on."""
+    """Return the size at which a line crosses the limit, or a bisection of the bracket if lines are too slow."""
     sizes = sorted(beyond_bytes)
     if low in beyond_bytes and high in beyond_bytes:
-        most_slow = 1 if high > 2 * low else 2  # a line that hits takes two: its crossing, and the size after it
+        most_slow = 1 if high > 2 * low else 2  # a good line needs two: the crossing, and the next size
         line = _crossing(beyond_bytes, low, high) if num_slow < most_slow else None
         return isqrt(low * high) if line is None or beyond_bytes[high] <= 0 else line
     is_lost = len(sizes) >= 4
@@ -91,7 +92,7 @@ def _next_to_try(beyond_bytes: dict[int, int], low: int, high: int, num_slow: in
 
 
 def _crossing(beyond_bytes: dict[int, int], first: int, second: int | None = None) -> int | None:
-    """Where the line through two sizes crosses the limit; ``None`` for one size, or if it does not rise."""
+    """Return the size at which a line through two sizes crosses the limit; ``None`` if it does not rise."""
     if second is None or beyond_bytes[second] <= beyond_bytes[first]:
         return None
     bytes_per_size = (beyond_bytes[second] - beyond_bytes[first]) / (second - first)

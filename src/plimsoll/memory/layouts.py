@@ -1,14 +1,13 @@
-"""What ops give, as far as shapes and strides go: torch is asked once, and what it said holds from then on.
+"""Cache of op results on fake tensors: shapes and strides that torch has computed once are reused.
 
-Fake tensors find what an op gives by a rule in Python or a search in a cache, which takes some 100 µs, and a recurrent
-net that is unrolled has a million ops of a few hundred kinds. What an op gives anew follows from the layouts of its
-tensors and from its other arguments; where these were seen before, memory of the layout it gave then is all that a
-trace wants to know. An op that writes to a tensor and gives it back has then nothing to do. A view shares memory, so
-the op itself runs, on shapes alone.
+torch computes the result of an op on fake tensors by a Python rule or a cache lookup, which takes some 100 µs. An
+unrolled recurrent net has a million ops of a few hundred kinds. The layout of a new result follows from the layouts of
+the input tensors and from the other arguments. If these are known, a tensor with the cached layout is enough for a
+trace. An op that writes to a tensor and returns it then has nothing to do. A view shares memory, so the op itself runs,
+on shapes alone.
 
-Covers torch's own ops (``aten``) on dense fake tensors of one mode; everything else is left to torch each time, and so
-is an op whose result shares memory though it does not say so. It does NOT know values (see
-`plimsoll.memory.known_values`).
+Covers torch's ``aten`` ops on dense fake tensors of one mode. Other ops run in torch each time, as does an op whose
+result shares memory against its schema. Does NOT know values (see `plimsoll.memory.known_values`).
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 aten = torch.ops.aten
 _META = torch.device("meta")
 
-# Each has a kernel for shapes and strides alone, and fake tensors have no rule of their own for it.
+# Views that have a meta kernel and no special rule for fake tensors.
 _VIEWS = frozenset({
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.detach.default,
     aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim,
     aten.alias.default, aten.unbind.int, aten.split.Tensor, aten.unsafe_split.Tensor,
 })  # fmt: skip
 
-_FREE_LAYOUT = {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}  # follows from values, or is exchanged
+_FREE_LAYOUT = {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}  # depends on values, or changes in place
 
 
 class _Kind(NamedTuple):
-    """Of an op; ``place`` and ``argument`` are those of the tensor that it writes to and gives back."""
+    """The kind of an op. ``place`` and ``argument`` identify the tensor that it writes to and returns."""
 
     name: Literal["view", "new", "writes", "other"]
     place: int = -1
@@ -42,7 +41,7 @@ class _Kind(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Of a tensor that has its memory for itself."""
+    """The layout of a tensor that shares its memory with no other tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -51,19 +50,19 @@ class _Layout(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What an op gives: different tensors, and which of them are where in its result."""
+    """The result of an op: the layouts of distinct tensors, and a structure with their numbers."""
 
     layouts: tuple[_Layout, ...]
     result: Any
 
 
-# What torch has said in this process, by the op and its arguments.
+# Results computed by torch in this process, by op and arguments.
 _GIVEN: dict[Hashable, _Given] = {}
 _ONLY_WRITE: set[Hashable] = set()
 
 
 class Layouts:
-    """Runs ops on the fake tensors of a mode.
+    """Executor of ops on the fake tensors of a mode.
 
     Args:
         mode: the mode.
@@ -75,7 +74,7 @@ class Layouts:
         self._state_of: dict[torch.device, dict[str, Any]] = {}
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
-        """Run an op; ``tensors`` are those among its arguments."""
+        """Run an op; ``tensors`` are the tensors among its arguments."""
         if not self._are_plain(tensors):
             return op(*args, **kwargs)
         kind = self._kind_of.get(op)
@@ -90,7 +89,7 @@ class Layouts:
         return op(*args, **kwargs)
 
     def like(self, real: Tensor) -> Tensor | None:
-        """Return a fake tensor like a real one of the CPU that has its memory for itself; ``None`` of another."""
+        """Return a fake tensor like a real, plain CPU tensor that fills its memory; ``None`` for other tensors."""
         if type(real) is not Tensor or real.requires_grad or not real.is_cpu or real.layout is not torch.strided:
             return None
         if real.dtype.is_complex or not _fills_its_memory(real):
@@ -99,13 +98,13 @@ class Layouts:
             return self._made(_Layout(tuple(real.shape), real.stride(), real.dtype, real.device))
 
     def _are_plain(self, tensors: list[Any]) -> bool:
-        """Whether all are dense and of this mode (what a library copies may have one of its own), none a constant."""
+        """Return whether all tensors are dense, real-valued fake tensors of this mode without constants."""
         return all(
             isinstance(one, FakeTensor)
             and one.fake_mode is self._mode
             and one.layout is torch.strided
             and one.constant is None
-            and not one.dtype.is_complex  # which may be conjugated
+            and not one.dtype.is_complex  # may be conjugated
             for one in tensors
         )
 
@@ -122,7 +121,7 @@ class Layouts:
                 made = [self._made(layout) for layout in given.layouts]
             return _mapped(made.__getitem__, given.result)
         result = op(*args, **kwargs)
-        found: dict[int, Any] = {}  # by its identity, in order
+        found: dict[int, Any] = {}  # by identity, in order
         _mapped(lambda one: found.setdefault(id(one), one), result)
         if _are_alone([*found.values()], tensors):
             numbers = {identity: number for number, identity in enumerate(found)}
@@ -139,7 +138,7 @@ class Layouts:
             return returned
         result = op(*args, **kwargs)
         if result is returned and asked == _asked(op, args, kwargs):
-            _ONLY_WRITE.add(asked)  # else one was made larger, say
+            _ONLY_WRITE.add(asked)  # else an argument was resized, for example
         return result
 
     def _made(self, layout: _Layout) -> Tensor:
@@ -147,7 +146,7 @@ class Layouts:
         return self._fake(empty, layout.device)
 
     def _fake(self, on_meta: Tensor, device: torch.device) -> Tensor:
-        """What the class of fake tensors makes of a tensor; it would take longer than all else here."""
+        """Return a fake tensor as its class would make it, but faster: the constructor would dominate the time here."""
         state = self._state_of.get(device)
         if state is None:
             state = self._state_of[device] = dict(vars(FakeTensor(self._mode, on_meta, device)))
@@ -158,10 +157,10 @@ class Layouts:
 
 
 def _kind_of(op: Any) -> _Kind:
-    """What an op of torch's says of itself.
+    """Return the kind of an op, according to its schema.
 
-    "new" if it gives tensors, in no memory of its arguments, of a size that follows; "writes" if it writes to one
-    tensor and gives that, or to lists of tensors and gives nothing, as the ops of optimizers do.
+    "new" returns tensors of a computable size that share no memory with arguments. "writes" writes to one tensor and
+    returns it, or writes to lists of tensors and returns nothing, as the ops of optimizers do.
     """
     arguments, returns = op._schema.arguments, op._schema.returns
     shared = [one for one in (*arguments, *returns) if one.alias_info is not None]
@@ -184,12 +183,12 @@ def _is_written(one: Any) -> bool:
 
 
 def _asked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """What decides what an op gives; a number of Python's may be of the type that is the default."""
+    """Return the cache key of a call. The default dtype is included because it may be the type of a Python number."""
     return op, torch.get_default_dtype(), _signature(args), _signature((*kwargs.items(),))
 
 
 def _signature(value: Any) -> Hashable:
-    """What of an argument decides the layout of a result."""
+    """Return the properties of an argument that determine the layout of a result."""
     if isinstance(value, FakeTensor):
         return value.shape, value.stride(), value.dtype, value.fake_device
     if isinstance(value, list | tuple):
@@ -198,7 +197,7 @@ def _signature(value: Any) -> Hashable:
 
 
 def _mapped(function: Callable[[Any], Any], result: Any) -> Any:
-    """Apply a function to what an op gives: one thing, or a list or a tuple of which some may be missing."""
+    """Apply a function to each tensor in a result, which may be nested in lists and tuples and contain None."""
     if isinstance(result, list | tuple):
         return type(result)(_mapped(function, one) for one in result)
     return None if result is None else function(result)
@@ -209,7 +208,7 @@ def _layout_of(tensor: Any) -> _Layout:
 
 
 def _are_alone(made: list[Any], tensors: list[Any]) -> bool:
-    """Whether each has memory of just its size, which no other and no argument has."""
+    """Return whether each tensor fills its memory and shares it with no other tensor or argument."""
     if not all(isinstance(one, FakeTensor) and one.layout is torch.strided and one.constant is None for one in made):
         return False
     of_arguments = {one.untyped_storage()._cdata for one in tensors}
@@ -228,8 +227,8 @@ _ALIGNED_BYTES = 16
 
 
 def grouped_result(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Return what ``_grouped_mm`` (mixtures of experts) makes, without computing; not the scaled one of 8 bits."""
-    # torch's own rule for fake tensors knows only bfloat16; the kernels take every type, and rows begin at 16 bytes.
+    """Return an empty result of ``_grouped_mm`` (mixture of experts). Does not cover the scaled 8-bit version."""
+    # torch's rule for fake tensors supports only bfloat16. The kernels support every type, and align rows to 16 bytes.
     shape = _grouped_shape(a, b, offs)
     per_row = _ALIGNED_BYTES // a.element_size()
     padded = -(-shape[-1] // per_row) * per_row
@@ -239,7 +238,7 @@ def grouped_result(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **
 
 
 def _grouped_shape(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[int, ...]:
-    """The shape of a result: groups lie along the rows of ``a``, the columns of ``b``, or what is summed over."""
+    """Return the shape of a result: groups divide the rows of ``a``, the columns of ``b``, or the summed dimension."""
     if a.dim() == b.dim() == 2:
         assert offs is not None
         return (offs.shape[0], a.shape[0], b.shape[1])

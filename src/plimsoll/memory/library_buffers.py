@@ -1,7 +1,7 @@
-"""What libraries keep for themselves, which no trace has: cuBLAS's workspaces, gloo's and NCCL's buffers.
+"""Memory of libraries that no trace contains: workspaces of cuBLAS, buffers of gloo and NCCL.
 
-Not covered: products on other streams and in other threads than forward's and backward's; several machines, whose
-network cards NCCL keeps buffers for too.
+Not covered: products on other streams, and in threads other than the forward and backward threads; NCCL's buffers for
+network cards in runs on several machines.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from plimsoll.memory.annotations import captured_rows
 from plimsoll.records.prediction import Estimate, Exchange
 from plimsoll.records.trace import Trace
 
-# A linear layer with a bias goes through cuBLASLt (`gemm_and_bias`, aten/src/ATen/cuda/CUDABlas.cpp; the size is from
-# pytorch#73328). Up to torch 2.6 it gives that back each time; later it keeps it, for each thread (`tests/recordings`).
+# A linear layer with a bias uses cuBLASLt (`gemm_and_bias`, aten/src/ATen/cuda/CUDABlas.cpp; the size is from
+# pytorch#73328). Up to torch 2.6, its workspace is freed after each call. Later versions keep it, for each thread
+# (`tests/recordings`).
 LT_BYTES = 1 << 20
-"""cuBLASLt's own workspace."""
+"""Workspace of cuBLASLt."""
 
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.addmv.", "aten.mv.", "aten.dot.")
 _WITH_BIAS = "aten.addmm."
@@ -30,21 +31,21 @@ def deltas_with_workspaces(
     num_threads: int = 2,
     private: set[int] | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Yield ``(storage, bytes)`` of the device in order, with cuBLAS's buffers as storages of their own.
+    """Yield ``(storage, bytes)`` on the device in order, with cuBLAS's workspaces as additional storages.
 
     Args:
         trace: a training on CUDA.
-        workspace_bytes: of each handle; 0 where they are there already or live outside the allocator.
-        lt_bytes: what a linear layer with a bias takes beside it.
-        returns_lt: whether it gives that back, as up to torch 2.6.
-        num_threads: 2 where backward has a thread of its own, as on CUDA.
-        private: the storages of a graph's pool; those that are yielded of it are added.
+        workspace_bytes: workspace of each handle; 0 if workspaces exist already or are outside the allocator.
+        lt_bytes: additional workspace of a linear layer with a bias.
+        returns_lt: whether that workspace is freed after each call, as up to torch 2.6.
+        num_threads: 2 if backward runs in a separate thread, as on CUDA.
+        private: storages in the pool of a CUDA graph; workspaces in that pool are added.
     """
-    # A thread that multiplies matrices gets a cuBLAS handle, and each handle (and stream) gets a workspace that is kept
-    # until the process ends: one for the forward pass at its first product, one for backward, which runs in autograd's
-    # own thread (`getCurrentCUDABlasHandle`, aten/src/ATen/cuda/CublasHandlePool.cpp). The capture of a CUDA graph has
-    # a stream of its own, and so another one, in the graph's pool. Where a workspace lands matters more than its size:
-    # it splits a free block that an activation would have reused.
+    # A thread that multiplies matrices gets a cuBLAS handle. Each handle and stream gets a workspace that is kept until
+    # the process ends. Forward allocates one at its first product, and backward another in autograd's thread
+    # (`getCurrentCUDABlasHandle`, aten/src/ATen/cuda/CublasHandlePool.cpp). The capture of a CUDA graph uses a separate
+    # stream, and so a third workspace, in the graph's pool. The position of a workspace matters more than its size: it
+    # splits a free block that an activation would have reused.
     names = [trace.texts[name] for name in trace.ops.name]
     new_storage = len(trace.storages.num_bytes)
     have_workspace: set[str] = set()
@@ -79,18 +80,18 @@ def deltas_with_workspaces(
 
 _MIB = 1 << 20
 _ADDED_UP, _GATHERED, _SCATTERED = "c10d.allreduce_.", "c10d._allgather_base_.", "c10d._reduce_scatter_base_."
-_BY_NUMBER = 64  # bytes; what is smaller says how it went, and is no tensor of the training
+_BY_NUMBER = 64  # bytes; smaller exchanges are status values, not tensors of the training
 
-# The two threads in which gloo exchanges have heaps of their own, which keep what they copied of up to 3.9 MiB each:
-# 7.0 MiB of a GPT-2 whose gradients are added up, 5.1 and 6.8 of a sharded one (malloc_info, glibc 2.36, torch 2.13).
+# The two threads of gloo have separate heaps, which keep copies of up to 3.9 MiB each. Measured: 7.0 MiB for a GPT-2
+# with all-reduced gradients, 5.1 and 6.8 for a sharded one (malloc_info, glibc 2.36, torch 2.13).
 _GLOO = Estimate(likely_bytes=6 * _MIB, low_bytes=2 * _MIB, high_bytes=8 * _MIB, modelled_bytes=6 * _MIB)
-# NCCL takes 9.2 MiB for each channel and neighbour (src/init.cc: 4 MiB, 4.7 and 0.5 for its three protocols;
-# NCCL_BUFFSIZE changes the first), of 2 channels over PCIe and up to 32 over NVLink, and kernels. Not measured.
+# NCCL uses 9.2 MiB for each channel and neighbor, and memory for kernels. The three protocols use 4 MiB, 4.7 and 0.5
+# (src/init.cc; NCCL_BUFFSIZE changes the first). There are 2 channels over PCIe and up to 32 over NVLink. Not measured.
 _NCCL = Estimate(likely_bytes=256 * _MIB, low_bytes=64 * _MIB, high_bytes=512 * _MIB, assumed_bytes=256 * _MIB)
 
 
 def kept_by_exchanges(trace: Trace, device: str) -> Estimate | None:
-    """Return what the library that exchanges tensors keeps; ``None`` where none are exchanged.
+    """Return the memory that the communication library keeps; ``None`` if the trace has no collectives.
 
     Args:
         trace: the trace.
@@ -102,12 +103,12 @@ def kept_by_exchanges(trace: Trace, device: str) -> Estimate | None:
 
 
 def exchange_of(trace: Trace, num_ranks: int, kept: Estimate) -> Exchange:
-    """Add up what the last step of a trace exchanges.
+    """Return the bytes exchanged between ranks in the last step of a trace.
 
     Args:
-        trace: of one of the ranks.
-        num_ranks: how many there are.
-        kept: see `kept_by_exchanges`.
+        trace: the trace of one rank.
+        num_ranks: the number of ranks.
+        kept: memory of the communication library, see `kept_by_exchanges`.
     """
     ops, last = trace.ops, max(trace.ops.step, default=0)
     found: dict[str, list[int]] = {_ADDED_UP: [], _GATHERED: [], _SCATTERED: []}

@@ -1,4 +1,4 @@
-"""What is alive at every event of a trace, by category: sums over the births and deaths, nothing modelled."""
+"""Live bytes of a trace after every event, by category. They are sums over births and deaths, without any model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ Column = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Live:
-    """Columns with a row for each event of one place; ``by_category`` has those that occur and adds up to ``total``.
+    """Live bytes on the device or the host; the columns have a row for each event there.
 
-    ``event`` is the number of the event in the trace, ``storage`` the storage it is about, ``delta`` its bytes,
-    negative for a death.
+    Attributes:
+        event: index of the event in the trace.
+        storage: the storage that is born or dies.
+        delta: its bytes, negative for a death.
+        total: live bytes after the event.
+        by_category: live bytes of each category that occurs; they add up to ``total``.
     """
 
     event: Column
@@ -28,12 +32,12 @@ class Live:
 
     @property
     def peak_row(self) -> int:
-        """The first row of the largest total; -1 without events."""
+        """First row with the largest total; -1 without events."""
         return int(self.total.argmax()) if len(self.total) else -1
 
     @property
     def peak_bytes(self) -> int:
-        """The largest total."""
+        """Largest total; 0 without events."""
         return int(self.total[self.peak_row]) if len(self.total) else 0
 
     def alive_at(self, row: int) -> list[int]:
@@ -46,7 +50,7 @@ class Live:
 
 
 def live_bytes(trace: Trace, on_host: bool = False) -> Live:
-    """Add up a trace; ``on_host`` is for the host's memory of a training that is on another device."""
+    """Compute the live bytes of a trace on the device, or with ``on_host`` in host memory."""
     signed = np.asarray(trace.events, dtype=np.int64)
     storage = np.abs(signed) - 1
     here = np.asarray(trace.storages.on_host, dtype=bool)[storage] == on_host if len(signed) else np.zeros(0, bool)

@@ -1,14 +1,14 @@
-"""Runs a training for real and records it as a prediction does, beside what the device itself counts.
+"""Measurement of a real training: a trace from the same recorder as predictions, and memory counters of the device.
 
     with measuring("cuda") as run:
         train_three_steps()
     run.trace(), run.counters
 
-The recorder is the one that predictions are made with, so that both can be compared op by op (`compare`). The counters
-are the device's: on CUDA the caching allocator's peaks, on the CPU private memory, read by a thread beside.
+Prediction and measurement use the same recorder, so that they can be compared op by op (`compare`). On CUDA, the
+counters are the peaks of the caching allocator. On the CPU, a thread samples private memory.
 
-Recording costs time (some 20 microseconds per op) and host memory (some 500 bytes per op): a few steps, not a run. See
-`recorder` for what it cannot see. Not covered: several devices, other processes.
+Recording costs some 20 microseconds and 500 bytes of host memory per op, so measure a few steps, not a run. `recorder`
+lists operations that it cannot see. Not covered: several devices, other processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SAMPLE_SECONDS = 0.02
 
 
 class Measurement:
-    """A training that is being recorded, or has been; made by `measuring`."""
+    """A training that is being recorded or has been recorded; created by `measuring`."""
 
     def __init__(self, device: str, backend: Backend) -> None:
         is_elsewhere = device != "cpu"
@@ -48,17 +48,17 @@ class Measurement:
 
     @property
     def counters(self) -> Counters:
-        """What the device counted in the block, or until now."""
+        """Counters of the device in the block, or until now."""
         return self._counters or self._read()
 
     def know_batch(self, batch: Any) -> Any:
-        """Say that the tensors of a batch are inputs, as `DryRun.fake_batch` does; returns the batch."""
+        """Mark the tensors of a batch as inputs, as `DryRun.fake_batch` does, and return the batch."""
         leaves, _ = tree_flatten_with_path(batch)
         self.recorder.know(((keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor)), "inputs")
         return batch
 
     def trace(self) -> Trace:
-        """Return what was recorded."""
+        """Return the trace recorded so far."""
         return self.recorder.trace("measured", self._backend.kind)
 
     @contextmanager
@@ -79,7 +79,7 @@ class Measurement:
 
     def _sample_until(self, stop: threading.Event) -> None:
         while not stop.wait(_SAMPLE_SECONDS):
-            with contextlib.suppress(MemoryError):  # near a limit even a sample may not fit: it is left out
+            with contextlib.suppress(MemoryError):  # a sample may not fit near a limit; skip it
                 self._sample()
 
     def _sample(self) -> None:
@@ -105,11 +105,11 @@ class Measurement:
 
 @contextmanager
 def measuring(device: str = "cpu", with_allocator_record: bool = False) -> Iterator[Measurement]:
-    """Record the training in the block; every ``optimizer.step()`` ends a step.
+    """Record the training in the block. Every ``optimizer.step()`` ends a step.
 
     Args:
-        device: where it trains: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
-        with_allocator_record: also have CUDA's allocator record what it does (see `snapshot`).
+        device: device of the training: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+        with_allocator_record: whether to record the events of CUDA's caching allocator, too (see `snapshot`).
 
     Raises:
         DeviceError: if there is no such device.
@@ -127,11 +127,11 @@ def measuring(device: str = "cpu", with_allocator_record: bool = False) -> Itera
 
 
 def measure_training(train: Callable[[Measurement], Any], device: str = "cpu") -> Trace:
-    """Run a function that trains, and return what it allocated.
+    """Run a function that trains, and return the trace of its allocations.
 
     Args:
-        train: does a few steps, as for `plimsoll.memory.trace.trace_training`, on real tensors.
-        device: where it trains.
+        train: trains for a few steps on real tensors, like the argument of `plimsoll.memory.trace.trace_training`.
+        device: device of the training.
 
     Raises:
         DeviceError: if there is no such device.

@@ -1,12 +1,13 @@
-"""From a trace and a target to the memory that the training will need there: how the target's allocators count.
+"""Prediction of the memory that a training needs on a target, from its trace and a model of the target's allocator.
 
-On CUDA that is what the process takes of the card: the segments that torch's allocator reserves, simulated over all
-steps in order and within the card's limit, and the CUDA context. On the CPU it is private memory: what the C library's
-heap keeps resident, simulated likewise, and the interpreter with its libraries and what these take for their threads.
+On CUDA, the prediction is the device memory of the process. It consists of the segments that torch's allocator
+reserves, simulated over all steps in order and within the limit, and the CUDA context. On the CPU, it is private
+memory. It consists of the resident heap of the C library, simulated likewise, the interpreter, the libraries, and the
+memory of their threads.
 
-How sure an answer is: ``traced`` bytes are those of known storages, ``modelled`` ones follow from a model of an
-allocator or a library, ``assumed`` ones come from a table, ``measured`` ones were read from this machine. The range
-adds up what each part may be off by.
+Each estimate states its sources. ``traced`` bytes belong to known storages, and ``modelled`` bytes follow from a model
+of an allocator or a library. ``assumed`` bytes come from a table, and ``measured`` bytes were read on this machine. The
+range adds up the possible errors of all parts.
 
 Does NOT cover other processes on the same device, and several streams.
 """
@@ -34,32 +35,40 @@ MOST_ROWS = 4000
 _NUM_LARGEST = 10
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
-# What is left between prediction and measurement. On CUDA at most 0.7 % of what is allocated, and 2 % of what is
-# reserved in 98 of 100 runs (benchmarks/predict_gpu_recordings.py). On the CPU 1.3 % and 4.4 % inside a budget
-# (benchmarks/predict_cpu_rss.py).
+# The remaining difference between prediction and measurement. On CUDA it is at most 0.7 % of allocated memory, and 2 %
+# of reserved memory in 98 of 100 runs (benchmarks/predict_gpu_recordings.py). On the CPU it is 1.3 %, and 4.4 % inside
+# a budget (benchmarks/predict_cpu_rss.py).
 _CUDA_SPREAD = 0.02
 _CPU_SPREAD = 0.06
-# In a heap that keeps large blocks there are large holes, and where they lie is chance: in 12 to 60 steps of five
-# models up to 6 of the largest block above two simulated steps, and up to 2.4 below nine, see docs/LOG.md.
+# A heap that keeps large blocks has large holes in places that depend on chance. In 12 to 60 steps of five models, the
+# heap took up to 6 of the largest block more than in two simulated steps. Compared with nine simulated steps, it took
+# up to 2.4 of them less (docs/LOG.md).
 _HOLES_LESS, _HOLES_MORE = 3, 5
-_UNKNOWN_CONTEXT_BYTES = (200 << 20, 816 << 20)  # over the cards of the table that have been measured
+_UNKNOWN_CONTEXT_BYTES = (200 << 20, 816 << 20)  # range over the measured cards of the table
 
 
 @dataclass(frozen=True)
 class Counted:
-    """How a target counted a trace.
+    """Predicted memory of a trace on a target. The columns have a row for each event of `live`.
 
-    The columns have a row for each event of `live`. ``reserved`` is what the process has taken, all its ``fixed`` bytes
-    included, and ``allocated`` what of it is in use beside these. ``fixed`` names what is there from the start.
-    ``learned`` is what measured runs have shown of predicted live bytes: it widens the range and moves no answer.
-    ``oom_row`` is the event that does not fit within the limit; the columns are then those without a limit.
-    ``gives_back`` says whether what is freed goes back to the system, so that it is new when it is taken again.
-    ``unwritten_bytes`` are what a limit on address space (see `plimsoll.device.cpu.data_limit`) must allow
-    beyond the peak: memory that is asked for and never written, and holes of the heap whose pages are gone.
-    ``holes_bytes`` are what its holes may take less and more than simulated, where it keeps large blocks.
-    ``workspaces_bytes`` are what cuBLAS takes of torch's allocator: torch counts it as allocated, and here it is part
-    of the context from the start. ``most_in_use_bytes`` is then the most that torch counts, which may be before all
-    workspaces are there.
+    Attributes:
+        trace: the trace.
+        live: live bytes of the trace.
+        allocated: bytes in use by tensors, without ``fixed``.
+        reserved: bytes held by the process, with ``fixed``.
+        fixed: memory that exists from the start, by category.
+        spread: relative error of the prediction.
+        oom_row: the event that does not fit within the limit; the columns then show the run without a limit.
+        learned: ratio of measured to predicted live bytes in earlier runs. It widens the range but does not move the
+            estimate.
+        unwritten_bytes: bytes beyond the peak that a limit on address space (see `plimsoll.device.cpu.data_limit`) must
+            allow: memory that is never written, and heap holes whose pages were released.
+        holes_bytes: bytes by which heap holes may be smaller and larger than simulated, if the heap keeps large blocks.
+        gives_back: whether freed memory is returned to the system, so that its pages are new when it is allocated
+            again.
+        workspaces_bytes: cuBLAS workspaces. torch counts them as allocated; here they belong to the context from the
+            start.
+        most_in_use_bytes: peak of torch's counter of allocated bytes, which may occur before all workspaces exist.
     """
 
     trace: Trace
@@ -78,9 +87,9 @@ class Counted:
 
     @cached_property
     def fresh_bytes(self) -> dict[int, int]:
-        """Bytes that the process grows by at each op, by the op's row, in every step again.
+        """Bytes by which the process grows at each op of every step, by the op's row.
 
-        A process that gives nothing back has grown to what it needs after its first steps.
+        Empty if the process returns nothing to the system: it then stops growing after its first steps.
         """
         found: dict[int, int] = {}
         if self.gives_back:
@@ -92,17 +101,17 @@ class Counted:
 
     @cached_property
     def peak_row(self) -> int:
-        """The row at which most is alive."""
+        """Row at which the most bytes are alive."""
         return self.live.peak_row
 
     @cached_property
     def peak(self) -> Estimate:
-        """The most that the process takes, with its range."""
+        """Peak memory of the process, with its range."""
         return self.most_reserved + self.fixed_part
 
     @cached_property
     def most_reserved(self) -> Estimate:
-        """The most that the allocator holds: what torch's counter of reserved bytes will say on CUDA."""
+        """Peak of the allocator, workspaces included. On CUDA it predicts torch's counter of reserved bytes."""
         own_bytes = int(self.reserved.max(initial=0)) - sum(self._standing_bytes.values())
         traced_bytes = min(int(self.live.total[self.peak_row]), own_bytes)
         own = Estimate(
@@ -116,12 +125,12 @@ class Counted:
 
     @property
     def fixed_part(self) -> Estimate:
-        """What is there from the start, outside the allocator."""
+        """Memory outside the allocator, which exists from the start."""
         return sum(self.fixed.values(), start=_exactly(0))
 
     @cached_property
     def most_allocated(self) -> Estimate:
-        """The most that is in use of what is reserved: what torch's counter of allocated bytes will say on CUDA."""
+        """Peak of allocated bytes. On CUDA it predicts torch's counter of allocated bytes."""
         own_bytes = int(self.allocated.max(initial=0))
         likely_bytes = own_bytes if self.most_in_use_bytes is None else self.most_in_use_bytes
         traced_bytes, workspaces_bytes = min(self.live.peak_bytes, likely_bytes), likely_bytes - own_bytes
@@ -135,12 +144,12 @@ class Counted:
 
     @property
     def _standing_bytes(self) -> dict[Category, int]:
-        """The fixed parts as they are shown: workspaces are of the context."""
+        """Fixed bytes by category, with workspaces as part of the context."""
         sizes = {name: part.likely_bytes for name, part in self.fixed.items()}
         return sizes | ({"context": sizes["context"] + self.workspaces_bytes} if self.workspaces_bytes else {})
 
     def parts(self) -> dict[Category, int]:
-        """What is alive at its peak; what the process takes beyond that at any time is fragmentation."""
+        """Return the bytes of each category at the peak of live bytes; the rest is fragmentation."""
         row = self.peak_row
         parts = {name: int(column[row]) for name, column in self.live.by_category.items() if column[row]}
         for name, num_bytes in self._standing_bytes.items():
@@ -149,19 +158,19 @@ class Counted:
         return {name: size for name, size in parts.items() if size}
 
     def moment(self, event: int) -> Moment:
-        """Where in the training an event of the trace is."""
+        """Return the step, phase, op and code location of an event of the trace."""
         return moment_of(self.trace, self.trace.event_op[event])
 
     def peak_moment(self) -> Moment:
-        """Where the peak is."""
+        """Return the step, phase, op and code location of the peak."""
         return self.moment(int(self.live.event[self.peak_row]))
 
     def oom_moment(self) -> Moment | None:
-        """Where the allocator ran out of memory, ``None`` if it did not."""
+        """Return the moment at which the allocator ran out of memory; ``None`` if it did not."""
         return None if self.oom_row is None else self.moment(int(self.live.event[self.oom_row]))
 
     def largest(self) -> tuple[Holding, ...]:
-        """What is alive at the peak, in groups of what is alike, those that take most first."""
+        """Return the largest groups of similar storages that are alive at the peak, in descending order of size."""
         storages, texts = self.trace.storages, self.trace.texts
         groups: dict[tuple[str, ...], list[int]] = {}
         for storage in self.live.alive_at(self.peak_row):
@@ -191,7 +200,7 @@ class Counted:
         )
 
     def timeline(self) -> MemoryTimeline:
-        """The columns, thinned: of each stretch the row with the most and the one with the least, and the peaks."""
+        """Return the columns, reduced to the peaks and to the highest and lowest row of each interval."""
         rows = _thinned(self.live.total, self.peak_row, int(self.reserved.argmax()) if len(self.reserved) else -1)
         ops = [self.trace.event_op[event] for event in self.live.event[rows].tolist()]
         table, texts = self.trace.ops, self.trace.texts
@@ -230,14 +239,14 @@ def count_on_cuda(
     rules: AllocatorRules | None = None,
     beside: Estimate | None = None,
 ) -> Counted:
-    """Simulate torch's caching allocator and add the context.
+    """Simulate torch's caching allocator and add the CUDA context.
 
     Args:
         trace: lowered to the card's architecture.
         spec: the card.
-        limit_bytes: what the process may take of it, the context included; ``None`` never runs out.
-        rules: how the allocator is set up; ``None`` as torch does by itself.
-        beside: what libraries take of the card outside the allocator, beside the context.
+        limit_bytes: device memory that the process may use, context included; ``None`` for no limit.
+        rules: configuration of the allocator; ``None`` for torch's defaults.
+        beside: device memory that libraries use outside the allocator, in addition to the context.
     """
     context = context_of(spec) if beside is None else context_of(spec) + beside
     live = live_bytes(trace)
@@ -248,14 +257,15 @@ def count_on_cuda(
     replayed = caching.replay(deltas, caching.CachingAllocator(rules), private=private)
     oom_row = None
     if limit_bytes is not None and replayed.peak_reserved_bytes > limit_bytes - context.likely_bytes:
-        # Near the limit the allocator gives back what it keeps, so that more fits than is reserved without one.
+        # Near the limit, the allocator releases cached segments. More fits than the simulation without a limit
+        # reserves.
         within = caching.CachingAllocator(rules, max(limit_bytes - context.likely_bytes, 1))
         limited = caching.replay(deltas, within, private=private)
         if limited.oom_at is None:
             replayed = limited
         else:
             oom_row = max(int(is_traced[: limited.oom_at + 1].sum()) - 1, 0)
-    # Workspaces count as fixed, also before the first product makes them.
+    # Workspaces count as fixed even before the first matrix product allocates them.
     missing = workspaces_bytes - np.cumsum([0 if t else b for (_, b), t in zip(deltas, is_traced, strict=True)])
     allocated = np.asarray(replayed.allocated_bytes, dtype=np.int64) + missing - workspaces_bytes
     reserved = np.maximum(np.asarray(replayed.reserved_bytes, dtype=np.int64), allocated + workspaces_bytes)
@@ -280,16 +290,16 @@ def count_on_cpu(  # noqa: PLR0917 -- the last three are given by name
     is_long: bool = False,
     heaps: Heaps | None = None,
 ) -> Counted:
-    """Simulate the C library's heap and add the process.
+    """Simulate the heap of the C library and add the process.
 
     Args:
         trace: lowered to the CPU.
-        baseline: the interpreter and the libraries, with what they keep for their threads.
-        rules: how the heap is set up.
-        has_limit: whether the training runs inside `plimsoll.device.cpu.data_limit`, which counts what is never
-            written.
-        is_long: where the heap keeps large blocks, count the steps that follow the traced ones, too.
-        heaps: what has been counted before, for who counts a trace in several heaps; this is added to it.
+        baseline: the interpreter and the libraries, with the memory of their threads.
+        rules: configuration of the heap.
+        has_limit: whether the training runs inside `plimsoll.device.cpu.data_limit`, which also counts memory that is
+            never written.
+        is_long: whether to simulate steps after the traced ones, if the heap keeps large blocks.
+        heaps: earlier replays to reuse, if a trace is counted in several heaps; this replay is added to them.
     """
     replayed = (heaps or Heaps()).replay(trace, rules, is_long)
     written, live, resident = replayed.written, replayed.live, replayed.resident
@@ -308,20 +318,20 @@ def count_on_cpu(  # noqa: PLR0917 -- the last three are given by name
 
 
 def _never_written(asked: Trace, live: Live) -> Column:
-    """What is asked for and not written, after each event; ``asked`` is the trace with the bytes asked for."""
+    """Return the bytes allocated but never written after each event; ``asked`` is the trace with allocated sizes."""
     num_bytes = np.asarray(asked.storages.num_bytes, dtype=np.int64)[live.storage]
     return np.cumsum(np.sign(live.delta) * (num_bytes - np.abs(live.delta)))
 
 
 def _chance_of_holes(trace: Trace, live: Live, rules: HeapRules) -> tuple[int, int]:
-    """Some of the largest block that a step frees, below the size from which blocks are mapped."""
+    """Return the possible deviation of heap holes: multiples of the largest freed block that is not memory-mapped."""
     freed = -live.delta[(live.delta < 0) & (steps_of(trace, live) > 0)]
     largest_bytes = int(freed[freed < rules.mmap_threshold_bytes].max(initial=0))
     return _HOLES_LESS * largest_bytes, _HOLES_MORE * largest_bytes
 
 
 def context_of(spec: DeviceSpec) -> Estimate:
-    """What the driver takes of a card for a process, outside torch's allocator."""
+    """Return the memory that the driver uses per process, outside torch's allocator."""
     low_bytes, high_bytes = _UNKNOWN_CONTEXT_BYTES
     if spec.context_low_bytes is not None and spec.context_high_bytes is not None:
         low_bytes, high_bytes = spec.context_low_bytes, spec.context_high_bytes
@@ -330,7 +340,7 @@ def context_of(spec: DeviceSpec) -> Estimate:
 
 
 def moment_of(trace: Trace, op: int) -> Moment:
-    """Where in the training an op of the trace is."""
+    """Return the step, phase, op and code location of an op of the trace."""
     table, texts = trace.ops, trace.texts
     return Moment(
         step=table.step[op],
@@ -342,7 +352,7 @@ def moment_of(trace: Trace, op: int) -> Moment:
 
 
 def _short(op: str) -> str:
-    """``aten.add.Tensor`` as ``add``."""
+    """Return the short name of an op, ``add`` for ``aten.add.Tensor``."""
     parts = op.split(".")
     return parts[1] if len(parts) == 3 and parts[0] == "aten" else op
 
@@ -352,7 +362,7 @@ def _exactly(num_bytes: int, **known_how: int) -> Estimate:
 
 
 def _thinned(total: Column, *peak_rows: int) -> Column:
-    """Rows of a column that keep its shape, in order, these among them."""
+    """Return sorted rows that preserve the shape of a column, ``peak_rows`` included."""
     num_rows = len(total)
     if num_rows <= MOST_ROWS:
         return np.arange(num_rows)

@@ -1,10 +1,10 @@
-"""Records what a training allocates: every op, every storage with its birth, death and category.
+"""Recorder of all allocations of a training: every op, and every storage with its birth, death and category.
 
-A `Recorder` sees each op below autograd, on fake tensors (nothing is allocated: a prediction) and on real ones (a
-measurement) alike, so that the two can be compared op by op.
+A `Recorder` intercepts each op below autograd. It works on fake tensors, for a prediction that allocates nothing, and
+on real tensors, for a measurement. The two records can be compared op by op.
 
-Not seen: memory that a kernel takes and returns inside one op (lowering adds what is known of it), and ops of threads
-other than this one, as CUDA's backward has (measure with the allocator's own counters there).
+Not seen: memory that a kernel allocates and frees inside one op (the lowering adds known sizes), and ops in other
+threads. CUDA runs backward in another thread, so use the allocator's counters there.
 """
 
 from __future__ import annotations
@@ -41,20 +41,24 @@ _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).val
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records while it is active (``with recorder:``); `trace` makes the record.
+    """Dispatch mode that records ops and storages while it is active (``with recorder:``).
 
-    A module is called by its qualified name in the outermost module whose forward runs. ``step`` counts from 1; where
-    ``counts_steps`` is set, every ``optimizer.step()`` ends one.
+    `trace` returns the record. A module is named by its qualified name in the outermost module whose forward is
+    running.
 
     Args:
-        phase: asked for the phase outside of backward; ``None`` infers it from modules and from optimizers, whose
-            states are then noted too (by hooks that an optimizer can see; otherwise see `know_optimizer`).
-        run: how an op is executed; ``None`` calls it.
-        scratch_bytes: what the target's kernels take beside their results; ``None`` for nothing.
-        on_host: whether a tensor is in the host's memory; ``None`` where there is only one place. What is made under
-            `outside_the_device` is noted as lying there in any case.
-        unwritten: which results are never written in full; ``None`` for none.
-        made: the tensors among an op's results, in the order in which the target allocates them.
+        phase: returns the phase outside of backward. With ``None``, the phase is inferred from module and optimizer
+            hooks, which also record optimizer states. If an optimizer does not call hooks, use `know_optimizer`.
+        run: executes an op; ``None`` calls it directly.
+        scratch_bytes: returns the scratch memory of the target's kernels; ``None`` for no scratch memory.
+        on_host: returns whether a tensor is in host memory; ``None`` if there is only one memory. Tensors made under
+            `outside_the_device` always count as host memory.
+        unwritten: returns which results are never written in full; ``None`` if all are.
+        made: returns the tensors among an op's results, in the order in which the target allocates them.
+
+    Attributes:
+        step: the current step, counted from 1; 0 during setup.
+        counts_steps: whether every ``optimizer.step()`` increments ``step``.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.step = 0
         self.counts_steps = False
         self._ask_phase = phase
-        # While a dispatch mode is active autograd adds gradients up out of place, also real ones.
+        # While a dispatch mode is active, autograd accumulates gradients out of place, even for real tensors.
         self._run = accumulating_in_place(run or (lambda op, args, kwargs: op(*args, **kwargs)))
         self._scratch_bytes = scratch_bytes or (lambda op, args, kwargs: NO_SCRATCH)
         self._made = made
@@ -85,13 +89,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._modules: list[int] = []
         self._evaluates = False
         self._optimizers_running = 0
-        self._made_graph = False  # since the last backward or update: tells "loss" from "copy"
+        self._made_graph = False  # since the last backward or update; tells the phase "loss" from "copy"
         self._num_nodes = torch._C._autograd._get_sequence_nr()
         self._forced_phase: list[Phase] = []
         self._texts: dict[str, int] = {"": 0}
         self._op_names: dict[Any, int] = {}
         self._code_is_inside: dict[CodeType, bool] = {}
-        self._forward_of: dict[int, tuple[int, int]] = {}  # autograd's sequence number -> module, line
+        self._forward_of: dict[int, tuple[int, int]] = {}  # sequence number of autograd -> module, line
         self._storages = _Storages(self)
         self._ops: tuple[list[Any], ...] = ([], [], [], [], [], [])  # name, module, line, step, by autograd, captured
         self._work: tuple[list[Any], ...] = ([], [], [], [])  # flops, moved bytes, outside bytes, dtype
@@ -99,10 +103,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phases: list[Phase] = []
         self._stack = ExitStack()
 
-    # -- what the caller says ------------------------------------------------------------------------------------------
+    # -- calls from the training
+    # -----------------------------------------------------------------------------------------
 
     def know(self, tensors: Iterable[tuple[str, Tensor]], category: Category) -> None:
-        """Say what tensors are for and what they are called, whether the recorder has seen them being made or not."""
+        """Record the category and names of tensors, including tensors that were made before recording began.
+
+        Args:
+            tensors: ``(name, tensor)`` pairs.
+            category: the category of all these tensors.
+        """
         if not self._phases:
             self._begin_op("before the first step")
         for name, tensor in tensors:
@@ -111,7 +121,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._storages.mark(part, category, name)
 
     def know_model(self, model: nn.Module) -> None:
-        """Take note of a model: its parameters, buffers, and the names of its modules."""
+        """Record a model's parameters and buffers, and the names of its modules."""
         for name, module in model.named_modules():
             self._names.setdefault(module, name or type(model).__name__)
         self.know(model.named_parameters(), "parameters")
@@ -124,14 +134,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._stack.callback(handle.remove)
 
     def know_teacher(self, model: nn.Module) -> None:
-        """Take note of a model that teaches the one that is trained: what it has is called ``teacher....``."""
+        """Record a distillation teacher. The names of its modules and tensors begin with ``teacher``."""
         for name, module in model.named_modules():
             self._names.setdefault(module, f"teacher.{name}" if name else "teacher")
         self.know(((f"teacher.{name}", one) for name, one in model.named_parameters()), "parameters")
         self.know(((f"teacher.{name}", one) for name, one in model.named_buffers()), "buffers")
 
     def know_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of the states of an optimizer."""
+        """Record the states of an optimizer."""
         for parameter, state in optimizer.state.items():
             of = self._parameter_names.get(parameter, "a parameter")
             tensors = ((f"{key} of {of}", value) for key, value in state.items() if isinstance(value, Tensor))
@@ -139,7 +149,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Say what the training does inside the block."""
+        """Set the phase of the training inside the block."""
         self._forced_phase.append(phase)
         try:
             yield
@@ -147,7 +157,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._forced_phase.pop()
 
     def trace(self, source: Any, lowered_to: str, assumptions: tuple[Assumption, ...] = ()) -> Trace:
-        """Return what was recorded."""
+        """Return the record as a trace.
+
+        Args:
+            source: ``"predicted"`` or ``"measured"``.
+            lowered_to: the name of the target.
+            assumptions: assumptions that were made while recording.
+        """
         columns = dict(zip(("name", "module", "line", "step", "by_autograd"), map(tuple, self._ops[:-1]), strict=True))
         work = dict(zip(("flops", "moved_bytes", "outside_bytes", "dtype"), map(tuple, self._work), strict=True))
         table, events, event_ops = self._storages.tables(self._phases)
@@ -166,11 +182,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             captured=stretches(self._ops[-1]),
         )
 
-    # -- what torch says -----------------------------------------------------------------------------------------------
+    # -- calls from torch
+    # ------------------------------------------------------------------------------------------------
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Say that nothing here is compiled: torch would switch its compiler off and on around each op."""
+        """Return False, because nothing is compiled here.
+
+        With True, torch would switch its compiler off and on around each op.
+        """
         return False
 
     def __enter__(self) -> Recorder:
@@ -195,13 +215,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one op and note what it made."""
-        if func is _DEVICE_OF and type(args[0]) is FakeTensor:  # asked more often than there are ops
+        """Run one op and record its results."""
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor:  # called more often than all ops
             return args[0].device
         if types != (FakeTensor,) and any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # the op comes again, with this process's part of the sharded tensor
+            return NotImplemented  # the op is dispatched again with this rank's shard
         kwargs = kwargs or {}
-        if func is _DEVICE_OF or func is _IS_SAME_SIZE:  # asked of fake tensors; no memory
+        if func is _DEVICE_OF or func is _IS_SAME_SIZE:  # queries about fake tensors, without memory
             return func(*args, **kwargs)
         self._begin_op(func)
         row = self.op_row
@@ -221,39 +241,39 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def describe_place(self) -> str:
-        """Say where the training is, for a message: the source line, or the module."""
+        """Return the current source line or module as a suffix for a message; empty if unknown."""
         texts = list(self._texts)
         module, line = (column[-1] for column in self._ops[1:3]) if self._phases else (0, 0)
         return f" at {texts[line]}" if line else f" in {texts[module]}" if module else ""
 
     @property
     def last_phase(self) -> Phase:
-        """The phase of the op that ran last."""
+        """Phase of the last op."""
         return self._phases[-1] if self._phases else "setup"
 
     @property
     def is_in_module(self) -> bool:
-        """Whether a module's forward is running, or one is recomputed."""
+        """True while a module's forward is running or being recomputed."""
         return bool(self._modules)
 
     @property
     def op_row(self) -> int:
-        """The row of the op that is running."""
+        """Row of the current op."""
         return len(self._phases) - 1
 
     def note_again(self, begin: int, num_times: int) -> None:
-        """Note the ops from a row on so many times more; what they made is noted once."""
+        """Record the ops from row ``begin`` on ``num_times`` more times, without recording their storages again."""
         self.beside.note_again(begin, num_times)
         for column in (*self._ops, *self._work):
             column.extend(column[begin:] * num_times)
         self._phases.extend(self._phases[begin:] * num_times)
 
     def text(self, text: str) -> int:
-        """Return the number of a text."""
+        """Return the number of a text, and add the text if it is new."""
         return self._texts.setdefault(text, len(self._texts))
 
     def on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor that was just made does not lie in the device's memory."""
+        """Return whether a tensor that was just made is outside device memory."""
         return is_outside() or self._on_host(tensor)
 
     def _begin_op(self, op: Any) -> None:
@@ -273,7 +293,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops[row], moved_bytes[row], outside_bytes[row], dtypes[row] = *work[:3], self.text(work.dtype)
 
     def _where(self) -> tuple[int, int, Phase]:
-        # Private names: which backward runs in this thread, which node of it, and the number the next node will get.
+        # These private functions give the backward pass and node running in this thread, and the number of the next
+        # node.
         if torch._C._current_graph_task_id() == -1:
             module, line = self._modules[-1] if self._modules else 0, self._line()
             if torch.is_grad_enabled():
@@ -282,11 +303,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._num_nodes = num_nodes
                 self._forward_of.setdefault(num_nodes - 1, (module, line))
             return module, line, self._phase_outside_backward()
-        # In backward an op belongs to the forward op whose gradient is computed: autograd gives both one number.
+        # In backward, an op belongs to the forward op whose gradient it computes. Autograd gives both the same number.
         self._made_graph, self._num_nodes = False, torch._C._autograd._get_sequence_nr()
         node = torch._C._current_autograd_node()
         module, line = self._forward_of.get(node._sequence_nr() if node is not None else -1, (0, 0))
-        if self._modules:  # recomputing a forward
+        if self._modules:  # a forward is recomputed
             module, line = self._modules[-1], self._line()
             self._forward_of.setdefault(torch._C._autograd._get_sequence_nr() - 1, (module, line))
         return module, line, self._forced_phase[-1] if self._forced_phase else "backward"
@@ -307,7 +328,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if module not in self._names:
             self.know_model(module)
-        if not self._modules:  # inside, custom functions and checkpoints turn gradients off and are no evaluation
+        if not self._modules:  # inside, custom functions and checkpoints turn gradients off too
             self._evaluates = not torch.is_grad_enabled()
         self._modules.append(self.text(self._names[module]))
 
@@ -325,12 +346,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.know_optimizer(optimizer)
 
     def know_gradient(self, parameter: Tensor) -> None:
-        """Take note of the gradient of a parameter, if it has one."""
+        """Record the gradient of a parameter, if it has one."""
         if parameter.grad is not None:
             self.know(((f"gradient of {self._parameter_names[parameter]}", parameter.grad),), "gradients")
 
     def _line(self) -> int:
-        """The number of ``file:line`` of the innermost frame that is the user's or a library's, not torch's."""
+        """Return the text number of ``file:line`` for the innermost frame outside torch and this package."""
         frame: FrameType | None = sys._getframe(2)
         inside = self._code_is_inside
         while frame is not None:
@@ -346,14 +367,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Storages:
-    """The storages seen so far, known by the object that torch keeps for each; a weak reference tells of its death.
+    """Storages seen so far, identified by the address of torch's storage object.
 
-    That is when the last tensor, saved tensor or gradient that uses it is gone.
+    A weak reference reports the death of a storage: the moment when no tensor, saved tensor or gradient uses it any
+    more.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._row_of: dict[int, int] = {}  # address of the storage -> row, while it is alive
+        self._row_of: dict[int, int] = {}  # address of a live storage -> row
         self._watch: dict[weakref.ref[Any], tuple[int, int]] = {}
         self._num_bytes: list[int] = []
         self._category: list[Category | None] = []
@@ -383,13 +405,13 @@ class _Storages:
         self.take(tensor, self._add(num_bytes, None, _shape_text(tensor), self._recorder.on_host(tensor)))
 
     def take(self, tensor: Tensor, row: int) -> None:
-        """Let a row be the one of a tensor's storage, until that dies."""
+        """Assign a row to a tensor's storage until the storage dies."""
         storage = tensor.untyped_storage()
         self._row_of[storage._cdata] = row
         self._watch[weakref.ref(storage, self._dies)] = (storage._cdata, row)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """End a storage that is resized in place, and begin another of the new size in its stead."""
+        """End the row of a storage that was resized in place, and add a row with the new size."""
         address, num_bytes = storage._cdata, storage.nbytes()
         row = self._row_of.get(address)
         if row is None or num_bytes == (self._num_bytes[row] if self._died[row] < 0 else 0):
@@ -417,7 +439,7 @@ class _Storages:
         return tuple(self._unwritten.items())
 
     def is_outside(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made outside the device: asked of each tensor of each op, so the usual answer first."""
+        """Return whether a tensor was made outside the device. This runs for each tensor of each op."""
         if not self._has_outside or tensor.layout is not torch.strided:
             return False
         row = self._row_of.get(tensor.untyped_storage()._cdata)
@@ -470,24 +492,24 @@ class _Storages:
         address, row = self._watch.pop(reference)
         if self._row_of.get(address) == row:
             del self._row_of[address]
-        if self._died[row] < 0:  # else it was resized to nothing before
+        if self._died[row] < 0:  # it may have ended before, by a resize to 0 bytes
             self._end(row)
 
 
 def _category(born: Phase, died: Phase | None) -> Category:
-    """What a storage is for that nobody has named: what forward leaves for backward is an activation."""
+    """Return the category of an unnamed storage. Forward results that outlive the phase are activations."""
     if born in ("forward", "loss") and died != born:
         return "activations"
     return "inputs" if born == "copy" else "temporaries"
 
 
 def _parts_of(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors that a sparse one consists of."""
+    """Return the dense tensors that a sparse tensor consists of."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    return []  # mkldnn's own layout: its storage cannot be seen
+    return []  # the storage of an mkldnn tensor is not accessible
 
 
 def _shape_text(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Repeat in the trace what was dry-run once, as often as it would have run.
+"""Repetition of recorded ops: a dry run executes them once, and the trace contains them as often as they would run.
 
 with stands_for(14):
     embed(a_slice)
@@ -28,10 +28,10 @@ from plimsoll.memory.recorder import Recorder
 
 @contextmanager
 def stands_for(num_passes: int) -> Iterator[None]:
-    """Let the ops of the block be noted so many times by whoever records; without a recorder it does nothing.
+    """Record the ops of the block ``num_passes`` times in every active recorder.
 
-    For a technique that does the same on slices of one size: it needs the memory of one of them, and the time of all.
-    Does NOT make storages: what each pass leaves must be made by the caller, once for all.
+    For a technique that repeats the same ops on slices of one size. It needs the memory of one slice and the time of
+    all. Does NOT repeat storages: the caller makes the results of all passes.
     """
     recorders = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]
     begins = [recorder.op_row + 1 for recorder in recorders]
@@ -44,7 +44,7 @@ Renamed = Callable[[int], int]
 
 
 class Place(NamedTuple):
-    """How many ops, events, storages, nodes of graphs, and copies beside with waits for them a record has."""
+    """Position in a record: the number of ops, events, storages, graph nodes, asynchronous copies, and waits."""
 
     op: int
     event: int
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 
 def place_of(recorder: Recorder) -> Place:
-    """Say how far a record is."""
+    """Return the current position in a record."""
     storages, beside = recorder._storages, recorder.beside
     return Place(
         recorder.op_row + 1,
@@ -68,24 +68,30 @@ def place_of(recorder: Recorder) -> Place:
 
 
 def row_of(recorder: Recorder, tensor: Tensor) -> int:
-    """Return the row of a tensor's storage, -1 if it has none."""
+    """Return the row of a tensor's storage; -1 if it has none."""
     return recorder._storages._row_of.get(tensor.untyped_storage()._cdata, -1)
 
 
 def name_gradients(recorder: Recorder, parameters: Iterable[Tensor]) -> None:
-    """Take note of the gradients that have no name yet, as a pass that adds to them does: they were moved."""
+    """Record gradients that have no name yet, because they were moved instead of accumulated."""
     for parameter in parameters:
         if parameter.grad is not None and recorder._storages._name[row_of(recorder, parameter.grad)] == 0:
             recorder.know_gradient(parameter)
 
 
 def ended_since(recorder: Recorder, begin: Place) -> list[int]:
-    """Return the rows of the storages that are older than a place and have ended since, in that order."""
+    """Return the rows of storages that are older than a position and were freed since, in that order."""
     return [-event - 1 for event in recorder._storages._events[begin.event :] if -begin.storage <= event < 0]
 
 
 def end_alike(recorder: Recorder, begin: Place, twins: Mapping[int, Sequence[int]]) -> None:
-    """Where storages have ended since a place, let their twins have ended in the same op, the last of each first."""
+    """Record that twins of storages are freed in the same op as the storage itself, the last twin first.
+
+    Args:
+        recorder: the record.
+        begin: the position from which frees are considered.
+        twins: rows of the twins, by the row of a storage.
+    """
     storages, begin_event = recorder._storages, begin.event
     events, event_ops = list[int](), list[int]()
     since = zip(storages._events[begin_event:], storages._event_op[begin_event:], strict=True)
@@ -102,15 +108,15 @@ def end_alike(recorder: Recorder, begin: Place, twins: Mapping[int, Sequence[int
 
 
 class Stretch:
-    """What was recorded since a place, to be noted again with all its storages, event by event as it was.
+    """A recorded section that can be repeated, event by event, with all its storages.
 
-    The next time, older storages that end in it have others in their place, and names of modules may be others, too.
+    A repetition can free other older storages, and can use other module names.
 
     Args:
         recorder: the record.
-        begin: the place.
-        made: the tensors that were made since and are still there.
-        ended: the rows of older storages that have ended since.
+        begin: the position at which the section begins.
+        made: the tensors made in the section that are still alive.
+        ended: rows of older storages that were freed in the section.
     """
 
     def __init__(self, recorder: Recorder, begin: Place, made: Sequence[Tensor], ended: Sequence[int] = ()) -> None:
@@ -125,16 +131,16 @@ class Stretch:
 
     @property
     def is_closed(self) -> bool:
-        """Whether only the known tensors are left of what was made, and of what is older only what was said has gone.
+        """True if only known tensors are left of the section, and only the known older storages were freed in it.
 
-        It is also ``False`` where a CUDA graph is replayed, which a dry run does each time.
+        Also False if a CUDA graph is replayed, because a dry run executes every replay.
         """
         is_closed = not self.left and not any(one.has_graph for one in self._made) and self.is_plain
         return is_closed and sorted(ended_since(self._recorder, self._begin)) == sorted(self._ended)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the known tensors are plain, no copy from before is waited for, and no graph is replayed."""
+        """True if known tensors are plain, and the section neither waits for an older copy nor replays a graph."""
         begin_op = self._begin.op
         waits_for_older = any(copy < begin_op for _, copy, _ in self._waits)
         is_replayed = any(self._recorder._ops[-1][begin_op:])
@@ -142,17 +148,18 @@ class Stretch:
 
     @property
     def left(self) -> list[int]:
-        """The rows of what was made, is still there, and is none of the known tensors."""
+        """Rows of storages that were made in the section, are still alive, and belong to no known tensor."""
         known = {one.row for one in self._made}
         rows = enumerate(self._died, start=self._begin.storage)
         return [row for row, died in rows if died < 0 and row not in known]
 
     def compared(self, older: Mapping[int, Hashable], renamed: Renamed) -> tuple[Any, ...]:
-        """Return what is the same for a stretch that is like this one.
+        """Return a value that is equal for equivalent sections.
 
         Args:
-            older: what the rows of older storages are called in both; of others the end does not count.
-            renamed: what the numbers of texts stand for in both.
+            older: labels for the rows of older storages, shared by the sections. Frees of other older storages are
+                ignored.
+            renamed: maps the numbers of texts to numbers that the sections share.
         """
         recorder, begin, end = self._recorder, self._begin, self.end
         storages, ops, rows = recorder._storages, slice(begin.op, end.op), slice(begin.storage, end.storage)
@@ -178,7 +185,10 @@ class Stretch:
         )
 
     def _compared_events(self, older: Mapping[int, Hashable]) -> list[Any]:
-        """The events by the op in which they were; what ends in one op, as casts do, ends in the order of addresses."""
+        """Return events grouped by op.
+
+        Frees in one op are sorted. Their order may depend on addresses, as in casts.
+        """
         storages, begin = self._recorder._storages, self._begin
         events = slice(begin.event, self.end.event)
         found: list[tuple[int, bool, str]] = []
@@ -191,11 +201,11 @@ class Stretch:
         return [group if group[0][1] else sorted(group) for group in groups]
 
     def again(self, ended: Sequence[int] = (), renamed: Renamed | None = None) -> list[Tensor]:
-        """Note all of it once more; returns what then is there in place of the tensors that were made.
+        """Record the section once more, and return new tensors in place of those that it made.
 
         Args:
-            ended: the rows of what ends this time.
-            renamed: the number of the text that stands in place of another.
+            ended: rows of the older storages that the repetition frees.
+            renamed: maps the number of a text to the number of its replacement.
         """
         recorder, begin, end = self._recorder, self._begin, self.end
         storages, ended_by_row = recorder._storages, dict(zip(self._ended, ended, strict=True))
@@ -236,7 +246,7 @@ class Stretch:
 
 
 class _Made(NamedTuple):
-    """A tensor that was made: the row of its storage, and what another like it is made of."""
+    """A tensor made in a section: the row of its storage, and everything needed to make a similar tensor."""
 
     row: int
     is_plain: bool
@@ -267,14 +277,14 @@ class _Made(NamedTuple):
 
 
 def notes_of(tensor: Tensor) -> dict[str, Any]:
-    """What a dry run has noted of a fake tensor: its values, where they are known, and where it lies."""
+    """Return the notes of a dry run on a fake tensor: its known values and its location."""
     noted = {name: value for name, value in vars(tensor).items() if name.startswith("_plimsoll")}
     with _disable_current_modes():
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in noted.items()}
 
 
 def take_notes(tensor: Tensor, notes: dict[str, Any]) -> None:
-    """Note of a fake tensor what `notes_of` has said of another."""
+    """Attach the notes returned by `notes_of` to another fake tensor."""
     with _disable_current_modes():
         for name, value in notes.items():
             setattr(tensor, name, value.clone() if isinstance(value, Tensor) else value)

@@ -1,9 +1,8 @@
-"""The caching allocator's own record of a CUDA training: every block and segment it gave out and took back.
+"""Event record of the CUDA caching allocator: every block and segment that it allocates and frees.
 
-The names of torch for it are private (``torch.cuda.memory._record_memory_history``, ``._snapshot``): they are used here
-only, and where this torch has not got them there is no record. The format is that of torch 2.11 to 2.13, of which
-``device_traces`` is read. Recording costs time and host memory, so it is asked for, never the default. It does NOT hold
-what was allocated before it began.
+The functions of torch are private (``torch.cuda.memory._record_memory_history``, ``._snapshot``). If they are missing,
+there is no record. The format is ``device_traces`` in torch 2.11 to 2.13. Recording costs time and host memory, so it
+is off by default. Does NOT contain allocations made before recording began.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from typing import Any, NamedTuple
 import torch.cuda.memory
 
 MOST_EVENTS = 1_000_000
-"""torch keeps the last ones."""
+"""torch keeps the most recent events."""
 
 _SIGNS = {"alloc": 1, "free_completed": -1}
 _SEGMENT_SIGNS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
 
 class AllocatorEvent(NamedTuple):
-    """A block or a segment given out (positive) or taken back (negative) at an address."""
+    """A block or segment that was allocated (positive) or freed (negative) at an address."""
 
     address: int
     delta_bytes: int
@@ -30,14 +29,14 @@ class AllocatorEvent(NamedTuple):
 
 
 class AllocatorRecord:
-    """What the allocator did; filled when the block of `recorded` ends, ``None`` where torch cannot tell."""
+    """Events of the allocator, available when the block of `recorded` ends; ``None`` if torch cannot record them."""
 
     events: tuple[AllocatorEvent, ...] | None = None
 
 
 @contextmanager
 def recorded(index: int = 0) -> Iterator[AllocatorRecord]:
-    """Have the allocator of one CUDA device record what happens in the block."""
+    """Record the events of one CUDA device's allocator during the block."""
     record = AllocatorRecord()
     private = vars(torch.cuda.memory)
     start, snapshot = private.get("_record_memory_history"), private.get("_snapshot")
@@ -53,9 +52,9 @@ def recorded(index: int = 0) -> Iterator[AllocatorRecord]:
 
 
 def events_of(snapshot: Mapping[str, Any], index: int = 0) -> tuple[AllocatorEvent, ...] | None:
-    """Read the events of one device from a snapshot, ``None`` if it has none in a form that is known.
+    """Return the events of one device from a snapshot; ``None`` if the format is unknown.
 
-    A block that was asked back but is still used by another stream counts until its free is completed.
+    A freed block that another stream still uses counts until its free is completed.
     """
     traces = snapshot.get("device_traces")
     if not isinstance(traces, list) or index >= len(traces):

@@ -1,14 +1,15 @@
-"""Runs a training on fake tensors and records what it would allocate: nothing is computed, nothing is allocated.
+"""Tracing of a training on fake tensors: nothing is computed or allocated, but every allocation is recorded.
 
     trace = trace_training(train_three_steps, CudaLowering((8, 6)))
 
-The function builds the model, or takes one that `fake_model` made, and trains it for a few steps with plain PyTorch
-code; it runs as it is, under torch's fake tensors. What the target does otherwise is replaced while it runs (see
-`lowering.base`), and values that decide something are known or said to be assumed (see `known_values`).
+The function builds the model, or gets a copy from `fake_model`, and trains it for a few steps with plain PyTorch code.
+The code runs unchanged, on torch's fake tensors. While it runs, ops that differ on the target are replaced (see
+`lowering.base`). Values that decide something are either known or recorded as assumptions (see `known_values`).
 
-Works for any module and any training function whose ops have a fake version, Hugging Face models, packed sequences,
-checkpointing and custom autograd functions among them. Does NOT cover torch.compile, a program's own CUDA graphs,
-several devices, and tensors made by libraries that do not go through torch.
+Supports every module and training function whose ops have a fake version. Among them are Hugging Face models, packed
+sequences, checkpointing and custom autograd functions.
+
+Does NOT cover torch.compile, CUDA graphs of user code, several devices, and tensors made by libraries outside torch.
 """
 
 from __future__ import annotations
@@ -64,10 +65,11 @@ _EXPECTED_WARNINGS = (
 
 
 class DryRun:
-    """A place in which a training runs on fake tensors and is recorded; made by `dry_run`.
+    """A recorded run of a training on fake tensors, created by `dry_run`.
 
-    ``recorder`` takes the phase and step from outside, where they are not to be inferred. ``folds_blocks`` says whether
-    blocks of a model that are alike may be noted as one of them was.
+    Attributes:
+        recorder: the recorder, whose phase and step the caller may set if they cannot be inferred.
+        folds_blocks: whether one recorded block may stand for identical blocks of a model.
     """
 
     folds_blocks = True
@@ -88,31 +90,31 @@ class DryRun:
         )
 
     def fake_model(self, model: nn.Module, outside: Iterable[Tensor] = ()) -> nn.Module:
-        """Return a copy of a model whose parameters and buffers are fake; the model itself stays as it is.
+        """Return a copy of a model with fake parameters and buffers. The model does not change.
 
         Args:
             model: the model.
-            outside: those of its tensors that do not lie on the device.
+            outside: tensors of the model that are not in device memory.
         """
         return self._arrived(copy.deepcopy(model, self._faked(model, frozenset(map(id, outside)))))
 
     def fake_training(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return copies of a model and its optimizer that belong together; states that exist are fake too."""
+        """Return fake copies of a model and its optimizer that refer to each other, with fake optimizer states."""
         memo = self._faked(model)
         for state in optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    # torch keeps the count of steps on the host, and a CPU model's has to stay there.
+                    # torch keeps the step count on the host, and for a CPU model it has to stay there.
                     is_on_host = key == "step" and value.device.type == "cpu"
                     memo[id(value)] = self._loaded(value) if is_on_host else self._fake(value, "optimizer states")
         return self._arrived(copy.deepcopy(model, memo)), copy.deepcopy(optimizer, memo)
 
     def fake_batch(self, batch: Any) -> Any:
-        """Return a batch of fake tensors as a loader gives it, on the host; its integers stay known.
+        """Return a batch of fake tensors in host memory, as a data loader returns it; integer values stay known.
 
-        What is one tensor in the batch is one in the result.
+        A tensor that occurs twice in the batch is one fake tensor in the result.
         """
         fakes: dict[int, Tensor] = {}
 
@@ -128,13 +130,13 @@ class DryRun:
         return result
 
     def trace(self) -> Trace:
-        """Return what was recorded."""
+        """Return the trace recorded so far."""
         return self.recorder.trace("predicted", self._lowering.name, self.known.assumptions)
 
     def _faked(self, model: nn.Module, outside: Collection[int] = ()) -> dict[int, Any]:
-        """The fake of each tensor of a model by its id: what ``copy.deepcopy`` takes as done."""
+        """Return a ``copy.deepcopy`` memo that maps the id of each tensor of a model to its fake tensor."""
         memo: dict[int, Any] = {}
-        # A module may also keep tensors as plain attributes, as masks are.
+        # Modules also keep tensors as plain attributes, masks for example.
         plain = (leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor))
         for tensor in chain(model.parameters(), model.buffers(), plain):
             if id(tensor) in memo:
@@ -142,17 +144,17 @@ class DryRun:
             with outside_the_device() if id(tensor) in outside else nullcontext():
                 fake = with_parts(tensor, self._fake).requires_grad_(tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
-                fake._is_param = True  # what nn.Parameter itself does for a subclass
+                fake._is_param = True  # nn.Parameter does the same for a subclass
             memo[id(tensor)] = fake
         return memo
 
     def _fake(self, real: Tensor, category: Category = "parameters") -> Tensor:
-        """A fake tensor, outside of the device where the device is the CPU and the real one stays in its file."""
+        """Return a fake tensor, outside the device if the device is the CPU and the real one is memory-mapped."""
         if self._lowering.kind != "cpu" or not self._files.stays_in_file(real):
             return self.known.fake(real)
         with outside_the_device():
             fake = self.known.fake(real)
-            self.recorder.know([("", fake)], category)  # which notes where it lies
+            self.recorder.know([("", fake)], category)  # records that the tensor is outside the device
         return fake
 
     def _loaded(self, real: Tensor) -> Tensor:
@@ -160,14 +162,14 @@ class DryRun:
 
     @staticmethod
     def _arrived(model: nn.Module) -> nn.Module:
-        """What ``model.to(device)`` does beside moving: cuDNN's layers join their weights."""
+        """Apply the other effect of ``model.to(device)``: cuDNN's recurrent layers flatten their weights."""
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
         return model
 
     def _where(self) -> str | None:
-        """The place that asks for a value; ``None`` for a step of Plimsoll's, which reads its loss and goes on."""
+        """Return the code location that needs a value; ``None`` in Plimsoll's own step, which only reads its loss."""
         if self._is_step and not self.recorder.is_in_module:
             return None
         return self.recorder.describe_place()
@@ -178,15 +180,15 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextmanager
 def dry_run(lowering: Lowering, phase: Callable[[], Phase] | None = None, keeps_all: bool = True) -> Iterator[DryRun]:
-    """Run the block on fake tensors, with the kernels of the target, and record it.
+    """Run the block on fake tensors with the target's kernels, and record it.
 
-    Kernels are replaced in the whole process: one dry run waits for another, and other threads must not use torch
-    meanwhile. Random numbers are afterwards as they were.
+    Kernels are replaced in the whole process. Dry runs therefore wait for each other, and other threads must not use
+    torch meanwhile. The state of the random number generators is restored.
 
     Args:
         lowering: the target.
-        phase: asked for the phase of the training; ``None`` infers it.
-        keeps_all: see `KnownValues`.
+        phase: returns the phase of the training; ``None`` infers it.
+        keeps_all: whether results of unknown length keep all elements, see `KnownValues`.
 
     Raises:
         InputError: if an op in the block has no fake version, or needs values that are not known.
@@ -208,15 +210,15 @@ def dry_run(lowering: Lowering, phase: Callable[[], Phase] | None = None, keeps_
 
 
 def trace_training(train: Callable[[DryRun], Any], lowering: Lowering, name: str = "the training") -> Trace:
-    """Trace a function that trains; every ``optimizer.step()`` ends a step.
+    """Trace a function that trains. Every ``optimizer.step()`` ends a step.
 
     Args:
-        train: does a few steps; from the third on they are alike. It is run twice where lengths are not known.
+        train: trains for a few steps; from the third on, all are alike. It runs twice if lengths are unknown.
         lowering: the target.
-        name: of the function, for a message.
+        name: the name of the function in messages.
 
     Raises:
-        InputError: if the function fails, or cannot be traced.
+        InputError: if the function fails or cannot be traced.
     """
 
     def trace_with(keeps_all: bool) -> Trace:
@@ -230,10 +232,10 @@ def trace_training(train: Callable[[DryRun], Any], lowering: Lowering, name: str
 
 
 def with_unknown_lengths(trace_with: Callable[[bool], Trace]) -> Trace:
-    """Trace with results of unknown length as long as they can be, and say how much less it is with the shortest.
+    """Trace with results of unknown length at their longest, and record how much lower the peak is at their shortest.
 
     Args:
-        trace_with: traces, as long as can be or (``False``) with one element.
+        trace_with: traces with the longest results (``True``), or with results of one element (``False``).
     """
     trace = trace_with(True)
     unknown = [number for number, one in enumerate(trace.assumptions) if KEEPS_ALL in one.text]
@@ -247,7 +249,7 @@ def with_unknown_lengths(trace_with: Callable[[bool], Trace]) -> Trace:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from telling what the error that follows says anyway, and from warning of what is meant so."""
+    """Silence expected warnings, and the log of torch that repeats the error which follows."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -261,7 +263,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Let Python look for garbage among young objects only: to look at all that libraries have made takes 0.3 s."""
+    """Disable collections of the oldest generation: a traversal of all objects of the libraries takes 0.3 s."""
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, 1 << 30)
     try:
@@ -271,33 +273,33 @@ def _few_collections() -> Iterator[None]:
 
 
 class failures_explained:
-    """Let an error of the user's code say what failed and where, in their frames only.
+    """Context manager that replaces an error of user code by an explanation with the user's frames.
 
-    A class, because it must see errors of any type on their way out; none is held back.
+    This is a class because it must see errors of any type, and it suppresses none.
     """
 
     def __init__(self, what: str, place: DryRun) -> None:
         self._what, self._place = what, place
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Enter the context."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Raise the explanation in place of an error that is not Plimsoll's and not about fake tensors."""
+        """Raise the explanation instead of an error, unless the error is Plimsoll's or about fake tensors."""
         if not isinstance(error, Exception) or isinstance(error, (PlimsollError, *_CANNOT_TRACE)):
             return
         frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_INNER_FOLDERS)]
         shown = "".join(traceback.format_list(frames[-_MOST_FRAMES:]))
         raise InputError(
-            f"{self._what} fails in the {self._place.recorder.last_phase} phase, on tensors without memory: "
-            f"{type(error).__name__}: {error}\n{shown}To go on: check the model and the fields of its batch."
+            f"{self._what} fails in the {self._place.recorder.last_phase} phase, on fake tensors: "
+            f"{type(error).__name__}: {error}\n{shown}To fix it: check the model and the fields of its batch."
         ) from error
 
 
 def _cannot_trace(error: Exception, where: str) -> str:
     return (
-        f"cannot trace this training without running it: {error}{where} has no version for fake tensors, or its "
-        "result depends on values that are not known: give the op one (torch.library.register_fake), or use another"
+        f"cannot trace this training on fake tensors: {error}{where} has no fake version, or its result depends on "
+        "unknown values: give the op one with torch.library.register_fake, or use another op"
     )
 
 
@@ -306,9 +308,9 @@ _MODULE, _NAME = "transformers.utils.import_utils", "is_fake_tensor"
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Let fake tensors pass for real ones; undone on exit. A library counts if it is imported when the block begins."""
-    # transformers 5 asks whether a tensor is fake, and if so does not look at its values: it builds the attention mask
-    # also where nothing is masked, and takes another attention kernel. Here the values of masks are known (`known`).
+    """Make transformers treat fake tensors as real ones inside the block, if transformers is already imported."""
+    # transformers 5 checks whether a tensor is fake, and then ignores its values. It builds the attention mask even
+    # without padding, and selects another attention kernel. Here, the values of masks are known (`known_values`).
     module = sys.modules.get(_MODULE)
     asked = getattr(module, _NAME, None)
     if module is None or asked is None:

@@ -1,14 +1,15 @@
-"""What an op does, as far as its time follows from it: floating-point operations, and bytes it reads and writes.
+"""Work of an op, from which its time is predicted: floating-point operations, and bytes read and written.
 
     flops, moved_bytes, outside_bytes, dtype = WorkCounter(on_host).count(op, args, kwargs, result)
 
-Operations are those of products (torch's own formulas, and oneDNN's and cuDNN's recurrent layers); an op without a
-product has none, and its time follows from its bytes. Bytes are those of the tensors that an op reads or writes; views
-move nothing, and an op that picks rows of a tensor moves those rows. What a kernel takes for itself is left out.
+Operations are counted for matrix products, with torch's formulas and formulas for oneDNN's and cuDNN's recurrent
+layers. Other ops have none, and their time follows from their bytes. Bytes count the tensors that an op reads or
+writes. Views move nothing, and an op that selects rows of a tensor moves only those rows. Scratch memory of kernels is
+not counted.
 
-An exchange between ranks moves the whole tensor, as it is when it is gathered; what that takes is the ranks' link's.
+An exchange between ranks moves the whole gathered tensor; its time depends on the link between the ranks.
 
-A lowering that runs no op for a product of the target's (cuDNN's recurrent layers) says so by `add_work`.
+If a lowering runs no op for a product of the target (cuDNN's recurrent layers), it records the product with `add_work`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MOVE_NOTHING = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_", "resize_",
     "lift_fresh", "detach", "_local_scalar_dense", "sym_size", "record_stream",
 }  # fmt: skip
-# Arguments that are written, or only looked at, but not read from end to end.
+# Arguments that are written or only inspected, but not read in full.
 _FIRST, _SECOND = frozenset({0}), frozenset({1})
 _NOT_READ = {
     **dict.fromkeys(
@@ -41,23 +42,23 @@ _NOT_READ = {
     **dict.fromkeys(("index_put_", "index_add_", "scatter_", "scatter_add_", "_index_put_impl_"), _FIRST),
     **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _SECOND),
 }
-# A result is read elsewhere as it is written: rows that are picked; arguments that are written only in places.
+# A result is read once more from the source (selected rows); arguments that are written only at some positions.
 _READS_AS_IT_WRITES = {"embedding", "index_select", "gather", "index"}
 _WRITES_IN_PLACES = {"index_put_", "index_add_", "scatter_", "scatter_add_", "_index_put_impl_"}
 
-# Where the whole tensor is among the arguments of an exchange between ranks.
+# The position of the whole tensor among the arguments of an exchange between ranks.
 _WHOLE_AT = {"c10d::allreduce_": 0, "c10d::_allgather_base_": 0, "c10d::_reduce_scatter_base_": 1}
-_COPIES_ROWS_IN = "fsdp::all_gather_copy_in"  # this rank's rows into their place in the whole, which is not read
+_COPIES_ROWS_IN = "fsdp::all_gather_copy_in"  # copies this rank's rows into the whole tensor, which is not read
 
 Flops = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 _NONE = (0, 0)
 _NESTED = (list, tuple)
-_said: ContextVar[tuple[int, int] | None] = ContextVar("said", default=None)  # ``None`` where nobody counts
+_said: ContextVar[tuple[int, int] | None] = ContextVar("said", default=None)  # None while no recorder counts
 
 
 def add_work(flops: int, moved_bytes: int) -> None:
-    """Say that the op that follows stands for products of so many operations, which move so many bytes."""
+    """Attribute the operations of matrix products, and the bytes that they move, to the following op."""
     said = _said.get()
     if said is not None:
         _said.set((said[0] + flops, said[1] + moved_bytes))
@@ -65,9 +66,9 @@ def add_work(flops: int, moved_bytes: int) -> None:
 
 @contextmanager
 def hearing() -> Iterator[None]:
-    """Take note of what `add_work` says in the block, which begins with nothing said.
+    """Collect the work reported by `add_work` inside the block.
 
-    Elsewhere it is not kept: it would be counted with the first op of the next record.
+    Outside such blocks it is discarded. Otherwise it would be attributed to the first op of the next record.
     """
     before = _said.get()
     _said.set(_NONE)
@@ -78,7 +79,7 @@ def hearing() -> Iterator[None]:
 
 
 class Work(NamedTuple):
-    """Of one op. ``dtype`` is that of its first floating-point tensor; empty where there is none."""
+    """Work of one op. ``dtype`` is the type of its first floating-point tensor, or empty if it has none."""
 
     flops: int
     moved_bytes: int
@@ -90,7 +91,7 @@ NO_WORK = Work(0, 0, 0, "")
 
 
 class _Kind(NamedTuple):
-    """What is the same for all calls of an op."""
+    """Properties that are the same for all calls of an op."""
 
     moves: bool
     not_read: frozenset[int]
@@ -99,14 +100,14 @@ class _Kind(NamedTuple):
     reads_as_it_writes: bool
     flops: Flops | None
     only: tuple[int, int] | None
-    """Of an op of which one argument counts: which, and how often it is moved."""
+    """If only one argument counts: its position, and how often it is moved."""
 
 
 class WorkCounter:
-    """Counts the work of ops.
+    """Counter of the work of ops.
 
     Args:
-        on_host: whether a tensor is outside the device.
+        on_host: returns whether a tensor is outside the device.
     """
 
     def __init__(self, on_host: Callable[[Tensor], bool]) -> None:
@@ -114,7 +115,7 @@ class WorkCounter:
         self._kinds: dict[Any, _Kind] = {}
 
     def count(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
-        """Count one call of an op that has been made."""
+        """Return the work of one completed call of an op."""
         kind = self._kinds.get(op)
         if kind is None:
             kind = self._kinds[op] = _kind_of(op)
@@ -198,28 +199,31 @@ def _flops_of(op: Any, name: str) -> Flops | None:
 
 
 def _attention_flops(args: tuple[Any, ...]) -> int:
-    """Of query, key and value: each head of the query meets its keys, however many heads share them."""
+    """Return the operations of query, key and value, in which several query heads may share the keys of one head."""
     (*batch, queries, width), (keys, value_width) = args[0].shape, args[2].shape[-2:]
     flops: int = 2 * torch.Size(batch).numel() * queries * keys * (width + value_width)
     return flops
 
 
 def rnn_flops(num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, num_gates: int) -> int:
-    """Count the operations of the products of one recurrent layer in one direction, forward."""
+    """Return the operations of the matrix products of one recurrent layer in one direction, forward."""
     return 2 * num_steps * batch_size * num_gates * hidden_size * (num_inputs + hidden_size)
 
 
 def _mkldnn_flops(args: tuple[Any, ...]) -> int:
-    """Of ``mkldnn_rnn_layer(input, w_ih, w_hh, b_ih, b_hh, hx, ...)``; the backward begins with the same tensors."""
+    """Return the operations of ``mkldnn_rnn_layer(input, w_ih, w_hh, b_ih, b_hh, hx, ...)``.
+
+    The arguments of the backward op begin with the same tensors.
+    """
     num_steps, batch_size, num_inputs = args[0].shape
     num_rows, hidden_size = args[2].shape
-    # Each step reads all weights anew, which takes about as long as the products of one sample more: measured with 128
-    # and 512 units, where a batch of 1 has 0.42 and 0.53 of the rate of large batches, 2 have 0.70 and 0.77, and 8 have
-    # 1.0 and 0.86.
+    # Each step reads all weights again, which takes about as long as the products of one more sample. Measured with 128
+    # and 512 units, relative to the rate of large batches: 0.42 and 0.53 for a batch of 1, 0.70 and 0.77 for 2, 1.0 and
+    # 0.86 for 8.
     return rnn_flops(num_steps, batch_size + 1, num_inputs, hidden_size, num_rows // hidden_size)
 
 
-# torch does not count the one for the CPU, and up to 2.11 none with fewer heads of keys than of queries.
+# torch does not count attention on the CPU. Up to torch 2.11, it counts none with fewer key heads than query heads.
 _ATTENTION = tuple(
     f"_scaled_dot_product_{kind}"
     for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
@@ -229,12 +233,12 @@ _OWN_FLOPS: dict[str, Flops] = {
     "mkldnn_rnn_layer": lambda args, kwargs, result: _mkldnn_flops(args),
     "mkldnn_rnn_layer_backward": lambda args, kwargs, result: 2 * _mkldnn_flops(args),
     **{name: lambda args, kwargs, result: _attention_flops(args) for name in _ATTENTION},
-    # The scores once more, and the gradients of query, key, value and of the weights.
+    # The scores are recomputed, and gradients of query, key, value and attention weights are added.
     **{f"{name}_backward": lambda args, kwargs, result: 5 * _attention_flops(args[1:]) // 2 for name in _ATTENTION},
 }
 
 
 def grouped_flops(a: Tensor, b: Tensor) -> int:
-    """The operations of the products: each row that is in a group meets the matrix of its group only."""
+    """Return the operations of grouped products: each row of a group is multiplied only by the matrix of that group."""
     num_times = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * num_times * a.shape[-2] * a.shape[-1] * b.shape[-1]

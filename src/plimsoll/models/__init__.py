@@ -1,1 +1,1 @@
-"""The models a job can name: Hugging Face configurations and checkpoints, recurrent nets, and the user's own."""
+"""The models that a job can name: Hugging Face architectures and checkpoints, recurrent models, and user functions."""

@@ -1,9 +1,9 @@
-"""LoRA adapters of peft merged into the weights of a model, by peft itself: bitwise its ``merge_and_unload``.
+"""LoRA adapters, merged into the weights of a model by peft: bitwise equal to its ``merge_and_unload``.
 
-A layer is merged after the other, so that beside the model there are the adapter and the change of one weight.
+Layers are merged one by one. Memory holds the model, the adapter and the change of one weight.
 
-It does NOT check that an adapter was trained on this very checkpoint: nothing in it says so but a name. One whose
-layers are not in the model, or are of other shapes, is refused.
+An adapter that was trained on another checkpoint is not detected, because it contains only the name of its base model.
+An adapter whose layers are missing in the model, or have other shapes, raises an error.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import nn
 
 from plimsoll.errors import WeightsError
 
-_MISSING = "Found missing adapter keys"  # peft only warns of it
+_MISSING = "Found missing adapter keys"  # peft only warns about missing keys
 
 
 def with_adapters(model: nn.Module, folders: Sequence[Path]) -> nn.Module:
-    """Merge adapters into a model, one after the other, and return it; its weights are changed in place.
+    """Merge adapters into a model in the given order, and return it. Its weights are changed in place.
 
     Raises:
-        WeightsError: if a folder holds no adapter, or one of another model.
+        WeightsError: if a folder holds no adapter, or the adapter does not fit the model.
     """
     for folder in folders:
         model = _with_adapter(model, Path(folder))
@@ -49,5 +49,5 @@ def _with_adapter(model: Any, folder: Path) -> nn.Module:
             ) from None
     merged: nn.Module = wrapped.merge_and_unload()
     if hasattr(merged, "peft_config"):
-        del merged.peft_config  # which would make the model save itself as an adapter
+        del merged.peft_config  # otherwise the model would be saved as an adapter
     return merged

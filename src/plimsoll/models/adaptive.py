@@ -1,13 +1,14 @@
-"""The loss of an adaptive softmax (Grave et al. 2017, arXiv:1609.04309), and what its clusters can be.
+"""The adaptive softmax loss (Grave et al. 2017, arXiv:1609.04309), and its default clusters.
 
-The parameters and the mathematics are those of ``torch.nn.AdaptiveLogSoftmaxWithLoss``; that class has no
-``ignore_index``, and of every cluster it keeps as many outputs for backward as its words times its rows. Here they are
-computed some rows at a time and once more in backward, so that a batch of nothing but rare words needs no more memory
-than any other of its size, and what a dry run predicts is right for every text.
+Parameters and mathematics equal those in ``torch.nn.AdaptiveLogSoftmaxWithLoss``. That class has no ``ignore_index``.
+For each cluster it saves rows times words outputs for backward. Here the outputs are computed for some rows at a time,
+and recomputed in backward. A batch of rare words thus needs no more memory than other batches of its size. The dry
+run's prediction holds for every text.
 
-Words are of a cluster by their number alone: number 0 is to be the most frequent. With other numbers it is still a
-softmax over all words, but frequent ones have few features and cost more. Does NOT cover a bias of the rare words, and
-weights tied to an embedding, which has as many features for every word.
+The id of a word decides its cluster: id 0 should be the most frequent word. With other ids the result is still a
+softmax over all words, but frequent words have few features and cost more.
+
+Not handled: a bias of the rare words, and weights tied to an embedding, which has equally many features for every word.
 
 Shapes: B samples, T tokens, N = B * T, C rows of a chunk, H hidden size, V vocabulary.
 """
@@ -26,14 +27,14 @@ from torch.utils.checkpoint import checkpoint
 from plimsoll.data.batch import IGNORED_LABEL
 
 DIV_VALUE = 4
-"""torch's and the paper's: each cluster has a quarter of the features of the one before."""
+"""The default of torch and of the paper: each cluster has a quarter of the previous one's features."""
 
 MOST_OUTPUTS = 1 << 22
-"""Rows times words of a chunk: 16 MiB in fp32, of which there are three at once (with log-probabilities, gradient)."""
+"""Rows times words of a chunk: 16 MiB in fp32. The outputs, their log-probabilities and the gradient exist at once."""
 
 
 def default_cutoffs(vocab_size: int) -> tuple[int, ...]:
-    """Return where clusters end that suit a vocabulary: after a 25th and a fifth of it, 2,000 and 10,000 of 50,000.
+    """Return cutoffs for a vocabulary: a 25th and a fifth of it, such as 2,000 and 10,000 of 50,000.
 
     >>> default_cutoffs(50_000), default_cutoffs(8)
     ((2000, 10000), (1,))
@@ -42,13 +43,13 @@ def default_cutoffs(vocab_size: int) -> tuple[int, ...]:
 
 
 def cutoffs_fault(cutoffs: Sequence[int], vocab_size: int, hidden_size: int, div_value: float) -> str | None:
-    """Say what is wrong with clusters, or return ``None``.
+    """Return a message about an error in the cutoffs, or ``None``.
 
     Args:
-        cutoffs: the number of the first word of each cluster but the first.
+        cutoffs: the id of the first word of each cluster but the first.
         vocab_size: words.
         hidden_size: features of the most frequent words.
-        div_value: by which each cluster has fewer features than the one before.
+        div_value: the factor by which each cluster has fewer features than the previous one.
     """
     shown = ", ".join(map(str, cutoffs)) or "none"
     if not cutoffs or list(cutoffs) != sorted(set(cutoffs)) or cutoffs[0] < 1:
@@ -57,8 +58,8 @@ def cutoffs_fault(cutoffs: Sequence[int], vocab_size: int, hidden_size: int, div
         return f"cutoffs are {shown}, but the vocabulary has {vocab_size} words: give smaller ones"
     if hidden_size < div_value ** len(cutoffs):
         return (
-            f"{len(cutoffs)} clusters with {div_value:g} times fewer features each leave none of {hidden_size} for the "
-            "last: give fewer cutoffs or a smaller div_value"
+            f"{len(cutoffs)} clusters with {div_value:g} times fewer features each leave no feature of {hidden_size} "
+            "for the last: give fewer cutoffs or a smaller div_value"
         )
     return None
 
@@ -66,18 +67,20 @@ def cutoffs_fault(cutoffs: Sequence[int], vocab_size: int, hidden_size: int, div
 def adaptive_head(
     hidden_size: int, vocab_size: int, cutoffs: Sequence[int], div_value: float
 ) -> AdaptiveLogSoftmaxWithLoss:
-    """Make the output layer, with new weights; the most frequent words and the clusters have a bias."""
+    """Return a new output layer. The most frequent words and the clusters have a bias."""
     return AdaptiveLogSoftmaxWithLoss(hidden_size, vocab_size, cutoffs, div_value, head_bias=True)
 
 
 def adaptive_loss(
     head: AdaptiveLogSoftmaxWithLoss, hidden_BTH: Tensor, targets_BT: Tensor, reduction: Literal["mean", "sum"]
 ) -> Tensor:
-    """Return the loss of predicting the targets (B, T), but for those of -100, in fp32 or better.
+    """Return the loss of predicting the targets (B, T) except -100, in fp32 or better.
 
-    In a dry run the targets must not be known: it would take its own for those of a text. Without them all words are
-    taken to be of each cluster, which says too much and never too little: the time of all, and a full chunk of the
-    largest. Every cluster has gradients in every pass, so that all optimizer states are made in the first step.
+    In a dry run the targets must be unknown, because its placeholder values are not those in a text. All words then
+    count as members of every cluster. This can only overestimate: the time of all words in each cluster, and a full
+    chunk of the largest.
+
+    Every cluster gets gradients in every pass, so that the first step creates all optimizer states.
     """
     hidden_NH, targets_N = hidden_BTH.flatten(0, 1), targets_BT.flatten()
     head_targets_N, losses = targets_N, []
@@ -97,12 +100,12 @@ def adaptive_loss(
 
 
 def widened(outputs: Tensor) -> Tensor:
-    """Return outputs in fp32 or better, in which a loss is computed: in 16 bits it has two or three digits."""
+    """Return outputs in fp32 or better for the loss. In 16 bits a loss has two or three digits."""
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
 
 
 def log_probabilities(head: AdaptiveLogSoftmaxWithLoss, hidden_BTH: Tensor) -> Tensor:
-    """Return the log-probability (B, T, V) of every word to be next: logits that are normalised."""
+    """Return the log-probability (B, T, V) of every word as the next one: normalised logits."""
     log_probabilities_NV: Tensor = head.log_prob(hidden_BTH.flatten(0, 1))
     return log_probabilities_NV.view(*hidden_BTH.shape[:2], head.n_classes)
 
@@ -119,7 +122,10 @@ def _again_in_backward(layer: nn.Module, hidden_NH: Tensor, targets_N: Tensor, r
 
 
 def _summed_loss(layer: nn.Module, hidden_NH: Tensor, targets_N: Tensor, rows_C: Tensor | None) -> Tensor:
-    """The loss of some rows, or all; picked here, so that no copy of them waits for backward."""
+    """Return the loss of some rows, or of all.
+
+    The rows are selected in here, so that their copy is not saved for backward.
+    """
     if rows_C is not None:
         hidden_NH, targets_N = hidden_NH.index_select(0, rows_C), targets_N.index_select(0, rows_C)
     outputs = layer(hidden_NH)

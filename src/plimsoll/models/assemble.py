@@ -1,7 +1,7 @@
-"""From a job and its prepared data to live objects: the model, the optimizer, the loss and the loaders.
+"""Assembly of a training from a job and its prepared data: the model, the optimizer, the loss and the loaders.
 
-Covers everything a run and a prediction need to have in common, so that both are of the same training. Does NOT move
-anything to a device it was not asked for, and does not train.
+A run and a prediction share this code, so that both describe the same training. It trains nothing, and moves nothing to
+a device unless asked.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from plimsoll.records.units import format_bytes, format_share
 from plimsoll.weights.loading import open_checkpoint
 
 _UNSHUFFLED = {"as_is", "streams"}
-_FOUND_SHARE = 0.5  # of the tokens of a text; with fewer, a job is told what would find more
+_FOUND_SHARE = 0.5  # of the tokens of a text; below it, the message suggests a word tokenizer
 _SAID_BY_THE_KEY = {"train", "validation", "workers", *(field.name for field in fields(Reading))}
-# What changes nothing of what is learned.
+# Fields that do not change the learned weights.
 _NOT_LEARNED = {"budget", "checkpoint", "steps", "evaluate_every", "device", "pin", "ranks"}
-_COUNTED_TOKENS = 1 << 20  # at a time
-_LONGEST_ENTRY = 100  # characters of a fingerprint's entry
+_COUNTED_TOKENS = 1 << 20  # tokens counted at a time
+_LONGEST_ENTRY = 100  # characters of a value in a fingerprint; longer ones are hashed
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Assembled:
 
 
 class Vectors(NamedTuple):
-    """The word vectors of a job: where they are, and in a sentence what was found."""
+    """The word vectors of a job: their folder and digest, and a sentence about the words that were found."""
 
     folder: str
     digest: str
@@ -84,10 +84,10 @@ class Vectors(NamedTuple):
 
 
 def prepare_vectors(job: Job, prepared: Prepared, cache: Path, progress: Progress = silent) -> Vectors | None:
-    """Take the vectors of the tokens of a job out of their file; ``None``: the job has none.
+    """Extract the vectors of a job's tokens from their file. Return ``None`` if the job has no vectors.
 
     Raises:
-        EmbeddingError: if the file cannot be used, or has no vector of any token.
+        EmbeddingError: if the file cannot be used, or has no vector for any token.
         OutputError: if the cache cannot be written.
     """
     source = job.embeddings
@@ -102,7 +102,7 @@ def prepare_vectors(job: Job, prepared: Prepared, cache: Path, progress: Progres
 
 
 def token_counts(folder: Path, num_words: int) -> NDArray[np.int64]:
-    """Count how often each of the first ``num_words`` token ids is in a folder of tokens."""
+    """Count the occurrences of each of the first ``num_words`` token ids in a folder of tokens."""
     tokens = open_tokens(folder).tokens
     counts = np.zeros(num_words, np.int64)
     for begin in range(0, len(tokens), _COUNTED_TOKENS):
@@ -124,7 +124,7 @@ def _vectors_sentence(facts: SubsetFacts, job: Job) -> str:
 
 
 def choose_device(job: Job) -> str:
-    """The device the job names; ``auto`` is CUDA where there is one."""
+    """Return the device of the job. ``auto`` means CUDA if it is available, and the CPU otherwise."""
     if job.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return job.device
@@ -146,16 +146,16 @@ def assemble(
     Args:
         job: the job.
         prepared: its data.
-        device: where it trains.
-        on_event: told what happened to the processes that read the data; by default that is a warning.
-        oom_kills: how many processes the kernel has killed for want of memory, to tell such a death.
-        in_files: build the model in mapped files and not in memory, with the same numbers.
+        device: the device of the training.
+        on_event: called with messages about the data-loading processes; by default they become warnings.
+        oom_kills: returns the number of processes that the kernel's OOM killer has ended, to recognize such a death.
+        in_files: build the model in mapped files instead of memory, with the same values.
         put: moves the model to the device; a technique may leave part of it on the host.
-        ranks: who trains it; the loader gives this rank's part of each batch.
+        ranks: the ranks of the training; the loader gives this rank's part of each batch.
 
     Raises:
         JobError: if the model or the optimizer cannot be built as described.
-        OutputError: if the disk has no room for ``in_files``.
+        OutputError: if the disk is too full for ``in_files``.
         DataError: if there are fewer samples than one batch.
     """
     _seed(job.seed)
@@ -183,9 +183,10 @@ def assemble(
 
 
 def teacher_cache_folder(job: Job, prepared: Prepared) -> Path:
-    """Return where in the cache is what the teacher of a job says of its training samples.
+    """Return the folder of the teacher cache for the training samples of a job.
 
-    It is named by what decides that: the teacher, the samples and how many words are kept of which distribution.
+    Its name is a hash of everything that decides its content: the teacher, the samples, the temperature and the number
+    of words kept.
 
     Raises:
         JobError: if the teacher cannot be read.
@@ -207,7 +208,14 @@ def loader_of(
     oom_kills: Callable[[], int | None] = lambda: None,
     ranks: Ranks | None = None,
 ) -> Loader:
-    """Make the batches of a job of its samples; arguments are those of `assemble`.
+    """Create the loader that batches the samples of a job.
+
+    Args:
+        job: the job.
+        samples: its training samples.
+        on_event: see `assemble`.
+        oom_kills: see `assemble`.
+        ranks: see `assemble`.
 
     Raises:
         DataError: if there are fewer samples than one batch, or a sample is longer than ``batch_tokens`` allow.
@@ -234,7 +242,7 @@ def loader_of(
 
 
 def _room_for_workers_bytes(job: Job) -> int:
-    """Return half of what the host's budget, or the machine, has left: the other half is the training's."""
+    """Return half of the free host memory under the budget. The other half is for the training."""
     host = backend_for("cpu").probe()
     budget_bytes = job.budget.host_bytes
     left_bytes = host.free_bytes if budget_bytes is None else min(host.free_bytes, budget_bytes - host.use.used_bytes)
@@ -242,10 +250,12 @@ def _room_for_workers_bytes(job: Job) -> int:
 
 
 def require_buildable(job: Job) -> None:
-    """Check, before the data are prepared, that model, optimizer and augmentation can be built; nothing is allocated.
+    """Check that model, optimizer and augmentation can be built, before the data are prepared. Nothing is allocated.
+
+    Checks that depend on the data are left out (see `sketch_model`).
 
     Raises:
-        JobError: if one cannot, as far as that does not depend on the data (see `sketch_model`).
+        JobError: if the model or the optimizer cannot be built.
         DataError: if the table or a function of the augmentation cannot be used.
     """
     if job.data.augment:
@@ -255,17 +265,21 @@ def require_buildable(job: Job) -> None:
     model = sketch_model(job)
     if model is not None:
         _require_kernels(model, job.own_precision, choose_device(job))
-        if any(isinstance(module, nn.RNNBase) for module in model.modules()):  # others must be tried, with weights
+        if any(
+            isinstance(module, nn.RNNBase) for module in model.modules()
+        ):  # other models must be tested with weights
             _require_apart(job, model)
     optimizer = build_optimizer(job.optimizer, [nn.Parameter(torch.zeros(()))])
     build_schedule(job.optimizer, optimizer, job.steps)
 
 
 def require_vectors(job: Job) -> None:
-    """Check that the word vectors of a job can be read, and fit its model as far as that does not depend on the data.
+    """Check that the word vectors of a job can be read and fit its model.
+
+    Checks that depend on the data are left out (see `sketch_model`).
 
     Raises:
-        JobError: if not.
+        JobError: if they cannot be read or do not fit.
     """
     if job.embeddings is None:
         return
@@ -276,7 +290,7 @@ def require_vectors(job: Job) -> None:
 
 
 def _seed(seed: int) -> None:
-    """Seed every generator whose state a checkpoint keeps."""
+    """Seed every generator whose state is saved in checkpoints."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -285,28 +299,28 @@ def _seed(seed: int) -> None:
 def _require_kernels(model: nn.Module, precision: str, device: str) -> None:
     if device == "cpu" and precision == "fp16" and any(isinstance(module, nn.RNNBase) for module in model.modules()):
         raise JobError(
-            f"precision: {precision}: torch has no float16 kernels of recurrent nets for the CPU; use bf16 or fp32"
+            f"precision: {precision}: torch has no float16 kernels of recurrent layers on CPUs; use bf16 or fp32"
         )
 
 
 def _require_apart(job: Job, model: nn.Module) -> None:
-    """Refuse packed rows for a model in which one text of a row changes another."""
+    """Raise an error if rows are packed and the texts of a row affect each other in this model."""
     fault = packing_fault(model) if job.data.pack else None
     if fault is not None:
         raise JobError(f"data.pack: {fault}: leave data.pack out, or take another model")
 
 
 def require_memory(job: Job, prepared: Prepared, baseline_bytes: Callable[[], int], budget_bytes: int) -> None:
-    """Check, on the meta device, that the budget can hold what is there before the first activation.
+    """Check on the meta device that the budget can hold the resident memory before the first activation.
 
     Args:
         job: the job.
         prepared: its data, for the size of the vocabulary.
-        baseline_bytes: the backend's; what is there without a training, asked once a model has been built.
-        budget_bytes: the limit of the device.
+        baseline_bytes: returns the bytes of the process without a training; called once a model has been built.
+        budget_bytes: the budget of the device.
 
     Raises:
-        BudgetError: if it cannot; it says how much is needed.
+        BudgetError: if it cannot; the message contains the bytes that are needed.
     """
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id, device="meta")
     resident = resident_bytes(model, job.optimizer)
@@ -325,28 +339,29 @@ def require_memory(job: Job, prepared: Prepared, baseline_bytes: Callable[[], in
 
 
 def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
-    """What must be equal for a checkpoint to belong to a job: everything that changes what is learned.
+    """Return the values that must match between a checkpoint and a job that resumes it.
 
-    The budget, how often is saved and how long is trained may change between a checkpoint and its resume; the length
-    may not where the learning rate follows it. Each field has an entry of its own, so that a difference can be named.
+    They are everything that changes the learned weights. The budget, the checkpoint interval and the number of steps
+    may change. The number of steps must match if the learning rate depends on it. Each field has its own entry, so that
+    a message can name the difference.
     """
     facts = job.model_dump(
         mode="json",
         exclude={*_NOT_LEARNED, "data", "tokenizer", "embeddings", "distill"},
     )
     facts["data"] = job.data.model_dump(mode="json", exclude=_SAID_BY_THE_KEY)
-    if job.data.reset is None:  # checkpoints from before there was this field are as good
+    if job.data.reset is None:  # older checkpoints without this field stay valid
         del facts["data"]["reset"]
     if job.quantization_aware is None:
         del facts["quantization_aware"]
-    if job.embeddings is not None:  # what the vectors are, wherever their file is
+    if job.embeddings is not None:  # the content of the vectors, not their path
         facts["embeddings"] = {"vectors": prepared.vectors_digest, "trainable": job.embeddings.trainable}
-    if job.distill is not None:  # what the teacher is, wherever its folder is, and in which numbers it computes
+    if job.distill is not None:  # the teacher's content, not its path, and its number format
         facts["distill"] = job.distill.model_dump(mode="json", exclude={"form"}) | {
             "teacher": digest_of(Path(job.distill.teacher)),
             "codes": job.distill.form if job.distill.form == "int8" else "none",
         }
-    if job.data.augment and job.data.augment.synonyms:  # what is in the table, wherever it is
+    if job.data.augment and job.data.augment.synonyms:  # the content of the table, not its path
         table = Path(job.data.augment.synonyms)
         content = table.read_bytes() if table.is_file() else b""
         facts["data"]["augment"]["synonyms"] = f"sha256:{hashlib.sha256(content).hexdigest()[:12]}"
@@ -356,7 +371,7 @@ def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
 
 
 def _entries(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the value of every field; what is long is hashed."""
+    """Yield the dotted name and the value of every field. Long values are hashed."""
     if isinstance(value, dict):
         for inner, item in value.items():
             yield from _entries(item, f"{name}.{inner}" if name else str(inner))

@@ -1,4 +1,4 @@
-"""From a job to a model, and from a model to a folder.
+"""Building a job's model, and saving a model to a folder.
 
 A job names a model in one of four ways:
 
@@ -7,9 +7,10 @@ A job names a model in one of four ways:
     model: path/to/folder                     a checkpoint of one of these two           both
     model: package.module:function            a function that returns an ``nn.Module``   `imported`
 
-Every model is called as ``model(input_ids=..., attention_mask=..., labels=...)`` and returns ``.loss``, the mean over
-the units of its task, and ``.logits``. New weights are drawn from torch's default generator: seed it first. It does NOT
-cover the Hugging Face Hub: download a checkpoint first.
+Every model is called as ``model(input_ids=..., attention_mask=..., labels=...)``. It returns ``.logits`` and ``.loss``,
+the mean over the units of its task. New weights are drawn from torch's default generator: seed it first.
+
+Not handled: the Hugging Face Hub. Download a checkpoint first.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from plimsoll.records.tokenizer import SMALLEST_VOCAB_SIZES
 from plimsoll.weights.saving import save_weights
 
 
-def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as it is
+def build_model(  # noqa: PLR0917 -- the facts of the texts are passed in their order
     job: Job,
     vocab_size: int,
     num_labels: int | None,
@@ -69,12 +70,12 @@ def build_model(  # noqa: PLR0917 -- what a sketch of the texts says is given as
         vocab_size: tokens of the tokenizer; the model has at least as many rows.
         num_labels: labels of texts or of tokens, at least 2; ``None`` for language modeling.
         end_id: the token that ends a text.
-        pad_id: the token that fills up shorter texts; ``end_id`` by default.
+        pad_id: the token that pads shorter texts; ``end_id`` by default.
         device: ``"meta"`` allocates nothing and gives the shapes only.
-        files: where the weights are made, in place of memory; they are the same.
+        files: the pool of mapped files for the weights; ``None`` means memory. The values are the same.
 
     Raises:
-        JobError: if the model cannot be named, built, loaded or used so; the message says which field and why.
+        JobError: if the model cannot be named, built, loaded or used for this job; the message names the field.
     """
     if job.is_labelled:
         require_labels(job.task, num_labels or 0)
@@ -113,14 +114,14 @@ def _model(job: Job, shape: TextShape, device: str, files: MappedPool | None) ->
 
 
 def sketch_model(job: Job) -> nn.Module | None:
-    """Build the model of a job on the meta device before there are data, with a stand-in for what these decide.
+    """Build the model of a job on the meta device before the data exist, with placeholder sizes.
 
     Returns:
-        the model; ``None`` where it cannot be built yet: whether a checkpoint folder fits is decided by the
-        tokenizer and the labels, and a function of the user's is found but not called.
+        The model, or ``None`` if it cannot be built yet. A checkpoint folder can only be checked against the tokenizer
+        and the labels. A user's function is looked up but not called.
 
     Raises:
-        JobError: as `build_model`.
+        JobError: as in `build_model`.
     """
     num_labels = 2 if job.is_labelled else None
     if isinstance(job.model, str):
@@ -132,22 +133,22 @@ def sketch_model(job: Job) -> nn.Module | None:
     is_recurrent = isinstance(job.model, dict) and job.model.get("architecture") in RECURRENT
     given = job.model.get("vocab_size") if isinstance(job.model, dict) and not is_recurrent else None
     vocab_size = job.tokenizer.vocab_size
-    if isinstance(given, int):  # it may be as small as the tokenizer, which is not known yet
+    if isinstance(given, int):  # it may equal the tokenizer's size, which is not known yet
         vocab_size = SMALLEST_VOCAB_SIZES[job.tokenizer.train] if job.tokenizer.path is None else given
     return build_model(job, vocab_size, num_labels, 0, device="meta")
 
 
 def import_library_of(job: Job) -> None:
-    """Import transformers where the model of a job may need it, and not in the midst of what is traced or counted."""
+    """Import transformers if the model of a job may need it, before memory is traced or counted."""
     architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
-    if architecture not in RECURRENT or job.distill is not None:  # which may have a teacher of theirs
+    if architecture not in RECURRENT or job.distill is not None:  # whose teacher may be a transformers model
         import transformers  # noqa: F401
 
 
 def save_model(model: nn.Module, folder: Path) -> None:
-    """Write a model into ``folder``, which is made if need be, with no more copies in memory than `save_weights` makes.
+    """Write a model into ``folder``, which is created if missing. No more memory is copied than in `save_weights`.
 
-    A Hugging Face model becomes a folder for ``from_pretrained`` and a recurrent one a folder for `load_recurrent`; of
+    A Hugging Face model becomes a folder for ``from_pretrained`` and a recurrent model one for `load_recurrent`. For
     any other model the weights are written to ``model.safetensors``.
 
     Raises:
@@ -168,7 +169,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
 
 
 def loss_of(task: Task) -> tuple[LossFunction, Units]:
-    """Return the loss function of a task, the model's own, and the units it is the mean of."""
+    """Return the loss function of a task (the model's loss) and the units that it averages over."""
     units: dict[Task, Units] = {
         "language-modeling": "next-tokens",
         "classification": "samples",
@@ -178,7 +179,7 @@ def loss_of(task: Task) -> tuple[LossFunction, Units]:
 
 
 def name_labels(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Have a model keep the names of its labels in its configuration, where `save_model` writes them."""
+    """Store the names of the labels in the configuration of a model, which `save_model` writes."""
     if not names:
         return
     if isinstance(model, RecurrentModel):
@@ -220,7 +221,7 @@ def _loaded_model(folder: Path, shape: TextShape, device: str, files: MappedPool
             f"model: {folder} was made for {found}, but the text has {wanted}: "
             "use the tokenizer and the task it was trained with"
         )
-    is_dry_run = isinstance(torch.empty(0), FakeTensor)  # of the shapes alone
+    is_dry_run = isinstance(torch.empty(0), FakeTensor)  # needs the shapes only
     if device == "cpu" and not is_dry_run:
         return load_recurrent(folder)
     with torch.device(device):

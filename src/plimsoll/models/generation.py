@@ -1,15 +1,17 @@
-"""How texts go on, by a causal model of transformers: its own ``generate``, with draws that belong to the row.
+"""Text generation with a causal transformers model: its ``generate``, with random draws that depend on the row only.
 
-Greedy is the default. Sampling adds to each logit a number drawn for the row, the place and the token (Gumbel noise)
-and takes the largest: that is a draw from the same distribution as ``softmax`` and ``multinomial``
-(https://arxiv.org/abs/1611.01144, section 2), and it does not depend on which rows are computed together, nor on where
-a run was resumed.
+Greedy decoding is the default. Sampling adds Gumbel noise to each logit, drawn for the row, position and token, and
+takes the largest. The distribution is the same as with ``softmax`` and ``multinomial``
+(https://arxiv.org/abs/1611.01144, section 2). The draw does not depend on the other rows of the batch, nor on the place
+at which a run was resumed.
 
-Prompts are padded on the left. The key-value cache is `transformers`': whole on the device, or ``offloaded`` to the
-host, which needs CUDA. It does NOT cover beams, a quantized cache (it needs another package, and transformers keeps the
-last tokens whole), stop words, and chat templates.
+Prompts are padded on the left. The key-value cache is the one of transformers: on the device, or ``offloaded`` to host
+memory, which needs CUDA.
 
-Shapes: B prompts, T tokens of them, N new tokens, V vocabulary.
+Not handled: beam search, stop words, chat templates, and a quantized cache. The latter needs another package, and
+transformers keeps its last tokens unquantized.
+
+Shapes: B prompts, T prompt tokens, N new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ Cache = Literal["full", "offloaded"]
 
 @dataclass(frozen=True)
 class Generation:
-    """How texts go on: at most ``max_new_tokens`` each; with a ``temperature`` tokens are drawn, by ``seed``."""
+    """The options of generation.
+
+    Attributes:
+        max_new_tokens: the most new tokens of a text.
+        temperature: of sampling; ``None``: greedy decoding.
+        top_p: sample only from the fewest tokens with this total probability.
+        seed: of the draws.
+        cache: ``full`` keeps the key-value cache on the device, ``offloaded`` in host memory.
+    """
 
     max_new_tokens: int
     temperature: float | None = None
@@ -42,7 +52,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The new tokens of a text, without the end token; ``stopped`` if it was reached."""
+    """The new tokens of a text without the end token. ``stopped``: whether the end token was reached."""
 
     ids: list[int]
     stopped: bool
@@ -51,7 +61,15 @@ class Continuation:
 def generate(
     model: PreTrainedModel, batch: dict[str, Tensor], rows: Sequence[int], options: Generation, padding_id: int
 ) -> list[Continuation]:
-    """Return how each prompt of a batch goes on; ``rows`` are the numbers that their draws belong to."""
+    """Return the continuation of each prompt of a batch.
+
+    Args:
+        model: the model, in evaluation mode.
+        batch: ``input_ids`` and ``attention_mask``, (B, T), padded on the left.
+        rows: the row number of each prompt, which seeds its draws.
+        options: see `Generation`.
+        padding_id: the token that pads finished texts.
+    """
     end_ids = _end_ids(model)
     num_prompt_tokens = batch["input_ids"].shape[1]
     tokens: Any = model.generate(  # type: ignore[operator]
@@ -94,7 +112,7 @@ def _processors(rows: Sequence[int], options: Generation, num_prompt_tokens: int
 
 
 class _Draws(LogitsProcessor):
-    """Makes the largest logit a draw: divided by the temperature, cut to the likeliest, and with noise of the row."""
+    """Turns the largest logit into a sample: applies the temperature and top-p, and adds the noise of the row."""
 
     def __init__(self, rows: Sequence[int], options: Generation, num_prompt_tokens: int) -> None:
         self._rows, self._options, self._num_prompt_tokens = rows, options, num_prompt_tokens
@@ -109,7 +127,7 @@ class _Draws(LogitsProcessor):
 
 
 def _likeliest(scores_BV: Tensor, top_p: float) -> Tensor:
-    """Leave the fewest tokens that are as probable as ``top_p`` together, and the likeliest in any case."""
+    """Mask all but the fewest tokens with a total probability of ``top_p``, and at least one."""
     if top_p >= 1:
         return scores_BV.clone()
     sorted_BV, order_BV = scores_BV.sort(dim=-1, descending=True)
@@ -119,7 +137,7 @@ def _likeliest(scores_BV: Tensor, top_p: float) -> Tensor:
 
 
 def _noise(seed: int, row: int, place: int, vocab_size: int) -> Tensor:
-    """Draw the noise of one token of one row, always the same."""
+    """Return the reproducible Gumbel noise of one position in one row."""
     digest = hashlib.blake2b(f"{seed} {row} {place}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     return -torch.empty(vocab_size).exponential_(generator=generator).log()

@@ -1,13 +1,13 @@
-"""A language model in two parts: what its head reads, and the head, which then goes over some positions at a time.
+"""A language model split into its body and its head, so that the head can run on a few positions at a time.
 
     parts, logits_B1V = head_apart(model, {"input_ids": ids, "attention_mask": mask})
     logits_BCV = parts.head(parts.hidden_BTH[:, 5:9])
 
-Of a Hugging Face model the head is its own code, whatever it does beside the matrix (a bias, a transform before it,
-soft caps, a scale). Where the body cannot be told apart, the logits are made whole and stand for what the head reads,
-and the head does nothing.
+For a Hugging Face model the head is the model's code after the body. It includes everything besides the matrix: a bias,
+a transform, soft caps or a scale. If the body cannot be separated, all logits are computed and take the place of the
+hidden states, and the head does nothing.
 
-It does NOT cover encoder-decoders, and heads in which one position changes another.
+Not handled: encoder-decoders, and heads in which positions affect each other.
 
 Shapes: B texts, T tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -26,17 +26,17 @@ from plimsoll.models.recurrent.model import RecurrentLanguageModel
 
 @dataclass(frozen=True)
 class HeadApart:
-    """What the head of a language model reads of some texts, and the head.
+    """The hidden states that the head of a language model reads, and the head.
 
     Attributes:
-        hidden_BTH: with the graph of the body, if there is one; the logits where the head is not apart.
-        head: of some positions, (B, C, H) -> (B, C, V); it copies them: with a part of each text that lies apart torch
-            would multiply text by text, and oneDNN copies the weights of the head for it (30 MiB of 30,522 words of 512
-            numbers in bfloat16, for each text).
+        hidden_BTH: with the graph of the body, if there is one; the logits if the body could not be separated.
+        head: maps some positions, (B, C, H) -> (B, C, V). It makes its input contiguous. Otherwise torch would multiply
+            text by text, and oneDNN would copy the head's weights for each text (30 MiB for 30,522 words of 512 numbers
+            in bfloat16).
         num_outputs: V.
-        parameters: those of the head, also where the body has them as well.
-        matrix: the layer that gives a number for each word, where it is a plain one.
-        states: what the layers pass on, the embeddings first, (B, T, H) each; where they were asked for.
+        parameters: the parameters of the head, including those shared with the body.
+        matrix: the output layer, if it is a plain linear layer.
+        states: the embeddings and the output of each layer, (B, T, H) each, if requested.
     """
 
     hidden_BTH: Tensor
@@ -53,13 +53,13 @@ def head_apart(
     """Run a language model up to its head.
 
     Args:
-        model: a causal language model of transformers, a recurrent one of ours, or one called like them.
-        fields: of a batch, without labels.
-        num_first: positions that a model of transformers' kind goes on with, for it is called as a whole.
-        with_states: whether to keep what each layer passes on; of transformers' models alone.
+        model: a causal transformers model, a recurrent Plimsoll model, or a model called like them.
+        fields: the fields of a batch, without labels.
+        num_first: positions whose logits are computed anyway, because a transformers model is called as a whole.
+        with_states: whether to return the output of each layer; transformers models only.
 
     Returns:
-        the parts, and the logits of the first positions, if these were made.
+        The parts, and the logits of the first positions, if they were computed.
     """
     if isinstance(model, RecurrentLanguageModel):
         hidden_BTH = model.hidden_states(fields["input_ids"])
@@ -85,13 +85,13 @@ def _of_called(
     length = fields["input_ids"].shape[1]
     if (
         not kept or num_first >= length or logits_BCV.shape[1] != num_first
-    ):  # another module is the body, or the head reads other positions
+    ):  # the body is another module, or the head reads other positions
         states = tuple(outputs.hidden_states) if with_states else ()
         return HeadApart(logits_BCV, Tensor.contiguous, logits_BCV.shape[-1], states=states), None
     assert body is not None
 
     def head(hidden_BCH: Tensor) -> Tensor:
-        # The model's own forward again, in which the body returns what it has returned before, cut to some positions.
+        # Runs the model's forward again; the body returns its earlier output, cut to some positions.
         cut = _with_hidden(kept[0], hidden_BCH.contiguous())
         with forward_of(body, lambda run, *_, **__: cut):
             result: Tensor = model(**fields).logits
@@ -103,7 +103,7 @@ def _of_called(
 
 
 def _body_of(model: Any) -> nn.Module | None:
-    """The module whose output the head reads: the innermost decoder, which some models call past their base model."""
+    """Return the module whose output the head reads: the innermost decoder, which some models call directly."""
     base: Any = getattr(model, "base_model", None)
     if not hasattr(base, "get_decoder"):
         return None
@@ -112,14 +112,14 @@ def _body_of(model: Any) -> nn.Module | None:
 
 
 def _outside(model: nn.Module, body: nn.Module) -> tuple[nn.Parameter, ...]:
-    """The parameters of the modules that are not in the body, each once."""
+    """Return the parameters of the modules outside the body, each once."""
     inside = set(body.modules())
     modules = [module for module in model.modules() if module not in inside]
     return tuple(dict.fromkeys(one for module in modules for one in module.parameters(recurse=False)))
 
 
 def _matrix_of(model: Any) -> nn.Linear | None:
-    """The output layer, if it does what torch's does: one that a technique made another is called as it is."""
+    """Return the output layer if it is plain. A layer that a technique has changed must be called as it is."""
     layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return layer if type(layer) is nn.Linear and _is_plain(layer) else None
 
@@ -130,7 +130,7 @@ def _is_plain(layer: nn.Linear) -> bool:
 
 
 def _with_hidden(outputs: Any, hidden_BCH: Tensor) -> Any:
-    """What the body returned, with other last hidden states."""
+    """Return the output of the body with other last hidden states."""
     if isinstance(outputs, tuple):
         return (hidden_BCH, *outputs[1:])
     kept = {name: value for name, value in outputs.items() if name != "past_key_values"}
@@ -139,7 +139,12 @@ def _with_hidden(outputs: Any, hidden_BCH: Tensor) -> Any:
 
 @contextmanager
 def forward_of(module: nn.Module, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Have ``replacement`` called in place of a module's ``forward``, which it gets, while the block runs."""
+    """Replace a module's ``forward`` while the block runs.
+
+    Args:
+        module: the module.
+        replacement: called with the original ``forward``, followed by the arguments.
+    """
     own = vars(module).get("forward")
     run = module.forward
     module.forward = lambda *arguments, **named: replacement(run, *arguments, **named)

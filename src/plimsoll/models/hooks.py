@@ -1,6 +1,6 @@
-"""The extension points of a training step: techniques set them, and the step calls them without knowing who did.
+"""The extension points of a training step. Techniques set them, and the step calls them.
 
-Each has a default, the plain behaviour. `plimsoll.models.workload.hooked` sets them, and puts those before back.
+The defaults are the plain behaviour. `plimsoll.models.workload.hooked` sets them and restores the previous ones.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from plimsoll.device.off_device import Copier
 
 
 class Cut(Protocol):
-    """How a batch is cut into micro-batches."""
+    """The interface of splitting a batch into micro-batches."""
 
     depends_on_values: bool
-    """Whether their number follows from what is in a batch, and not from its size alone."""
+    """Whether the number of micro-batches depends on the values of a batch, and not only on its size."""
 
     def elements_per_sample(self, batch: Any, batch_size: int) -> float:
-        """Return as how many elements each sample of a batch counts, where a micro-batch is chosen by its size."""
+        """Return the number of elements that each sample counts when the size of a micro-batch is chosen."""
         ...
 
     def micro_batches(
         self, batch: Any, batch_size: int, micro_batch: int, count: Callable[[Any], float]
     ) -> Iterator[tuple[Any, float, Sequence[int]]]:
-        """Make one micro-batch after the other; those without units, which have no mean loss, are left out.
+        """Yield the micro-batches of a batch. Micro-batches without units are left out, because they have no mean loss.
 
         Args:
             batch: the batch.
             batch_size: its samples.
             micro_batch: samples of a micro-batch.
-            count: counts the units of some samples, which have all of their columns.
+            count: counts the units of some samples; each sample has all of its columns.
 
         Yields:
-            The micro-batch, its units, and the numbers that its samples have in the batch.
+            The micro-batch, its units, and the indices of its samples in the batch.
         """
         ...
 
 
 class BySamples:
-    """`Cut`: so many samples in each micro-batch, in their order; a batch that is not larger stays as it is."""
+    """A `Cut` into micro-batches of a fixed number of samples, in order. A smaller batch stays whole."""
 
     depends_on_values = False
 
     def elements_per_sample(self, batch: Any, batch_size: int) -> float:
-        """Return the mean."""
+        """Return the mean number of elements."""
         return count_elements(batch) / batch_size
 
     def micro_batches(
         self, batch: Any, batch_size: int, micro_batch: int, count: Callable[[Any], float]
     ) -> Iterator[tuple[Any, float, Sequence[int]]]:
-        """Cut into views of the batch."""
+        """Yield views of the batch."""
         if micro_batch >= batch_size:
             yield batch, count(batch), range(batch_size)
             return
@@ -65,59 +65,59 @@ class BySamples:
 
 
 class Sharding(Protocol):
-    """How the parameters of a model are shared out over the ranks.
+    """The interface of the distribution of a model's parameters over the ranks.
 
-    Where they are, ranks exchange them in each pass: all must make equally many passes.
+    If parameters are sharded, ranks exchange them in each pass, so all ranks must make the same number of passes.
     """
 
     is_sharded: bool
 
     def hand_over(self) -> None:
-        """Give the gradients of all passes to the optimizer's parameters."""
+        """Pass the gradients of all passes to the optimizer's parameters."""
         ...
 
     def reset(self) -> None:
-        """Make the model ready for another try, wherever the last one ended."""
+        """Prepare the model for another attempt, no matter at which point the last one failed."""
         ...
 
     def clip(self, parameters: Sequence[Tensor], clip_norm: float) -> Tensor:
-        """Clip the gradients of the whole model by its norm, on this rank those of ``parameters``.
+        """Clip the gradients of the whole model by their norm, on this rank the gradients of ``parameters``.
 
         Returns:
-            Their norm before.
+            The norm before clipping.
         """
         ...
 
     def agree_on_infinities(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
-        """Let the update of what a scaler knows as its optimizer be skipped by all ranks, or by none."""
+        """Make all ranks skip the update, or none of them, if a scaler found infinities in the gradients."""
         ...
 
 
 class Unsharded:
-    """`Sharding`: each rank has all parameters."""
+    """A `Sharding` in which each rank has all parameters."""
 
     is_sharded = False
 
     def hand_over(self) -> None:
-        """Do nothing: the optimizer has them."""
+        """Do nothing, because the optimizer's parameters have the gradients already."""
 
     def reset(self) -> None:
         """Do nothing."""
 
     def clip(self, parameters: Sequence[Tensor], clip_norm: float) -> Tensor:
-        """Clip as torch does; gradients are added up over the ranks."""
+        """Clip with torch's function; gradients are already summed over the ranks."""
         return nn.utils.clip_grad_norm_(parameters, clip_norm)
 
     def agree_on_infinities(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
-        """Do nothing: all ranks have the same gradients."""
+        """Do nothing, because all ranks have the same gradients."""
 
 
 class EarlyUpdates(NamedTuple):
-    """What an update in backward needs.
+    """The requirements of parameter updates during backward.
 
     Attributes:
-        copy_outside: copies a tensor to where it takes no memory of the device, for the undo.
-        leave_out: what to type so that parameters are updated when backward has ended.
+        copy_outside: copies a tensor to a place outside the device's memory, for undoing a step.
+        leave_out: the option to type so that parameters are updated after backward.
     """
 
     copy_outside: Copier
@@ -125,10 +125,10 @@ class EarlyUpdates(NamedTuple):
 
 
 class CapturedPass(Protocol):
-    """A pass that can be replayed."""
+    """A captured pass that can be replayed."""
 
     def release(self) -> None:
-        """Give its memory back."""
+        """Free its memory."""
         ...
 
 
@@ -138,15 +138,15 @@ UNSHARDED = Unsharded()
 
 @dataclass(frozen=True, slots=True)
 class StepHooks:
-    """What techniques change of a step.
+    """The parts of a step that techniques can change.
 
     Attributes:
-        cut: how a batch is cut into micro-batches.
+        cut: splits a batch into micro-batches.
         evaluation_samples: the most samples of an evaluation pass; ``None``: as many as fit.
-        captured: the pass that micro-batches are replayed from, once there is one; ``None``: all run eagerly.
-        update_early: for parameters that are updated in backward; ``None``: when it has ended.
-        sharding: how the parameters are shared out over the ranks.
-        after_step: what is called after each step that happened.
+        captured: the captured pass that micro-batches replay, once there is one; ``None``: all passes run eagerly.
+        update_early: the requirements of parameter updates during backward; ``None``: update after backward.
+        sharding: the distribution of the parameters over the ranks.
+        after_step: called after each step that was not undone.
     """
 
     cut: Cut = BY_SAMPLES

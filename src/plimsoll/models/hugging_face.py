@@ -1,11 +1,12 @@
 """Hugging Face models: any text architecture of transformers with new weights, or a checkpoint folder.
 
-Transformers takes every field it does not know without a word, builds models that cannot hold the sequence, and leaves
-it to the user that a loss fits its labels; here each of these is refused by name. Weights are float32 (what the job's
-``precision`` changes is autocast), padding has the id `padding_id` says, and the key-value cache is off, which training
-has no use for; ``generate`` on the saved model has it on.
+Transformers silently accepts unknown configuration fields and builds models whose position table is too short for the
+sequence. It does not check that a loss fits its labels. Here each of these is an error that names the field.
 
-It does NOT cover the Hugging Face Hub, encoder-decoder models, and models that also take images or sound.
+Weights are float32; the job's ``precision`` only sets the dtype of autocast. Padding has the id `padding_id`. The
+key-value cache is off, because training does not use it; ``generate`` on the saved model turns it on.
+
+Not handled: the Hugging Face Hub, encoder-decoder models, and models that also take images or sound.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ OTHER_LOSS = {
     "xlm": "compares each position with its own label, not with the next",
     "xlnet": "learns by permutation",
 }
-"""Architectures whose loss is not that of next tokens (read in transformers 5.23), encoder-decoders aside."""
+"""Architectures whose loss is not next-token prediction (as of transformers 5.23), without encoder-decoders."""
 
 _ONE_LABEL: Literal["single_label_classification"] = "single_label_classification"
 
@@ -57,10 +58,11 @@ _COUNTED_FROM_PADDING = {
     ),
     *("longformer", "esm", "ibert", "luke", "lilt"),
 }
-"""Architectures whose first tokens have the positions behind the padding id (read in transformers 5.23)."""
+"""Architectures that number positions from padding id + 1 (as of transformers 5.23)."""
 
 _MAX_UNUSED_ROWS = 1024
-"""With more rows beyond the tokens it is another vocabulary, not rounding up (phi-2: 51200 rows, 50295 tokens)."""
+"""The most rows beyond the tokenizer's tokens that count as rounding up (phi-2: 51200 rows, 50295 tokens). With more,
+the checkpoint has another vocabulary."""
 
 MODEL_FAULTS = (
     ArithmeticError,
@@ -71,13 +73,20 @@ MODEL_FAULTS = (
     TypeError,
     ValueError,
 )
-"""What models raise for fields that do not go together and texts they cannot compute; it is not one kind of error."""
+"""The errors that models raise for inconsistent fields and for texts that they cannot compute. They have no common base
+class."""
 
 
 class TextShape(NamedTuple):
-    """What the text asks of a model. ``num_labels`` is ``None`` for language models; ``end_id`` ends texts.
+    """The requirements of the text on a model.
 
-    ``is_tagger``: labels are those of tokens. ``padding_id`` fills short rows; where it is not given ``end_id`` does.
+    Attributes:
+        vocab_size: tokens of the tokenizer.
+        num_labels: number of labels, or ``None`` for language models.
+        end_id: the token that ends a text.
+        sequence_length: tokens of the longest row.
+        is_tagger: whether each token has a label, rather than each text.
+        padding_id: the token that fills short rows; ``None`` means ``end_id``.
     """
 
     vocab_size: int
@@ -94,7 +103,7 @@ class TextShape(NamedTuple):
 
     @property
     def head(self) -> str:
-        """The kind of model, in words."""
+        """The kind of model, as a phrase for messages."""
         return HEADS[_head_of(self)]
 
 
@@ -104,11 +113,12 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
     Args:
         architecture: one of `plimsoll.models.names.architectures`.
         fields: fields of its configuration class.
-        shape: what the text asks of it; the position table grows to ``sequence_length`` where ``fields`` do not say.
-        device: where the weights are.
+        shape: the requirements of the text. The position table grows to ``sequence_length`` unless ``fields`` set its
+            length.
+        device: the device of the weights.
 
     Raises:
-        JobError: if a field is unknown, is set by the job, or has a value the model cannot be built or used with.
+        JobError: if a field is unknown, is set by the job, or has a value with which the model cannot be built or used.
     """
     with quiet():
         config = _new_config(architecture, fields, shape)
@@ -116,7 +126,7 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
         _fit_length(config, set(fields), shape, skeleton)
         modules = [weakref.ref(module) for module in skeleton.modules()]
         del skeleton
-        if any(module() is not None for module in modules):  # as after the first Mamba: a dry run would count them
+        if any(module() is not None for module in modules):  # as after the first Mamba; a dry run counts them
             gc.collect()
         with torch.device(device):
             model = _built(config, shape)
@@ -124,18 +134,19 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
 
 
 def load_hugging_face(folder: Path, shape: TextShape, device: str, files: MappedPool | None = None) -> PreTrainedModel:
-    """Load a checkpoint folder for training; on the meta device only its shapes.
+    """Load a checkpoint folder for training.
 
-    A classifier gets a new head where the checkpoint has none.
+    On the meta device and in a dry run only the shapes are made and no weights are read. If the checkpoint has no
+    classification head, a classifier gets a new one.
 
     Args:
         folder: the checkpoint.
-        shape: what the text asks of it.
-        device: where the weights are.
-        files: where they are made, in place of memory. In a dry run nothing is read.
+        shape: the requirements of the text.
+        device: the device of the weights.
+        files: the pool of mapped files for the weights; ``None`` means memory.
 
     Raises:
-        JobError: if the folder cannot be read, is of another vocabulary, length or number of labels, or lacks weights.
+        JobError: if the folder cannot be read, lacks weights, or has another vocabulary, length or number of labels.
     """
     with quiet():
         config = _checkpoint_config(folder, shape)
@@ -143,7 +154,7 @@ def load_hugging_face(folder: Path, shape: TextShape, device: str, files: Mapped
         _fit_length(config, set(_LENGTH_FIELDS), shape, skeleton)
         if device == "meta":
             return _ready(skeleton, shape)
-        if isinstance(torch.empty(0), FakeTensor):  # a dry run, of the shapes alone
+        if isinstance(torch.empty(0), FakeTensor):  # a dry run needs the shapes only
             with torch.device(device):
                 return _ready(_built(config, shape), shape)
         try:
@@ -154,7 +165,7 @@ def load_hugging_face(folder: Path, shape: TextShape, device: str, files: Mapped
                 dtype=torch.float32,
                 device=device,
                 pool=files,
-                allow_missing=shape.num_labels is None,  # which is said below
+                allow_missing=shape.num_labels is None,  # reported below
             )
         except WeightsError as error:
             raise JobError(
@@ -162,12 +173,15 @@ def load_hugging_face(folder: Path, shape: TextShape, device: str, files: Mapped
             ) from None
     if shape.num_labels is None and loaded.missing:
         missing = ", ".join(loaded.missing)
-        raise JobError(f"model: {folder} lacks weights of a language model ({missing}): give one that has a head")
+        raise JobError(f"model: {folder} lacks weights of a language model ({missing}): give a checkpoint with a head")
     return _ready(cast("PreTrainedModel", loaded.model), shape)
 
 
 def is_hugging_face(model: nn.Module) -> TypeGuard[PreTrainedModel]:
-    """Whether a model is one of transformers, which takes seconds to import, and which such a model has imported."""
+    """Return whether a model is a transformers model.
+
+    Transformers takes seconds to import. If it is not imported yet, no such model exists, and it is not imported here.
+    """
     if "transformers" not in sys.modules:
         return False
     from transformers import PreTrainedModel
@@ -176,20 +190,20 @@ def is_hugging_face(model: nn.Module) -> TypeGuard[PreTrainedModel]:
 
 
 def save_hugging_face(model: PreTrainedModel, folder: Path) -> None:
-    """Write a folder that ``from_pretrained`` reads. Safetensors writes from the weights: no copy of them is made."""
+    """Write a folder that ``from_pretrained`` reads. Safetensors writes the weights without copying them."""
     with quiet():
         model.save_pretrained(folder)
 
 
 def longest_text(folder: Path) -> int | None:
-    """Return how many tokens a text may have for the model in a folder; ``None`` where nothing says so.
+    """Return the most tokens that a text may have for the model in a folder, or ``None`` if there is no limit.
 
     Raises:
         JobError: if the configuration cannot be read.
     """
     config = read_hugging_face_config(folder).get_text_config()
     limits = [getattr(config, name, None) for name in _LENGTH_FIELDS]
-    # RoBERTa and its kin count positions from the padding id on.
+    # RoBERTa and related models number positions from padding id + 1.
     num_reserved = (config.pad_token_id or 0) + 1 if config.model_type in _COUNTED_FROM_PADDING else 0
     return min((limit - num_reserved for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
@@ -229,7 +243,7 @@ def _names_of(config_class: type[PreTrainedConfig]) -> set[str]:
 
 
 def _fields_of_text(config_class: type[PreTrainedConfig], shape: TextShape) -> dict[str, Any]:
-    """The fields that follow from the text: the ids of special tokens, and what the head predicts."""
+    """Return the fields that follow from the text: the ids of special tokens, and the task of the head."""
     is_language_model = shape.num_labels is None
     pads_by_default = getattr(config_class, "pad_token_id", None) is not None
     fields: dict[str, Any] = {
@@ -247,7 +261,7 @@ def _fields_of_text(config_class: type[PreTrainedConfig], shape: TextShape) -> d
 
 
 def _checkpoint_config(folder: Path, shape: TextShape) -> PreTrainedConfig:
-    """Read the configuration of a checkpoint, check that it fits the text, and set what training needs."""
+    """Read the configuration of a checkpoint, check that it fits the text, and set the fields for training."""
     config = read_hugging_face_config(folder)
     _check_checkpoint(config, folder, shape)
     if shape.num_labels is None:
@@ -278,13 +292,14 @@ def _check_checkpoint(config: PreTrainedConfig, folder: Path, shape: TextShape) 
     if said is not None:
         method = said.get("quant_method") if isinstance(said, dict) else said.quant_method
         raise JobError(
-            f"model: {folder} is quantized already (quantization_config of {method} in its config.json), and integers "
-            "cannot learn: train the model it was made of, for example with `quantization_aware: int8`, and quantize "
-            "what comes out"
+            f"model: {folder} is quantized already (quantization_config of {method} in its config.json), and integer "
+            "weights cannot be trained: train the original model, for example with `quantization_aware: int8`, and "
+            "quantize the result"
         )
     if config.model_type not in architectures(_head_of(shape)):
         raise JobError(
-            f"model: {folder} is of architecture `{config.model_type}`, and transformers has no {shape.head} of it"
+            f"model: {folder} has architecture `{config.model_type}`, for which transformers has no {shape.head}: give "
+            "another checkpoint"
         )
     _check_objective(config, shape)
     num_rows = getattr(config, "vocab_size", 0)
@@ -297,7 +312,7 @@ def _check_checkpoint(config: PreTrainedConfig, folder: Path, shape: TextShape) 
     is_classifier = any(name.endswith(ending) for name in config.architectures or ())
     if shape.num_labels and is_classifier and config.num_labels != shape.num_labels:
         raise JobError(
-            f"model: {folder} tells {config.num_labels} labels apart, but the data have {shape.num_labels}: "
+            f"model: {folder} has {config.num_labels} labels, but the data have {shape.num_labels}: "
             "give a checkpoint without a classification head"
         )
 
@@ -315,7 +330,7 @@ def _check_objective(config: PreTrainedConfig, shape: TextShape) -> None:
 
 
 def _skeleton(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
-    """Build the model without memory: whatever is raised here is about the configuration, never for want of memory."""
+    """Build the model without memory, so that any error is about the configuration and not about memory."""
     try:
         with torch.device("meta"):
             return _built(config, shape)
@@ -324,7 +339,7 @@ def _skeleton(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
 
 
 def _built(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
-    """Build a model with new weights; one that was made smaller is of its own structure."""
+    """Build a model with new weights. If the configuration has a compressed structure, build that structure."""
     auto: Any = _auto_class(shape)
     if not getattr(config, FIELD, None):
         return cast("PreTrainedModel", auto.from_config(config, dtype=torch.float32))
@@ -334,7 +349,7 @@ def _built(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
 
 
 def _fit_length(config: PreTrainedConfig, given: set[str], shape: TextShape, skeleton: PreTrainedModel) -> None:
-    """Make the position table as long as the sequence, or refuse it where its length is given."""
+    """Make the position table as long as the sequence, or raise an error if the user or a checkpoint set its length."""
     needed = shape.sequence_length + _num_reserved_positions(skeleton)
     for name in _LENGTH_FIELDS:
         longest = getattr(config, name, None)
@@ -351,7 +366,7 @@ def _fit_length(config: PreTrainedConfig, given: set[str], shape: TextShape, ske
 
 
 def _num_reserved_positions(model: PreTrainedModel) -> int:
-    """Count the positions no token can have: RoBERTa and its kin count from the padding id on."""
+    """Return the number of positions that no token can have: RoBERTa counts from padding id + 1."""
     tables = (getattr(module, "position_embeddings", None) for module in model.modules())
     return max(
         (
@@ -382,12 +397,12 @@ def _head_of(shape: TextShape) -> Task:
 
 
 def _ready(model: PreTrainedModel, shape: TextShape) -> PreTrainedModel:
-    """Set what training needs and the configuration file of an architecture has no field for."""
+    """Set the values for training that are not in the configuration file of an architecture."""
     model.config.use_cache = False
     if shape.num_labels is None:
-        # What transformers falls back to for classes not named ...ForCausalLM, with a warning.
+        # The fallback of transformers for classes not named ...ForCausalLM; set here, it does not warn.
         model.loss_type = "ForCausalLM"
-        # Packed text has no padding: the end token is a token, and its embedding learns.
+        # Packed text has no padding. The end token is a real token, so its embedding must be trained.
         cast(nn.Embedding, model.get_input_embeddings()).padding_idx = None
     model.train()
     return model

@@ -1,8 +1,7 @@
-"""A model made by the user's own function, named ``module:function``.
+"""Models made by a user's function, named ``module:function``.
 
-The function takes ``vocab_size``, ``num_labels`` (``None`` for language modeling) and ``end_id`` by name, as many of
-them as it declares, and returns an ``nn.Module`` that is called as the Hugging Face models are. It does NOT cover a
-check of the model itself: what it computes and whether it fits the text is the user's.
+The function takes any of ``vocab_size``, ``num_labels`` (``None`` for language modeling) and ``end_id`` by name. It
+returns an ``nn.Module`` that is called like a Hugging Face model. The model itself is not checked.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ from plimsoll.errors import JobError
 
 
 def build_imported(name: str, **facts: Any) -> nn.Module:
-    """Call the function ``module:function`` with those of the ``facts`` that it takes.
+    """Call the function ``module:function`` with the ``facts`` that it declares as parameters.
 
     Raises:
-        JobError: if there is no such module or function, it needs other arguments, or it returns something else.
+        JobError: if the module or function does not exist, needs other arguments, or returns something else than a
+            model.
     """
     model = find_imported(name, **facts)()
     if not isinstance(model, nn.Module):
@@ -31,10 +31,10 @@ def build_imported(name: str, **facts: Any) -> nn.Module:
 
 
 def find_imported(name: str, **facts: Any) -> Callable[[], Any]:
-    """Find the function ``module:function`` and return it with those of the ``facts`` that it takes, not called.
+    """Return the function ``module:function``, with the ``facts`` that it declares bound, but do not call it.
 
     Raises:
-        JobError: if there is no such module or function, or it needs other arguments.
+        JobError: if the module or function does not exist, or needs other arguments.
     """
     module_name, _, function_name = name.partition(":")
     try:

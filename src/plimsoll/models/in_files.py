@@ -1,15 +1,16 @@
-"""A model built straight into mapped files, so that its weights are never all in private memory.
+"""Building a model directly in mapped files, so that its weights are never all in private memory.
 
     with made_in(pool):
         model = build_model(job, ...)
 
-Ops that make tensors (``empty``, ``zeros``, ``randn`` and their kin) get theirs from the pool, and are filled as torch
-fills them: the weights have the bits of a build in memory. What other ops return and is as large (``torch.randn(...) *
-0.02``) is moved there at once, so that one such tensor at a time is private.
+Ops that create tensors (``empty``, ``zeros``, ``randn`` and similar) take their memory from the pool. It is filled as
+torch fills it, so weights are bitwise equal to weights in memory. Large results of other ops, such as
+``torch.randn(...) * 0.02``, are moved to the pool at once. Only one such tensor at a time is private.
 
-In a dry run, on fake tensors, the same tensors count outside the device. Does NOT cover tensors made by other threads
-(transformers reads checkpoints with several: see `plimsoll.models.build`), those a library makes without torch, and
-what an op takes inside (a QR decomposition).
+In a dry run, on fake tensors, the same tensors do not count as device memory.
+
+Not handled: tensors made by other threads or without torch, and temporaries inside an op (a QR decomposition).
+Transformers reads checkpoints with several threads: see `plimsoll.models.build`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from plimsoll.device.mapped_memory import MappedPool
 from plimsoll.device.off_device import mark_outside, outside_the_device
 
 LEAST_BYTES = 128 << 10
-"""Smaller tensors stay in private memory: a file's pages would not be fewer."""
+"""Smaller tensors stay in private memory, because in a file they would not need fewer pages."""
 
 Fill = Callable[[Tensor, tuple[Any, ...], dict[str, Any]], object]
 _ATEN = torch.ops.aten
@@ -36,10 +37,10 @@ _ATEN = torch.ops.aten
 
 @contextmanager
 def made_in(pool: MappedPool) -> Iterator[None]:
-    """Let large tensors of the CPU that are made in the block, by this thread, be in a pool.
+    """Allocate large CPU tensors that this thread creates in the block from a pool.
 
     Raises:
-        OutputError: if the disk has no room for one.
+        OutputError: if the disk is too full for a tensor.
     """
     is_dry_run = isinstance(torch.empty(0), FakeTensor)
     with _MadeIn(pool, is_dry_run):
@@ -47,11 +48,11 @@ def made_in(pool: MappedPool) -> Iterator[None]:
 
 
 def _as_it_is(made: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Leave arbitrary values."""
+    """Leave the values uninitialised."""
 
 
 def _filled(number: int) -> Fill:
-    """With the value at a place of the arguments, or by its name."""
+    """Return a function that fills a tensor with the value in a positional argument or ``fill_value``."""
 
     def fill(made: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return made.fill_(args[number] if len(args) > number else kwargs["fill_value"])
@@ -81,11 +82,12 @@ _FILLS: dict[Any, Fill] = {
     _ATEN.rand.generator: lambda made, args, kwargs: made.uniform_(0, 1, generator=kwargs.get("generator")),
     _ATEN.rand_like.default: lambda made, args, kwargs: made.uniform_(0, 1),
 }
-"""What fills the result of each op that makes a tensor of nothing, as torch itself does it (TensorFactories.cpp)."""
+"""The function that fills the result of each op that creates a tensor, as torch itself does it
+(TensorFactories.cpp)."""
 
 
 class _MadeIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each op below autograd."""
+    """The dispatch mode that allocates from the pool; it intercepts each op below autograd."""
 
     def __init__(self, pool: MappedPool, is_dry_run: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -94,7 +96,7 @@ class _MadeIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one op, with its result in the pool where that is large."""
+        """Run one op. If its result is large, put it into the pool."""
         kwargs = kwargs or {}
         fill = _FILLS.get(func)
         if fill is not None:
@@ -135,6 +137,6 @@ def _is_large(leaf: Any) -> bool:
 
 
 def _device_of(args: tuple[Any, ...]) -> torch.device:
-    """The device of an op that was given none: of the tensor that its result is like, or torch's own default."""
+    """Return the device of an op without a device argument: the device of its input, or torch's default."""
     first = next((arg for arg in args if isinstance(arg, Tensor)), None)
     return torch.device("cpu") if first is None else first.device

@@ -1,13 +1,15 @@
-"""What a model can be applied to texts for: one task each, from a batch of token ids to a result for each text.
+"""Inference tasks: from a batch of token ids to a result for each text.
 
-`inference_task` reads from a model's folder what the task needs to know (the names of the labels, how an embedding is
-pooled), so that ``compute`` is a pure function of tensors: no autograd, no reading of values, shapes that follow from
-those of the batch. That is what lets a pass be dry-run on tensors without memory. Its results are float32 (counts are
-integers), the texts along the first dimension; ``fields`` makes of them what a user reads.
+`inference_task` reads the settings of a task from the model's folder, such as the names of labels or the pooling.
+``compute`` is then a pure function of tensors: no autograd, no reading of values, shapes that follow from the batch.
+Therefore a pass can be a dry run on fake tensors. Results are float32 (counts are integers) with the texts along the
+first dimension; ``fields`` converts them to JSON values.
 
-Texts of a batch are padded on the right; for ``generate`` on the left. Covered are Hugging Face models with a text
-encoder or decoder and the recurrent models of ours. It does NOT cover encoder-decoders, labels of tokens, and
-sampling: see `plimsoll.models.generation` for what follows the first pass of ``generate``.
+Texts of a batch are padded on the right, or on the left for ``generate``. Hugging Face models with a text encoder or
+decoder and Plimsoll's recurrent models are supported.
+
+Not handled: encoder-decoders, labels of tokens, and sampling. The passes after the first one of ``generate`` are in
+`plimsoll.models.generation`.
 
 Shapes: B texts, T tokens, L labels, D features, V vocabulary.
 """
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 
 from plimsoll.errors import JobError
 from plimsoll.models.hugging_face import OTHER_LOSS, read_hugging_face_config
-from plimsoll.models.loading import Head as Head  # noqa: PLC0414 -- part of this contract
+from plimsoll.models.loading import Head as Head  # noqa: PLC0414 -- part of this interface
 from plimsoll.models.names import RECURRENT
 from plimsoll.models.pooling import MODULES_FILE, Pooling, pool, pooling_of
 from plimsoll.models.token_scores import token_log_probabilities
@@ -38,42 +40,46 @@ Problem = Literal["single_label_classification", "multi_label_classification", "
 _MEAN = Pooling()
 
 _YES_FROM = 0.5
-"""Of several labels those are given that are likelier than not."""
+"""With multi-label classification, a label applies if its probability is above this value."""
 
 
 class InferenceTask(Protocol):
-    """One kind of result."""
+    """The interface of an inference task."""
 
     name: ClassVar[str]
     head: ClassVar[Head]
 
     def compute(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the results of a batch (``input_ids`` and ``attention_mask``, (B, T)), on the model's device.
+        """Return the results of a batch on the model's device.
 
         Call it under ``torch.inference_mode`` or ``torch.no_grad``, with the model in evaluation mode.
+
+        Args:
+            model: the model.
+            batch: ``input_ids`` and ``attention_mask``, (B, T).
         """
         ...
 
     def fields(self, results: tuple[Tensor, ...]) -> list[dict[str, Any]]:
-        """Return what to write of each text, as JSON has it; ``error`` where the result is no finite number."""
+        """Return the JSON fields of each text. A result that is not finite becomes ``error``."""
         ...
 
 
 @dataclass(frozen=True)
 class Score:
-    """How probable a text is: the sum of the log-probabilities of its tokens but the first, and how many they are."""
+    """The log-probability of a text: the sum over all tokens but the first, and the number of these tokens."""
 
     name: ClassVar[str] = "score"
     head: ClassVar[Head] = "language-modeling"
 
     def compute(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the sums (B,) and the numbers of tokens with a prediction (B,)."""
+        """Return the sums of log-probabilities (B,) and the numbers of predicted tokens (B,)."""
         mask_BT = batch["attention_mask"]
         scores_BT = token_log_probabilities(model, batch["input_ids"], mask_BT)
         return scores_BT.sum(dim=1), mask_BT[:, 1:].sum(dim=1)
 
     def fields(self, results: tuple[Tensor, ...]) -> list[dict[str, Any]]:
-        """Return the sum, the number, and the perplexity: e to the mean negative log-probability."""
+        """Return the sum, the number of tokens, and the perplexity exp(-sum / number)."""
         return [
             _score_fields(total, number) for total, number in zip(*(part.tolist() for part in results), strict=True)
         ]
@@ -81,7 +87,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Classify:
-    """What a text is: the probability of each label, or the values of a regression."""
+    """The class of a text: the probability of each label, or the values of a regression."""
 
     name: ClassVar[str] = "classify"
     head: ClassVar[Head] = "classification"
@@ -89,14 +95,14 @@ class Classify:
     problem: Problem = "single_label_classification"
 
     def compute(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return (B, L): probabilities that sum to 1, one probability for each label, or values."""
+        """Return (B, L): probabilities that sum to 1, independent probabilities, or regression values."""
         logits_BL = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
         if self.problem == "regression":
             return (logits_BL,)
         return (logits_BL.sigmoid() if self.problem == "multi_label_classification" else logits_BL.softmax(dim=-1),)
 
     def fields(self, results: tuple[Tensor, ...]) -> list[dict[str, Any]]:
-        """Return the label and its probability (``label``, ``score``), those of all, or the values."""
+        """Return the best label, its probability and all probabilities, or the regression values."""
         return [self._fields(numbers) for numbers in results[0].tolist()]
 
     def _fields(self, numbers: list[float]) -> dict[str, Any]:
@@ -114,26 +120,26 @@ class Classify:
 
 @dataclass(frozen=True)
 class Embed:
-    """Where a text is: one vector, pooled of those of its tokens."""
+    """The embedding of a text: one vector, pooled from the vectors of its tokens."""
 
     name: ClassVar[str] = "embed"
     head: ClassVar[Head] = "none"
     pooling: Pooling = _MEAN
 
     def compute(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the vectors, (B, D) for each pooling."""
+        """Return the embeddings in float32: (B, D), or D times the number of pooling modes."""
         mask_BT = batch["attention_mask"]
         hidden_BTD = model(input_ids=batch["input_ids"], attention_mask=mask_BT)[0]
         return (pool(hidden_BTD, mask_BT, self.pooling),)
 
     def fields(self, results: tuple[Tensor, ...]) -> list[dict[str, Any]]:
-        """Return the vector of each text."""
+        """Return the embedding of each text."""
         return [_embedding_fields(vector) for vector in results[0].tolist()]
 
 
 @dataclass(frozen=True)
 class Generate:
-    """How a text goes on; this is the first pass, which reads the prompt and fills the key-value cache."""
+    """The continuation of a text. This is the first pass, which reads the prompt and fills the key-value cache."""
 
     name: ClassVar[str] = "generate"
     head: ClassVar[Head] = "language-modeling"
@@ -145,7 +151,7 @@ class Generate:
         return (outputs.logits[:, -1].float(),)
 
     def fields(self, results: tuple[Tensor, ...]) -> list[dict[str, Any]]:
-        """Return the likeliest next token of each text, by its id."""
+        """Return the id of the most likely next token of each text."""
         return [{"next_token": number} for number in results[0].argmax(dim=-1).tolist()]
 
 
@@ -156,7 +162,7 @@ def _classify(folder: Path) -> Classify:
         return Classify(tuple(names))
     loaded: Any = read_hugging_face_config(folder)
     labels = tuple(str(loaded.id2label[number]) for number in range(loaded.num_labels))
-    # What transformers' own pipeline takes where the configuration does not say.
+    # The default of the transformers pipeline if the configuration has no problem_type.
     problem: Problem = loaded.problem_type or (
         "multi_label_classification" if len(labels) == 1 else "single_label_classification"
     )
@@ -169,14 +175,14 @@ INFERENCE_TASKS: Mapping[str, Callable[[Path], InferenceTask]] = {
     "embed": lambda folder: Embed(pooling_of(folder)),
     "generate": lambda folder: Generate(),
 }
-"""How each task is made for the model in a folder."""
+"""The factory of each task, which takes the model's folder."""
 
 
 def inference_task(name: str, folder: Path) -> InferenceTask:
-    """Make the task for the model in a folder.
+    """Create a task for the model in a folder.
 
     Raises:
-        JobError: if there is no such task, the folder does not say what it needs, or the model is not one for it.
+        JobError: if the task does not exist, the folder lacks its settings, or the model does not support it.
     """
     if name not in INFERENCE_TASKS:
         raise JobError(f"there is no task `{name}`: use one of {', '.join(sorted(INFERENCE_TASKS))}")
@@ -191,12 +197,10 @@ def inference_task(name: str, folder: Path) -> InferenceTask:
 
 
 def _refuse_unable(name: str, config: dict[str, Any], folder: Path) -> None:
-    """Refuse what a model of the right kind still cannot do."""
+    """Raise an error if a model of the right kind still cannot do a task."""
     if config.get("architecture") in RECURRENT:
         if name in {"embed", "generate"}:
-            raise JobError(
-                f"model: {folder} is a recurrent model, and these cannot {name} texts: use a model of transformers"
-            )
+            raise JobError(f"model: {folder} is a recurrent model, which cannot {name} texts: use a transformers model")
         return
     if name not in {"score", "generate"}:
         return
@@ -209,20 +213,22 @@ def _refuse_unable(name: str, config: dict[str, Any], folder: Path) -> None:
         )
     if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_decoder"):
         raise JobError(
-            f"model: {folder} reads texts from both sides (is_decoder is not true in its config.json), so it cannot "
-            f"{name} them: use --task embed, or a causal model"
+            f"model: {folder} reads texts in both directions (is_decoder is not true in its config.json), so it "
+            f"cannot {name} them: use --task embed, or a causal model"
         )
 
 
 def default_task(folder: Path) -> str:
-    """Return the task that the model in a folder was made for.
+    """Return the task that the model in a folder was trained for.
 
     Raises:
-        JobError: if it was made for none that is covered, or nothing says for which.
+        JobError: if no supported task fits the model, or its configuration cannot be read.
     """
     kind = kind_of(read_config(folder), folder)
     if not _TASKS_OF[kind]:
-        raise JobError(f"model: {folder} is a {_KINDS[kind]}, which no task is for: use a model with a head for texts")
+        raise JobError(
+            f"model: {folder} is a {_KINDS[kind]}, which no task supports: use a model with a head for texts"
+        )
     return _TASKS_OF[kind][0]
 
 
@@ -236,7 +242,7 @@ _TASKS_OF: Mapping[Kind, tuple[str, ...]] = {
     "tagger": (),
     "encoder-decoder": (),
 }
-"""The first is the default."""
+"""The tasks of each kind of model; the first one is the default."""
 
 _KINDS: Mapping[Kind, str] = {
     "causal": "language model",
@@ -252,7 +258,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read the ``config.json`` of a model folder.
 
     Raises:
-        JobError: if there is none that can be read.
+        JobError: if it is missing or cannot be read.
     """
     path = folder / "config.json"
     try:
@@ -263,12 +269,12 @@ def read_config(folder: Path) -> dict[str, Any]:
             "`save_pretrained` wrote, or a run directory of `plimsoll train`"
         ) from None
     if not isinstance(config, dict):
-        raise JobError(f"model: {path} is not an object of settings: save or download the model again")
+        raise JobError(f"model: {path} is not a JSON object: save or download the model again")
     return unmarked(config)
 
 
 def kind_of(config: dict[str, Any], folder: Path) -> Kind:
-    """Say what sort of model a configuration is of, by the class that it was saved from."""
+    """Return the kind of a model, mainly from the class in its configuration."""
     if config.get("architecture") in RECURRENT:
         is_tagger, is_causal = config.get("is_tagger"), config.get("num_labels") is None
         return "tagger" if is_tagger else "causal" if is_causal else "classifier"
@@ -285,7 +291,7 @@ def kind_of(config: dict[str, Any], folder: Path) -> Kind:
 
 
 def _causal_classes() -> set[str]:
-    """The classes of causal language models; BERT's that can be one is listed by its decoder class."""
+    """Return the names of causal language model classes, without masked models that transformers lists as causal."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names = (
@@ -321,10 +327,13 @@ def _finite(number: float) -> float | None:
 def _said_if_not_finite(numbers: list[float | None]) -> dict[str, Any]:
     if None not in numbers:
         return {}
-    return {"error": "the result is no finite number: the weights hold none, or --dtype is too narrow for them"}
+    return {
+        "error": "the result is not a finite number: the weights contain NaN or infinity, or the range "
+        "of --dtype is too small"
+    }
 
 
 def _embedding_fields(vector: list[float]) -> dict[str, Any]:
     fault = _said_if_not_finite([_finite(number) for number in vector])
-    # Nine digits give every float32 back; what Python writes of one has seventeen.
+    # Nine digits identify every float32. Python would write up to seventeen.
     return fault or {"embedding": [float(f"{number:.9g}") for number in vector]}

@@ -1,14 +1,14 @@
-"""Load a checkpoint folder weight by weight: each is read straight into the memory it stays in.
+"""Loading of checkpoint folders, one weight at a time, straight into the memory or file that holds it afterwards.
 
     loaded = load_model("folder", place="mapped")
 
-The host never has more than the model itself (where the device is the CPU), one tensor and some MiB; the weights are
-bitwise those of ``from_pretrained``. Which weight of the model is which tensor of the checkpoint is what transformers
-says (`plimsoll.models.skeleton`). A folder that torchao's integers were saved in is read as it is
+Host memory holds at most the model itself (if the device is the CPU), one tensor and a few MiB. The weights are bitwise
+equal to the result of ``from_pretrained``. Transformers decides which tensor of the checkpoint belongs to which weight
+(`plimsoll.models.skeleton`). A folder with quantized weights of torchao is loaded as saved
 (`plimsoll.models.quantized`).
 
-It does NOT cover checkpoints that other libraries quantized, GGUF files, and models with code of their own, but for
-those that were made smaller here (`plimsoll.compression.methods`).
+Not handled: checkpoints quantized by other libraries, GGUF files, and models with custom code. Custom code of models
+that Plimsoll compressed is the exception (`plimsoll.compression.methods`).
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Loaded:
     """A model with the weights of a checkpoint.
 
     Attributes:
-        model: in eval mode.
-        missing: weights that the checkpoint has none for; they are new, as transformers initialises them.
-        unexpected: tensors of the checkpoint that the model has no use for.
-        num_bytes: of the tensors that were read or mapped.
-        entries: where in the checkpoint each weight is that is mapped from it, by name in the model.
-        pool: of the weights that are in unnamed files.
+        model: in evaluation mode.
+        missing: names of weights that the checkpoint does not have; they are new, initialised by transformers.
+        unexpected: names of tensors of the checkpoint that the model does not use.
+        num_bytes: bytes of the tensors that were read or mapped.
+        entries: the checkpoint entry of each weight that is mapped from the files, by its name in the model.
+        pool: the pool of the weights in unnamed files, or ``None``.
     """
 
     model: nn.Module
@@ -96,30 +96,30 @@ def load_model(
     pool: MappedPool | None = None,
     progress: Progress = silent,
 ) -> Loaded:
-    """Load a Hugging Face checkpoint folder, or one of a recurrent model of ours.
+    """Load a Hugging Face checkpoint folder, or a folder of one of Plimsoll's recurrent models.
 
     Args:
-        folder: what ``save_pretrained`` wrote, with safetensors or files of ``torch.save``, in one file or several.
-        head: what the model is for; ``None``: what its configuration says.
-        dtype: of the weights, such as ``torch.bfloat16`` or ``"bf16"``; ``None``: what its configuration says, else as
-            most are stored.
-        device: where they are to be.
-        place: ``mapped``: in the files of the checkpoint, without private memory but for what is written, which never
-            reaches the files; ``read-only``: there, too, but no limit counts it and writing ends the process (SIGSEGV).
-            On both the weights begin frozen, and the device is the CPU.
-        quantize: linear layers get weights of torchao, but for the output over the vocabulary and tied weights.
-        adapters: folders of LoRA adapters that are merged into the weights, in this order; or one folder.
-        vocab_size: a number of tokens other than the checkpoint's; new ones begin as the mean of those there are.
-        allow_missing: whether weights may be missing that are not of the head; they are initialised.
-        config: instead of the folder's own.
-        pool: where weights are made; ``None``: in memory, and on place ``mapped`` in a pool of its own.
-        progress: told the bytes.
+        folder: a folder written by ``save_pretrained``, with safetensors or ``torch.save`` files, sharded or not.
+        head: the task of the model; ``None``: the class in its configuration.
+        dtype: of the weights, such as ``torch.bfloat16`` or ``"bf16"``; ``None``: the dtype in its configuration, or
+            else the most common dtype in the files.
+        device: the device of the weights.
+        place: ``memory``; ``mapped``: memory-mapped checkpoint files, with private memory only for pages that are
+            written, and the files never change; or ``read-only``: the same, but no memory limit counts the pages, and
+            writing ends the process (SIGSEGV). Mapped weights are frozen at first, and the device must be the CPU.
+        quantize: quantize linear layers with torchao, except the output layer over the vocabulary and tied weights.
+        adapters: one folder, or several, of LoRA adapters to merge into the weights, in this order.
+        vocab_size: a number of tokens that differs from the checkpoint's; new rows start as the mean of the others.
+        allow_missing: whether weights outside the head may be missing from the checkpoint; they are initialised.
+        config: a configuration to use in place of the folder's.
+        pool: the pool for the weights; ``None``: memory, or a new pool if ``place`` is not ``memory``.
+        progress: called with the bytes that are loaded.
 
     Raises:
-        WeightsError: if the checkpoint is damaged, lacks weights, or is of another model, or an argument is none of
-            those there are.
-        DeviceError: if there is no such device.
-        OutputError: if the disk has no room for what cannot be mapped as it is.
+        WeightsError: if the checkpoint is damaged, lacks weights or belongs to another model, or an argument is
+            unknown.
+        DeviceError: if the device does not exist.
+        OutputError: if the disk is too full for the weights that cannot be mapped as stored.
     """
     merged = [Path(one) for one in ([adapters] if isinstance(adapters, (str, Path)) else adapters)]
     dtype = None if dtype is None else floating_type(dtype, WeightsError)
@@ -157,12 +157,12 @@ def load_model(
 def sketch_checkpoint(
     folder: Path, *, head: Head | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Skeleton, Checkpoint]:
-    """Return the model that `load_model` would make, without its weights, and what the folder holds.
+    """Return the model that `load_model` would make, without its weights, and the opened checkpoint.
 
     Args:
-        folder: see `load_model`, as are the others.
-        head: see `folder`.
-        dtype: see `folder`.
+        folder: see `load_model`.
+        head: see `load_model`.
+        dtype: see `load_model`.
 
     Raises:
         WeightsError: see `load_model`.
@@ -183,7 +183,7 @@ def sketch_checkpoint(
 
 
 class _Filling:
-    """Fills a skeleton, a weight after another, in the order they lie in the files."""
+    """Fills the weights of a skeleton one by one, in the order of the files."""
 
     def __init__(
         self, skeleton: Skeleton, device: torch.device, place: Place, pool: MappedPool | None, progress: Progress
@@ -193,7 +193,7 @@ class _Filling:
         self.quantize: Quantize | None = None
         self.coded: Mapping[str, Coded] = {}
         self.maps = place != "memory"
-        self._taken: dict[Path, list[tuple[int, int]]] = {}  # what is mapped of each file, in order
+        self._taken: dict[Path, list[tuple[int, int]]] = {}  # the mapped ranges of each file, sorted
         self._skeleton, self._device, self._place, self._progress = skeleton, device, place, progress
         self._direct = sorted((weight for weight in skeleton.weights.values() if weight.entry), key=_place_of)
         self.total_bytes = sum(weight.entry.num_bytes for weight in self._direct if weight.entry)
@@ -216,14 +216,14 @@ class _Filling:
             self._move_new_weights(self.pool)
         if self.quantize and not self.num_quantized:
             raise WeightsError(
-                f"quantize {self.quantize} finds nothing in a {type(self._skeleton.model).__name__}: only "
+                f"quantize {self.quantize} finds no layer in a {type(self._skeleton.model).__name__}: only "
                 "torch.nn.Linear layers are quantized (GPT-2 has none); leave quantize out"
             )
         left = [weight.name for weight in self._skeleton.weights.values() if _is_empty(weight)]
         if left:
             raise WeightsError(
-                f"nothing says where {len(left)} weights of a {type(self._skeleton.model).__name__} are "
-                f"({', '.join(left[:_SHOWN])}): load it with `from_pretrained`"
+                f"cannot find the tensors of {len(left)} weights of a {type(self._skeleton.model).__name__} in the "
+                f"checkpoint ({', '.join(left[:_SHOWN])}): load it with `from_pretrained`"
             )
 
     def _is_to_be_quantized(self, weight: Weight, kept: set[int], kind: Quantize) -> bool:
@@ -237,7 +237,7 @@ class _Filling:
         return made if self.pool is None else with_parts(made, self.pool.copy_of)
 
     def _part_of_coded(self, entry: Entry) -> Tensor:
-        """One of the tensors that a weight of torchao is made of, where the model is to be."""
+        """Return one of the component tensors of a torchao weight, in the place of the model."""
         if self._may_map(entry):
             return self._mapped(entry)
         target = self._empty(torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
@@ -255,9 +255,9 @@ class _Filling:
         return target
 
     def _may_map(self, entry: Entry) -> bool:
-        """Whether a weight can be memory of the file: not what another one is, or both would change at once."""
+        """Return whether an entry can be mapped. It must not overlap a mapped entry: writes would change both."""
         taken = self._taken.get(entry.file, [])
-        number = bisect_left(taken, (entry.offset + entry.num_bytes, 0))  # the first that begins behind it
+        number = bisect_left(taken, (entry.offset + entry.num_bytes, 0))  # the first range that begins after it
         return self.maps and entry.can_be_mapped and (number == 0 or taken[number - 1][1] <= entry.offset)
 
     def _mapped(self, entry: Entry) -> Tensor:
@@ -267,7 +267,7 @@ class _Filling:
         return entry.mapped(is_read_only=self._place == "read-only")
 
     def _resized(self, weight: Weight, entry: Entry) -> Tensor:
-        """A weight with more or fewer rows than the checkpoint has; new rows are the mean of the others."""
+        """Return a weight with more or fewer rows than in the checkpoint. New rows are the mean of the others."""
         target = self._empty(weight.meta)
         num_kept = min(len(target), entry.shape[0])
         entry.rows(0, num_kept).read_into(target[:num_kept], self._report)
@@ -288,7 +288,7 @@ class _Filling:
         self._report(sum(entry.num_bytes for entry in group.entries))
 
     def _part(self, entry: Entry, dtype: torch.dtype) -> Tensor:
-        """A part of a weight: of the file's own memory, or where it has to be converted, in an unnamed file."""
+        """Return a component of a weight: mapped from the file, or in an unnamed file if it must be converted."""
         if entry.dtype == dtype and entry.can_be_mapped:
             return entry.mapped(is_read_only=True)
         target = (self.pool or MappedPool()).empty_like(torch.empty(entry.shape, dtype=dtype, device="meta"))
@@ -296,7 +296,7 @@ class _Filling:
         return target
 
     def _stays(self, made: Tensor, weight: Weight) -> bool:
-        """Whether what a conversion made can be the weight: in new memory, where it should be."""
+        """Return whether the result of a conversion can be the weight itself: new memory, in the right place."""
         is_own = made.untyped_storage().nbytes() == made.numel() * made.element_size() and made.storage_offset() == 0
         same = (made.shape, made.dtype, made.device) == (weight.meta.shape, weight.meta.dtype, self._device)
         return is_own and same and self.pool is None and made.is_contiguous() and not self._is_mapped(made)
@@ -305,7 +305,7 @@ class _Filling:
         return not made.untyped_storage().resizable()
 
     def _empty(self, meta: Tensor) -> Tensor:
-        """Memory for a weight: on other places than ``memory`` in an unnamed file."""
+        """Return uninitialised memory for a weight, in an unnamed file if there is a pool."""
         if self.pool is not None and self._device.type == "cpu":
             return self.pool.empty_like(meta)
         return torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
@@ -316,7 +316,7 @@ class _Filling:
         replace(weight, nn.Parameter(value, requires_grad=learns) if is_parameter else value)
 
     def _move_new_weights(self, pool: MappedPool) -> None:
-        """Weights that were not in the checkpoint are in memory: they go into the files as well."""
+        """Move weights that were not in the checkpoint from memory to the files of the pool."""
         for name, parameter in list(self._skeleton.model.named_parameters()):
             if name in self._skeleton.missing and not parameter.is_meta:
                 parameter.data = pool.copy_of(parameter.data)
@@ -331,7 +331,7 @@ def _check_words(**given: str | None) -> None:
         words = _WORDS[name]
         if word not in words:
             known = ", ".join(str(one) for one in words)
-            raise WeightsError(f"{name} {word!r} is none that there is: give one of {known}")
+            raise WeightsError(f"{name} is {word!r}, which is not known: give one of {known}")
 
 
 def _check_target(device: str, place: Place, vocab_size: int | None) -> None:
@@ -340,21 +340,21 @@ def _check_target(device: str, place: Place, vocab_size: int | None) -> None:
     if device != "meta":
         backend_for(device)
     if vocab_size is not None and vocab_size < 1:
-        raise WeightsError(f"vocab_size {vocab_size} leaves no token: give 1 or more, or leave it out")
+        raise WeightsError(f"vocab_size is {vocab_size}, but must be at least 1: give a larger number, or leave it out")
 
 
 def _check_combination(quantize: Quantize | None, adapters: Sequence[Path]) -> None:
     if quantize and adapters:
         raise WeightsError(
-            f"adapters are merged into dense weights, and quantize {quantize} makes integers of them: load with "
-            f"{len(adapters)} adapters, save the model, and load that with quantize"
+            f"adapters can only be merged into dense weights, not together with quantize {quantize}: load with "
+            f"{len(adapters)} adapters, save the model, and load the saved model with quantize"
         )
 
 
 def _kept_dense(model: Any) -> set[int]:
-    """The layers that transformers does not quantize either: what gives a number for each token."""
+    """Return the ids of the modules of the output layer, which transformers does not quantize either."""
     output = model.get_output_embeddings()
-    return set() if output is None else {id(one) for one in output.modules()}  # of two, where it is in factors
+    return set() if output is None else {id(one) for one in output.modules()}  # two modules if it is factorized
 
 
 def _sketched(entry: Entry) -> Tensor:
@@ -372,11 +372,11 @@ def _is_empty(weight: Weight) -> bool:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Read the configuration of a model folder, also of one that was made smaller, without running code from it.
+    """Read the configuration of a model folder without running its code. Compressed models are read too.
 
     Raises:
-        OSError: if there is none, or it cannot be read.
-        ValueError: if transformers does not know it.
+        OSError: if there is no configuration, or it cannot be read.
+        ValueError: if transformers does not know the architecture.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -387,10 +387,10 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def config_of(folder: Path) -> PreTrainedConfig:
-    """Return what `read_config` does.
+    """Return the result of `read_config`, but raise `WeightsError`.
 
     Raises:
-        WeightsError: if it cannot be read.
+        WeightsError: if the configuration cannot be read.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -423,7 +423,7 @@ def _class_of(config: PreTrainedConfig, head: Head | None, folder: Path) -> type
         mapping = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
     if type(config) not in mapping:
         raise WeightsError(
-            f"{folder} is of architecture `{config.model_type}`, which transformers has no model for {head} of: give "
+            f"{folder} has architecture `{config.model_type}`, for which transformers has no {head} model: give "
             "another checkpoint, or another head"
         )
     chosen: Any = mapping[type(config)]
@@ -432,7 +432,7 @@ def _class_of(config: PreTrainedConfig, head: Head | None, folder: Path) -> type
 
 
 def _dtype_of(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype | None) -> torch.dtype:
-    """The type of the weights: asked for, or of the configuration, or what most bytes are stored in."""
+    """Return the requested dtype, or the one in the configuration, or the one of the most stored bytes."""
     chosen = dtype or getattr(config, "dtype", None)
     if chosen is None:
         stored: dict[torch.dtype, int] = {}
@@ -444,7 +444,10 @@ def _dtype_of(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dty
 
 
 def _check_body(skeleton: Skeleton, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that lacks more than a head; a pooler counts as one: many encoders are saved without."""
+    """Raise an error if a checkpoint lacks weights other than the head or a pooler.
+
+    Many encoders are saved without their pooler.
+    """
     model = skeleton.model
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     body = [name for name in skeleton.missing if name.startswith(prefix) and "pooler" not in name.split(".")]
@@ -452,8 +455,8 @@ def _check_body(skeleton: Skeleton, checkpoint: Checkpoint) -> None:
         raise WeightsError(
             f"{checkpoint.folder} lacks {len(body)} of the weights of a {type(model).__name__} "
             f"({', '.join(body[:_SHOWN])}{', ...' if len(body) > _SHOWN else ''}; it has {len(checkpoint.entries)} "
-            f"tensors, {len(skeleton.unexpected)} of no use): give the configuration that belongs to them, or set "
-            "allow_missing to begin with new ones"
+            f"tensors, {len(skeleton.unexpected)} of them unused): give the configuration that belongs to them, or set "
+            "allow_missing to start with new ones"
         )
 
 
@@ -461,7 +464,7 @@ def _finish(model: Any, folder: Path, device: str) -> None:
     from transformers import GenerationConfig
 
     if torch.device(device).type != "cpu":
-        model.to(device)  # what has no values in the checkpoint: new weights, and buffers that are not saved
+        model.to(device)  # weights and buffers that are not in the checkpoint
     model.config.name_or_path = model.name_or_path = str(folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         with quiet():

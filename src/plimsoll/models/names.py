@@ -1,8 +1,9 @@
-"""What there is of torch, transformers and techniques, read from their sources without importing them.
+"""Names that torch, transformers and the techniques define, read from their source files without importing them.
 
-Importing them takes seconds, which a typo in a job should not cost, nor the explanation of a log. Where a source is not
-laid out as expected, they are imported and asked. Does NOT check values: a class refuses those itself when something is
-built with them.
+Importing torch and transformers takes seconds, too long for reporting a typo in a job or explaining a log. If a source
+file does not have the expected form, the package is imported after all.
+
+Values are not checked here: a class checks its values when an object is built.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from plimsoll.records.job_yaml import near
 _CONFIG_BASE = "PreTrainedConfig"
 
 RECURRENT = ("lstm", "gru", "rnn")
-"""Architectures of Plimsoll's own."""
+"""Plimsoll's recurrent architectures."""
 
 HEADS: dict[Task, str] = {
     "language-modeling": "language model",
     "classification": "sequence classifier",
     "token-classification": "token classifier",
 }
-"""The kind of model that a task takes, in words."""
+"""The kind of model that a task needs, as a phrase for messages."""
 
 _MAPPINGS: dict[Task, str] = {
     "language-modeling": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -50,19 +51,19 @@ _REFUSED_OPTIMIZERS = {
 
 
 def is_own_function(model: str | dict[str, Any]) -> TypeGuard[str]:
-    """Whether a model of a job is a function of the user's, ``module:function``, and not a folder."""
+    """Return whether the model of a job is a user's function, ``module:function``, and not a folder."""
     return isinstance(model, str) and ":" in model and not Path(model).is_dir()
 
 
 def require_model_name(model: str | dict[str, Any], task: Task) -> None:
-    """Refuse a model that names no architecture, no folder and no function.
+    """Check that a model names an architecture, a folder or a function.
 
     Args:
-        model: as a job has it; only its ``architecture`` is looked at.
-        task: of the job.
+        model: the field of the job; of a dictionary only ``architecture`` is checked.
+        task: the task of the job.
 
     Raises:
-        JobError: it names the nearest architecture.
+        JobError: if it does not; the message names the nearest architecture.
     """
     if isinstance(model, str):
         if not (model in RECURRENT or Path(model).is_dir() or is_own_function(model)):
@@ -71,7 +72,7 @@ def require_model_name(model: str | dict[str, Any], task: Task) -> None:
     architecture = model.get("architecture")
     if architecture is None:
         raise JobError(
-            f"model: there is {', '.join(model) or 'nothing'} and no architecture; add one, for example "
+            f"model: it has the fields {', '.join(model) or 'none'}, but no architecture; add one, for example "
             "`architecture: gpt2`"
         )
     if architecture in RECURRENT:
@@ -84,10 +85,12 @@ def require_model_name(model: str | dict[str, Any], task: Task) -> None:
 
 
 def require_model_fields(model: str | dict[str, Any]) -> None:
-    """Refuse fields that the configuration of an architecture of transformers has not; see `require_fields`.
+    """Check that the configuration of a transformers architecture has the fields of a model; see `require_fields`.
+
+    If the source files do not list the fields, nothing is checked until the model is built.
 
     Args:
-        model: as a job has it. What the sources do not tell is left to who builds it.
+        model: the field of the job.
     """
     known = _config_fields(str(model.get("architecture"))) if isinstance(model, dict) else None
     if known is not None and isinstance(model, dict):
@@ -95,15 +98,15 @@ def require_model_fields(model: str | dict[str, Any]) -> None:
 
 
 def require_fields(architecture: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse fields of a model that its configuration has not, or that a job decides.
+    """Check that the configuration of a model has the given fields, and that none of them is set by the job.
 
     Args:
-        architecture: of the model.
+        architecture: the architecture of the model.
         given: the names of the fields.
-        known: those that its configuration has beyond what all have.
+        known: the fields of its configuration, without the fields that all configurations share.
 
     Raises:
-        JobError: it names the nearest field.
+        JobError: if a field is unknown or set by the job; for an unknown field the message names the nearest one.
     """
     for name in given:
         if name in _SET_BY_JOB:
@@ -127,37 +130,38 @@ def _no_such_model(name: str, task: Task) -> JobError:
 
 
 def require_labels(task: Task, num_labels: int) -> None:
-    """Refuse data whose texts all have one label.
+    """Check that the data have at least two labels.
 
     Raises:
-        JobError: it says how many there are.
+        JobError: if they do not; the message contains their number.
     """
     if num_labels < 2:
         raise JobError(
-            f"model: a {task} needs at least 2 labels, but the data have {num_labels}: add texts of another label"
+            f"model: {task} needs at least 2 labels, but the data have {num_labels}: add texts with another label"
         )
 
 
 def own_techniques() -> tuple[str, ...]:
-    """List Plimsoll's own techniques, of which each is a module of that name."""
+    """Return the names of Plimsoll's techniques. Each is a module of that name."""
     spec = find_spec("plimsoll.techniques")
     assert spec is not None
     return tuple(module.name for module in iter_modules(spec.submodule_search_locations) if not module.ispkg)
 
 
 def techniques_of_others() -> tuple[EntryPoint, ...]:
-    """List the techniques that other packages bring: entry points, each of its technique's name, not loaded here."""
+    """Return the entry points of techniques in other packages, named like the techniques. They are not loaded."""
     return tuple(entry_points(group="plimsoll.techniques"))
 
 
 @cache
 def remedies_for(cause: str) -> dict[str, str]:
-    """Return what Plimsoll's own techniques advise against a cause, by technique, the best first.
+    """Return the advice of Plimsoll's techniques against a cause, by technique, the best first.
 
-    It is what to do by hand in a script, or else the technique's summary, and says so if that changes the training.
+    The advice is a change to make by hand in a script, or else the technique's summary. It includes a warning if the
+    technique changes the training.
 
     Args:
-        cause: a name of `plimsoll.diagnose.causes`.
+        cause: a name in `plimsoll.diagnose.causes`.
     """
     said = {name: _said_by(name) for name in own_techniques()}
     places = {name: one["remedies"][cause] for name, one in said.items() if cause in one.get("remedies", {})}
@@ -169,11 +173,11 @@ def _advice(said: Mapping[str, Any]) -> str:
     return f"{said.get('by_hand') or said['summary']}{warning}"
 
 
-_ADVICE = {"numerics", "summary", "by_hand", "remedies"}  # each is a literal in the class of a technique
+_ADVICE = {"numerics", "summary", "by_hand", "remedies"}  # each is a literal in the technique's class
 
 
 def _said_by(technique: str) -> dict[str, Any]:
-    """The fields of a technique's class that `remedies_for` needs."""
+    """Return the fields of a technique's class that `remedies_for` needs."""
     found: dict[str, Any] = {}
     for statement in _statements("plimsoll", f"techniques/{technique}.py"):
         for inner in statement.body if isinstance(statement, ast.ClassDef) else ():
@@ -187,14 +191,14 @@ def _said_by(technique: str) -> dict[str, Any]:
 
 
 def require_technique(name: str, known: Collection[str] | None = None) -> None:
-    """Refuse a technique that there is not.
+    """Check that a technique exists.
 
     Args:
-        name: of the technique.
-        known: those that there are; by default Plimsoll's own and those of other packages.
+        name: the name of the technique.
+        known: the existing techniques; by default Plimsoll's and those in other packages.
 
     Raises:
-        InputError: it names the nearest.
+        InputError: if it does not exist; the message names the nearest one.
     """
     known = _all_techniques() if known is None else known
     if name not in known:
@@ -202,14 +206,14 @@ def require_technique(name: str, known: Collection[str] | None = None) -> None:
 
 
 def require_allowed(name: str) -> None:
-    """Refuse what a job allows and nothing has the name of; see `plimsoll.planning.inputs.allowed`.
+    """Check that a name in the job's ``allow`` exists; see `plimsoll.planning.inputs.allowed`.
 
     Raises:
-        JobError: it names the nearest.
+        JobError: if it does not exist; the message names the nearest one.
     """
     known = (*RECUTS, *_all_techniques())
     if name not in known:
-        raise JobError(f"allow: there is no `{name}` that could be allowed; {near(name, known)}")
+        raise JobError(f"allow: `{name}` is unknown; {near(name, known)}")
 
 
 def _all_techniques() -> tuple[str, ...]:
@@ -218,7 +222,7 @@ def _all_techniques() -> tuple[str, ...]:
 
 @cache
 def architectures(task: Task) -> tuple[str, ...]:
-    """List the architectures of which transformers has a model for a task."""
+    """Return the architectures for which transformers has a model for a task."""
     found = dict(_pairs("models/auto/modeling_auto.py", _MAPPINGS[task]))
     if found:
         return tuple(sorted(found))
@@ -228,14 +232,14 @@ def architectures(task: Task) -> tuple[str, ...]:
 
 
 def require_optimizer(choice: OptimizerChoice, steps: int | None = None) -> None:
-    """Refuse an optimizer that is not in ``torch.optim``, or cannot be used here, and arguments that it does not take.
+    """Check that an optimizer exists in ``torch.optim``, can be used here, and takes the given arguments.
 
     Args:
-        choice: of a job.
-        steps: of the training, in which its warm-up must end; ``None`` where that does not matter.
+        choice: the optimizer of a job.
+        steps: the steps of the training, to compare with the warm-up; ``None``: not checked.
 
     Raises:
-        JobError: it names the nearest optimizer or argument.
+        JobError: if a check fails; the message names the nearest optimizer or argument.
     """
     name, known = choice.name.lower(), optimizer_arguments()
     if name in _REFUSED_OPTIMIZERS:
@@ -247,14 +251,14 @@ def require_optimizer(choice: OptimizerChoice, steps: int | None = None) -> None
             raise JobError(f"optimizer: `{name}` has no argument `{argument}`; {near(argument, known[name])}")
     if steps is not None and choice.warmup_steps > steps:
         raise JobError(
-            f"optimizer: a warm-up of {choice.warmup_steps} steps does not end in {steps} steps: "
+            f"optimizer: a warm-up of {choice.warmup_steps} steps is longer than the training of {steps} steps: "
             f"set optimizer.warmup_steps to {steps} or less"
         )
 
 
 @cache
 def optimizer_arguments() -> dict[str, tuple[str, ...]]:
-    """Return the optimizers of ``torch.optim`` that can be used here, and the arguments of each beside ``lr``."""
+    """Return the usable optimizers of ``torch.optim``, each with its arguments except ``lr``."""
     found = dict(_optimizers_of_sources())
     if not found:
         import inspect
@@ -274,7 +278,7 @@ def optimizer_arguments() -> dict[str, tuple[str, ...]]:
 
 
 def _optimizers_of_sources() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Find the classes that ``torch.optim`` imports; none at all, where one has no arguments of its own."""
+    """Yield the optimizers that ``torch.optim`` imports. Yield none if one of them has no ``__init__`` in its file."""
     found = []
     for statement in _statements("torch", "optim/__init__.py"):
         match statement:
@@ -298,7 +302,7 @@ def _arguments_of(file: str, class_name: str) -> tuple[str, ...] | None:
 
 
 def _config_fields(architecture: str) -> set[str] | None:
-    """Return the fields of a configuration beyond those of all; ``None`` where the sources do not tell."""
+    """Return the fields specific to a configuration class, or ``None`` if the source files do not list them."""
     class_name = dict(_pairs("models/auto/auto_mappings.py", "CONFIG_MAPPING_NAMES")).get(architecture)
     special = dict(_pairs("models/auto/auto_mappings.py", "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"))
     module = special.get(architecture, architecture.replace("-", "_"))
@@ -308,7 +312,7 @@ def _config_fields(architecture: str) -> set[str] | None:
 
 
 def _fields_of_class(file: str, name: str, is_base: bool = False) -> set[str] | None:
-    """Return the fields of a configuration class and of those that it is made of, and its other names of them."""
+    """Return the fields of a configuration class and its base classes, including their alternative names."""
     statements = _statements("transformers", file)
     found = next((one for one in statements if isinstance(one, ast.ClassDef) and one.name == name), None)
     if found is None:
@@ -331,7 +335,7 @@ def _fields_of_class(file: str, name: str, is_base: bool = False) -> set[str] | 
 
 
 def _home_of(name: str, statements: list[ast.stmt], file: str) -> str:
-    """Return the file that a class is from: another configuration, imported from beside this one, or this very file."""
+    """Return the file that defines a class: the configuration file it is imported from, or this file."""
     for statement in statements:
         match statement:
             case ast.ImportFrom(module=str(module), level=2, names=names) if name in [one.name for one in names]:
@@ -340,7 +344,7 @@ def _home_of(name: str, statements: list[ast.stmt], file: str) -> str:
 
 
 def _pairs(file: str, name: str) -> Iterator[tuple[str, str]]:
-    """The pairs of a name and another in a mapping of transformers."""
+    """Yield the key and value pairs of a mapping in transformers."""
     for statement in _statements("transformers", file):
         match statement:
             case ast.Assign(targets=[ast.Name(id=found)], value=ast.Call(args=[pairs])) if found == name:
@@ -349,7 +353,7 @@ def _pairs(file: str, name: str) -> Iterator[tuple[str, str]]:
 
 @cache
 def _statements(package: str, file: str) -> list[ast.stmt]:
-    """The statements of a source file of a package; none where there is no such file."""
+    """Return the statements of a source file of a package, or none if the file does not exist."""
     spec = find_spec(package)
     folders = [] if spec is None else spec.submodule_search_locations or []
     for folder in folders:

@@ -1,8 +1,9 @@
-"""The optimizer and the learning rate schedule that a job names.
+"""The optimizer and the learning rate schedule of a job.
 
-Optimizers are the classes of ``torch.optim``, by their name in lower case and with their own arguments; what a class
-does is its own documentation. Schedules are three formulas, given in `build_schedule`. It does NOT cover optimizers
-that are not in ``torch.optim``: build them yourself and give a `Workload`.
+Optimizers are the classes of ``torch.optim``, by their lower-case name and with their usual arguments. The three
+schedules are formulas, given in `build_schedule`.
+
+Not handled: optimizers outside ``torch.optim``. Build such an optimizer in code and pass a `Workload`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.optim.optimizer as optimizer_module  # the hooks that see every optimizer are here and nowhere public
+import torch.optim.optimizer as optimizer_module  # global optimizer hooks have no public name
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -27,17 +28,17 @@ def build_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter])
     """Build a ``torch.optim`` optimizer.
 
     Args:
-        choice: the class by its name in lower case, the learning rate and further arguments of the class.
-        parameters: what it updates.
+        choice: the lower-case name of the class, the learning rate and further arguments.
+        parameters: the parameters to update.
 
     Raises:
-        JobError: if the name or an argument is unknown, the class refuses a value, or it cannot be used here.
+        JobError: if the name or an argument is unknown, the class rejects a value, or it cannot be used here.
     """
     require_optimizer(choice)
     name = choice.name.lower()
     build = partial(_class_of(name), lr=choice.lr, **choice.arguments)
     try:
-        # On one number first: there a RuntimeError is about the arguments and cannot be for want of memory.
+        # Tried on one number first, so that a RuntimeError is about the arguments and not about memory.
         build([nn.Parameter(torch.zeros(()))])
     except (TypeError, ValueError, RuntimeError) as error:
         given = {"lr": choice.lr, **choice.arguments}
@@ -49,7 +50,7 @@ def build_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter])
 
 
 def build_schedule(choice: OptimizerChoice, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR | None:
-    """Build the schedule that multiplies the learning rate of step ``s`` (from 0), or ``None`` if it never changes.
+    """Build the schedule that multiplies the learning rate of step ``s`` (from 0); ``None`` if it is constant.
 
     With W ``warmup_steps`` and N ``steps``, the factor is (s + 1) / W in the warm-up, where s < W, and after it:
 
@@ -70,7 +71,7 @@ def build_schedule(choice: OptimizerChoice, optimizer: torch.optim.Optimizer, st
 def _factor(step: int, warmup_steps: int, steps: int, decay: Callable[[float], float]) -> float:
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    # Beyond the last step (the scheduler asks one step ahead) the factor stays what it is at the end.
+    # The scheduler asks one step ahead. After the last step the factor keeps its final value.
     share_done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
     return decay(share_done)
 
@@ -91,32 +92,32 @@ _DECAYS: dict[str, Callable[[float], float]] = {"constant": _constant, "linear":
 
 
 class SeparableOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer of this package: it updates a parameter by that parameter alone, and knows what that takes."""
+    """An optimizer of this package that updates each parameter separately, and knows the memory this takes."""
 
     @abstractmethod
     def state_bytes_of(self, parameter: Tensor) -> int:
-        """The bytes of the states of a parameter, at most."""
+        """Return the most bytes that the states of a parameter take."""
 
     @abstractmethod
     def temporary_bytes_of(self, parameter: Tensor) -> int:
-        """The bytes that the update of a parameter takes and gives back, at most; parameters take turns."""
+        """Return the most temporary bytes of a parameter's update. Parameters are updated one by one."""
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return all that each parameter group has but its parameters."""
+    """Return all settings of each parameter group, without its parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the class is one of ``torch.optim``'s own: each updates a parameter by that parameter alone."""
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # Adafactor says `torch.optim`
+    """Return whether the class is from ``torch.optim``. These classes update each parameter separately."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # Adafactor's module is `torch.optim`
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether parameters can be updated one after another: nothing in a step depends on several of them.
+    """Return whether parameters can be updated one by one, because nothing in a step depends on several of them.
 
-    A hook on the steps of all optimizers that may be called with some of the parameters after the others says so in an
-    attribute ``works_in_parts``.
+    A global step hook prevents this, unless it has an attribute ``works_in_parts`` that is true. Such a hook can be
+    called for some parameters at a time.
     """
     if not (is_of_torch(optimizer) or isinstance(optimizer, SeparableOptimizer)):
         return False

@@ -1,9 +1,11 @@
-"""One vector from the vectors of a text's tokens, as sentence-transformers makes it.
+"""Pooling of token vectors to one vector for each text, as in sentence-transformers.
 
-The methods are those of its ``Pooling`` module, with its names, its arithmetic (sums of half-precision vectors are made
-in float32) and its order where several are joined. What of a folder says which: ``modules.json``, and the
-``config.json`` of the module named there. It does NOT cover modules after pooling other than ``Normalize`` (``Dense``),
-prompts that are left out of the pooling, and sparse or multi-vector models: each is refused by name.
+The methods are those in its ``Pooling`` module, with the same names and arithmetic (sums of half-precision vectors are
+float32). Several methods are concatenated in the same order. The method is read from ``modules.json`` and the
+``config.json`` of the module named there.
+
+Not handled, each with an error: modules after pooling other than ``Normalize`` (``Dense``), prompts that are excluded
+from pooling, and sparse or multi-vector models.
 
 Shapes: B texts, T tokens, D features.
 """
@@ -23,27 +25,27 @@ from plimsoll.errors import JobError
 
 MODULES_FILE = "modules.json"
 
-_FEWEST_TOKENS = 1e-9  # sentence_transformers.Pooling divides by this where a text has no token
+_FEWEST_TOKENS = 1e-9  # divisor of sentence_transformers.Pooling for a text without tokens
 
 
 class Pooling(NamedTuple):
-    """How vectors of tokens become one of the text; several modes are joined."""
+    """The pooling of token vectors. The vectors of several modes are concatenated."""
 
     modes: tuple[str, ...] = ("mean",)
     is_normalized: bool = False
 
 
 def pool(hidden_BTD: Tensor, mask_BT: Tensor, pooling: Pooling) -> Tensor:
-    """Return one vector for each text in float32: (B, D), or D times as many as there are modes."""
+    """Return one float32 vector for each text: (B, D), or D times the number of modes."""
     pooled = torch.cat([_MODES[mode](hidden_BTD, mask_BT).float() for mode in pooling.modes], dim=-1)
     return functional.normalize(pooled, p=2, dim=1) if pooling.is_normalized else pooled
 
 
 def pooling_of(folder: Path) -> Pooling:
-    """Read how a folder of sentence-transformers pools; without its ``modules.json`` it is the mean, as it is there.
+    """Read the pooling of a sentence-transformers folder. Without ``modules.json`` it is the mean.
 
     Raises:
-        JobError: if a file cannot be read, or the folder asks for what is not covered.
+        JobError: if a file cannot be read, or the folder needs an unsupported module.
     """
     if not (folder / MODULES_FILE).is_file():
         return Pooling()
@@ -51,8 +53,8 @@ def pooling_of(folder: Path) -> Pooling:
     names = [name for name, _ in modules]
     if names[:2] != ["Transformer", "Pooling"] or names[2:] not in ([], ["Normalize"]):
         raise JobError(
-            f"model: {folder / MODULES_FILE} joins {', '.join(names)}, but only Transformer, Pooling and Normalize can "
-            "be applied: use sentence_transformers for this model"
+            f"model: {folder / MODULES_FILE} lists {', '.join(names)}, but only Transformer, Pooling and Normalize "
+            "are supported: use sentence_transformers for this model"
         )
     return Pooling(_modes_of(modules[1][1] / "config.json"), "Normalize" in names)
 
@@ -71,12 +73,12 @@ def _read_modules(folder: Path) -> list[dict[str, Any]]:
 def _modes_of(path: Path) -> tuple[str, ...]:
     config = _read_json(path)
     if not isinstance(config, dict):
-        raise JobError(f"model: {path} is not an object of settings: download the model again")
+        raise JobError(f"model: {path} is not a JSON object: download the model again")
     modes = config.get("pooling_mode") or tuple(mode for name, mode in _OLD_NAMES.items() if config.get(name)) or "mean"
     modes = (modes,) if isinstance(modes, str) else tuple(modes)
     if unknown := [mode for mode in modes if mode not in _MODES]:
         raise JobError(
-            f"model: {path} pools by {unknown[0]!r}, which is none of {', '.join(_MODES)}: use another model"
+            f"model: {path} pools by {unknown[0]!r}, but only {', '.join(_MODES)} are supported: use another model"
         )
     return modes
 
@@ -144,4 +146,4 @@ _OLD_NAMES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""The settings of versions before 6, in the order in which what they choose is joined."""
+"""The settings of versions before 6, in the order of concatenation."""

@@ -1,15 +1,16 @@
-"""Training a model for the integers it will be: linear layers compute with their weights rounded, and learn dense ones.
+"""Quantization-aware training: linear layers compute with rounded weights and train dense ones.
 
     quantization_aware: int8        # or int4, in a job
 
-Each layer that the method of that name would quantize becomes torchao's ``FakeQuantizedLinear``, or the like of it for
-a Conv1D of transformers: in every pass its weight is rounded to the numbers that the integers stand for
-(`plimsoll.compression.methods`: ``int8``, or ``int4`` in groups of 32), and gradients go to the dense weight as if it
-had not been. Parameters keep their names and shapes, so what is saved is a plain dense model, which its own class
-loads. Its later ``int8`` or ``int4(compute=fp32)`` gives the numbers that the training's evaluation saw, but for the
-order of sums.
+Each layer that the method of this name would quantize becomes torchao's ``FakeQuantizedLinear``, or its counterpart for
+a transformers Conv1D. Every pass rounds the weight to the values that the integers represent, and gradients go straight
+through to the dense weight. `plimsoll.compression.methods` defines the methods: ``int8``, or ``int4`` in groups of 32.
 
-It does NOT cover the head, embeddings, recurrent models, and inputs that are rounded (``dynamic_int8``).
+Parameters keep their names and shapes, so the saved model is a plain dense model, which its usual class loads.
+Quantizing it later with ``int8`` or ``int4(compute=fp32)`` gives the outputs seen in evaluation during training, except
+for the order of sums.
+
+Not handled: the head, embeddings, recurrent models, and rounded inputs (``dynamic_int8``).
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ Kind = Literal["int8", "int4"]
 
 
 def train_for_integers(model: nn.Module, kind: Kind) -> None:
-    """Let the linear layers of a model compute with rounded weights from now on.
+    """Replace the linear layers of a model by layers that compute with rounded weights.
 
     Raises:
-        JobError: if torchao is missing, or the model has no layer that the method would quantize.
+        JobError: if torchao is missing, or the method would quantize no layer of the model.
     """
     fault = why_not(model, f"quantization_aware: {kind}")
     if fault is not None:
@@ -45,7 +46,7 @@ def train_for_integers(model: nn.Module, kind: Kind) -> None:
 
 
 def _rounding(layer: Any, kind: Kind) -> nn.Module:
-    """A layer with the parameters of another one; nothing is drawn for it."""
+    """Return a rounding layer with the parameters of another layer. No new weights are drawn."""
     from torchao.quantization.qat import FakeQuantizedLinear
 
     num_in, num_out = sizes_of(layer)
@@ -61,12 +62,12 @@ def _rounding(layer: Any, kind: Kind) -> nn.Module:
 
 @cache
 def _rounded_conv1d() -> type[nn.Module]:
-    """Make the class for GPT-2's layers, whose weight is (in, out): it stays so, for the file and the optimizer."""
+    """Return the rounding class for GPT-2's layers. Their weight stays (in, out) for the file and the optimizer."""
     from torchao.quantization.qat.fake_quantizer import FakeQuantizerBase
     from transformers.pytorch_utils import Conv1D
 
     class RoundedConv1D(Conv1D):
-        """A Conv1D whose weight is rounded as that of the linear layer it will be."""
+        """A Conv1D whose weight is rounded like the weight of a linear layer."""
 
         def __init__(self, nf: int, nx: int, config: Any) -> None:
             super().__init__(nf, nx)  # type: ignore[no-untyped-call]
@@ -79,7 +80,7 @@ def _rounded_conv1d() -> type[nn.Module]:
 
 
 def _config(kind: Kind) -> Any:
-    """What has the rounding of the method; for four bits that of the file's own form (`plimsoll.weights.int4`)."""
+    """Return the rounding configuration of a method; 4 bits match the file format (`plimsoll.weights.int4`)."""
     from torchao.quantization import PerAxis
     from torchao.quantization.qat.fake_quantize_config import Int4WeightFakeQuantizeConfig, IntxFakeQuantizeConfig
 

@@ -1,14 +1,14 @@
-"""Linear weights as integers of torchao, the dense weight never there as a whole: made as they are read, or as saved.
+"""Linear weights quantized with torchao, without the whole dense weight in memory: quantized while reading, or loaded.
 
-Made: ``int8`` is torchao's ``Int8WeightOnlyConfig`` (a scale for each row), ``int4`` its weight-only 4 bits with a
-scale for each 32 numbers of a row; on the CPU that is a prototype of torchao 0.18 (``PrototypeInt4WeightOnlyConfig``),
-whose kernels are torch's own. Each row has scales of its own, so that rows can be quantized block by block, with the
-bits of torchao on the whole weight.
+Quantized while reading: ``int8`` is torchao's ``Int8WeightOnlyConfig`` with a scale for each row. ``int4`` is
+weight-only with a scale for each 32 numbers of a row. On the CPU it is a prototype of torchao 0.18
+(``PrototypeInt4WeightOnlyConfig``), whose kernels are in torch. Because no scale spans several rows, rows are quantized
+block by block, with a result bitwise equal to quantizing the whole weight.
 
-Saved: a folder whose ``quantization_config`` names torchao. The model can be saved as it was.
+Loaded: a folder whose ``quantization_config`` names torchao. The model can be saved again.
 
-It does NOT cover ``int4`` that is made on other devices, layers other than ``nn.Linear`` (GPT-2 has ``Conv1D``), what
-other libraries quantized, and changes of what is quantized: not its type, its vocabulary, its adapters.
+Not handled: creating ``int4`` on other devices, layers other than ``nn.Linear`` (GPT-2 has ``Conv1D``), and weights
+quantized by other libraries. The dtype, vocabulary and adapters of a quantized folder cannot be changed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 Quantize = Literal["int8", "int4"]
 
-_BLOCK_NUMBERS = 1 << 20  # torchao makes several tensors of four bytes a number meanwhile
-_BLOCK_ROWS = 64  # what torch's kernel packs into one
+_BLOCK_NUMBERS = 1 << 20  # torchao makes several temporaries with four bytes for each number
+_BLOCK_ROWS = 64  # rows that torch's kernel packs together
 
 
 def can_be_quantized(module: nn.Module, kind: Quantize) -> bool:
-    """Whether a layer's weight can be of these integers."""
+    """Return whether a layer's weight can be quantized to these integers."""
     if type(module) is not nn.Linear:
         return False
     return kind == "int8" or (module.in_features % SMALLEST_INT4_GROUP == 0 and module.out_features % INT4_ROWS == 0)
@@ -49,14 +49,14 @@ def quantized_weight(
     """Read and quantize the weight of a linear layer.
 
     Args:
-        entry: where the weight is, of two dimensions.
-        dtype: what the layer computes in.
-        kind: of integers.
-        device: where the weight is to be.
-        report: told the bytes that were read.
+        entry: the checkpoint entry of the weight, with two dimensions.
+        dtype: the dtype that the layer computes in.
+        kind: the integers.
+        device: the device of the weight.
+        report: called with the number of bytes read.
 
     Raises:
-        WeightsError: if torchao is not there or cannot do this on the device, or the file cannot be read.
+        WeightsError: if torchao is missing or cannot do this on the device, or the file cannot be read.
     """
     config = _config_of(kind, device)
     num_rows, width = entry.shape
@@ -78,7 +78,7 @@ def quantized_weight(
 
 
 def _put(parts: dict[str, Tensor], name: str, part: Tensor, begin: int, num_rows: int) -> None:
-    """Put what belongs to some rows into the tensor of all; rows are the first dimension, or in int4 the second."""
+    """Copy a part of some rows into the tensor of all rows. Rows are dimension 0, or 1 for int4 scales."""
     dim = 1 if name == "scale_and_zero" else 0
     if name not in parts:
         shape = [*part.shape]
@@ -92,7 +92,7 @@ def _config_of(kind: Quantize, device: torch.device) -> Any:
         if kind == "int8":
             return int8_config()
         if device.type != "cpu":
-            raise WeightsError(f"int4 is not made on device {device}: use int8, or load on the CPU")
+            raise WeightsError(f"int4 weights cannot be made on device {device}: use int8, or load on the CPU")
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
         return PrototypeInt4WeightOnlyConfig(group_size=SMALLEST_INT4_GROUP, set_inductor_config=False)
@@ -106,10 +106,10 @@ _METHOD = "torchao"
 
 
 def without_quantization(config: PreTrainedConfig, checkpoint: Checkpoint) -> tuple[PreTrainedConfig, Any | None]:
-    """Return a configuration of the dense model, which is built first, and what was said of how it is quantized, if so.
+    """Return the configuration of the dense model, which is built first, and the quantization settings, or ``None``.
 
     Raises:
-        WeightsError: if it is quantized by something else than torchao, or its files hold none of that.
+        WeightsError: if another library than torchao quantized it, or its files hold no weights of torchao.
     """
     said = getattr(config, "quantization_config", None)
     if said is None:
@@ -119,7 +119,7 @@ def without_quantization(config: PreTrainedConfig, checkpoint: Checkpoint) -> tu
     if method != _METHOD or not checkpoint.coded:
         raise WeightsError(
             f"{checkpoint.folder} is quantized already (by {method}, with {len(checkpoint.coded)} weights of torchao "
-            "in its files): give the checkpoint it was made of"
+            "in its files): give the original checkpoint"
         )
     plain = copy.deepcopy(config)
     del plain.quantization_config
@@ -127,10 +127,10 @@ def without_quantization(config: PreTrainedConfig, checkpoint: Checkpoint) -> tu
 
 
 def refuse_changes(checkpoint: Checkpoint, config: PreTrainedConfig, **asked: Any) -> None:
-    """Refuse what would need the dense weights.
+    """Check that nothing is requested that needs the dense weights.
 
     Raises:
-        WeightsError: if something is asked for that a quantized folder cannot have.
+        WeightsError: if a request differs from the quantized folder.
     """
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
     for name, value in asked.items():
@@ -138,19 +138,19 @@ def refuse_changes(checkpoint: Checkpoint, config: PreTrainedConfig, **asked: An
         if value and not is_same:
             raise WeightsError(
                 f"{checkpoint.folder} is quantized already ({len(checkpoint.coded)} weights, which compute in "
-                f"{stored}), and cannot be loaded with {name} {value}: leave it out, or give the checkpoint it "
-                "was made of"
+                f"{stored}), and cannot be loaded with {name} {value}: leave it out, or give the "
+                "original checkpoint"
             )
 
 
 def coded_value(coded: Coded, device: torch.device, part_of: Callable[[Entry], Tensor]) -> Tensor:
-    """Make a weight of its parts, for a device (``meta``: for its sizes on the CPU)."""
+    """Build a quantized weight from its components, for a device. ``meta`` gives the shapes on the CPU."""
     made = coded.make(part_of)
     return packed_of(made) if type(made).__name__ == PLAIN and device.type in ("cpu", "meta") else made
 
 
 def make_coded(model: PreTrainedModel, said: dict[str, Any] | None) -> None:
-    """Have a model that was filled with weights of torchao say so, and compute in as little as it can."""
+    """Mark a model with torchao weights as quantized, and make it compute with little memory."""
     if said is None:
         return
     from transformers import TorchAoConfig

@@ -1,13 +1,14 @@
-"""A model of transformers without memory, of which each weight knows where in a checkpoint it is.
+"""Skeletons: transformers models on the meta device, with the checkpoint entry of each weight.
 
-Transformers itself renames, ties, fuses and initialises: its ``from_pretrained`` is given stand-ins for the tensors of
-the checkpoint, which become tensors on the meta device. What is then left to do is to fill them
-(`plimsoll.models.loading`). Weights that the checkpoint has none for are initialised, in memory, as it does it. A
-model that was made smaller, with a structure noted in its configuration, is built by the code that its folder brings
-along, which is our own (`plimsoll.weights.structure`).
+Transformers itself renames, ties, fuses and initialises weights. Its ``from_pretrained`` receives stand-ins for the
+tensors of the checkpoint, which become tensors on the meta device. `plimsoll.models.loading` then fills them. Weights
+that are missing in the checkpoint are initialised in memory, as ``from_pretrained`` does. A compressed model, whose
+configuration describes its structure, is built by Plimsoll's own code (`plimsoll.weights.structure`).
 
-Uses ``transformers.core_model_loading`` (5.23) where a weight is made of several, as those of experts are. It does NOT
-cover checkpoints that are quantized already, other code that a checkpoint brings along, and weights for several
+``transformers.core_model_loading`` (5.23) is used for weights that are made of several tensors, such as weights of
+experts.
+
+Not handled: checkpoints that are already quantized, other custom code in a checkpoint, and weights sharded over
 processes.
 """
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from plimsoll.weights.loading.entries import Entry
     from plimsoll.weights.loading.opening import Checkpoint
 
-_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' own variable: no threads, each of which takes a stack
+_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers: loads without threads, each of which needs a stack
 
 Slot = tuple[nn.Module, str]
 """A module and the name of a parameter or buffer in it."""
@@ -43,10 +44,10 @@ class Weight:
     """A parameter or buffer of the skeleton.
 
     Attributes:
-        name: the first of its names in the model.
-        slots: every place in the model where it is.
-        meta: the tensor on the meta device, of the shape and type it is to have.
-        entry: where its values are; ``None`` if it is made of several entries.
+        name: its first name in the model.
+        slots: every place in the model that refers to it.
+        meta: the tensor on the meta device, with the final shape and dtype.
+        entry: the checkpoint entry with its values; ``None`` if it is made of several entries.
     """
 
     name: str
@@ -57,9 +58,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Derived:
-    """Weights that are made of several entries, or that are parts of one: names, in the order `make` gives them.
+    """Weights that are converted from several entries, or that are parts of one entry.
 
-    ``make`` is given what returns an entry's tensor, in the type that was asked for, and returns weights by name.
+    Attributes:
+        key: the name of the conversion's target in the model.
+        entries: the entries that ``make`` reads.
+        make: takes a function that returns the tensor of an entry in a dtype, and returns the weights by name.
     """
 
     key: str
@@ -69,7 +73,7 @@ class Derived:
 
 @dataclass
 class Skeleton:
-    """A model whose weights are on the meta device, and where their values are."""
+    """A model with weights on the meta device, and the checkpoint entries of their values."""
 
     model: PreTrainedModel
     weights: dict[str, Weight] = field(default_factory=dict)
@@ -79,7 +83,7 @@ class Skeleton:
 
 
 class _StandIn:
-    """What ``from_pretrained`` is given for a tensor: ``[...]`` and ``.to`` are what it asks of one."""
+    """The stand-in for a tensor in ``from_pretrained``, which only calls ``[...]`` and ``.to``."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
@@ -104,18 +108,21 @@ def skeleton_of(
     dtype: torch.dtype,
     vocab_size: int | None = None,
 ) -> Skeleton:
-    """Make a model without memory and find out where in the checkpoint each of its weights is.
+    """Build a model without memory, and find the checkpoint entry of each weight.
 
-    ``vocab_size`` gives it another number of tokens than the checkpoint has: a weight with a row for each of them then
-    has an entry of more or fewer rows.
+    Args:
+        checkpoint: the opened checkpoint.
+        model_class: the class of the model.
+        config: its configuration.
+        dtype: the dtype of floating-point weights.
+        vocab_size: a number of tokens that differs from the checkpoint's. The entries of weights with a row for each
+            token then have more or fewer rows than the weight.
 
     Raises:
         WeightsError: if a weight has another shape in the checkpoint, or the model cannot be built.
     """
     stand_ins = {name: _StandIn(entry) for name, entry in checkpoint.entries.items()}
-    load: Any = class_for(
-        model_class, config
-    ).from_pretrained  # which has no type for what it returns with the information
+    load: Any = class_for(model_class, config).from_pretrained  # typed without the loading info that it returns
     with quiet(), _one_after_the_other():
         try:
             model, info = load(
@@ -128,7 +135,7 @@ def skeleton_of(
             )
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
             raise WeightsError(
-                f"`{config.model_type}` cannot be built of {checkpoint.folder} ({str(error).strip()}): check its "
+                f"`{config.model_type}` cannot be built from {checkpoint.folder} ({str(error).strip()}): check its "
                 "config.json, or download it again"
             ) from error
     _check_shapes(checkpoint, info["mismatched_keys"])
@@ -149,14 +156,14 @@ def skeleton_of(
 
 
 def replace(weight: Weight, value: Tensor) -> None:
-    """Put a tensor where the weight is on the meta device."""
+    """Put a tensor in every place of a weight that is on the meta device."""
     for module, name in weight.slots:
-        setattr(module, name, value)  # recurrent layers have a list of their weights, which is then kept right
+        setattr(module, name, value)  # updates the weight list of recurrent layers too
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from writing to the terminal: what matters of it is checked here and raised."""
+    """Suppress terminal output of transformers. Its relevant warnings are checked here and raised as errors."""
     from transformers.utils import logging
 
     verbosity, has_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -186,13 +193,13 @@ def _one_after_the_other() -> Iterator[None]:
 def _check_shapes(checkpoint: Checkpoint, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
     for name, stored, wanted in sorted(mismatched):
         raise WeightsError(
-            f"`{name}` has shape {tuple(stored)} in {checkpoint.folder}, but {tuple(wanted)} in the model its config "
-            f"describes ({len(list(mismatched))} such weights): give the configuration that belongs to the weights"
+            f"`{name}` has shape {tuple(stored)} in {checkpoint.folder}, but {tuple(wanted)} in the model of its "
+            f"config.json ({len(list(mismatched))} such weights): give the configuration that belongs to the weights"
         )
 
 
 def slots_of(model: nn.Module) -> Iterator[tuple[str, Slot, Tensor]]:
-    """List every parameter and every buffer with its name and its place, also where two are the same tensor."""
+    """Yield the name, place and tensor of every parameter and buffer, including tied ones."""
     for prefix, module in model.named_modules():
         for name, value in (*module._parameters.items(), *module._buffers.items()):
             if value is not None:
@@ -200,7 +207,7 @@ def slots_of(model: nn.Module) -> Iterator[tuple[str, Slot, Tensor]]:
 
 
 def _weights(model: nn.Module, asked: list[_StandIn]) -> dict[str, Weight]:
-    """The weights that are on the meta device, by the first of their names."""
+    """Return the weights on the meta device by their first names."""
     by_storage = {stand_in.meta.untyped_storage()._cdata: stand_in for stand_in in asked if stand_in.meta is not None}
     places: dict[int, list[tuple[str, Slot, Tensor]]] = {}
     for name, slot, value in slots_of(model):
@@ -222,7 +229,10 @@ def _weights(model: nn.Module, asked: list[_StandIn]) -> dict[str, Weight]:
 
 
 def _tie_what_is_equal(skeleton: Skeleton) -> None:
-    """Tie what transformers would have tied, had it seen the values: both are in the checkpoint and are equal."""
+    """Tie weights that are equal in the checkpoint, as transformers does after comparing values.
+
+    The stand-ins have no values, so transformers could not compare them.
+    """
     model: Any = skeleton.model
     by_name: dict[tuple[int, str], Weight] = {}
     for weight in skeleton.weights.values():
@@ -244,7 +254,7 @@ def _tie_what_is_equal(skeleton: Skeleton) -> None:
 
 
 def _resize(skeleton: Skeleton, asked: list[_StandIn], vocab_size: int) -> None:
-    """Let transformers give the model another vocabulary; the new weights keep where their rows are."""
+    """Change the size of the vocabulary with transformers, and keep the entries of the resized weights."""
     entries = {
         (id(module), name): weight.entry for weight in skeleton.weights.values() for module, name in weight.slots
     }
@@ -273,7 +283,7 @@ def _are_equal(one: Entry, other: Entry) -> bool:
 
 
 def _renamed(model: Any, stand_ins: list[_StandIn]) -> Iterator[tuple[_StandIn, str, str, Any]]:
-    """Tensors with what transformers calls them in the model, and which conversion they are a part of."""
+    """Yield each tensor with its name in the model, its pattern, and the conversion that it belongs to."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     conversions = model._weight_conversions
@@ -290,7 +300,10 @@ def _renamed(model: Any, stand_ins: list[_StandIn]) -> Iterator[tuple[_StandIn, 
 
 
 def _find_renamed(skeleton: Skeleton, asked: list[_StandIn]) -> None:
-    """Find by its name what was given new memory since: tying pads biases, also by nothing."""
+    """Find the entries of weights that got new memory after loading, by their names.
+
+    Tying pads biases, and this makes a new tensor even if nothing is added.
+    """
     lost = {weight.name for weight in skeleton.weights.values() if weight.entry is None}
     if not lost:
         return
@@ -304,7 +317,7 @@ def _find_renamed(skeleton: Skeleton, asked: list[_StandIn]) -> None:
 
 
 def _derived(model: PreTrainedModel, rest: list[_StandIn]) -> Iterator[Derived]:
-    """The conversions of transformers that make the other weights, each of which can be run by itself."""
+    """Yield the transformers conversions that make the other weights. Each can run separately."""
     groups: dict[str, tuple[Any, list[tuple[_StandIn, str]]]] = {}
     for stand_in, key, pattern, converter in _renamed(model, rest):
         if converter is not None:

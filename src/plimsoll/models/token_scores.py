@@ -1,10 +1,12 @@
-"""The log-probability of each token of a text under a language model, without the logits of the whole text.
+"""Log-probabilities of the tokens of a text under a language model, without the logits of the whole text.
 
-The model runs once, up to what its head reads; the head then goes over the positions a chunk at a time
-(`plimsoll.models.head_apart`), so that no more than `_CHUNK_NUMBERS` logits exist at once. Where the head cannot be
-told apart, the logits are made whole, and only their float32 copy is in chunks.
+The body of the model runs once. The head then runs on a chunk of positions at a time (`plimsoll.models.head_apart`),
+with at most `_CHUNK_NUMBERS` logits. If head and body cannot be separated, all logits are computed, and only their
+float32 copy is chunked.
 
-Padding must be on the right, where no token sees it. It does NOT cover masked language models and encoder-decoders.
+Padding must be on the right, where no token sees it.
+
+Not handled: masked language models and encoder-decoders.
 
 Shapes: B texts, T tokens, C tokens of a chunk, V vocabulary.
 """
@@ -20,20 +22,20 @@ from torch.nn import functional
 from plimsoll.models.head_apart import head_apart
 
 _CHUNK_NUMBERS = 8 << 20
-"""Logits at once, 32 MiB in float32: of 50,000 tokens 167 positions, enough that the matrix product is as fast as it
-gets. The cross entropy holds as much again."""
+"""Logits at once, 32 MiB in float32, and cross entropy needs as much again. For 50,000 tokens they are 167 positions,
+enough for the full speed of the matrix product."""
 
 
 def token_log_probabilities(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor, chunk_numbers: int = _CHUNK_NUMBERS
 ) -> Tensor:
-    """Return the log-probability of each token but the first, (B, T - 1) in float32, and 0 where it is padding.
+    """Return the log-probability of each token but the first, (B, T - 1) in float32. Padding has 0.
 
     Args:
-        model: a causal language model of transformers or a recurrent one of ours, in evaluation mode.
+        model: a causal transformers model or a recurrent Plimsoll model, in evaluation mode.
         input_ids: (B, T), padded on the right.
         attention_mask: (B, T), 1 for a token.
-        chunk_numbers: the most logits at once; those of one position of all texts are made in any case.
+        chunk_numbers: the most logits at once; a chunk has at least one position of all texts.
     """
     num_predicted = input_ids.shape[1] - 1
     if num_predicted < 1:
@@ -51,7 +53,7 @@ def token_log_probabilities(
         logits_BCV = None
         losses = functional.cross_entropy(logits_NV, targets_BC.flatten(), reduction="none")
         found[:, begin:end] = -losses.view(targets_BC.shape)
-        del logits_NV  # while the next are made
+        del logits_NV  # before the next logits are computed
     return found.masked_fill(attention_mask[:, 1:] == 0, 0.0)
 
 

@@ -1,8 +1,9 @@
-"""Pretrained word vectors in the models of a job: which module they go into, and whether they fit.
+"""Pretrained word vectors in the models of a job: the module that receives them, and checks that they fit.
 
-Covers ``torch.nn.Embedding``: that of a recurrent model, what ``get_input_embeddings`` of a Hugging Face model returns,
-or the only one of a model of the user's that has as many rows as there are tokens. Does NOT cover models whose word
-embedding is of another class.
+The word embedding must be a ``torch.nn.Embedding``. It is found in a recurrent model, or by ``get_input_embeddings`` of
+a Hugging Face model. In a user's model it is the only embedding with at least as many rows as tokens.
+
+Not handled: models whose word embedding is of another class.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from plimsoll.records.embeddings import VectorSource
 
 
 def with_dimension(fields: dict[str, Any], source: VectorSource | None) -> dict[str, Any]:
-    """Return the fields of a recurrent model with the size of its embedding, where only the vectors say it.
+    """Return the fields of a recurrent model. Set ``embedding_size`` to the size of the vectors if it is missing.
 
     Raises:
         JobError: if the file of the vectors cannot be used.
@@ -30,10 +31,10 @@ def with_dimension(fields: dict[str, Any], source: VectorSource | None) -> dict[
 
 
 def prepare_embedding(model: nn.Module, source: VectorSource, num_rows: int) -> nn.Embedding:
-    """Have the word embedding of a model get gradients or not, as the job says, and return it.
+    """Freeze or train the word embedding of a model, as the job specifies, and return it.
 
     Raises:
-        JobError: if the model has none.
+        JobError: if the model has no word embedding, or a frozen one is tied to another layer.
     """
     embedding = word_embedding(model, num_rows)
     users = [
@@ -43,18 +44,18 @@ def prepare_embedding(model: nn.Module, source: VectorSource, num_rows: int) -> 
     ]
     if len(users) > 1 and not source.trainable:
         raise JobError(
-            f"embeddings: the weight of {users[0]} is that of {users[1]} too, which would never be trained: set "
-            "embeddings.trainable to true, or make a model that does not tie them"
+            f"embeddings: {users[0]} and {users[1]} share one weight, which would never be trained: set "
+            "embeddings.trainable to true, or use a model that does not tie them"
         )
     embedding.weight.requires_grad_(source.trainable)
     return embedding
 
 
 def require_fitting(model: nn.Module, source: VectorSource, num_rows: int) -> None:
-    """Check that the vectors of a job can be put into its model.
+    """Check that the vectors of a job have the size of its model's word embedding.
 
     Raises:
-        JobError: if the file cannot be used, or has vectors of another size than the model.
+        JobError: if the file cannot be used, or the sizes differ.
     """
     dimension, embedding = dimension_of(source), word_embedding(model, num_rows)
     if embedding.embedding_dim != dimension:
@@ -66,14 +67,14 @@ def require_fitting(model: nn.Module, source: VectorSource, num_rows: int) -> No
 
 
 def word_embedding(model: nn.Module, num_rows: int) -> nn.Embedding:
-    """Return the module that turns tokens into vectors.
+    """Return the word embedding of a model.
 
     Args:
         model: the model.
-        num_rows: how many tokens there are.
+        num_rows: the number of tokens.
 
     Raises:
-        JobError: if there is none, or it cannot be told which of several it is.
+        JobError: if there is no word embedding, or several modules could be it.
     """
     ask = getattr(model, "get_input_embeddings", None)
     embedding = ask() if callable(ask) else None
@@ -92,10 +93,10 @@ def word_embedding(model: nn.Module, num_rows: int) -> nn.Embedding:
 
 @torch.no_grad()
 def fill_embedding(embedding: nn.Embedding, table: Table) -> None:
-    """Copy vectors into the first rows of an embedding, straight from the file that is mapped.
+    """Copy vectors from the memory-mapped file into the first rows of an embedding.
 
     Raises:
-        JobError: if they are of another size.
+        JobError: if the sizes differ.
     """
     num_rows, dimension = table.vectors.shape
     if (embedding.embedding_dim, embedding.num_embeddings >= num_rows) != (dimension, True):

@@ -1,4 +1,4 @@
-"""What one training is: its model, optimizer, loss, and the bytes that stay of them from step to step."""
+"""A training in memory: its model, optimizer and loss, and the bytes that stay allocated between steps."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from plimsoll.models.hooks import StepHooks
 from plimsoll.records.job import OptimizerChoice
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
-"""``(model, batch) -> mean loss``, a scalar that can be differentiated."""
+"""``(model, batch) -> mean loss``, a scalar tensor with a graph."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
-"""What autocast computes in; fp32 is without autocast."""
+"""The dtype of autocast; fp32 means no autocast."""
 
 
 class Reason(NamedTuple):
-    """Why nothing is cut, and what lets it be."""
+    """The reason for not splitting a batch, and the remedy."""
 
     why: str
     remedy: str
@@ -35,15 +35,22 @@ class Reason(NamedTuple):
 
 @dataclass(slots=True)
 class Workload:
-    """One training: everything a step needs, and the only mutable thing with a name.
+    """Everything that a training step needs.
 
-    ``loss`` returns the mean over ``units``; ``clip_norm`` bounds the 2-norm of all gradients. Parameters are
-    kept as the model has them; ``precision`` says what autocast computes in. ``full_length`` is the tokens of the
-    longest sample there will be (``None``: those of each batch), ``files`` what the parameters were made in, where that
-    was not memory, and ``ranks`` are the processes that train the same model on other parts of each batch.
-
-    ``hooks`` are what techniques change of the step. ``kept_whole`` is why the loss must not be computed of parts of a
-    batch, where that is known (`plimsoll.step.losses.additive`).
+    Attributes:
+        model: its parameters keep their dtype.
+        optimizer: updates the parameters.
+        loss: returns the mean loss over ``units``.
+        units: the loss normalizer.
+        schedule: of the learning rate, if any.
+        clip_norm: the upper bound for the 2-norm of all gradients, if any.
+        precision: the dtype of autocast.
+        device: the device of the training.
+        full_length: tokens of the longest sample of the data set; ``None``: the longest of each batch.
+        files: the pool of mapped files that holds the parameters, if they are not in memory.
+        ranks: the processes that train the same model on other parts of each batch.
+        hooks: the parts of the step that techniques have changed.
+        kept_whole: the reason why the loss must not be split over a batch, if known (`plimsoll.step.losses.additive`).
     """
 
     model: nn.Module
@@ -63,9 +70,9 @@ class Workload:
 
 @contextmanager
 def hooked(workload: Workload, hooks: StepHooks) -> Iterator[None]:
-    """Let steps have these hooks while the block runs; on exit those that differ are as before.
+    """Set hooks of the steps while the block runs. On exit, the hooks that it changed are restored.
 
-    Others are left alone: parameters that memory is too small to gather stay sharded.
+    Unchanged hooks are left alone. For example, parameters that memory is too small to gather stay sharded.
     """
     before = workload.hooks
     names = [one.name for one in fields(hooks) if getattr(hooks, one.name) is not getattr(before, one.name)]
@@ -77,14 +84,14 @@ def hooked(workload: Workload, hooks: StepHooks) -> Iterator[None]:
 
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerChoice) -> dict[str, int | None]:
-    """Compute the bytes that stay allocated from step to step; the model may be on the meta device.
+    """Compute the bytes that stay allocated between steps. The model may be on the meta device.
 
-    Tied parameters count once; frozen parameters have no gradient and no state. Gradients and states have the dtype of
-    their parameter. Buffers, and the step counters of an optimizer (a few bytes per tensor), are left out.
+    Tied parameters count once. Frozen parameters have no gradient and no state. Gradients and states have the dtype of
+    their parameter. Buffers and the step counters of an optimizer (a few bytes per tensor) are left out.
 
     Returns:
-        Bytes of ``parameters``, ``gradients`` and ``optimizer_states``; the last is ``None`` (unknown) for an optimizer
-        that is not of ``torch.optim``, and for adafactor, whose states depend on the shapes.
+        Bytes of ``parameters``, ``gradients`` and ``optimizer_states``. The last is ``None`` (unknown) for optimizers
+        outside ``torch.optim``, and for adafactor, whose states depend on the shapes.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return {
@@ -122,7 +129,7 @@ _STATE_COPIES: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "rprop": lambda arguments: 2,
     "sgd": lambda arguments: int(bool(arguments.get("momentum"))),
 }
-"""Tensors of the parameter's shape in the state of each ``torch.optim`` class (torch 2.13; the tests count them)."""
+"""Tensors of the parameter's shape in the state of each ``torch.optim`` class (torch 2.13; tests count them)."""
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -130,6 +137,6 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def model_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a Hugging Face model, or one called like it, computes itself: ``model(**batch).loss``."""
+    """Return the loss that a model computes itself, as Hugging Face models do: ``model(**batch).loss``."""
     loss: Tensor = model(**batch).loss
     return loss

@@ -1,1 +1,1 @@
-"""Predict what a training needs, and choose the fastest techniques that fit a budget."""
+"""Prediction of a training's memory, and the choice of the fastest techniques that fit a budget."""

@@ -1,12 +1,13 @@
-"""What a process takes before it has a model: of a training of a job, and of applying a model.
+"""The baseline of a process: its memory before a model exists, for the training of a job or for inference.
 
-    with baseline_for(job, device, load_training) as started:   # first of all
+    with baseline_for(job, device, load_training) as started:   # before anything else
         ...                                                     # meanwhile
         started.wait()
 
-A prediction on the CPU counts from it. It is measured in a process that has loaded what the training process loads and
-started its threads, and nothing else: a fork of this one before it does anything, or one that is started anew. What
-the training process loads is in `plimsoll.training.baseline`; who may fork hands it in.
+A prediction on the CPU starts from the baseline. It is measured in a process that has loaded the libraries of the
+training process and started its threads, and nothing else. This process is a fork of the current one before it does any
+work, or a new one. `plimsoll.training.baseline` loads these libraries. A caller that may fork passes it as
+``load_training``.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from plimsoll.records.job import Job
 from plimsoll.records.prediction import Estimate
 
 LoadTraining = Callable[[Job], None]
-"""Loads what a training process of a job has before it has a model."""
+"""Loads everything that a training process of a job loads before the model."""
 
-_BASELINE_SPREAD = 0.03  # of the process before there is a model: libraries load and start threads as they are used
+_BASELINE_SPREAD = 0.03  # of the process before a model exists: libraries load code and start threads on demand
 
 
 def job_baseline(job: Job) -> Estimate:
-    """Read what a training process of a job takes before it has a model, from one that is started for it.
+    """Measure the baseline of a job's training process in a process that is started for it.
 
     Raises:
         DeviceError: if it cannot be started.
@@ -50,16 +51,16 @@ def job_baseline(job: Job) -> Estimate:
 
 @contextmanager
 def baseline_for(job: Job, device: str | None, load_training: LoadTraining | None) -> Iterator[Baseline | None]:
-    """Load what the training needs, and have a fork of this process say what that takes, while the block runs.
+    """Load the libraries of the training, and measure them in a fork of this process while the block runs.
 
-    Call it before anything else is loaded: what this process is now is what the training process will be. Where it
-    cannot be forked, another one is started; where the answer is known, nothing is loaded.
+    Call this before anything else is loaded, so that this process resembles the training process. If this process
+    cannot be forked, a new one is started. If the answer is cached, nothing is loaded.
 
     Args:
-        job: of the training.
-        device: see `plimsoll.planning.plan.plan_job`; of a GPU there is nothing to read, and nothing is loaded:
-            ``None``.
-        load_training: what to load, which is what will be forked; ``None`` to start another process in any case.
+        job: the job of the training.
+        device: see `plimsoll.planning.plan.plan_job`. For a GPU, nothing is loaded or measured, and ``None`` is
+            yielded.
+        load_training: loads the libraries before the fork. ``None`` always starts a new process.
 
     Raises:
         JobError: if there is no such model.
@@ -72,7 +73,7 @@ def baseline_for(job: Job, device: str | None, load_training: LoadTraining | Non
 
 
 def begin_baseline(job: Job, load_training: LoadTraining | None) -> ForkedBaseline | StartedBaseline:
-    """Load what the training needs, and fork this process, or start another where that cannot be."""
+    """Load the libraries of the training and fork this process, or start a new process if it cannot be forked."""
     if load_training is None:
         return StartedBaseline(job)
     load_training(job)
@@ -90,7 +91,7 @@ def _is_cpu(job: Job, device: str | None) -> bool:
 
 @final
 class ForkedBaseline:
-    """`Baseline`: a fork of this process, which has loaded the training of the job and does not compute yet."""
+    """`Baseline`: measured in a fork of this process, which has loaded the libraries and not computed yet."""
 
     def __init__(self, job: Job) -> None:
         context = get_context("fork")
@@ -109,10 +110,10 @@ class ForkedBaseline:
         self._child.join()
 
     def wait(self) -> Estimate:
-        """Wait for its answer, which is the same each time.
+        """Return the baseline, after waiting for it the first time.
 
         Raises:
-            DeviceError: if it ended without one.
+            DeviceError: if the process ended without an answer.
         """
         if self._answer is None:
             try:
@@ -124,35 +125,35 @@ class ForkedBaseline:
 
 
 def _send_baseline(sending: Connection, job: Job, parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt goes to the parent, which ends this process
     end_with(parent)
     sending.send(baseline_bytes(job))
 
 
 @final
 class StartedBaseline:
-    """`Baseline`: a process that is started anew.
+    """`Baseline`: measured in a new process.
 
     Args:
-        job: of the training.
-        arguments: of the process that is started; the job comes to it on standard input.
+        job: the job of the training, passed on standard input.
+        arguments: command line of the process.
     """
 
     def __init__(self, job: Job | None, arguments: Sequence[str] = ("baseline-worker",)) -> None:
         command = [sys.executable, "-m", "plimsoll", *arguments]
         pipe = subprocess.PIPE
-        environment = os.environ | {SUPERVISOR: str(os.getpid())}  # which it does not outlive
+        environment = os.environ | {SUPERVISOR: str(os.getpid())}  # the process ends with this one
         self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
         assert self._child.stdin is not None
         if job is not None:
-            self._child.stdin.write(job.to_json())  # which is less than a pipe holds
+            self._child.stdin.write(job.to_json())  # fits into the buffer of a pipe
         self._child.stdin.close()
         self._child.stdin = None
         self._answer: Estimate | None = None
 
     @classmethod
     def of_inference(cls, folder: Path, task: str) -> StartedBaseline:
-        """Start one that has all that applying a model takes but the model."""
+        """Start a process that loads everything for inference except the model."""
         return cls(None, ("inference-baseline-worker", str(folder), task))
 
     def __enter__(self) -> Self:
@@ -164,7 +165,7 @@ class StartedBaseline:
             self._child.communicate()
 
     def wait(self) -> Estimate:
-        """Wait for its answer; see `Baseline`."""
+        """Return the baseline, after waiting for it the first time; see `Baseline`."""
         if self._answer is not None:
             return self._answer
         output, errors = self._child.communicate()
@@ -179,13 +180,13 @@ class StartedBaseline:
 
 def _not_started(exit_code: int | None, why: str) -> DeviceError:
     return DeviceError(
-        f"cannot start a process to see what it takes before it has a model (exit {exit_code}: {why}): check that "
+        f"cannot start a process to measure its memory without a model (exit {exit_code}: {why}): check that "
         f"{sys.executable} runs"
     )
 
 
 def load_model_code(job: Job) -> None:
-    """Import what the model is made of: also a function of the user's, which a sketch does not call, may import more.
+    """Import the code of the model, including a user's function. It may import more when it is called.
 
     Raises:
         JobError: if there is no such model.
@@ -199,12 +200,12 @@ def _load_model_code(job_text: str) -> None:
 
     job = Job.from_json(job_text)
     if sketch_model(job) is None:
-        with suppress(JobError):  # who traces it says what is wrong with it
+        with suppress(JobError):  # a later trace reports the error
             build_model(job, job.tokenizer.vocab_size, 2 if job.is_labelled else None, 0, device="meta")
 
 
 def baseline_bytes(job: Job) -> int:
-    """Count what this process takes, which has loaded the training of the job, with the threads that it starts."""
+    """Return the private bytes of this process, which has loaded the training's libraries, with all threads started."""
     from plimsoll.planning.dry_run.ranks import joined_alone, threads_of_rank
 
     backend = backend_for("cpu")
@@ -214,7 +215,7 @@ def baseline_bytes(job: Job) -> int:
 
 
 def print_inference_baseline(folder: Path, task: str) -> None:
-    """Print how many bytes a process takes that has all that applying a model needs, but the weights."""
+    """Print the private bytes of a process that has loaded everything for inference except the weights."""
     begin_worker()
     from plimsoll.inference import (
         apply,  # noqa: F401
@@ -224,7 +225,7 @@ def print_inference_baseline(folder: Path, task: str) -> None:
     from plimsoll.inference.model import ModelFolder, tokenizer_of
 
     Applied.open(folder, task, None, 0)
-    with suppress(DataError):  # a program of one's own may have another tokenizer
+    with suppress(DataError):  # a user's program may have another tokenizer
         tokenizer_of(ModelFolder(folder, None), None).read(["Its threads are started.", "They take memory too."])
     backend = backend_for("cpu")
     backend.baseline_bytes()  # starts the thread pools
@@ -232,20 +233,20 @@ def print_inference_baseline(folder: Path, task: str) -> None:
 
 
 def load_libraries(job: Job) -> None:
-    """Import what the job needs before memory is limited and counted."""
+    """Import the libraries of the job before memory is limited and counted."""
     leave_out_unused(job)
     import torch._dynamo  # noqa: F401  -- torch.optim imports it at the first step otherwise
 
     from plimsoll.models.build import import_library_of
 
-    if job.data.on_the_fly:  # what reads the texts, in evaluations and where no worker is left
+    if job.data.on_the_fly:  # for reading texts during evaluation, and for training without worker processes
         import pyarrow  # noqa: F401
         import tokenizers  # noqa: F401
     import_library_of(job)
 
 
 def measured(private_bytes: int) -> Estimate:
-    """Make the estimate of what a process was seen to take before it had a model."""
+    """Return the estimate for measured private bytes of a process without a model."""
     return Estimate(
         likely_bytes=private_bytes,
         low_bytes=int(private_bytes * (1 - _BASELINE_SPREAD)),

@@ -1,9 +1,9 @@
-"""Predictions and plans of jobs, given again as long as nothing has changed that they depend on.
+"""A cache of predictions and plans of jobs, valid while the facts that they depend on are unchanged.
 
     plan, is_kept = plan_of(job, limit_bytes=1 << 30)
 
-They depend on the facts of `plimsoll.planning.cached_traces`, on measured speeds and on what was learned from runs.
-Reading an answer imports torch only if this machine may have a GPU.
+They depend on the facts of `plimsoll.planning.cached_traces`, on measured speeds and on the calibration. Reading an
+answer imports torch only if this machine may have a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def prediction_of(
     load_training: LoadTraining | None = None,
     **asked: Any,
 ) -> tuple[Prediction, bool]:
-    """Return `plimsoll.planning.predict_job.predict_job` of the same arguments, and whether that was known before.
+    """Return the prediction of `plimsoll.planning.predict_job.predict_job`, and whether it was cached.
 
     See `plimsoll.planning.baseline.baseline_for` for ``load_training``.
     """
@@ -53,7 +53,7 @@ def prediction_of(
                 from plimsoll.planning.predict_job import predict_job
 
                 load_model_code(job)
-                gc.freeze()  # modules stay: no collection goes through them again
+                gc.freeze()  # modules are permanent: exclude them from garbage collection
             return predict_job(job, calibration=calibration, progress=progress, texts=texts, started=started, **asked)
 
     return kept_or_made("predictions", Prediction, _facts_of_answer(job, texts, calibration, asked), make, _measured)
@@ -68,7 +68,7 @@ def plan_of(
     load_training: LoadTraining | None = None,
     **asked: Any,
 ) -> tuple[Plan, bool]:
-    """Return `plimsoll.planning.plan.plan_job` of the same arguments, and whether that was known before.
+    """Return the plan of `plimsoll.planning.plan.plan_job`, and whether it was cached.
 
     See `plimsoll.planning.baseline.baseline_for` for ``load_training``.
     """
@@ -80,14 +80,14 @@ def plan_of(
                 from plimsoll.planning.plan import plan_job
 
                 load_model_code(job)
-                gc.freeze()  # modules stay: no collection goes through them again
+                gc.freeze()  # modules are permanent: exclude them from garbage collection
             return plan_job(job, calibration=calibration, progress=progress, texts=texts, started=started, **asked)
 
     return kept_or_made("plans", Plan, _facts_of_answer(job, texts, calibration, asked), make, _measured)
 
 
 def _sketched(job: Job) -> TextSketch | None:
-    """What is known of the texts; ``None`` if something is wrong, which is said when the answer is made."""
+    """Return the facts of the texts, or ``None`` on an error, which is raised when the answer is made."""
     with suppress(PlimsollError):
         return sketch_texts(job)
     return None
@@ -96,14 +96,14 @@ def _sketched(job: Job) -> TextSketch | None:
 def _facts_of_answer(
     job: Job, texts: TextSketch | None, calibration: Calibration | None, asked: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    named = job.model if isinstance(job.model, str) else None  # which the answer says
+    named = job.model if isinstance(job.model, str) else None  # part of the answer
     return facts_of(job, texts, {"device": None, **asked, "calibration": calibration, "model": named})
 
 
 def _measured() -> dict[str, Any]:
-    """What was measured of this machine's speed, perhaps for this very answer."""
+    """Return the measured speeds of this machine, including those measured for this answer."""
     found = []
     for path in (path for name in _MEASURED for path in cache_folder().glob(name)):
-        with suppress(OSError):  # who needs it measures again
+        with suppress(OSError):  # the speed is measured again if needed
             found.append([path.name, path.read_text("utf-8", "replace")])
     return {"measured": sorted(found)}

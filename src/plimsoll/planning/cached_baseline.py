@@ -1,9 +1,10 @@
-"""What a training process takes before it has a model, from an earlier command where that read it of such a process.
+"""A cache of baselines: the memory of a training process without a model, measured by an earlier command.
 
     with cached_baseline(job, lambda: StartedBaseline(job)) as baseline:
         baseline.wait()
 
-It depends on the surroundings and on what of the job decides what is imported; not on its data, sizes or budget.
+An entry depends on the surroundings and on the fields of the job that decide its imports, not on its data, sizes or
+budget.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _NOT_OF_A_BASELINE = NOT_OF_A_TRACE | {
 
 
 class Baseline(Protocol):
-    """What reads a baseline while something else is done."""
+    """A running measurement of a baseline."""
 
     def wait(self) -> Estimate:
-        """Wait for its answer, which is the same each time.
+        """Return the baseline, after waiting for it the first time.
 
         Raises:
-            InputError: if it refused what it was given.
+            InputError: if the process refused its input.
             DeviceError: if it could not be started.
         """
         ...
@@ -40,8 +41,8 @@ class Baseline(Protocol):
 
 @contextmanager
 def cached_baseline(job: Job, start: Callable[[], AbstractContextManager[Baseline]]) -> Iterator[Baseline]:
-    """Yield what is known, or what is started for it, which is then kept."""
-    # Of the data: what reads texts in training, and code of the user's, are imported.
+    """Yield the cached baseline, or start a measurement and cache its result."""
+    # Only these fields of the data decide imports: the reader of texts, and the user's code.
     imported = {"on_the_fly": job.data.on_the_fly, "augment": job.data.augment}
     data = DataSource(train="any").model_copy(update=imported)
     of = job.model_copy(update=_NOT_OF_A_BASELINE | {"data": data})

@@ -1,12 +1,13 @@
-"""What was computed for a job before, as long as nothing has changed that it depends on: the facts, and traces.
+"""A cache of predictions, plans and traces of jobs, and the facts that they depend on.
 
     trace, is_kept = trace_of(job, texts, lowering, choices)
 
-What is computed for a job depends on what was asked, on the job, on what of the texts decides the size of the model and
-of its batches, and on the surroundings (`plimsoll.device.surroundings`). Files and folders that a job names count by
-what they are and not by where they are. A trace depends on no budget: all plans of a training share them, and a
-prediction does. NOT kept: anything in programs that call Plimsoll, for jobs with code of one's own, which may import
-anything, or with a model, a tokenizer or vectors from an address.
+An entry depends on the request, on the job, and on the surroundings (`plimsoll.device.surroundings`). It also depends
+on the facts of the texts that set the size of the model and its batches. Files and folders of a job count by content,
+not by path. A trace does not depend on the budget, so all plans and predictions of a training share it.
+
+Nothing is cached in programs that call Plimsoll. Jobs with user code, which may import anything, are not cached, nor
+jobs with a model, tokenizer or vectors from a URL.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _PATHS = frozenset({"model", "data.augment.synonyms"} | set(map(".".join, PATHS)
 NOT_OF_A_TRACE: dict[str, Any] = {
     "budget": Budget(), "checkpoint": CheckpointPolicy(), "pin": (), "seed": 0, "device": "auto", "steps": 1,
 }  # fmt: skip
-"""Fields of a job that no trace depends on, as they are by default."""
+"""Defaults for the fields of a job that no trace depends on."""
 
 
 def trace_of(
@@ -54,7 +55,7 @@ def trace_of(
     *,
     is_short: bool = False,
 ) -> tuple[Trace, bool]:
-    """Return `plimsoll.planning.dry_run.step.dry_run_job` of the same arguments, and whether that was known before."""
+    """Return the trace of `plimsoll.planning.dry_run.step.dry_run_job`, and whether it was cached."""
     import torch
 
     from plimsoll.planning.dry_run.step import dry_run_job
@@ -76,18 +77,21 @@ def kept_or_made(
     make: Callable[[], Kept],
     late: Callable[[], dict[str, Any]] = dict,
 ) -> tuple[Kept, bool]:
-    """Return the answer kept under these facts, or make it and keep it.
+    """Return the cached answer for some facts, or make and cache it.
 
     Args:
         kind: of the answer.
-        record: its class.
-        facts: that it depends on; ``None``: it is made, and not kept.
-        make: makes it.
-        late: further facts, asked again after it is made, such as a speed that was measured for it.
+        record: class of the answer.
+        facts: the facts that it depends on. ``None`` makes it without caching.
+        make: makes the answer.
+        late: returns further facts, which are read again after the answer is made, such as a speed measured for it.
+
+    Returns:
+        the answer, and whether it was cached.
     """
     content = None if facts is None else cached_answers.read(kind, {**facts, **late()})
     if content is not None:
-        with suppress(RecordError):  # where it is not such a record, it is made anew
+        with suppress(RecordError):  # an entry that is not such a record is replaced
             return record.from_json(content.decode(errors="replace"), f"an entry of {kind} in the cache"), True
     made = make()
     if facts is not None:
@@ -96,9 +100,9 @@ def kept_or_made(
 
 
 def facts_of(job: Job, texts: TextSketch | None, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Everything that an answer depends on but the machine's speed; ``None`` if that cannot be told.
+    """Return all facts that an answer depends on except the machine's speed, or ``None`` if they are unknown.
 
-    It cannot in a program that calls Plimsoll, which may have changed how models compute.
+    They are unknown in a program that calls Plimsoll, which may have changed the code of models.
     """
     if texts is None or not is_a_command():
         return None
@@ -116,7 +120,7 @@ def facts_of(job: Job, texts: TextSketch | None, asked: Mapping[str, Any]) -> di
 
 
 class _Unknown(Exception):
-    """What an answer depends on cannot be told."""
+    """The facts that an answer depends on are unknown."""
 
 
 class _File(NamedTuple):
@@ -130,7 +134,7 @@ def _share_or_file(validation: str | float) -> str | float:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can say it."""
+    """Return a value that JSON can represent."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if isinstance(value, frozenset):
@@ -139,7 +143,7 @@ def _plain(value: Any) -> Any:
 
 
 def _by_content(value: Any, name: str = "") -> Any:
-    """The fields of a job, where what a path leads to stands for the path."""
+    """Return the fields of a job with the state of files in place of their paths."""
     if isinstance(value, dict):
         return {key: _by_content(inner, f"{name}.{key}".lstrip(".")) for key, inner in value.items()}
     if isinstance(value, list):
@@ -154,13 +158,13 @@ def _by_content(value: Any, name: str = "") -> Any:
 
 
 def _named(text: str) -> Iterator[str]:
-    """A text as a path, and the file that it is in as a path into an archive."""
+    """Yield a text as a path, and the file that contains it if it is a path into an archive."""
     yield text
     yield from (str(one) for one in Path(text).parents if os.path.isfile(one))
 
 
 def _state_of(path: str) -> list[list[Any]]:
-    """Each file of a path: its name below it, size, times and a sample of its content."""
+    """Return the relative name, size, times and a sample of the content of each file under a path."""
     names = [path] if os.path.isfile(path) else sorted(_files_below(path))
     stats = [(name, os.stat(name)) for name in names]
     files = [_File(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
@@ -171,7 +175,7 @@ def _state_of(path: str) -> list[list[Any]]:
 
 
 def _files_below(path: str) -> Iterator[str]:
-    """The files of a folder and of those that links in it lead to, each folder once."""
+    """Yield the files of a folder. Links are followed, and each folder is visited once."""
     seen = set()
     for folder, inner, names in os.walk(path, followlinks=True):
         stat = os.stat(folder)
@@ -183,7 +187,7 @@ def _files_below(path: str) -> Iterator[str]:
 
 
 def _gpu_here(job: Job, device: str | None) -> dict[str, Any] | None:
-    """The GPU here that the answer is for, and its driver; ``None`` if it is for the processor or a GPU by its name."""
+    """Return the GPU of this machine and its driver, or ``None`` if the answer is for the CPU or for a GPU by name."""
     name = (device or job.device).lower()
     if not (name in {"auto", "local"} or name.partition(":")[0] == "cuda") or not may_have_gpu():
         return None

@@ -1,8 +1,9 @@
-"""What is learned from a planned run, and its trial, for the next plan: peaks and step times, measured over predicted.
+"""Calibration: correction factors for the next plan, learned from planned runs and their trials.
 
-A finished run adds to one file in the cache folder (`plimsoll.records.base.cache_folder`), which the next plan reads.
-Only steps that ran as the plan says count, from the third on: the first ones import, allocate and make states. A ratio
-of more than 3 or less than a third is not learned: another program was at work, or the plan is of another machine.
+They are the ratios of measured to predicted peaks and step times. A finished run adds to one file in the cache folder
+(`plimsoll.records.base.cache_folder`), which the next plan reads. Only steps with the plan's first configuration count,
+from the third on, because the first steps import, allocate and create states. A ratio above 3 or below a third is
+ignored, because another program was active or the plan is for another machine.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _MOST_RATIO = 3.0
 
 
 def calibration_file() -> Path:
-    """Return where plans read, and runs write, what was learned."""
+    """Return the path of the calibration file."""
     return cache_folder() / "calibration.json"
 
 
 def known_calibration() -> Calibration:
-    """Read what was learned; nothing, where there is no file or it is torn."""
+    """Read the calibration. If there is no file, or it is damaged, return an empty one."""
     try:
         return Calibration.load(calibration_file())
     except RecordError:
@@ -35,14 +36,14 @@ def known_calibration() -> Calibration:
 
 
 def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine], begun_at: int = 0) -> Calibration:
-    """Return what is known after one more run.
+    """Return the calibration after one more run.
 
     Args:
-        calibration: what was known.
-        plan: the plan that was in force.
+        calibration: the previous calibration.
+        plan: the plan in force.
         steps: the steps of the run.
-        begun_at: the steps that were done when its last process began. They may have had another plan, and were
-            learned from then.
+        begun_at: number of steps before the last process of the run began. They may have had another plan, and have
+            been counted already.
     """
     from plimsoll.planning.search.time_model import learn_peak, learn_time
 
@@ -62,7 +63,7 @@ def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine]
 
 
 def learned_from_trial(calibration: Calibration, plan: Plan) -> Calibration:
-    """Return what is known after a trial: the time of each candidate that was measured."""
+    """Return the calibration after a trial: the time of each measured candidate."""
     from plimsoll.planning.search.time_model import learn_time
 
     target = plan.made_for.get("target")
@@ -76,13 +77,13 @@ def learned_from_trial(calibration: Calibration, plan: Plan) -> Calibration:
 
 
 def learn_from_trial(plan: Plan) -> None:
-    """Add a trial to the file, where that can be written."""
+    """Add a trial to the calibration file, if it is writable."""
     before = known_calibration()
     _save(before, learned_from_trial(before, plan))
 
 
 def learn(plan: Plan, steps: Sequence[StepLine], begun_at: int = 0) -> None:
-    """Add a run to the file (see `learned_from`); where that cannot be written, nothing is learned."""
+    """Add a run to the calibration file, if it is writable; see `learned_from`."""
     before = known_calibration()
     _save(before, learned_from(before, plan, steps, begun_at))
 

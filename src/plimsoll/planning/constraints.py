@@ -1,7 +1,7 @@
-"""What the user has decided of a plan: pins, of the job or given, and what is forbidden.
+"""The user's constraints on a plan: pins from the job or the command line, and forbidden techniques.
 
-Covers joining them, refusing what cannot be before anything is prepared, and what they decide wholly. Does NOT choose
-anything: see `plimsoll.planning.plan`.
+They are merged, and impossible ones are refused before anything is prepared. Choices are made elsewhere, in
+`plimsoll.planning.plan`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from plimsoll.techniques import Choices, Setting, technique_of
 
 
 def with_pins_of(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> tuple[Pin, ...]:
-    """Join the job's own pins to those that are given, which come before what the job says of the same technique."""
+    """Merge the job's pins into the given pins, which override the job's for the same technique."""
     said = {*(pin.technique for pin in pins), *forbids}
     own = (parse_pin(text) for text in job.pin)
     return (*pins, *(pin for pin in own if pin.technique not in said))
 
 
 def require_possible(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> None:
-    """Refuse what can be told to be wrong with pins and what is forbidden, before the data are prepared.
+    """Check pins and forbidden techniques as far as possible before the data are prepared.
 
     Raises:
         InputError: see `plan_job`.
@@ -38,7 +38,7 @@ def require_possible(job: Job, pins: Sequence[Pin], forbids: Iterable[str]) -> N
 
 
 def pinned_choices(job: Job, device: str) -> Choices:
-    """Return what the job's own pins say wholly, a micro-batch left out: what they leave open, a plan decides.
+    """Return the choices that the job's pins determine completely, without the micro-batch.
 
     Raises:
         InputError: see `plan_job`.
@@ -53,20 +53,20 @@ def pinned_choices(job: Job, device: str) -> Choices:
 
 
 def decided_of(planning_input: PlanningInput, setting: Setting, pins: Sequence[Pin], forbids: Sequence[str]) -> Decided:
-    """Resolve what the user has decided; that the choices go together needs no trace either."""
+    """Resolve the user's constraints, and check that the choices are compatible, which needs no trace."""
     decided = decide(pins, forbids, planning_input.workload, setting)
     available_choices(Problem(planning_input.workload, setting, 0, decided))
     return decided
 
 
 def require_known(pins: Sequence[Pin], forbids: Sequence[str]) -> None:
-    """Refuse names of techniques that there are not, before a model is built."""
+    """Check that the names of techniques exist, before a model is built."""
     for name in (*(pin.technique for pin in pins), *forbids):
         technique_of(name)
 
 
 def setting_of(planning_input: PlanningInput, device: str) -> Setting:
-    """Return what techniques are asked for, beside the training itself."""
+    """Return the facts, besides the workload, that techniques depend on."""
     return Setting(
         device="cpu" if device == "cpu" else "cuda",
         batch_size=planning_input.batch_size,

@@ -1,4 +1,4 @@
-"""Whether a run can have a plan that was made before: it fits, is of the same training, and within the budget."""
+"""Checks of whether a run can use an existing plan: it fits, is for the same training, and is within the budget."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from plimsoll.records.units import format_bytes
 
 
 def require_that_fits(plan: Plan) -> None:
-    """Refuse a plan that no budget holds.
+    """Check that a plan fits its budget.
 
     Raises:
-        BudgetError: if it does not fit; it says which budget would, and which lossy techniques.
+        BudgetError: if it does not fit; it names the smallest budget, and lossy techniques that would help.
     """
     if plan.fits:
         return
@@ -30,24 +30,24 @@ def require_that_fits(plan: Plan) -> None:
     check = plan.loss_check
     uncut = f"; the batch is not cut, because {check.why}: {check.remedy}" if check and not check.may_cut else ""
     raise BudgetError(
-        f"a budget of {format_bytes(plan.budget.device_bytes or 0)} cannot hold this training: what needs least, "
-        f"{leanest}, needs {format_bytes(plan.smallest_budget_bytes)}: give --budget "
+        f"a budget of {format_bytes(plan.budget.device_bytes or 0)} cannot hold this training: the smallest "
+        f"combination, {leanest}, needs {format_bytes(plan.smallest_budget_bytes)}: give --budget "
         f'{budget} or more (in Python budget="{budget}"){lossy_alternatives}{uncut}'
     )
 
 
 def require_same(plan: Plan, job: Job, source: str) -> Job:
-    """Check that a plan is of a job, and return the job with the plan's budget where it has none of its own.
+    """Check that a plan is for a job, and return the job, with the plan's budget if it has none.
 
     Its texts need not be prepared yet: `plimsoll.planning.plan_validity.require_prepared_for` follows.
 
     Raises:
-        InputError: if the plan is of other code, data, another device or a larger budget; it says what differs.
+        InputError: if the plan is for other code, data, another device or a larger budget; it names the differences.
     """
     different = _differences(plan, job, sketch_texts(job))
     if different:
         raise InputError(
-            f"the plan {source} is of another training: {'; '.join(different)}; make it again with `plimsoll plan`"
+            f"the plan {source} is for another training: {'; '.join(different)}; make it again with `plimsoll plan`"
         )
     has_bytes, needs_bytes = job.budget.device_bytes, plan.budget.device_bytes
     if has_bytes is not None and needs_bytes is not None and has_bytes < needs_bytes:
@@ -60,17 +60,17 @@ def require_same(plan: Plan, job: Job, source: str) -> Job:
 
 
 def without_trial(plan: Plan) -> Plan:
-    """Return a plan from a file as a new run has it: what another run has measured is not said of this one."""
+    """Return a plan from a file for a new run, without the measurements of another run's trial."""
     if plan.trial is None:
         return plan
-    left_out = Trial(left_out="it is the plan of another run, taken as it is")
+    left_out = Trial(left_out="it is the plan of another run, used unchanged")
     return plan.model_copy(update={"trial": left_out, "candidates": ()})
 
 
 def reasons_against(plan: Plan, job: Job, texts: TextSketch) -> list[str]:
-    """What a run that goes on has otherwise than its plan says; a plan for less than its budget is still good.
+    """Return the differences between a resumed run and its plan. A plan for a smaller budget is still valid.
 
-    Its texts may be gone: ``texts`` is what was prepared of them.
+    The original texts may be gone: ``texts`` are the facts of the prepared ones.
     """
     needs_bytes, has_bytes = plan.budget.device_bytes, job.budget.device_bytes
     if needs_bytes is not None and has_bytes is not None and has_bytes < needs_bytes:

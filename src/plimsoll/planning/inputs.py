@@ -1,7 +1,7 @@
-"""What a plan can be made for: a job, or a model with its optimizer and a batch in a program of one's own.
+"""The subjects of a plan: a job, or a model with its optimizer and a batch in a user's program.
 
-Each says the same things of itself to the planner (`plimsoll.planning.plan`): how it is dry-run, what its techniques
-depend on, what its process takes without it, and the facts a plan of it depends on.
+Each provides the planner (`plimsoll.planning.plan`) with its dry run and the baseline of its process. It also provides
+the facts that techniques and plans depend on.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from plimsoll.step.recovery import samples_of_rank
 from plimsoll.techniques import TECHNIQUES, Choices
 from plimsoll.techniques.mechanisms.technique import OfRows
 
-_MOST_BUILT_BYTES = 1 << 30  # of a model that is built in planning to see what its loss does
+_MOST_BUILT_BYTES = 1 << 30  # of a model that planning builds to check its loss
 
 
 def allowed(names: Iterable[str]) -> frozenset[str]:
-    """What is allowed by name; what need not be allowed, or one name in the place of several, is refused.
+    """Return the allowed lossy techniques as a set.
 
     Raises:
-        InputError: it says what can be allowed.
+        InputError: if a name needs no permission or does not exist, or a single string is given instead of a list.
     """
     lossy = (one.name for one in TECHNIQUES.values() if one.may_be_allowed or one.numerics == "lossy")
     known = (*RECUTS, *lossy)
@@ -68,9 +68,11 @@ def allowed(names: Iterable[str]) -> frozenset[str]:
 class PlanningInput(Protocol):
     """A training to plan. ``precision`` may be ``auto``; ``workload`` is not changed.
 
-    ``evaluates_between_steps``: a step that comes after an evaluation may need more than one that does not.
-    ``tokenizer_bytes``: what training its tokenizer takes at most; ``None``: it has none, or one that is there.
-    ``num_traces``: how many were made, and not known before. ``ask_rows``: see `plimsoll.techniques.Setting`.
+    Attributes:
+        evaluates_between_steps: a step after an evaluation may need more memory than other steps.
+        tokenizer_bytes: peak of training the tokenizer; ``None`` if none is trained.
+        num_traces: number of traces that were made and not cached.
+        ask_rows: see `plimsoll.techniques.Setting`.
     """
 
     batch_size: int
@@ -87,7 +89,7 @@ class PlanningInput(Protocol):
 
     @property
     def tracers(self) -> Tracers:
-        """What begins traces beside other work that `dry_run` will or may be asked for."""
+        """The processes that make traces for `dry_run` in advance."""
         ...
 
     def dry_run(self, lowering: Lowering, choices: Choices, is_short: bool) -> Trace:
@@ -95,19 +97,19 @@ class PlanningInput(Protocol):
         ...
 
     def loss_check(self) -> LossCheck:
-        """Find out whether its batches may be cut."""
+        """Check whether the batches may be cut."""
         ...
 
     def baseline(self) -> Estimate:
-        """Return what a process on the CPU takes without it."""
+        """Return the memory of a process on the CPU without the training."""
         ...
 
     def facts(self, target: str) -> dict[str, str]:
-        """Return what a plan depends on."""
+        """Return the facts that a plan depends on."""
         ...
 
     def described(self, precision: str) -> str:
-        """Say in a line what is trained."""
+        """Return a one-line description of the training."""
         ...
 
 
@@ -116,8 +118,8 @@ class JobInput:
 
     Args:
         job: the job.
-        started: what reads the baseline of a plan for the CPU.
-        texts: what is known of its data, as they are prepared; by default they are sketched.
+        started: a running measurement of the baseline, for a plan for the CPU.
+        texts: facts of the prepared data; by default they are sketched.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
@@ -151,7 +153,7 @@ class JobInput:
 
     @contextmanager
     def traced_apart(self) -> Iterator[None]:
-        """Have processes for `tracers`, while the block runs."""
+        """Run processes for `tracers` while the block runs."""
         with Tracers.started(self._job, self._texts) as self.tracers:
             yield
         self.tracers = Tracers()
@@ -164,7 +166,7 @@ class JobInput:
         return trace
 
     def loss_check(self) -> LossCheck:
-        """Find out whether its batches may be cut, of a model that is built for it where that is not known."""
+        """Check whether the batches may be cut. The model is built if that is necessary."""
         job, workload = self._job, self.workload
         found = loss_check_of(workload, None, backend_for("cpu"), "recut_loss" in job.allow, never_cut=False)
         if found.verdict != "not computed":
@@ -196,24 +198,24 @@ class JobInput:
             backend.restore_random_state(random_state)
 
     def baseline(self) -> Estimate:
-        """Wait for a training process without a model."""
+        """Wait for the baseline of a training process."""
         assert self._started is not None
         return self._started.wait()
 
     def facts(self, target: str) -> dict[str, str]:
-        """Return what a plan depends on."""
+        """Return the facts that a plan depends on."""
         return facts_of(self._job, self._texts, target)
 
     def described(self, precision: str) -> str:
-        """Say in a line what is trained."""
+        """Return a one-line description of the training."""
         return subject_of(self._job, precision)
 
 
 @dataclass
 class StepInput:
-    """`PlanningInput`: a model, an optimizer and a batch that exist; fields are arguments of `TrainStep`.
+    """`PlanningInput`: an existing model, optimizer and batch. The fields are arguments of `TrainStep`.
 
-    ``checked`` is what is known already of whether the batch may be cut.
+    ``checked`` is an earlier result of the check whether the batch may be cut.
     """
 
     model: nn.Module
@@ -235,7 +237,7 @@ class StepInput:
     lengths_vary: bool = field(init=False)
     workload: Workload = field(init=False)
     ask_rows: Callable[[OfRows], str | None] | None = field(init=False)
-    tracers: Tracers = field(init=False, default_factory=Tracers)  # a program may have threads, and is not forked
+    tracers: Tracers = field(init=False, default_factory=Tracers)  # a program may have threads, so it is not forked
 
     def __post_init__(self) -> None:
         self.batch_size = batch_size_of(self.batch)
@@ -274,20 +276,20 @@ class StepInput:
         )
 
     def loss_check(self) -> LossCheck:
-        """Find out whether its batches may be cut, by some samples of the batch."""
+        """Check whether the batches may be cut, with some samples of the batch."""
         if self.checked is not None:
             return self.checked
         backend = backend_for("cpu" if self.workload.device.type == "meta" else str(self.workload.device))
         return loss_check_of(self.workload, self.batch, backend, "recut_loss" in self.allow, self.never_cut)
 
     def baseline(self) -> Estimate:
-        """Read what this process takes without the model and its states."""
+        """Return the memory of this process without the model and its states."""
         return own_baseline(model_bytes(self.model, self.optimizer))
 
     def facts(self, target: str) -> dict[str, str]:
-        """Return what a plan depends on."""
+        """Return the facts that a plan depends on."""
         return facts_of_model(self.model, self.optimizer, target)
 
     def described(self, precision: str) -> str:
-        """Say in a line what is trained."""
+        """Return a one-line description of the training."""
         return f"{type(self.model).__name__}, {self.batch_size} samples a step, {precision}"

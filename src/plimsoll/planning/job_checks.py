@@ -1,8 +1,8 @@
-"""What is wrong with a job, all of it at once, before torch is imported: seconds that a typo should not cost.
+"""Checks of a job that need no torch, so that a typo does not cost seconds. All faults are reported together.
 
-Covers names (of the model, the optimizer, techniques and the device), files and folders, labels of the data, and a
-budget that not even an empty process fits. Each check is the one that would refuse it later, so that it says the same.
-Does NOT cover what takes a model to tell: values that a class refuses, and whether anything fits.
+They cover names (of the model, optimizer, techniques and device), files and folders, labels of the data, and a
+budget smaller than an empty process. Each check would also fail later, with the same message. Not
+covered: values that need a model to check, and whether the training fits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from plimsoll.records.units import format_bytes
 from plimsoll.step.recovery import samples_of_rank
 
 LEAST_PROCESS_BYTES = 100 << 20
-"""Private memory that every process with torch has and more: 154 MiB with Python 3.11 and torch 2.13 for processors."""
+"""Lower bound for the private memory of a process with torch: 154 MiB with Python 3.11 and torch 2.13 for CPUs."""
 
 
 def require_sound(
@@ -43,19 +43,19 @@ def require_sound(
     *,
     has_data: bool = True,
 ) -> None:
-    """Refuse a job with all that is wrong with it, as far as that can be told without torch.
+    """Check a job for all faults that can be found without torch.
 
     Args:
-        job: what is to be trained.
-        device: where, see `plimsoll.planning.predict_job.predict_job`, as is ``limit_bytes``.
+        job: the training.
+        device: see `plimsoll.planning.predict_job.predict_job`, as is ``limit_bytes``.
         limit_bytes: see `device`.
-        pins: of the plan, beside those of the job.
+        pins: pins of the plan, in addition to the job's.
         forbids: names of techniques.
-        has_data: whether its texts, tokenizer and vectors are to be there; not of a job that a program makes up, nor
-            where they have been prepared.
+        has_data: whether the texts, tokenizer and vectors must exist. False for a job that a program makes up, or whose
+            data have been prepared.
 
     Raises:
-        InputError: of the kind of the only fault, or with a line for each of several.
+        InputError: of the fault's type if there is one fault, else a `JobError` with a line for each.
     """
     names = [*(pin.technique for pin in (*pins, *map(parse_pin, job.pin))), *forbids]
     checks = [
@@ -78,10 +78,10 @@ def require_sound(
 
 
 def require_micro_batch(micro_batch: int | None, job: Job) -> None:
-    """Check that a micro-batch is a part of the batch of each rank.
+    """Check that a micro-batch is at most the batch of a rank.
 
     Raises:
-        InputError: if it is not; it says what to give.
+        InputError: if it is not; it names the valid range.
     """
     most = samples_of_rank(job)
     if micro_batch is not None and not 1 <= micro_batch <= most:
@@ -93,14 +93,14 @@ def require_micro_batch(micro_batch: int | None, job: Job) -> None:
 
 
 def require_teacher_folder(job: Job) -> None:
-    """Check that the teacher of a job is there, if it has one.
+    """Check that the folder of a job's teacher exists, if it has one.
 
     Raises:
-        JobError: if there is no such folder.
+        JobError: if it does not.
     """
     if job.distill is not None and not (Path(job.distill.teacher) / "config.json").is_file():
         raise JobError(
-            f"distill.teacher: there is no model in {job.distill.teacher}: give the folder of one that was trained, or "
+            f"distill.teacher: there is no model in {job.distill.teacher}: give the folder of a trained model, or "
             "download it first"
         )
 
@@ -136,7 +136,7 @@ def _require_device(given: str | None, own: str) -> None:
 
 
 def _require_more_than_a_process(job: Job, device: str | None, limit_bytes: int | None) -> None:
-    """Refuse a budget of private memory that torch alone takes more than."""
+    """Check that a budget of private memory exceeds the memory of torch alone."""
     name = (device or job.device).lower()
     is_cpu = name == "cpu" or (name in {"auto", "local"} and nvml.driver_version() is None)
     own_bytes = job.budget.device_bytes if is_cpu else job.budget.host_bytes
@@ -145,6 +145,6 @@ def _require_more_than_a_process(job: Job, device: str | None, limit_bytes: int 
         raise BudgetError(
             f"a budget of {format_bytes(budget_bytes)} cannot hold any training: a process takes more than "
             f"{format_bytes(LEAST_PROCESS_BYTES)} when it has imported torch and nothing else, and "
-            f"{format_bytes(MARGIN_BYTES)} are kept back: give a budget well above that, or leave it out to be told "
-            "what is needed"
+            f"{format_bytes(MARGIN_BYTES)} are kept back: give a budget well above that, or leave it out to see how "
+            "much is needed"
         )

@@ -1,13 +1,13 @@
-"""What a command's process leaves out when torch and transformers are imported, because its job has no use for it.
+"""Leaner imports: parts of torch and transformers that a command's job does not use are left out.
 
     leave_out_unused(job)  # before torch is imported
 
-Transformers takes torch's compiler along (`torch._dynamo`, with sympy, inductor and distributed tensors) and, where
-they are installed, accelerate, scipy and torchao: a third of the time that imports take, and 60 MiB of a budget. The
-compiler is loaded when it is needed (`plimsoll.memory.compiler`).
+Transformers imports torch's compiler (`torch._dynamo`, with sympy, inductor and distributed tensors). If they are
+installed, it also imports accelerate, scipy and torchao. Together they take a third of the import time and 60 MiB of a
+budget. The compiler is loaded on demand (`plimsoll.memory.compiler`).
 
-Where torch or transformers are laid out otherwise, more is imported. Does NOT change a program that imports Plimsoll,
-nor a job of which it is not known what it imports (see `leave_out_unused`).
+If the layout of torch or transformers changes, more is imported. Programs that import Plimsoll are unchanged, and so
+are jobs with unknown imports (see `leave_out_unused`).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from plimsoll.records.job import Job
 
 _INSTALLED = "transformers.utils.import_utils"
-"""Where transformers asks what is installed, in functions that `functools.lru_cache` keeps the answers of."""
+"""The module in which transformers checks for installed packages, with functions cached by `functools.lru_cache`."""
 _LOOKS_THROUGH = "create_import_structure_from_path"
 _READS = "fetch__all__"
 _HIDDEN = ("accelerate", "scipy", "sklearn", "torchao")
 
 
 def leave_out_unused(job: Job, is_own: bool | None = None) -> None:
-    """Have a process of Plimsoll's own import no more for a job than its training uses.
+    """Make a Plimsoll command import only the modules that the training of a job uses.
 
-    A job with code of the user's, a quantized model, a teacher, several ranks, or something that it allows changes
-    nothing: memory is counted from what is there before the training, so all of it has to be.
+    Nothing changes for a job with user code, a quantized model, a teacher, several ranks, or allowed techniques. Memory
+    is counted from the state before the training, so all their imports must happen before.
 
     Args:
-        job: whose model is to be built. To be called before torch is imported: what is there stays.
-        is_own: whether the process is Plimsoll's own; by default if it was started as ``plimsoll``.
+        job: the job whose model will be built. Call this before torch is imported, because loaded modules stay.
+        is_own: whether the process is a Plimsoll command; by default, whether it was started as ``plimsoll``.
     """
     is_done = any(isinstance(finder, _Finder) for finder in sys.meta_path)
     if not is_done and (is_a_command() if is_own is None else is_own) and _has_known_imports(job):
@@ -54,7 +54,7 @@ def leave_out_unused(job: Job, is_own: bool | None = None) -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage in the block, which imports: a thousand collections would take a sixth of its time."""
+    """Disable garbage collection in a block that imports, in which a thousand collections take a sixth of the time."""
     if not gc.isenabled():
         yield
         return
@@ -66,7 +66,7 @@ def uncollected() -> Iterator[None]:
 
 
 def is_a_command() -> bool:
-    """Whether this process was started as ``plimsoll``, and is no program that calls it, which may use the rest too."""
+    """Return whether this process was started as ``plimsoll``, not as a program that imports it."""
     main = getattr(sys.modules.get("__main__"), "main", None)
     return getattr(main, "__module__", None) == "plimsoll.cli.main"
 
@@ -80,17 +80,17 @@ def _has_known_imports(job: Job) -> bool:
 
 
 def _is_quantized(folder: Path) -> bool:
-    """Whether a checkpoint says so; who loads the model says what is wrong with one that cannot be read."""
+    """Return whether a checkpoint is quantized. An unreadable one counts as not quantized, and loading it will fail."""
     with suppress(OSError, ValueError):
         return "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return False
 
 
 class _Finder(MetaPathFinder):
-    """Finds the two modules that are loaded otherwise here."""
+    """Import hook for the two modules that are loaded differently."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find a module where it is, and have it loaded by a loader of ours."""
+        """Return the spec of a module with the loader replaced."""
         if name not in {COMPILER, _INSTALLED}:
             return None
         spec = PathFinder.find_spec(name, path)
@@ -100,13 +100,13 @@ class _Finder(MetaPathFinder):
 
 
 class _Asking(Loader):
-    """Loads the module in which transformers asks what is installed, and asks for what is to be left out."""
+    """Loader for the module in which transformers checks for installed packages."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, and have it keep that the hidden packages are not there."""
+        """Run the module, and cache the answer that the hidden packages are not installed."""
         import torch.distributed
 
         self._loader.exec_module(module)
@@ -114,12 +114,13 @@ class _Asking(Loader):
             setattr(module, _LOOKS_THROUGH, _once(getattr(module, _LOOKS_THROUGH)))
         if hasattr(module, _READS):
             setattr(module, _READS, _from_the_end(getattr(module, _READS)))
-        # Transformers keeps the answers, and is then as where these are not installed. Others import them as ever.
+        # Transformers caches the answers and behaves as if these packages were not installed. Other modules can still
+        # import them.
         with _hidden(_HIDDEN):
             for name in _HIDDEN:
                 _ask(module, f"is_{name}_available")
         is_available = torch.distributed.is_available
-        torch.distributed.is_available = lambda: False  # with it go distributed tensors
+        torch.distributed.is_available = lambda: False  # this leaves out distributed tensors
         try:
             _ask(module, "is_torch_distributed_available")
         finally:
@@ -127,26 +128,26 @@ class _Asking(Loader):
 
 
 def _once(look_through: Callable[[str], Any]) -> Callable[[str | Path], Any]:
-    """Remember what is in a folder: transformers reads the files of all its models twice when it is imported."""
+    """Cache the contents of a folder: transformers reads the files of all its models twice during import."""
     known = cache(look_through)
     return lambda path: known(str(path).removesuffix("/__init__.py"))
 
 
 def _from_the_end(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Give what reads ``__all__`` in 1600 files no lines before it: it splits all of a file, and takes the last."""
+    """Pass only the end of a file to the reader of ``__all__``, which would split each of 1600 files as a whole."""
     return lambda text: read(text[text.rfind("\n__all__") + 1 :])
 
 
 def _ask(module: ModuleType, question: str) -> None:
     function = getattr(module, question, None)
-    # An answer that is not kept would be another one later, when half of the modules rely on this one.
+    # An answer that is not cached would change later, after half of the modules have relied on it.
     if function is not None and hasattr(function, "cache_info"):
         function()
 
 
 @contextmanager
 def _hidden(packages: Sequence[str]) -> Iterator[None]:
-    """Let nobody find some packages: with ``None`` in `sys.modules`, Python says that there are none."""
+    """Hide packages from imports while the block runs. Python treats ``None`` in `sys.modules` as not installed."""
     before = {name: sys.modules[name] for name in packages if name in sys.modules}
     sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
     try:

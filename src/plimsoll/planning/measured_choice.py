@@ -1,12 +1,13 @@
-"""The last choice among plans, measured: each candidate does a few real passes, and everything is put back.
+"""Trials of a plan: time its candidates with real passes on the device, undo them, and keep the fastest.
 
     plan = try_plan(step, plan, batch)
 
-The model of time has a spread, so the plans within it (``plan.candidates``) are run where the device is here, inside
-the limit and on a real batch, which is not taken from its loader. The fastest is in force when `try_plan` returns; of
-the others those that need less are among its fallbacks. A model with state that cannot be put back is not tried.
+The time model has a spread. Plans within this spread (``plan.candidates``) are run inside the limit on a real batch, if
+the target device is present. The batch is not consumed from the data loader. When `try_plan` returns, the fastest plan
+is in force. Other candidates that need less memory become fallbacks. A model with state that cannot be restored is not
+tried.
 
-Does NOT cover several ranks, data loading, evaluation, and what only later steps take.
+Does not cover several ranks, data loading, evaluation, or memory that only later steps need.
 """
 
 from __future__ import annotations
@@ -45,16 +46,17 @@ from plimsoll.step.update.scratch import Scratch
 from plimsoll.step.update.undo import ChunkCopy, Learned, Memory, WholeCopy
 
 _MOST_SECONDS = {"cpu": 10.0, "cuda": 5.0}
-_MOST_STEPS = 2  # of the plan, on a CPU, where these take longer
-_LEAST_GAIN = 0.05  # of a step: what plans about as fast differ by in the median, see docs/LOG.md
-# What each candidate takes: so many steps at most, and so long to see what its techniques change.
+_MOST_STEPS = 2  # of the plan, on a CPU, where steps take longer
+_LEAST_GAIN = 0.05  # of a step: the median difference between plans of about the same predicted speed, see docs/LOG.md
+# Expected cost of one candidate: a maximum number of steps, and the seconds to find the state that its techniques
+# change.
 _STEPS_OF_A_TRIAL, _SECONDS_OF_A_TRIAL = 4, 0.5
-_MOST_COPIED_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # outside of the device and back takes a second or two
-_MOST_CHUNKS = 4  # in a timed part of a step that is not timed whole ...
+_MOST_COPIED_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # copying and restoring so much takes a second or two
+_MOST_CHUNKS = 4  # in a timed part of a step, if the whole step is not timed
 _MOST_REPEATS = 3
-_SAME_SECONDS = 0.01  # of a step: no faster than what comes before it
-_MOST_NOISE = 0.25  # of a step, by which repeated passes may differ
-_HOLDS_SHARE = 0.97  # of the limit: what may need more than that in a long run must have been measured below
+_SAME_SECONDS = 0.01  # of a step: a smaller gain counts as no gain
+_MOST_NOISE = 0.25  # upper bound for the differences between repeated passes, as a share of a step
+_HOLDS_SHARE = 0.97  # of the limit: a plan that may exceed the limit in a long run must have a measured peak below this
 _SHORT_OF_MEMORY = frozenset({"ran out", "struck", "too near"})
 
 Progress = Callable[[str], None]
@@ -67,28 +69,30 @@ def _silent(_text: str) -> None:
 def try_plan(
     step: TrainStep, plan: Plan, batch: Any, *, num_steps: int | None = None, progress: Progress = _silent
 ) -> Plan:
-    """Run the candidates of a plan for a few passes, put everything back, and go on with the fastest.
+    """Time the candidates of a plan for a few passes, undo them, and continue with the fastest.
 
         step = plimsoll.TrainStep(model, optimizer, units="next-tokens", fallbacks=plan.fallbacks)
         with plimsoll.limited("2GiB"):
             plan = plimsoll.try_plan(step, plan, batch)
 
-    Once the plan has warmed up, no other begins after 5 seconds on a GPU, after 10 or those of two steps on a CPU.
+    The time limit begins once the plan has warmed up. No further candidate starts after 5 seconds on a GPU. On a CPU,
+    it is 10 seconds or two steps, whichever is longer.
 
     Args:
-        step: of the training, made with ``plan.fallbacks``.
-        plan: the plan.
-        batch: a real one of the usual size; it is not trained on.
-        num_steps: of the training: too few to be worth it are not tried. ``None``: try anyway.
-        progress: told what is being done.
+        step: the training step, made with ``plan.fallbacks``.
+        plan: the plan with its candidates.
+        batch: a real batch of the usual size. It is not trained on.
+        num_steps: number of steps of the training. If they are too few to repay a trial, nothing is tried. ``None``
+            always tries.
+        progress: called with a message for each stage of the work.
 
     Returns:
-        the plan that is in force, with what was measured in ``trial``.
+        the plan now in force, with the measurements in ``trial``.
 
     Raises:
-        InputError: if the step was made with fallbacks that change the training otherwise.
-        TornStepError: if a pass could not be undone: memory ran out in that twice, or it has changed what cannot be put
-            back.
+        InputError: if the step was made with fallbacks that change the training in another way.
+        TornStepError: if a pass could not be undone, because memory ran out twice or it changed state that cannot be
+            restored.
     """
     step._fallbacks.refuse_others(plan.fallbacks)
     reason = _reason_against(step, plan, num_steps)
@@ -100,9 +104,9 @@ def try_plan(
 def try_before_training(
     step: TrainStep, plan: Plan, loader: Loader, path: Path, *, num_steps: int, quiet: bool
 ) -> Plan:
-    """Try the plan of a run that begins (see `try_plan`), if there is anything to try.
+    """Try the plan of a new run (see `try_plan`), if it has candidates.
 
-    Say what came of it, write the plan to ``path``, and learn from it.
+    Prints the result, writes the plan to ``path``, and adds the measurements to the calibration.
     """
     if not plan.candidates:
         return plan
@@ -117,7 +121,7 @@ def try_before_training(
 
 
 def _reason_against(step: TrainStep, plan: Plan, num_steps: int | None) -> str | None:
-    """Why nothing is to be tried, if so."""
+    """Return the reason not to try the candidates, or ``None``."""
     time_of_step, kind = plan.fallbacks[0].step_time, step.backend.kind
     if not plan.candidates or time_of_step is None:
         return "no other plan is about as fast"
@@ -125,14 +129,14 @@ def _reason_against(step: TrainStep, plan: Plan, num_steps: int | None) -> str |
         return f"{step.ranks.world_size} ranks train together"
     copied_bytes = _changed_bytes(step)
     if copied_bytes > _MOST_COPIED_BYTES[kind]:
-        return f"to copy {format_bytes(copied_bytes)} of parameters and put them back would take longer"
+        return f"copying and restoring {format_bytes(copied_bytes)} of parameters would take too long"
     if num_steps is not None:
         seconds, num_candidates = time_of_step.likely_seconds, 1 + len(plan.candidates)
         expected_seconds = num_candidates * (_SECONDS_OF_A_TRIAL + _STEPS_OF_A_TRIAL * seconds)
         trial_seconds = min(_most_seconds(plan, kind), expected_seconds)
         if trial_seconds > _LEAST_GAIN * num_steps * seconds:
             run = f"{num_steps:,} steps of about {format_seconds(seconds)}"
-            return f"in {run} it would hardly gain what it takes, up to {format_seconds(trial_seconds)}"
+            return f"{run} would hardly save the time that a trial takes, up to {format_seconds(trial_seconds)}"
     return None
 
 
@@ -143,13 +147,13 @@ def _most_seconds(plan: Plan, kind: str) -> float:
 
 
 def _changed_bytes(step: TrainStep) -> int:
-    """Bytes that an update changes."""
+    """Count the bytes that an update changes."""
     return sum(one.nbytes for one in updated_by(step.workload.optimizer))
 
 
 @dataclass
 class _Found:
-    """What was found of one candidate; without ``measured_seconds`` it cannot be taken."""
+    """Result of trying one candidate. Without ``measured_seconds`` it cannot be chosen."""
 
     candidate: Candidate
     outcome: str
@@ -185,17 +189,17 @@ class _Tries:
         self._batch_size = batch_size_of(batch)
         self._copier = copier_for(step.backend.kind)
         self._began = time.perf_counter()
-        # Not known before the first pass, which loads and proves what the training would as well.
+        # Set after the first pass, whose warm-up the training would have to pay for as well.
         self._ends: float | None = None
-        self._least_seconds = 0.0  # that a candidate took
-        self._most_bytes = math.inf  # that may be predicted for a plan that fits
+        self._least_seconds = 0.0  # of a candidate
+        self._most_bytes = math.inf  # upper bound for the predicted need of a plan that fits
         self._doubt: str | None = None
-        self._kept: TrialCopies | None = None  # of what an update does not change
+        self._kept: TrialCopies | None = None  # copies of state that an update does not change
         self._updated: ChunkCopy | WholeCopy | None = None
-        self._is_torn = False  # not everything was put back
+        self._is_torn = False  # some state was not restored
 
     def settled(self) -> Plan:
-        """Try them, and put the fastest to work."""
+        """Try all candidates, and put the fastest in force."""
         plan = self._plan
         first = Candidate(
             configuration=plan.fallbacks[0],
@@ -231,24 +235,25 @@ class _Tries:
 
     def _found(self, candidate: Candidate, num_left: int) -> _Found:
         if _needed_bytes(candidate.configuration) > self._most_bytes:
-            return _Found(candidate, "struck", why="it would need more than another one ran out of memory with")
+            return _Found(candidate, "struck", why="it needs more memory than a candidate that ran out of memory")
         began = time.perf_counter()
         if self._ends is not None and began + self._least_seconds / 2 > self._ends:
-            return _Found(candidate, "not tried", why="the time for the trial was over")
+            return _Found(candidate, "not tried", why="the time limit of the trial was reached")
         self._step.backend.release()
         self._step.backend.reset_peak()
         self._step.replays.reset()
-        # What is wrong with it alone must not end a training that goes on without it; the plan's own says it again.
+        # A fault of one candidate must not end a training that can continue without it. A fault of the plan is raised
+        # again by the training.
         timed = without_fail(partial(self._timed_alone, candidate.configuration, num_left), TornStepError)
         if self._is_torn:
             raise TornStepError(
-                f"a plan was tried, and what it has changed is not put back ({timed}): reload the last checkpoint, and "
-                "train without a trial (--no-trial)"
+                f"the trial of a plan has changed state that was not restored ({timed}): reload the last checkpoint, "
+                "and train without a trial (--no-trial)"
             )
         if isinstance(timed, str):
             return _Found(candidate, "failed", why=timed)
         if isinstance(timed, OomEvent):
-            # Strike others that would not fit either, if their predictions are too low by the same share.
+            # Exclude other candidates that would not fit either, if their predictions are too low by the same share.
             if (ran_out := ran_out_of(timed)) is not None and candidate.configuration.peak is not None:
                 self._most_bytes = min(self._most_bytes, ran_out.most_bytes(_needed_bytes(candidate.configuration)))
             return _Found(candidate, "ran out", why=f"memory ran out in the {timed.phase} phase ({timed.shortage})")
@@ -267,7 +272,7 @@ class _Tries:
         return self._struck_if_near(found)
 
     def _timed_alone(self, configuration: Configuration, num_left: int) -> tuple[float, float] | OomEvent | str:
-        """Put a candidate to work, time it and put everything back; or say why that cannot be."""
+        """Put a candidate in force, time it and undo it; or return the out-of-memory event or the reason against it."""
         step = self._step
 
         def work() -> tuple[float, float] | OomEvent | str:
@@ -287,7 +292,7 @@ class _Tries:
             return str(error)
 
     def _struck_if_near(self, found: _Found) -> _Found:
-        """Strike what may need more than there is, by what was predicted, and was not measured to need clearly less."""
+        """Reject a candidate that is predicted to exceed the limit, unless its measured peak is clearly below."""
         limit_bytes, peak = self._plan.limit_bytes, found.candidate.configuration.peak
         if limit_bytes is None or peak is None or peak.high_bytes <= limit_bytes:
             return found
@@ -298,7 +303,7 @@ class _Tries:
         return found
 
     def _refused(self, configuration: Configuration) -> str | None:
-        """Why it is not tried, with its techniques at work."""
+        """Return the reason not to try a candidate whose techniques are installed, or ``None``."""
         if configuration.micro_batch >= self._batch_size:
             return None
         reason = self._step._whole.reason() or self._step.additivity.before_cut(self._batch)
@@ -306,10 +311,10 @@ class _Tries:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Put everything back that the first pass of the block and those after it change.
+        """Restore all state that the passes in the block change.
 
-        Random numbers, buffers and what Python keeps by `plimsoll.step.undo.step_state`; parameters, the optimizer's
-        states (`plimsoll.step.update.undo`) and all other tensors from copies outside of the device.
+        Random numbers, buffers and Python state are restored by `plimsoll.step.undo.step_state`. Parameters, optimizer
+        states (`plimsoll.step.update.undo`) and all other tensors are restored from copies outside the device.
         """
         assert self._kept is not None
         self._updated = self._copies()
@@ -321,10 +326,10 @@ class _Tries:
             self._step._retry.undo.settle(all_of_it=True)
 
     def _put_back(self) -> None:
-        """Put everything back.
+        """Restore all state.
 
         Raises:
-            TornStepError: if it cannot be.
+            TornStepError: if some state cannot be restored.
         """
         step, self._is_torn = self._step, True
         step.replays.drop()
@@ -349,11 +354,11 @@ class _Tries:
                 one.restore()
 
     def _timed(self, configuration: Configuration, num_left: int) -> tuple[float, float] | OomEvent:
-        """Seconds of a whole step, as few passes let expect, and by how much these differ."""
-        # One micro-batch with its update to warm up, and one or a few more that are timed.
+        """Return the seconds of a whole step, extrapolated from a few passes, and their noise in seconds."""
+        # The warm-up is one micro-batch with its update. One or a few more are timed.
         num_micro_batches = -(-self._batch_size // configuration.micro_batch)
         warm = self._seconds_of(configuration, 1, is_first=True)
-        for _ in range(_MOST_REPEATS):  # until passes are replayed, where they will be
+        for _ in range(_MOST_REPEATS):  # until the passes are replayed as a CUDA graph, if they will be
             if not isinstance(warm, OomEvent) and not self._step.replays.is_settled:
                 warm = self._seconds_of(configuration, 1)
         now = time.perf_counter()
@@ -362,7 +367,7 @@ class _Tries:
         one = warm if isinstance(warm, OomEvent) else self._seconds_of(configuration, 1)
         if isinstance(one, OomEvent):
             return one
-        num_in_time = (ends - time.perf_counter()) / one  # of one micro-batch with its update, which take the longest
+        num_in_time = (ends - time.perf_counter()) / one  # one micro-batch with its update is the slowest kind
         most = (
             num_micro_batches
             if num_in_time >= num_micro_batches
@@ -381,7 +386,7 @@ class _Tries:
         return least, noise_share * least
 
     def _put_to_work(self) -> OomEvent | None:
-        """Install its techniques, and see before the first pass that all it changes can be put back."""
+        """Install a candidate's techniques, and check before the first pass that all changed state can be restored."""
         step = self._step
         step.position.phase = "copy"
         self._kept = self._updated = None
@@ -407,10 +412,13 @@ class _Tries:
     def _seconds_of(
         self, configuration: Configuration, num_micro_batches: int, is_first: bool = False
     ) -> float | OomEvent:
-        """Do a step of the first micro-batches; the state to go back to is that before the first of these steps."""
+        """Run a step on the first micro-batches, and return its seconds.
+
+        The state to restore is the one before the first of these steps.
+        """
         step, backend = self._step, self._step.backend
         num_samples = min(num_micro_batches * configuration.micro_batch, self._batch_size)
-        batch = pick_samples(self._batch, range(num_samples))  # copies, so that a model may write them
+        batch = pick_samples(self._batch, range(num_samples))  # copies, because a model may write to them
         shape = step._shape_of(batch)
         size = Size(min(configuration.micro_batch, num_samples), 0)
         step.position.micro_batch = size.samples
@@ -418,7 +426,7 @@ class _Tries:
         began = time.perf_counter()
         try:
             outcome = step._run(batch, size, shape, shape) if is_first else self._again(batch, size.samples, shape)
-        except NonFiniteLossError:  # of the batch again after an update, which the training does not do
+        except NonFiniteLossError:  # the same batch again after an update, which the training never does
             if is_first:
                 raise
             step._put_back_own()
@@ -429,7 +437,7 @@ class _Tries:
         return outcome if isinstance(outcome, OomEvent) else time.perf_counter() - began
 
     def _again(self, batch: Any, micro_batch: int, shape: Shape) -> Outcome | OomEvent:
-        """Do a step after another one, as if that had been taken, but that nothing is remembered to go back to."""
+        """Run another step as if the previous one had been kept, without recording state to restore."""
         step = self._step
         step._drop_gradients()
         step._gradient_release = None
@@ -475,7 +483,7 @@ class _Tries:
         }  # fmt: skip
         if fastest is not None:
             changed |= {name: getattr(fastest.candidate, name) for name in ("prediction", "time_factor", "off_device")}
-        elif in_order[0] != plan.fallbacks[0]:  # of which this was not predicted
+        elif in_order[0] != plan.fallbacks[0]:  # the predictions are for the plan's first configuration
             changed |= {"prediction": None, "time_factor": 1.0, "off_device": None}
         return plan.model_copy(update=changed)
 
@@ -487,17 +495,20 @@ class _Tries:
 
 
 def _of_all_chunks(num_micro_batches: int, most: int, seconds: float, one_seconds: float) -> float:
-    """Seconds of a step, from those of its first micro-batches and of a single one, each with an update."""
+    """Return the seconds of a whole step, from the seconds of its first micro-batches and of a single one.
+
+    Both measurements include an update.
+    """
     if most == num_micro_batches:
         return seconds
     chunk_seconds = (seconds - one_seconds) / (most - 1)
-    if chunk_seconds <= 0:  # something else had the processor: as if each had an update of its own
+    if chunk_seconds <= 0:  # another process used the CPU: assume that each part has an update of its own
         return seconds * num_micro_batches / most
     return seconds + (num_micro_batches - most) * chunk_seconds
 
 
 def _fastest(found: Sequence[_Found]) -> _Found | None:
-    """The first of those that fit, unless another was faster by more than repeated passes differ."""
+    """Return the first candidate that fits, unless a later one is faster by more than the noise."""
     best: tuple[_Found, float] | None = None
     for one in found:
         seconds = one.measured_seconds

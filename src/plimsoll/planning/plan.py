@@ -1,14 +1,14 @@
-"""The plan of a training: the fastest combination of techniques under its budget, on a device that need not be here.
+"""The planner: finds the fastest combination of techniques that trains a job or model within a budget.
 
     plan = plan_job(job, device="rtx3060", limit_bytes=6 << 30)
     plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
 
-Every combination that is evaluated is the real training step, dry-run with the techniques installed
-(`plimsoll.planning.dry_run`); the target's allocators count it, and the model of time takes its ops. Evaluations are
-short dry runs, of two steps; what is chosen for a training that evaluates between its steps is dry-run once more with
-that.
+The target device need not be present. Each evaluation is a dry run of the real training step with the techniques
+installed (`plimsoll.planning.dry_run`). A model of the target's allocators predicts the peak, and the time model the
+step time. Evaluations during the search are short dry runs of two steps. If the training runs evaluations between
+steps, the chosen combination is dry-run again at full length, with an evaluation.
 
-Does NOT read the texts, and does not train.
+Does not read the texts, and does not train.
 """
 
 from __future__ import annotations
@@ -82,12 +82,13 @@ from plimsoll.techniques import TECHNIQUES, Choices, in_order, technique_of
 
 Progress = Callable[[str], None]
 
-# On the CPU. Where freed blocks lie differs from step to step: in six steps of small GPT-2, BERT and LSTM models, in
-# micro-batches of 1 to 11 samples, the highest peak was up to 17 % above that of a short dry run, see docs/LOG.md.
+# On the CPU. The positions of freed blocks differ from step to step. Measured in six steps of small GPT-2, BERT and
+# LSTM models with micro-batches of 1 to 11 samples: the highest peak was up to 17 % above the peak of a short dry run,
+# see docs/LOG.md.
 _LONG_RUN_SPREAD = 0.15
-_SHORT_DRY_RUN_OFF_SHARE = 0.005  # by which a short dry run may say too little
+_SHORT_DRY_RUN_OFF_SHARE = 0.005  # how much a short dry run may underestimate the peak
 _LEAST_OFF_BYTES = 64 << 20
-_MOST_ROUNDS = 3  # of searching again, where a plan at full length needs more than at the length it was found with
+_MOST_ROUNDS = 3  # of searching again, if a plan needs more at full length than in a short dry run
 
 
 def plan_job(
@@ -105,19 +106,21 @@ def plan_job(
     """Find the fastest combination of techniques that trains a job within its budget.
 
     Args:
-        job: what is to be trained.
-        device: ``"cpu"``, ``"local"`` or ``"cuda"`` for what is here, or the name of a GPU; ``None`` is the job's.
-        limit_bytes: what the training may use; ``None`` is the job's budget, or else all that the device has.
-        pins: what the plan must use.
+        job: the training to plan.
+        device: ``"cpu"``, ``"local"`` or ``"cuda"`` for a device of this machine, or the name of a GPU. ``None`` uses
+            the job's device.
+        limit_bytes: budget in bytes. ``None`` uses the job's budget, or the whole device if the job has no budget.
+        pins: choices that the plan must use.
         forbids: names of techniques that the plan must not use.
-        calibration: what was learned from measured runs (`plimsoll.planning.calibration`).
-        progress: told what is being done.
-        started: what reads the baseline, for several plans for this processor; ``None`` starts one.
-        texts: what is known of its data, where they are prepared (`plimsoll.data.quick_facts.texts_of`): the plan is
-            then of the training that is built. ``None`` sketches them.
+        calibration: correction factors learned from measured runs (`plimsoll.planning.calibration`).
+        progress: called with a message for each stage of the work.
+        started: a running measurement of the process's baseline, to share among several plans for the CPU. ``None``
+            starts one.
+        texts: facts of the prepared data (`plimsoll.data.quick_facts.texts_of`), so that the plan is for exactly the
+            training that is built. ``None`` sketches them from the files.
 
     Returns:
-        a plan; where nothing fits, one whose ``fits`` is False and that says what would.
+        a plan. If nothing fits, its ``fits`` is False, and it has the smallest sufficient budget.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
@@ -141,7 +144,7 @@ def planner_of(  # noqa: PLR0917 -- called twice
     started: Baseline | None = None,
     texts: TextSketch | None = None,
 ) -> Iterator[Planner]:
-    """Be ready to evaluate combinations of a job; arguments and what is raised are those of `plan_job`."""
+    """Yield a planner that evaluates combinations of a job. For the arguments and exceptions see `plan_job`."""
     budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
     budget = Budget(device_bytes=budget_bytes, host_bytes=job.budget.host_bytes)
     pins, forbids = constraints
@@ -150,7 +153,7 @@ def planner_of(  # noqa: PLR0917 -- called twice
     with ExitStack() as stack:
         stack.enter_context(threads_of_rank(job.ranks))
         if name == "cpu" and started is None:
-            started = stack.enter_context(cached_baseline(job, lambda: StartedBaseline(job)))  # it takes seconds
+            started = stack.enter_context(cached_baseline(job, lambda: StartedBaseline(job)))  # takes seconds to start
         planning_input = JobInput(job, started, texts)
         stack.enter_context(planning_input.traced_apart())
         yield Planner(planning_input, name, budget, pins, forbids, calibration, progress or (lambda text: None))
@@ -179,31 +182,31 @@ def plan_step(
     forbids: Sequence[str] = (),
     calibration: Calibration | None = None,
 ) -> Plan:
-    """Find the fastest combination of techniques for a training with `TrainStep`, in a program of one's own.
+    """Find the fastest combination of techniques for a training with `TrainStep` in a user's program.
 
         plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
         step = TrainStep(model, optimizer, units="next-tokens", fallbacks=plan.fallbacks)
 
     Args:
-        model: the model; it is not changed, and its parameters need no memory (they may be on the meta device).
-        optimizer: its optimizer.
-        batch: one batch of the largest size there will be, on the CPU.
-        loss: see `TrainStep`, as are the next three; ``precision`` may also be left to the plan (``"auto"``).
-        budget: what the process may use of the device, such as ``"2GiB"``.
+        model: the model. It is not changed, and its parameters need no memory (they may be on the meta device).
+        optimizer: the optimizer of the model.
+        batch: one batch of the largest size that the training will use, on the CPU.
+        loss: see `TrainStep`, also for the next three. ``precision="auto"`` leaves the precision to the plan.
+        budget: device memory that the process may use, such as ``"2GiB"``.
         units: see `loss`.
         clip_norm: see `loss`.
         precision: see `loss`.
-        allow: lossy techniques that the plan may use, by name; ``"recut_loss"`` lets it cut a batch whose loss is not
-            shown to be the sum of those of its parts.
+        allow: names of lossy techniques that the plan may use. ``"recut_loss"`` allows micro-batches even if the loss
+            is not shown to be the sum of the losses of its micro-batches.
         never_cut: keep the batch whole.
-        loss_check: what is known already of whether it may be cut (``step.additivity.found``).
-        device: ``"cpu"``; ``"local"``, the GPU that is here, or else the processor; ``"cuda"``; or a GPU's name.
-        pins: what the plan must use, such as ``"checkpointing=all"``.
+        loss_check: an earlier result of the check whether the batch may be cut (``step.additivity.found``).
+        device: ``"cpu"``; ``"local"``, the GPU of this machine or else its CPU; ``"cuda"``; or a GPU's name.
+        pins: choices that the plan must use, such as ``"checkpointing=all"``.
         forbids: names of techniques that the plan must not use.
-        calibration: what was learned from measured runs (`plimsoll.planning.calibration`).
+        calibration: correction factors learned from measured runs (`plimsoll.planning.calibration`).
 
     Returns:
-        a plan; where nothing fits, one whose ``fits`` is False and that says what would.
+        a plan. If nothing fits, its ``fits`` is False, and it has the smallest sufficient budget.
 
     Raises:
         InputError: if the model fails or cannot be traced, a technique does not exist, or pins contradict each other.
@@ -221,9 +224,9 @@ def plan_step(
 
 
 class Planner:
-    """Evaluates combinations of one training on one target; each is traced once.
+    """Evaluator of combinations for one training on one target. Each combination is traced once.
 
-    ``planning_input`` is the training and ``setting`` what techniques are told of it.
+    ``planning_input`` is the training, and ``setting`` the facts about it that techniques see.
     """
 
     def __init__(  # noqa: PLR0917 -- called here only
@@ -255,11 +258,11 @@ class Planner:
             self._exchange = measured_exchange(num_ranks, progress) if spec is None else exchange_of(spec, num_ranks)
 
     def _baseline(self) -> Estimate:
-        self._trace_plainly(CpuLowering())  # meanwhile
+        self._trace_plainly(CpuLowering())  # while the baseline process runs
         return self.planning_input.baseline()
 
     def plan(self) -> Plan:
-        """Find what fits, or what needs least and the budget in which something is found."""
+        """Return the fastest plan that fits, or else the leanest one and the smallest budget that fits one."""
         found, chosen = self._found()
         if self._has_grown():
             found, chosen = self._found()
@@ -267,7 +270,10 @@ class Planner:
         return self._record(found, (chosen, *found.fallbacks), smallest_bytes)
 
     def _has_grown(self) -> bool:
-        """Whether this process, if it is the one that will train, takes more now: what planning imports and leaves."""
+        """Return whether this process has grown since its baseline was read, by imports and caches of the planning.
+
+        It matters only if this process is going to train.
+        """
         if self._target.baseline is None:
             return False
         now = self.planning_input.baseline()
@@ -276,7 +282,7 @@ class Planner:
         return grown_bytes > 0
 
     def _trace_plainly(self, lowering: Lowering) -> Trace:
-        """Trace the whole batch; what is evaluated next where memory is tight is the smallest micro-batch."""
+        """Trace the whole batch, and begin a trace of the smallest micro-batch, which comes next if memory is tight."""
         whole = self.plain_choices
         if (_seen_in_trace(whole), True) not in self._traced:
             smallest = in_order((micro_batch_choice(1), *without_micro_batch(whole)))
@@ -285,18 +291,21 @@ class Planner:
 
     @property
     def limit_bytes(self) -> int:
-        """What a combination may need."""
+        """Upper bound in bytes for the need of a combination."""
         return self._target.limit_bytes
 
     def problem(self, limit_bytes: int) -> Problem:
-        """Return what is to be solved where a combination may need ``limit_bytes``."""
+        """Return the search problem for a limit of ``limit_bytes``."""
         trace = self._trace_plainly(self._target.lowering())
         setting, margin_bytes = replace(self.setting, trace=trace), self.limit_bytes - limit_bytes
         once_seconds = update_seconds(self._count(self.plain_choices, True, False), self._speed, self._exchange)
         return Problem(self.planning_input.workload, setting, limit_bytes, self._decided, margin_bytes, once_seconds)
 
     def _found(self) -> tuple[Found, Evaluation]:
-        """Search, check at full length, search again with a lower limit where it is over, or take a fallback."""
+        """Search, and verify the result at full length.
+
+        If the result exceeds the limit, search again with a lower limit, and finally take a fallback that fits.
+        """
         limit_bytes = int(self._target.limit_bytes * (1 - _SHORT_DRY_RUN_OFF_SHARE))
         for _ in range(_MOST_ROUNDS):
             problem = self.problem(limit_bytes)
@@ -308,7 +317,7 @@ class Planner:
             if not found.fits or over_bytes <= 0:
                 break
             limit_bytes -= over_bytes
-        else:  # each time another combination was over by a little; the fallbacks need less
+        else:  # each round chose another combination that was slightly over the limit; the fallbacks need less
             for number, evaluation in enumerate(found.fallbacks, 1):
                 smaller = self.evaluate_at_length(evaluation.choices)
                 if smaller.fits and smaller.need_bytes <= self._target.limit_bytes:
@@ -316,7 +325,10 @@ class Planner:
         return replace(found, fits=chosen.fits and over_bytes <= 0), chosen
 
     def _smallest_bytes(self, need_bytes: int) -> int:
-        """The least limit from ``need_bytes`` on that is known to do: another limit leads a search elsewhere."""
+        """Return the smallest limit known to work, starting from ``need_bytes``.
+
+        The search is repeated, because a different limit can lead it to a different combination.
+        """
         target = self._target
         try:
             for _ in range(_MOST_ROUNDS):
@@ -330,11 +342,11 @@ class Planner:
         return need_bytes
 
     def evaluate_at_length(self, choices: Choices) -> Evaluation:
-        """Evaluate a combination in as many steps as show all that the training does."""
+        """Evaluate a combination with as many steps as it takes to include everything that the training does."""
         return self.evaluate(choices, self._is_short, is_long=True)
 
     def evaluate(self, choices: Choices, is_short: bool, is_long: bool = False) -> Evaluation:
-        """Trace a combination and say what it needs and takes."""
+        """Trace a combination, and predict its peak and step time."""
         counted = self._count(choices, is_short, is_long)
         micro_batch = samples_of(choices)
         duration = step_duration(
@@ -354,7 +366,10 @@ class Planner:
         )
 
     def _off_device(self, counted: Counted, micro_batch: int) -> OffDevice | None:
-        """What a combination keeps outside of its budget, where that is worth a word; on a CPU it may need the disk."""
+        """Return the memory that a combination uses outside its budget, or ``None`` if it is negligible.
+
+        On a CPU, it includes the disk's speed if the offloaded files do not fit in memory.
+        """
         kept_bytes = live_bytes(counted.trace, on_host=True).peak_bytes
         if kept_bytes < _LEAST_OFF_BYTES:
             return None
@@ -371,14 +386,17 @@ class Planner:
 
     @cached_property
     def _disk_rate(self) -> float | None:
-        self._progress("measuring the disk, as not all that goes to files can stay in memory")
-        with suppress(OSError, OutputError):  # the training will say what is wrong with it
+        self._progress("measuring the disk, because the offloaded files are larger than the free memory")
+        with suppress(OSError, OutputError):  # the training itself will report the problem
             return disk_bytes_per_second(scratch_folder())
         return None
 
     @property
     def plain_choices(self) -> Choices:
-        """The whole batch, with what is pinned: without it a training may be impossible, as one too long for cuDNN."""
+        """The choices for the whole batch with all pins.
+
+        Pins are included because some trainings cannot run without them, such as sequences too long for cuDNN.
+        """
         return in_order(
             (*without_micro_batch(self._decided.pinned), micro_batch_choice(self.planning_input.batch_size))
         )
@@ -390,17 +408,17 @@ class Planner:
         return learned_ratio(self._calibration, self._target.lowering().name, names)
 
     def _expect(self, combinations: Iterable[Choices]) -> None:
-        """Begin short traces that will be asked for, but for the first, which is made here meanwhile."""
+        """Begin the short traces that are certain to be requested, except the first: this process makes it itself."""
         self.planning_input.tracers.expect(list(self._untraced((choices, False) for choices in combinations))[1:])
 
     def _suppose(self, combinations: Iterable[Likely]) -> None:
-        """Begin traces that may be asked for, one for each process that there is."""
+        """Begin traces that may be requested, one for each idle process."""
         self.planning_input.tracers.suppose(self._untraced(combinations))
 
     def _untraced(self, combinations: Iterable[Likely]) -> Iterator[Asked]:
         for choices, at_length in combinations:
             asked = Asked(self._target.lowering(), _seen_in_trace(choices), is_short=not at_length)
-            is_shown = at_length and self._is_short  # by the short trace
+            is_shown = at_length and self._is_short  # the short trace shows it already
             if not is_shown and (asked.choices, asked.is_short) not in self._traced:
                 yield asked
 
@@ -452,7 +470,7 @@ class Planner:
         )
 
     def _near(self, found: Found, chosen: Evaluation) -> Iterator[Evaluation]:
-        """Evaluate the candidates at the length of the plan; those of them that probably fit."""
+        """Yield the candidates that probably fit, evaluated at the full length of the plan."""
         for one in found.candidates:
             evaluation = self.evaluate(one.choices, is_short=True, is_long=True)
             if (
@@ -472,18 +490,18 @@ class Planner:
         )
 
     def _alternative(self, evaluation: Evaluation) -> Rejected:
-        """Say what was evaluated, which is one combination: what needs least and goes with what is not allowed."""
+        """Return a lossy alternative with the reason why it is rejected: its technique is not allowed."""
         names = [choice.technique for choice in evaluation.choices if TECHNIQUES[choice.technique].numerics == "lossy"]
         closed = ", ".join(name for name in names if name not in self.planning_input.allow)
         budget_mib = -(-(evaluation.need_bytes + self._target.kept_back_bytes) >> 20)
         reason = (
-            f"would do with {budget_mib}MiB if the job had `allow: [{closed}]`; it is the only combination with "
-            f"{closed} that was looked at"
+            f"would fit a budget of {budget_mib}MiB if the job had `allow: [{closed}]`; it is the only combination "
+            f"with {closed} that was evaluated"
         )
         return Rejected(choices=evaluation.choices, reason=reason, peak=evaluation.peak, step_time=evaluation.step_time)
 
     def prediction(self, choices: Choices) -> Prediction:
-        """Make the record of what a combination needs."""
+        """Return the prediction record of a combination."""
         return self._prediction(choices, self._count(choices, self._is_short, is_long=True))
 
     def _prediction(self, choices: Choices, counted: Counted) -> Prediction:
@@ -506,7 +524,7 @@ def _seen_in_trace(choices: Choices) -> Choices:
 
 
 def _fallback_schedule(in_order: Sequence[Evaluation]) -> tuple[Configuration, ...]:
-    """Those whose needs fall."""
+    """Return the configurations, without those that need as much as the one before them."""
     kept = [
         in_order[0],
         *(evaluation for before, evaluation in pairwise(in_order) if evaluation.need_bytes < before.need_bytes),

@@ -1,14 +1,14 @@
-"""The plan of applying a model: how many rows go at once and where its parts lie, on a device that need not be here.
+"""The planner for inference: the rows of a pass and the placement of weights, for a device that need not be present.
 
     plan = plan_inference(folder, "score", longest_tokens=256, limit_bytes=1 << 30)
     with placed_model(folder, plan) as model: ...
 
-A pass is the task's own, dry-run on fake tensors (`plimsoll.inference.dry_run`); the target's allocators count
-it, the model of time takes its ops, and `plimsoll.planning.search.placement` searches. How fast weights come from the
-disk is measured when the plan is made, on the files of the checkpoint themselves; beside a GPU that is here, the free
-memory of the host is read, too.
+The pass of the task is dry-run on fake tensors (`plimsoll.inference.dry_run`). A model of the target's allocators
+predicts the peak, and the time model the seconds. `plimsoll.planning.search.placement` searches. The disk's read rate
+is measured on the files of the checkpoint when the plan is made. For a GPU of this machine, the host's free memory is
+read as well.
 
-Does NOT plan quantized weights, several devices, and texts of different lengths: every row is as long as it may be.
+Not handled: quantized weights, several devices, and texts of different lengths. Every row has the maximum length.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from plimsoll.techniques.mechanisms.parts import ModelPart
 
 Progress = Callable[[str], None]
 
-_LARGE_BYTES = 1 << 30  # beyond every cache: the rate of memory itself
+_LARGE_BYTES = 1 << 30  # larger than every cache: the rate of main memory
 
 
 def plan_inference(
@@ -57,25 +57,25 @@ def plan_inference(
     most_rows: int = 256,
     progress: Progress | None = None,
 ) -> InferencePlan:
-    """Find how a model gives the most rows a second inside a budget.
+    """Find the placement and micro-batch with the most rows a second inside a budget.
 
     Args:
         folder: a checkpoint.
         task: one of `plimsoll.models.inference`.
-        longest_tokens: of a row, from 1.
-        new_tokens: that ``generate`` makes of each row.
-        limit_bytes: what the process may use of the device; ``None`` is all there is.
-        device: ``"cpu"``, ``"local"`` or ``"cuda"`` for what is here, or the name of a GPU; ``None`` is what is here.
-        dtype: of the weights; ``None`` as they are stored.
-        most_rows: of a pass, from 1.
-        progress: told what is being done.
+        longest_tokens: tokens of a row, 1 or more.
+        new_tokens: tokens that ``generate`` adds to each row.
+        limit_bytes: device memory in bytes that the process may use; ``None`` is the whole device.
+        device: ``"cpu"``, ``"local"`` or ``"cuda"`` for a device of this machine, or the name of a GPU. ``None`` is
+            ``"local"``.
+        dtype: of the weights; ``None`` keeps the stored dtype.
+        most_rows: maximum rows of a pass, 1 or more.
+        progress: called with a message for each stage of the work.
 
     Returns:
-        a plan; where nothing fits, one whose ``fits`` is False and that says what would.
+        a plan. If nothing fits, its ``fits`` is False, and it has the smallest sufficient budget.
 
     Raises:
-        InputError: if the folder is no checkpoint or not one for the task, a number is below 1, or the model cannot be
-            traced.
+        InputError: if the folder is not a checkpoint for the task, a number is below 1, or the model cannot be traced.
         DeviceError: if there is no such device.
         BudgetError: if the device has less than the budget.
     """
@@ -98,7 +98,7 @@ def _check_numbers(longest_tokens: int, new_tokens: int, most_rows: int) -> None
 
 
 class _Planner:
-    """Evaluates placements of one model on one target."""
+    """Evaluator of placements of one model on one target."""
 
     def __init__(  # noqa: PLR0917 -- called here only
         self,
@@ -128,7 +128,7 @@ class _Planner:
             self._reading = Reading(_host_free_bytes(device), link_bytes_per_second=rate)
 
     def plan(self) -> InferencePlan:
-        """Find what fits, or say what needs least."""
+        """Return the best plan that fits, or else the leanest one with the budget that it needs."""
         applied, limit_bytes = self._applied, self._target.limit_bytes
         placer = Placer(
             applied.parts,
@@ -152,12 +152,12 @@ class _Planner:
         return self._record(chosen, guesses, None if fits else self._smallest_bytes(least))
 
     def _always(self) -> frozenset[str]:
-        """What is on the device in any case: beside a GPU all but the blocks, which are copied as they compute."""
+        """Return the parts that are always on the device: on a GPU, all parts except the blocks."""
         kinds = ("rest",) if self._is_cpu else ("rest", "tables", "output")
         return frozenset(part.name for part in self._applied.parts if part.kind in kinds)
 
     def evaluate(self, rows: int, resident: frozenset[str]) -> Evaluation:
-        """Trace a pass with the parts where they would be."""
+        """Trace a pass with the given resident parts."""
         key = rows, resident
         if key not in self._evaluations:
             self._progress(f"tracing: {rows} rows with {len(resident)} of {len(self._applied.parts)} parts resident")
@@ -223,7 +223,7 @@ class _Planner:
         )
 
     def _unchecked(self, parts: Sequence[Part]) -> tuple[Assumption, ...]:
-        """What must be taken for granted of a host that is not here."""
+        """Return assumptions about a host that is not present."""
         host_bytes = sum(part.num_bytes for part in parts if part.place == "host")
         if not host_bytes or self._reading.free_bytes is not None:
             return ()
@@ -241,21 +241,21 @@ class _Planner:
 
 
 def _free_bytes() -> int:
-    """What the machine has for the process that applies the model, and for pages of files beside it."""
+    """Return the machine's memory in bytes for the inference process and for its page cache."""
     return cache_free_bytes() + private_bytes()
 
 
 def _host_free_bytes(device: str) -> int | None:
-    """What the host of a GPU has for weights; ``None`` for a GPU by name, whose host is not here."""
+    """Return the host memory in bytes for weights, or ``None`` for a GPU by name, whose host is not present."""
     is_here = device == "cuda" or device.startswith("cuda:")
     return max(_free_bytes() - CUDA_HOST_BYTES[1], 0) if is_here else None
 
 
 def _memory_bytes_per_second(speed: Speed) -> float:
-    """Weights that lie in the page cache are read as memory is."""
+    """Return the rate of reading weights from the page cache, which is the rate of main memory."""
     return rate_at(speed.bytes_per_second["plain"], _LARGE_BYTES)
 
 
 def _waited(started: Baseline | None) -> Estimate:
-    assert started is not None  # there is one for the CPU, and only the CPU asks
+    assert started is not None  # only a plan for the CPU calls this, and it has one
     return started.wait()

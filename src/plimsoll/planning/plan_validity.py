@@ -1,8 +1,9 @@
-"""What a plan is made for: a plan is good only where all of these facts are as they were.
+"""The facts that a plan depends on. A plan is valid only while they are unchanged.
 
-Covers the versions of what decides how memory is used, the target, the job but for its budget and its length, what
-tensors a batch of its data has, when it evaluates, and the source of a model that is the user's function. Does NOT
-cover what that function imports, and how long samples really are: a plan is made for the longest there can be.
+The facts are the versions of libraries that affect memory, the target, and the job except its budget and length. They
+also include the tensors of a batch, the times of evaluations, and the source of a model that is a user's function. Not
+covered: modules that this function imports, and the true lengths of samples. A plan is made for the longest possible
+sample.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from plimsoll.records.plan import Plan
 
 _VERSIONS = ("plimsoll", "torch", "transformers")
 _AT_MOST = ("tokens of the longest row", "samples of an evaluation batch", "tokens of its longest row")
-"""Facts of which a plan holds for less, too; one that does not say them is for the most there can be."""
+"""Facts that may also be smaller than planned. A plan without them is for the longest possible sample."""
 _NOT_OF_A_PLAN = {
     "budget", "checkpoint", "steps", "device", "data", "tokenizer", "seed", "evaluate_every", "distill", "pin",
 }  # fmt: skip
 
 
 def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
-    """Return what a plan depends on, each fact by its name."""
+    """Return the facts that a plan depends on, by name."""
     found = versions()
     facts = {name: found[name] for name in _VERSIONS if name in found}
     fields = job.model_dump(mode="json", exclude=_NOT_OF_A_PLAN)
@@ -43,7 +44,7 @@ def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
     }
     facts |= facts_of_texts(texts) | {"target": target}
     facts |= _facts_of_data(job)
-    if job.distill is not None:  # wherever its folder is
+    if job.distill is not None:  # regardless of the path of its folder
         facts["distill"] = json.dumps(job.distill.model_dump(mode="json", exclude={"teacher"}), sort_keys=True)
         facts["configuration of the teacher"] = _hash_of((Path(job.distill.teacher) / "config.json").read_bytes())
     if is_own_function(job.model):
@@ -54,16 +55,16 @@ def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
 
 
 def facts_of_texts(texts: TextSketch) -> dict[str, str]:
-    """Return what a plan depends on in the texts, as far as it is known."""
+    """Return the facts about the texts that a plan depends on, as far as they are known."""
     most = (texts.longest, *(texts.held_out or (None, None)))
     facts = {name: str(number) for name, number in zip(_AT_MOST, most, strict=True) if number is not None}
     return {"vocabulary": str(texts.vocab_size), "labels": str(texts.num_labels)} | facts
 
 
 def _facts_of_data(job: Job) -> dict[str, str]:
-    """What of the data, and of when they are judged, changes what a step allocates; what is usual has no entry."""
+    """Return the facts about data and evaluations that change the allocations of a step, except usual values."""
     data, facts = job.data, {}
-    # After the last step an optimizer's states are gone, between two steps they are beside the evaluation.
+    # An evaluation after the last step runs without optimizer states; between two steps they are in memory.
     facts["evaluates"] = "between steps" if data.validation and job.evaluate_every else str(bool(data.validation))
     if data.order == "streams":
         facts["streams"] = f"reset at {data.reset or 'no borders'}"
@@ -75,7 +76,7 @@ def _facts_of_data(job: Job) -> dict[str, str]:
 
 
 def facts_of_model(model: nn.Module, optimizer: torch.optim.Optimizer, target: str) -> dict[str, str]:
-    """Return what a plan of a model in a program of one's own depends on."""
+    """Return the facts that a plan depends on, for a model in a user's program."""
     found = versions()
     shapes = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in model.named_parameters()]
     return {name: found[name] for name in _VERSIONS if name in found} | {
@@ -86,12 +87,12 @@ def facts_of_model(model: nn.Module, optimizer: torch.optim.Optimizer, target: s
 
 
 def differences(made_for: dict[str, str], now: dict[str, str], guessed: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield a sentence for each fact for which a plan does not hold; a guess that may be right is let through."""
+    """Yield a sentence for each fact that invalidates a plan. A guessed fact is skipped if it may be right."""
     for name in dict.fromkeys((*made_for, *now)):
         before, after = made_for.get(name, "not known"), now.get(name, "not known")
         if name in _AT_MOST:
             differs = name in made_for and name in now and int(after) > int(before)
-        elif name in guessed:  # of a vocabulary, the most that there can be
+        elif name in guessed:  # a guessed vocabulary is an upper bound
             differs = name == "vocabulary" and before.isdecimal() and int(before) > int(after)
         else:
             differs = before != after
@@ -100,17 +101,17 @@ def differences(made_for: dict[str, str], now: dict[str, str], guessed: frozense
 
 
 def require_prepared_for(plan: Plan, texts: TextSketch) -> None:
-    """Check that a plan is of the texts as they came out: before they were prepared, part of that was a guess.
+    """Check that a plan matches the prepared texts. Before preparation, some facts were guesses.
 
     Raises:
-        InputError: if not; it says what differs.
+        InputError: if not; it names the differences.
     """
     now = facts_of_texts(texts)
     different = list(differences({name: fact for name, fact in plan.made_for.items() if name in now}, now))
     if plan.made_for and different:
         raise InputError(
-            f"the plan of this run is of other data than were prepared for it: {'; '.join(different)}; leave --plan "
-            "out, and the run plans with the data it has prepared"
+            f"the plan was made for other data than this run has prepared: {'; '.join(different)}; leave --plan out "
+            "to plan with the prepared data"
         )
 
 

@@ -1,9 +1,8 @@
-"""What a job will need, and what would fit: dry-runs it and asks the target's allocators.
+"""The prediction of a job's peak memory, and of sizes that would fit, from dry runs and models of the allocators.
 
     prediction = predict_job(job, device="rtx3060")
 
-Does NOT read the texts (see `plimsoll.data.quick_facts`). What is predicted is the process that `plimsoll train`
-runs.
+Does not read the texts (see `plimsoll.data.quick_facts`). The prediction is for the process that `plimsoll train` runs.
 """
 
 from __future__ import annotations
@@ -67,18 +66,20 @@ def predict_job(
     """Predict the peak memory of a job.
 
     Args:
-        job: what is to be trained.
-        device: ``"cpu"``, ``"local"`` or ``"cuda"`` for what is here, or the name of a GPU; ``None`` is the job's.
-        limit_bytes: what the training may use; ``None`` is the job's budget, or else all that the device has.
+        job: the training.
+        device: ``"cpu"``, ``"local"`` or ``"cuda"`` for a device of this machine, or the name of a GPU. ``None`` uses
+            the job's device.
+        limit_bytes: budget in bytes. ``None`` uses the job's budget, or the whole device if the job has no budget.
         micro_batch: samples of one forward and backward pass; ``None`` is the whole batch.
         search: find the largest micro-batch, the longest sequence and the smallest GPU that fit.
         what_if: predict other micro-batches and lengths too.
-        lengths: tokens of the texts, for texts with labels, whose batches are padded to their longest: the peak is that
-            of the longest batch there can be, among others that leave the allocator's memory fragmented otherwise.
-        calibration: what was learned from measured runs, which widens the range (`plimsoll.memory.compare.calibrate`).
-        progress: told what is being done.
-        started: what reads the baseline, where this processor is predicted; ``None`` starts it.
-        texts: what is known of its texts; ``None`` sketches them.
+        lengths: tokens of the texts, for tasks with labels, whose batches are padded to their longest text. The peak is
+            predicted for the longest possible batch after other batches, which fragment the allocator's memory.
+        calibration: correction factors learned from measured runs, which widen the range
+            (`plimsoll.memory.compare.calibrate`).
+        progress: called with a message for each stage of the work.
+        started: a running measurement of the baseline, for a prediction for this CPU; ``None`` starts one.
+        texts: facts of the texts; ``None`` sketches them.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
@@ -90,10 +91,10 @@ def predict_job(
         most, said = samples_of_rank(job), progress or (lambda text: None)
         size = micro_batch or most
         if not 1 <= size <= most:
-            raise InputError(f"a micro-batch of {size} is not a part of a batch of {most}: give 1 to that many")
+            raise InputError(f"a micro-batch of {size} is not a part of a batch of {most}: give 1 to {most}")
         checked = _checked(lengths, job)
         texts = _texts_of_model(job, texts)
-        # Batches of other lengths, of jobs that differ, are not traced apart.
+        # The worker processes trace only the job as it is, not batches of other lengths.
         tracers = Tracers() if checked else stack.enter_context(Tracers.started(job, texts))
         traces = _Traces(job, texts, checked, tracers, said)
         target = _target(traces, device, limit_bytes, size, started)
@@ -118,9 +119,9 @@ def _predicted(forecast: _Forecast, micro_batch: int, search: bool, what_if: boo
 
 
 def _texts_of_model(job: Job, known: TextSketch | None) -> TextSketch:
-    """Load the code of the model, and return what is known of its texts."""
+    """Load the code of the model, and return the facts of its texts."""
     require_vectors(job)
-    load_model_code(job)  # before the dry run, in which transformers must not be imported
+    load_model_code(job)  # transformers must not be imported during the dry run
     texts = known or sketch_texts(job)
     if job.distill is not None:
         require_teacher(job, texts)
@@ -130,15 +131,15 @@ def _texts_of_model(job: Job, known: TextSketch | None) -> TextSketch:
 def _target(
     traces: _Traces, device: str | None, limit_bytes: int | None, micro_batch: int, started: Baseline | None
 ) -> Target:
-    """Find the device; where it is this processor, the first trace is made while its baseline is read."""
+    """Find the target. For this CPU, make the first trace while the baseline is measured."""
     job = traces.job
 
     def baseline() -> Estimate:
         pinned = _pinned_on("cpu", job)
         if started is None:
-            traces.progress("starting a process to see what it takes without a model")
+            traces.progress("starting a process to measure its memory without a model")
             return job_baseline(job)
-        traces.of(micro_batch, job.sequence_length, CpuLowering(), pinned)  # meanwhile
+        traces.of(micro_batch, job.sequence_length, CpuLowering(), pinned)  # while the baseline process runs
         return started.wait()
 
     budget_bytes = limit_bytes if limit_bytes is not None else job.budget.device_bytes
@@ -172,13 +173,13 @@ class _Traces:
         return self._made[key]
 
     def suppose(self, micro_batch: int, lowering: Lowering, pinned: Choices) -> None:
-        """Begin the trace of a micro-batch of the job as it is, which may be asked for next."""
+        """Begin a trace of the job with another micro-batch, if that may be requested next."""
         job = self._varied(micro_batch, self.job.sequence_length)
         if job == self.job and (micro_batch, job.sequence_length, lowering.name) not in self._made:
             self.tracers.suppose([_asked(micro_batch, lowering, pinned)])
 
     def _varied(self, micro_batch: int, sequence_length: int) -> Job:
-        """The job with another length and, for a larger micro-batch than its batch, a larger batch."""
+        """Return the job with another length, and a batch that is at least as large as the micro-batch."""
         batch_size = max(micro_batch * self.job.ranks, self.job.batch_size)
         return self.job.model_copy(update={"sequence_length": sequence_length, "batch_size": batch_size})
 
@@ -189,7 +190,7 @@ def _asked(micro_batch: int, lowering: Lowering, pinned: Choices) -> Asked:
 
 @dataclass(frozen=True)
 class _Forecast:
-    """Predictions of one job and its variants on one target, with what the job pins."""
+    """Predictions of one job and its variants on one target, with the job's pins."""
 
     traces: _Traces
     target: Target
@@ -214,21 +215,21 @@ class _Forecast:
         )
 
     def largest_micro_batch(self, start: int) -> Answer:
-        """Find the largest micro-batch that fits; beyond the batch of the job, the batch is as large."""
+        """Find the largest micro-batch that fits. If it exceeds the batch of the job, the batch grows with it."""
         try_size = partial(self._at, sequence_length=self.job.sequence_length)
         found = self._largest(try_size, start, _LARGEST_BATCH, self._suppose)
         peak = found.said.peak if found.said else None
         return Answer(question="largest micro-batch", value=found.value, peak=peak, is_bound=found.is_bound)
 
     def longest_sequence(self, micro_batch: int) -> Answer:
-        """Find the longest sequence that fits, as far as the model can be built for it."""
+        """Find the longest sequence that fits and for which the model can be built."""
         most = self._longest_that_can_be_built()
         found = self._largest(lambda length: self._at(micro_batch, length), self.job.sequence_length, most)
         peak = found.said.peak if found.said else None
         return Answer(question="longest sequence", value=found.value, peak=peak, is_bound=found.is_bound)
 
     def smallest_device(self, micro_batch: int) -> Answer:
-        """Find the GPU of the table with the least memory on which the job fits."""
+        """Find the GPU with the least memory on which the job fits."""
         for gpu in sorted(all_gpus(), key=lambda gpu: (gpu.capacity_bytes, gpu.name)):
             target = gpu_target(gpu, None)
             counted = self._count(micro_batch, self.job.sequence_length, target)
@@ -243,7 +244,7 @@ class _Forecast:
         found = []
         for length in lengths:
             for size in sizes:
-                with suppress(JobError):  # the model cannot be that long
+                with suppress(JobError):  # the model does not support this length
                     counted = self._count(size, length, self.target)
                     found.append(
                         WhatIf(
@@ -279,7 +280,7 @@ class _Forecast:
         return target.count(trace, self.pinned, is_long=True)
 
     def _longest_that_can_be_built(self) -> int:
-        """The longest sequence, a power of two times the job's, that the model takes."""
+        """Return the longest sequence that the model supports, among the job's length times powers of two."""
         length = self.job.sequence_length
         with suppress(JobError):
             while length < _LONGEST_SEQUENCE:
@@ -292,14 +293,14 @@ class _Forecast:
 
 
 def _growing_bytes(counted: Counted) -> int:
-    """What of the peak is the more the larger the batch, or the longer the sequence, with the holes between it."""
+    """Return the bytes of the peak that grow with the batch or the sequence length, including the heap's holes."""
     live = counted.live.by_category.items()
     standing_bytes = sum(int(column[counted.peak_row]) for name, column in live if name not in _GROWING)
     return counted.peak.likely_bytes - counted.fixed_part.likely_bytes - standing_bytes
 
 
 def batch_lengths(lengths: Sequence[int], job: Job) -> tuple[int, ...]:
-    """The tokens that four batches are padded to: two drawn as a loader does, each before the longest there can be."""
+    """Return the padded lengths of four batches: two random ones, each followed by the longest possible one."""
     random = Random(job.seed)
     usual = [min(max(random.choices(lengths, k=samples_of_rank(job))), job.sequence_length) for _ in range(2)]
     longest = min(max(lengths), job.sequence_length)

@@ -1,12 +1,12 @@
-"""The peak memory of a training in a program of one's own, before it runs.
+"""Prediction of the peak memory of a training in a user's program, before it runs.
 
-    plimsoll.predict(model, optimizer, batch, units="next-tokens", device="rtx3060")     # TrainStep's
-    plimsoll.predict_function(train, device="rtx3060")                                   # whatever it does
+    plimsoll.predict(model, optimizer, batch, units="next-tokens", device="rtx3060")     # a training with TrainStep
+    plimsoll.predict_function(train, device="rtx3060")                                   # any training
 
-The model may be on any device, the meta device too: what is traced are copies of its shapes. A function is run as it
-is, on tensors without memory: let it do three steps. See `plimsoll.memory.trace` for what cannot be traced. A job is
-predicted by `plimsoll.planning.predict_job`. While a prediction is made, torch's kernels are others: let no other
-thread compute.
+The model may be on any device, including the meta device, because only copies of its shapes are traced. A function is
+run unchanged on tensors without memory, and should do three steps. See `plimsoll.memory.trace` for code that cannot be
+traced. `plimsoll.planning.predict_job` predicts jobs. Prediction replaces torch's kernels temporarily, so no other
+thread may compute meanwhile.
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ def predict(
     """Predict the peak memory of training with `TrainStep`.
 
     Args:
-        model: the model; it is not changed, and its parameters need no memory (they may be on the meta device).
-        optimizer: its optimizer.
-        batch: one batch of the largest size there will be, on the CPU.
-        loss: see `TrainStep`, as are the next four.
+        model: the model. It is not changed, and its parameters need no memory (they may be on the meta device).
+        optimizer: the optimizer of the model.
+        batch: one batch of the largest size that the training will use, on the CPU.
+        loss: see `TrainStep`, also for the next four.
         units: see `loss`.
         micro_batch: see `loss`.
         clip_norm: see `loss`.
         precision: see `loss`.
-        device: ``"cpu"``; ``"local"``, the GPU that is here, or else the processor; ``"cuda"``; or a GPU's name.
-        budget: what the training may use, such as ``"8GiB"``; ``None`` is all there is.
+        device: ``"cpu"``; ``"local"``, the GPU of this machine or else its CPU; ``"cuda"``; or a GPU's name.
+        budget: memory that the training may use, such as ``"8GiB"``; ``None`` is the whole device.
 
     Raises:
-        InputError: if the model fails, cannot be traced, or the batch cannot be cut so; with the place in its code.
+        InputError: if the model fails, cannot be traced, or the batch cannot be cut; with the place in the model's
+            code.
         DeviceError: if there is no such device.
     """
     num_samples = batch_size_of(batch)
@@ -68,7 +69,7 @@ def predict(
             f"micro_batch={micro_batch!r} is not a part of the batch of {num_samples} samples: give 1 to {num_samples}"
         )
     if clip_norm is not None and not clip_norm > 0:
-        raise InputError(f"clip_norm={clip_norm!r} is no norm to clip to: give a number above 0, or leave it out")
+        raise InputError(f"clip_norm={clip_norm!r} is not a valid norm: give a number above 0, or leave it out")
     target = find_target(
         device,
         None if budget is None else parse_bytes(budget),
@@ -101,12 +102,12 @@ def predict_function(train: Callable[[], Any], *, device: str = "local", budget:
     """Predict the peak memory of a function that builds a model and trains it for three steps.
 
     Args:
-        train: plain PyTorch; it may say ``.to("cuda")`` and ``torch.autocast("cuda")`` on a machine without a GPU.
+        train: plain PyTorch code. It may use ``.to("cuda")`` and ``torch.autocast("cuda")`` on a machine without a GPU.
         device: see `predict`.
         budget: see `predict`.
 
     Raises:
-        InputError: if the function fails, cannot be traced, or makes no ``optimizer.step()``.
+        InputError: if the function fails, cannot be traced, or never calls ``optimizer.step()``.
         DeviceError: if there is no such device.
     """
     target = find_target(device, None if budget is None else parse_bytes(budget), lambda: own_baseline(0))
@@ -114,11 +115,11 @@ def predict_function(train: Callable[[], Any], *, device: str = "local", budget:
     trace = trace_training(lambda _: train(), target.lowering(), name)
     if "optimizer" not in trace.ops.phase:
         raise InputError(f"{name} made {len(trace.ops.name)} ops but no optimizer.step(): train three steps in it")
-    return target.predict(target.count(trace), name, "as the function says")
+    return target.predict(target.count(trace), name, "as set in the function")
 
 
 def model_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Count what a model and its optimizer's states take of the host's memory, but for what stays in files."""
+    """Count the host memory of a model and its optimizer states, without tensors in memory-mapped files."""
     in_memory = {t.untyped_storage()._cdata: t for t in _tensors_of(model, optimizer) if t.device.type == "cpu"}
     files = FileMappings()
     return sum(files.private_bytes(one) for one in in_memory.values() if not files.stays_in_file(one))

@@ -1,14 +1,13 @@
-"""What would free memory in a training, each change dry-run: what the peak falls by, what it costs, whether it fits.
+"""Remedies: changes that would free memory in a training, each with its saving, its cost and whether it fits.
 
     found = find_remedies(job, limit_bytes=2 << 30)
 
-Every technique that the registry offers for the job is installed by itself on top of what is in force, and the whole
-training is traced again, as the planner does (`plimsoll.planning.plan`), whose traces and whose plan are used. Of its
-options the weakest that fits is offered, or else the strongest. The planner's own plan is the combined remedy.
+Each technique that is possible for the job is added alone to the choices in force. The whole training is then traced
+again. The traces and the plan are shared with the planner (`plimsoll.planning.plan`). The weakest option that fits is
+reported, or else the strongest. The planner's plan is the combined remedy.
 
-Where the training fits as it is, nothing is tried. Does NOT try changes of the batch, of the length of samples or of
-the model, nor pairs of techniques beyond those of the plan; and it says nothing of what a lossy technique costs in
-quality.
+If the training fits as it is, nothing is tried. Not tried: changes of the batch, of the sequence length or of the
+model, and pairs of techniques except the plan's. The cost of a lossy technique in quality is not predicted.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from plimsoll.records.units import format_bytes
 from plimsoll.step.fallbacks import samples_of
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, Technique, conflict_among, in_order, technique_of
 
-_MOST_SECONDS = 180.0  # for techniques one by one; the plan is made in any case
+_MOST_SECONDS = 180.0  # for single techniques; the plan is always made
 _MIB = 1 << 20
 _WORTH_SAYING = 0.01  # of the peak
-_LEAST_PART = 0.02  # of a peak that a technique must be able to reach, as in the planner's search
+_LEAST_PART = 0.02  # of a peak: techniques that reach less are not tried, as in the planner's search
 
 
 class Remedies(NamedTuple):
-    """What a training needs as it is, and what it would need otherwise; ``notes`` are sentences about the search.
+    """The prediction of a training and its remedies. ``notes`` are sentences about the search.
 
-    ``vocab_size`` is the model's own, which can be larger than the tokenizer's.
+    ``vocab_size`` is the model's, which can be larger than the tokenizer's.
     """
 
     prediction: Prediction
@@ -62,26 +61,26 @@ def find_remedies(
     most_seconds: float = _MOST_SECONDS,
     texts: TextSketch | None = None,
 ) -> Remedies:
-    """Predict a job and, where it does not fit, what each change to it would do.
+    """Predict a job and, if it does not fit, the effect of each possible change.
 
     Args:
-        job: what is to be trained.
+        job: the training.
         device: see `plimsoll.planning.plan.plan_job`, as is ``limit_bytes``.
         limit_bytes: see `device`.
-        in_force: the techniques it runs with; by default the whole batch, and what the job pins.
-        calibration: what was learned from measured runs.
-        progress: told what is being done.
-        most_seconds: after which no further technique is tried.
+        in_force: the techniques in force; by default the whole batch, and the job's pins.
+        calibration: correction factors learned from measured runs.
+        progress: called with a message for each stage of the work.
+        most_seconds: time limit after which no further technique is tried.
         texts: see `plimsoll.planning.plan.plan_job`.
 
     Returns:
-        remedies that fit first; among those that change no training before those that do, the fastest first.
+        the remedies. The order is: first those that fit, then those that keep the training unchanged, then the fastest.
 
     Raises:
-        JobError: as `plan_job`.
-        DeviceError: as `plan_job`.
-        BudgetError: as `plan_job`.
-        InputError: as `plan_job`.
+        JobError: see `plan_job`.
+        DeviceError: see `plan_job`.
+        BudgetError: see `plan_job`.
+        InputError: see `plan_job`.
     """
     constraints = (with_pins_of(job, (), ()), ())
     with planner_of(job, device, limit_bytes, constraints, calibration, progress, texts=texts) as planner:
@@ -103,7 +102,7 @@ def _vocab_size(planner: Planner, job: Job, texts: TextSketch | None) -> int:
 def _least(plan: Plan) -> str:
     least_bytes = -(-(plan.smallest_budget_bytes or 0) >> 20) << 20
     return (
-        "Nothing that leaves the training as it is fits: the smallest budget for which a plan was found is "
+        "No combination that keeps the training unchanged fits: the smallest budget for which a plan was found is "
         f"{format_bytes(least_bytes)} (`--budget {least_bytes >> 20}MiB`)."
     )
 
@@ -114,7 +113,7 @@ def _rank(remedy: Remedy) -> tuple[bool, bool, float, int]:
 
 
 def _distinct(remedies: Sequence[Remedy]) -> Iterator[Remedy]:
-    """The first of those with the same choices."""
+    """Yield the first of the remedies with the same choices."""
     seen: set[frozenset[Choice]] = set()
     for remedy in remedies:
         if (choices := frozenset(remedy.choices)) not in seen:
@@ -124,7 +123,7 @@ def _distinct(remedies: Sequence[Remedy]) -> Iterator[Remedy]:
 
 @dataclass
 class _Search:
-    """Evaluates one change after another."""
+    """The search for remedies, which evaluates one change after another."""
 
     planner: Planner
     job: Job
@@ -133,7 +132,7 @@ class _Search:
     notes: list[str] = field(default_factory=list)
 
     def of_plan(self, plan: Plan) -> Iterator[Remedy]:
-        """The planner's own combination, and where nothing fits those with what the job does not allow."""
+        """Yield the planner's combination and, if nothing fits, the lossy alternatives that the job does not allow."""
         budget = self._budget()
         evaluation = self.planner.evaluate_at_length(plan.choices)
         if plan.fits:
@@ -143,16 +142,19 @@ class _Search:
             yield from self._remedy(evaluation, plan.choices, text, budget)
             return
         yield from self._remedy(
-            evaluation, plan.choices, "what needs least of all combinations that were looked at", budget
+            evaluation, plan.choices, "the evaluated combination that needs the least memory", budget
         )
         for alternative in plan.lossy_alternatives:
             evaluation = self.planner.evaluate_at_length(alternative.choices)
             yield from self._remedy(
-                evaluation, alternative.choices, "with what changes the training", self._settings(evaluation.choices)
+                evaluation,
+                alternative.choices,
+                "a combination that changes the training",
+                self._settings(evaluation.choices),
             )
 
     def of_techniques(self, deadline_seconds: float) -> Iterator[Remedy]:
-        """Every technique by itself, on top of what is in force."""
+        """Yield the remedy of each single technique on top of the choices in force."""
         left_out = []
         for options in self._offered():
             if time.monotonic() > deadline_seconds:
@@ -167,7 +169,7 @@ class _Search:
             self.notes.append(f"There was no time left to try {', '.join(left_out)}.")
 
     def _offered(self) -> Iterator[Choices]:
-        """The options of each technique that can reach what the peak is made of, weakest first."""
+        """Yield the options of each technique that reaches a relevant part of the peak, weakest first."""
         problem = self.planner.problem(self.planner.limit_bytes)
         available, setting = available_choices(problem), self._open_setting(problem.setting)
         in_force = {choice.technique for choice in self.before.choices}
@@ -175,7 +177,7 @@ class _Search:
         if sizes:
             yield tuple(map(micro_batch_choice, sizes))
         options = dict(available.options)
-        for technique in filter(_sets_precision, TECHNIQUES.values()):  # also where the job says another
+        for technique in filter(_sets_precision, TECHNIQUES.values()):  # even if the job sets another precision
             offered = technique.choices(problem.workload, setting)
             options |= {} if isinstance(offered, str) else {technique.name: offered}
         for choices in (*options.values(), *((choice,) for choice in available.closed)):
@@ -185,12 +187,12 @@ class _Search:
                 yield choices
 
     def _open_setting(self, setting: Setting) -> Setting:
-        """The setting in which all is allowed that a job could say, beside half precision where it says one."""
+        """Return the setting with all techniques allowed, and with precision ``auto`` in place of ``fp32``."""
         precision = "auto" if self.job.precision == "fp32" else setting.precision
         return replace(setting, precision=precision, allow=frozenset(TECHNIQUES))
 
     def _weakest_that_fits(self, options: Choices) -> tuple[Evaluation, Choice] | None:
-        """Halve the options until the weakest is found that fits; without one that does, the strongest."""
+        """Return the weakest option that fits, by bisection, or else the strongest."""
         tried = self._evaluate_with(options[-1])
         if tried is None or not self._fits(tried):
             return None if tried is None else (tried, options[-1])
@@ -205,7 +207,7 @@ class _Search:
         return best, options[high]
 
     def _evaluate_with(self, choice: Choice) -> Evaluation | None:
-        """Evaluate what is in force and one choice more, or instead; ``None`` where that is impossible."""
+        """Evaluate the choices in force with one choice added or replaced; return ``None`` if that is impossible."""
         rest = tuple(one for one in self.before.choices if one.technique != choice.technique)
         choices = in_order((*rest, choice))
         planner = self.planner
@@ -221,14 +223,14 @@ class _Search:
         return evaluation.fits and evaluation.need_bytes <= self.planner.limit_bytes
 
     def _budget(self) -> dict[str, Any]:
-        """What a job must say of a budget that is not its own."""
+        """Return the job's settings for a budget that differs from the job's."""
         num_bytes = self.limit_bytes
         if num_bytes is None:
             return {}
         return {"budget.device": num_bytes if num_bytes % _MIB else f"{num_bytes // _MIB}MiB"}
 
     def _settings(self, choices: Choices) -> dict[str, Any]:
-        """What a job must say so that a plan has these choices: pins, and what it must allow."""
+        """Return the job's settings for a plan with these choices: pins, and allowed techniques."""
         lossy = [one.technique for one in choices if TECHNIQUES[one.technique].numerics == "lossy"]
         closed = [name for name in lossy if name not in self.job.allow]
         settings = self._budget()
@@ -244,7 +246,7 @@ class _Search:
     def _remedy(
         self, evaluation: Evaluation, choices: Choices, text: str, settings: dict[str, Any]
     ) -> Iterator[Remedy]:
-        """What a change saves, if that is worth a word."""
+        """Yield the remedy of a change, if it saves a relevant amount."""
         before, after = self.before.peak, evaluation.peak
         saving = _differences(before, after)
         if saving[0] < _WORTH_SAYING * before.likely_bytes:
@@ -268,7 +270,7 @@ def _sets_precision(technique: Technique) -> bool:
 
 
 def _differences(before: Estimate, after: Estimate) -> tuple[int, int, int]:
-    """What is saved as is likely, and at both ends of the ranges, whose errors are alike as they are of one model."""
+    """Return the savings of the likely, low and high values. Their errors are correlated, as they share a model."""
     return (
         before.likely_bytes - after.likely_bytes,
         before.low_bytes - after.low_bytes,
@@ -277,7 +279,7 @@ def _differences(before: Estimate, after: Estimate) -> tuple[int, int, int]:
 
 
 def choices_in_force(plan: Plan, fallback: int | None, micro_batch: int | None) -> Choices:
-    """What a run had in force when it ended, with the smallest micro-batch (samples) it came to."""
+    """Return the choices in force when a run ended, with the smallest micro-batch (samples) that it reached."""
     choices = plan.fallbacks[min(fallback or 0, len(plan.fallbacks) - 1)].choices
     if micro_batch is None or micro_batch >= samples_of(choices):
         return choices

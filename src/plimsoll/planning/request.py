@@ -1,9 +1,9 @@
-"""What `plimsoll plan` is asked for, and its answer: a plan of a training, a comparison, or a plan of applying a model.
+"""The request of `plimsoll plan` and its answer: a training plan, a comparison of strategies, or an inference plan.
 
     request = PlanRequest(input_path=Path("job.yaml"), limit_bytes=6 << 30)
-    found, sentence = plan_as_asked(request, progress, say, load_training)
+    found, sentence = plan_as_asked(request, progress, print, load_training)
 
-What takes long to import is imported in the functions: a command shows a sign of life before.
+Slow imports are inside the functions, so that a command can show progress before them.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _USUAL_TOKENS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a plan is asked for.
+    """Options of a plan.
 
     Args:
         input_path: a job file; with ``inference`` also a model folder or a run directory.
-        device: where it is to run; ``None``: the job's.
-        limit_bytes: that it may use; ``None``: the job's budget, or what there is.
-        changes: ``a.b=c`` of fields of the job.
-        pins: choices that the plan must have, as `plimsoll.records.plan.parse_pin` reads them.
-        forbids: techniques that it must not have.
-        compare: compare the strategies of training instead.
-        calibration: a record made from measured runs; ``None``: the one of this machine.
-        train: a plan of the training is asked for by name.
-        inference: a plan of applying the model is asked for.
-        task: of the model; ``None``: what it is for.
-        max_length: tokens of the longest text; ``None``: 256.
-        max_new_tokens: that ``generate`` makes of each text.
-        dtype: of the weights; ``None``: as they are stored.
+        device: device to plan for; ``None`` uses the job's.
+        limit_bytes: budget in bytes; ``None`` uses the job's, or the whole device.
+        changes: changes ``a.b=c`` to fields of the job.
+        pins: choices that the plan must use, in the syntax of `plimsoll.records.plan.parse_pin`.
+        forbids: names of techniques that the plan must not use.
+        compare: compare fine-tuning strategies instead.
+        calibration: a file with a calibration record; ``None`` uses this machine's.
+        train: a training plan is requested explicitly.
+        inference: an inference plan is requested.
+        task: of the model; ``None`` uses the task it was trained for.
+        max_length: tokens of the longest text; ``None`` means 256.
+        max_new_tokens: tokens that ``generate`` adds to each text.
+        dtype: of the weights; ``None`` keeps the stored dtype.
     """
 
     input_path: Path
@@ -67,15 +67,14 @@ class PlanRequest:
     dtype: str | None = None
 
     def check(self) -> None:
-        """Refuse options that are not for one kind of plan.
+        """Check that all options belong to the same kind of plan.
 
         Raises:
-            InputError: it names them.
+            InputError: if not; it names the options.
         """
         if self.train and self.inference:
             raise InputError(
-                f"--train and --inference were given both, and a plan of {self.input_path} is for one of them: leave "
-                "one out"
+                f"--train and --inference cannot be combined in a plan of {self.input_path}: leave one of them out"
             )
         of_training = {
             "set": self.changes, "pin": self.pins, "forbid": self.forbids, "compare": self.compare,
@@ -91,10 +90,10 @@ class PlanRequest:
 
     @cached_property
     def pinned(self) -> tuple[Pin, ...]:
-        """The pins, read.
+        """The parsed pins.
 
         Raises:
-            InputError: if one cannot be read, or they contradict each other or what is forbidden.
+            InputError: if a pin cannot be parsed, or pins contradict each other or a forbidden technique.
         """
         try:
             pins = tuple(map(parse_pin, self.pins))
@@ -104,10 +103,10 @@ class PlanRequest:
         return pins
 
     def known(self) -> Calibration:
-        """Return what was learned from measured runs.
+        """Return the calibration to use.
 
         Raises:
-            RecordError: if a file is given that has no such record.
+            RecordError: if the given file has no calibration record.
         """
         from plimsoll.planning.calibration import known_calibration
         from plimsoll.records.comparison import Calibration
@@ -118,16 +117,16 @@ class PlanRequest:
 def plan_as_asked(
     request: PlanRequest, progress: Say, say: Say, load_training: LoadTraining
 ) -> tuple[Plan | Strategies | InferencePlan, str]:
-    """Make the plan that is asked for, and a sentence that sums it up.
+    """Make the requested plan, and a sentence that sums it up.
 
     Args:
-        request: what is asked for, checked.
-        progress: told what is being done.
-        say: told what a person should know, a sentence each.
+        request: the checked request.
+        progress: called with a message for each stage of the work.
+        say: called with sentences for the user.
         load_training: see `plimsoll.planning.baseline.baseline_for`.
 
     Raises:
-        InputError: if the job, the model or what is asked of the plan cannot be used.
+        InputError: if the job, the model or an option cannot be used.
         DeviceError: if there is no such device.
         BudgetError: if the device has less than the budget.
     """
@@ -173,7 +172,7 @@ def _compare(
 
     if request.pins or request.forbids:
         given = ", ".join([*map(str, request.pinned), *request.forbids])
-        raise InputError(f"--compare plans each way with pins of its own, not with {given}: leave one of them out")
+        raise InputError(f"--compare sets the pins of each strategy, and cannot use {given}: leave one of them out")
     calibration = request.known()
     with baseline_for(job, request.device, load_training) as started:
         from plimsoll.planning.strategies import compare_strategies
@@ -214,7 +213,7 @@ def _plan_inference(request: PlanRequest, progress: Say) -> tuple[InferencePlan,
 
 
 def _model_folder(input_path: Path) -> Path:
-    """The folder of the weights: itself, that of a run directory, or the one that a job trains."""
+    """Return the folder of the weights: the input itself, the model of a run directory, or the model of a job."""
     from plimsoll.inference.model import model_folder
 
     if not input_path.is_file():
@@ -223,6 +222,6 @@ def _model_folder(input_path: Path) -> Path:
     if isinstance(model, str) and Path(model).is_dir():
         return Path(model)
     raise InputError(
-        f"the job {input_path} trains new weights ({model!r}), which cannot be applied yet: train it, and give the run "
-        "directory"
+        f"the job {input_path} trains new weights ({model!r}), which inference cannot use yet: train it, and give the "
+        "run directory"
     )

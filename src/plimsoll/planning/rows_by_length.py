@@ -1,11 +1,11 @@
-"""How many samples of each length fit: what batches sized by predicted memory are made with.
+"""The maximum number of samples of each length, for batches sized by predicted memory.
 
     rows = plimsoll.rows_by_length(model, optimizer, batch, lengths=[32, 64, 128, 256, 512], budget="8GiB")
     loader = Loader(samples, Buckets(rows_for=rows), seed=0)  # of plimsoll.data.batches
 
-Every entry is found by predictions of whole steps, the last of them at the entry itself, so what a kernel or an
-allocator does at some size is in it. Does NOT cover samples longer than those of ``batch``, and fields of (B, T) other
-than those that `plimsoll.techniques.mechanisms.lengths` knows to be along time.
+Each entry is found by predictions of whole steps, the last one at the entry itself. So it includes size-dependent
+effects of kernels and allocators. Not covered: samples longer than those in ``batch``, and (B, T) fields other than
+those that `plimsoll.techniques.mechanisms.lengths` knows to have a time dimension.
 """
 
 from __future__ import annotations
@@ -41,24 +41,27 @@ def rows_by_length(
     precision: Precision = "fp32",
     device: str = "local",
 ) -> dict[int, int]:
-    """Find, for each length, the most samples of it that fit one step.
+    """Find, for each length, the maximum number of samples that fit one step.
 
     Args:
-        model: see `plimsoll.predict`, as are the arguments that are not said here.
+        model: see `plimsoll.predict`, also for other arguments without a description.
         optimizer: see ``model``.
-        batch: some samples of the greatest length, with an ``attention_mask`` of (B, T), on the CPU.
+        batch: some samples of the greatest length, with an ``attention_mask`` of shape (B, T), on the CPU.
         loss: see ``model``.
-        lengths: in tokens; at most that of ``batch``.
-        budget: what the training may use; the upper end of each prediction's range is kept under it.
-        most_rows: where to stop looking.
+        lengths: in tokens, at most the length of ``batch``.
+        budget: memory that the training may use. The upper end of each prediction's range stays below it.
+        most_rows: upper bound for the search.
         units: see ``model``.
         clip_norm: see ``model``.
         precision: see ``model``.
         device: see ``model``.
 
+    Returns:
+        the number of samples for each length.
+
     Raises:
         BudgetError: if not even one sample of some length fits.
-        InputError: if a length is not one of ``batch``, or as `plimsoll.predict`.
+        InputError: if a length exceeds the batch's, or as `plimsoll.predict`.
         DeviceError: if there is no such device.
     """
     _refuse_unknown_lengths(batch, lengths)
@@ -97,7 +100,7 @@ def _refuse_unknown_lengths(batch: Mapping[str, Any], lengths: Sequence[int]) ->
     known = lengths_of(batch)
     if known is None:
         raise InputError(
-            f"nothing says which of the fields {', '.join(batch)} of the batch are along time: give one with an "
+            f"cannot tell which fields of the batch have a time dimension, of {', '.join(batch)}: give one with an "
             "attention_mask of (B, T) and no other field of T columns than input_ids, labels, token_type_ids and "
             "position_ids"
         )
@@ -105,5 +108,5 @@ def _refuse_unknown_lengths(batch: Mapping[str, Any], lengths: Sequence[int]) ->
     if not lengths or not all(1 <= length <= num_columns for length in lengths):
         raise InputError(
             f"lengths={list(lengths)} are not all from 1 to {num_columns}, the tokens of a sample of the batch: give a "
-            "batch of the longest samples, and lengths up to theirs"
+            "batch of the longest samples, and lengths up to its length"
         )

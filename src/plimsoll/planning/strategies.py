@@ -1,9 +1,9 @@
-"""Fine-tuning strategies within a budget, compared: all weights, all weights streamed, and adapters.
+"""A comparison of fine-tuning strategies within a budget: all weights, all weights streamed, and adapters.
 
     strategies = compare_strategies(job, device="cpu", limit_bytes=2 << 30)
 
-Each strategy is planned as `plimsoll plan` would, with what it needs pinned and allowed: its peak and seconds are those
-of the fastest combination that was found for it, dry-run as a whole. Does NOT say what a strategy costs in quality:
+Each strategy is planned as by `plimsoll plan`, with its techniques pinned and allowed. The reported peak and step time
+belong to the fastest combination found, dry-run as a whole. The cost of a strategy in quality is not predicted:
 measure it on the data.
 """
 
@@ -22,7 +22,7 @@ from plimsoll.records.job import Job
 from plimsoll.records.plan import Pin, Plan
 from plimsoll.records.strategies import Strategies, Strategy
 
-# The comparison is of these techniques, each in words of its own.
+# The comparison names these techniques explicitly.
 from plimsoll.techniques.layer_streaming import LayerStreaming
 from plimsoll.techniques.lora import Lora
 from plimsoll.techniques.parameter_offload import ParameterOffload
@@ -30,7 +30,7 @@ from plimsoll.techniques.parameter_offload import ParameterOffload
 Progress = Callable[[str], None]
 
 _STREAMED = {"cpu": ParameterOffload.name, "cuda": LayerStreaming.name}
-_ADAPTERS = "other model: low-rank adapters beside frozen weights"
+_ADAPTERS = "other model: low-rank adapters on frozen weights"
 
 
 class _Wanted(NamedTuple):
@@ -66,7 +66,7 @@ def compare_strategies(
     on_strategy: Callable[[Strategy], object] = lambda strategy: None,
     started: Baseline | None = None,
 ) -> Strategies:
-    """Plan each strategy; arguments are as of `plan_job`, and ``on_strategy`` is called with each once it is planned.
+    """Plan each strategy. For the arguments see `plan_job`; ``on_strategy`` is called with each planned strategy.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
@@ -77,7 +77,7 @@ def compare_strategies(
     kind = "cpu" if device_of_job(job, device) == "cpu" else "cuda"
     strategies, plans = list[Strategy](), list[Plan]()
     with ExitStack() as stack:
-        # A training process without a model is the same for all; how fast the device is, is kept in a file anyway.
+        # All strategies share the baseline. The speed of the device is cached in a file anyway.
         if kind == "cpu" and started is None:
             started = stack.enter_context(cached_baseline(job, lambda: StartedBaseline(job)))
         for wanted in _wanted(kind):
@@ -95,7 +95,7 @@ def compare_strategies(
                 plans.append(plan)
                 strategy = _strategy(wanted, plan)
             except InputError as error:
-                if type(error) is not InputError or not wanted.pins:  # every strategy has a fault of the job
+                if type(error) is not InputError or not wanted.pins:  # a fault of the job affects every strategy
                     raise
                 strategy = _impossible(wanted, error)
             strategies.append(strategy)
@@ -111,7 +111,7 @@ def compare_strategies(
 
 
 def _allowing(job: Job, wanted: _Wanted) -> Job:
-    """The job with adapters allowed, or not."""
+    """Return the job with adapters allowed or disallowed."""
     others = tuple(name for name in job.allow if name != Lora.name)
     return job.model_copy(update={"allow": (*others, Lora.name) if wanted.is_lossy else others})
 

@@ -1,7 +1,7 @@
-"""Where a training is to run, and the limit that holds there: this machine's processor, a GPU here, or one by name.
+"""The device that a training will run on, with its memory limit: this machine's CPU or GPU, or a GPU by name.
 
-On the CPU a prediction counts from what the process takes before there is a model: of a job, a training process is
-started for a moment to read it; in a program of one's own, it is read from this process.
+On the CPU, a prediction starts from the memory of the process without a model. For a job, a short-lived training
+process measures it. In a user's program, it is measured in the program itself.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from plimsoll.techniques.mechanisms.allocators import allocator_rules, rules_in_
 
 _WORTH_SAYING = 0.01  # of the peak
 _WHOLE_MACHINE = "all that this process may use of the machine"
-# Resident bytes of the host's process when CUDA is in use: torch and transformers without it; with all kernels loaded
-# (pytorch#113326 reads 0.44 and 2.06 GB). Not measured here.
+# Resident bytes of the host process that uses CUDA: the lower end is torch and transformers without CUDA, the upper end
+# includes all kernels (pytorch#113326 reports 0.44 and 2.06 GB). Not measured here.
 CUDA_HOST_BYTES = (420 << 20, 1965 << 20)
 
 
 @dataclass
 class Target:
-    """A device and the limit on it; a CPU has a ``baseline``, a GPU a ``spec``.
+    """A device with its limit. A CPU has a ``baseline``, and a GPU a ``spec``.
 
-    ``limit_bytes`` is what is left of a budget without ``kept_back_bytes``.
+    ``limit_bytes`` is the budget without ``kept_back_bytes``.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Target:
     made_seconds: float = field(default_factory=time.perf_counter)
 
     def lowering(self) -> Lowering:
-        """Return what a trace for here is lowered to."""
+        """Return the lowering for traces on this target."""
         if self.spec is None:
             return CpuLowering()
         major, _, minor = (self.spec.architecture or "8.0").partition(".")
@@ -73,13 +73,13 @@ class Target:
     def count(
         self, trace: Trace, choices: Choices = (), is_long: bool = False, heap: HeapRules | None = None
     ) -> Counted:
-        """Count a trace that was lowered to here.
+        """Count a trace that was lowered for this target.
 
         Args:
             trace: the trace.
-            choices: what is in force, for what sets up the heap or the allocator and changes no op of the trace.
+            choices: the choices in force, for those that set up the heap or the allocator without changing an op.
             is_long: see `count_on_cpu`.
-            heap: the rules of the host's heap; ``None`` for those that the choices set.
+            heap: the rules of the host's heap; ``None`` uses the rules that the choices set.
         """
         counted = self._counted(trace, choices, is_long, heap)
         learned = self.calibration.targets.get(trace.lowered_to) if self.calibration else None
@@ -99,7 +99,7 @@ class Target:
         return count_on_cpu(trace, baseline, rules, has_limit=self.has_budget, is_long=is_long, heaps=self.heaps)
 
     def fits(self, counted: Counted) -> bool:
-        """Whether the likely peak is within the limit."""
+        """Return whether the likely peak is within the limit."""
         return counted.oom_row is None and counted.peak.likely_bytes <= self.limit_bytes
 
     def predict(  # noqa: PLR0917 -- fields of the record
@@ -112,7 +112,7 @@ class Target:
         batch_size: int | None = None,
         num_ranks: int = 1,
     ) -> Prediction:
-        """Make the record of what was counted here."""
+        """Return the prediction record for a counted trace."""
         kind: Literal["cpu", "cuda"] = "cpu" if self.spec is None else "cuda"
         exchanged = kept_by_exchanges(counted.trace, kind)
         return Prediction(
@@ -144,16 +144,16 @@ class Target:
 
 
 def find_target(device: str, budget_bytes: int | None, baseline: Callable[[], Estimate]) -> Target:
-    """Find a device and the limit on it.
+    """Find a device and its limit.
 
     Args:
-        device: ``"cpu"``; ``"local"``, the GPU that is here, or else the processor; ``"cuda"``; or a GPU's name.
-        budget_bytes: what the training may use; ``None`` is all there is.
-        baseline: asked, for a CPU, what the process takes without a model.
+        device: ``"cpu"``; ``"local"``, the GPU of this machine or else its CPU; ``"cuda"``; or a GPU's name.
+        budget_bytes: memory that the training may use; ``None`` is the whole device.
+        baseline: called for a CPU, to get the memory of the process without a model.
 
     Raises:
         DeviceError: if there is no such device.
-        BudgetError: if the budget is more than it has.
+        BudgetError: if the budget exceeds the device's memory.
     """
     name = device_here(device)
     if name == "cpu":
@@ -163,7 +163,7 @@ def find_target(device: str, budget_bytes: int | None, baseline: Callable[[], Es
 
 
 def device_here(device: str | None) -> str:
-    """Return a device as it is called here; ``local`` and ``None`` are the GPU that is here, or else the processor."""
+    """Return the device's name on this machine: ``local`` and ``None`` are the GPU if there is one, or else the CPU."""
     import torch
 
     name = (device or "local").lower()
@@ -171,10 +171,10 @@ def device_here(device: str | None) -> str:
 
 
 def gpu_target(spec: DeviceSpec, budget_bytes: int | None) -> Target:
-    """Make the target of a GPU.
+    """Return the target for a GPU.
 
     Raises:
-        BudgetError: if the budget is more than it has.
+        BudgetError: if the budget exceeds the GPU's memory.
     """
     _refuse_more_than(budget_bytes, spec.capacity_high_bytes, spec.name)
     return Target(
@@ -187,11 +187,11 @@ def gpu_target(spec: DeviceSpec, budget_bytes: int | None) -> Target:
 
 
 def require_budget(job: Job) -> None:
-    """Refuse a job whose budget is more than there is here, before its data are prepared.
+    """Check that this machine has the budget of a job, before its data are prepared.
 
     Raises:
-        BudgetError: if the device, or beside a GPU the machine, has less than the budget.
-        DeviceError: if the device is not here.
+        BudgetError: if the device or, with a GPU, the host has less than the budget.
+        DeviceError: if the device is not present.
     """
     name = choose_device(job)
     device = backend_for(name).probe()
@@ -204,12 +204,12 @@ def require_budget(job: Job) -> None:
 
 
 def private_budget_bytes(job: Job) -> int | None:
-    """Return the budget of a job for the private memory of a process, in bytes, if it has one."""
+    """Return the job's budget in bytes for the private memory of a process, or ``None``."""
     return job.budget.device_bytes if choose_device(job) == "cpu" else job.budget.host_bytes
 
 
 def own_baseline(traced_bytes: int) -> Estimate:
-    """Read what this process takes, less the ``traced_bytes`` of it that a trace counts again."""
+    """Measure the memory of this process, minus the ``traced_bytes`` of it that a trace counts again."""
     backend = backend_for("cpu")
     backend.baseline_bytes()  # starts the thread pools
     return measured(max(0, backend.use().used_bytes - traced_bytes))
@@ -219,14 +219,14 @@ def _assumptions(counted: Counted) -> tuple[Assumption, ...]:
     if counted.unwritten_bytes < _WORTH_SAYING * counted.peak.likely_bytes:
         return counted.trace.assumptions
     text = (
-        f"the budget has room for {format_bytes(counted.unwritten_bytes)} that never hold anything (what LSTM layers "
-        "ask for and do not write, and holes of the heap): its limit counts them"
+        f"{format_bytes(counted.unwritten_bytes)} of the budget are reserved and never written (buffers of LSTM layers "
+        "and holes of the heap): its limit counts them"
     )
     return (*counted.trace.assumptions, Assumption(text=text, high_bytes=counted.unwritten_bytes))
 
 
 def _host(trace: Trace) -> Estimate:
-    """What a training on a GPU takes of the host's memory: the process, and what is there on its way to the device."""
+    """Return the host memory of a training on a GPU: the process, and data on the way to the device."""
     traced_bytes = live_bytes(trace, on_host=True).peak_bytes
     low_bytes, high_bytes = CUDA_HOST_BYTES
     likely_bytes = (low_bytes + high_bytes) // 2

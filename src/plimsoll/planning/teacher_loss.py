@@ -1,12 +1,12 @@
-"""The loss of a job with a teacher: in a run, in its dry run, and in planning.
+"""The loss of a job with a teacher, for runs, dry runs and planning.
 
-A teacher's weights are on the device (``memory``), stay in its files, which a budget of private memory does not count
-(``mapped``, on the CPU), or are integers of 8 bits (``int8``): each linear layer's, but for the output over the
-vocabulary and weights that two layers share, is made dense for as long as it computes
-(`plimsoll.techniques.mechanisms.codes`), `nn.Linear` and the ``Conv1D`` of GPT-2 alike.
+The teacher's weights are in device memory (``memory``), in memory-mapped files (``mapped``, on the CPU), or int8 codes
+(``int8``). A budget of private memory does not count mapped files. With ``int8``, the weights of linear layers are
+dequantized while the layer computes (`plimsoll.techniques.mechanisms.codes`). This includes `nn.Linear` and the
+``Conv1D`` of GPT-2, but not the output over the vocabulary, nor weights shared by two layers.
 
-What this module decides is so for a run and its dry run: both call it. It does NOT cover a teacher that is streamed
-to a GPU layer by layer.
+A run and its dry run both use this module, so their decisions agree. Not covered: streaming a teacher to a GPU layer by
+layer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TOKENIZER_FILE = "tokenizer.json"
 
 
 class Texts(Protocol):
-    """What a model must know of the data."""
+    """The facts of the data that a model depends on."""
 
     @property
     def vocab_size(self) -> int:
@@ -50,7 +50,7 @@ class Texts(Protocol):
 
     @property
     def num_labels(self) -> int | None:
-        """Labels, of a labelled task."""
+        """Labels of a labelled task."""
         ...
 
     @property
@@ -60,15 +60,15 @@ class Texts(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """The token that fills up shorter texts."""
+        """The token that pads shorter texts."""
         ...
 
 
 def form_of(job: Job, device: str | None = None) -> Form:
-    """Where the weights of a job's teacher are.
+    """Return the form of the weights of a job's teacher.
 
     Raises:
-        JobError: if they cannot be there.
+        JobError: if the device does not support it.
     """
     assert job.distill is not None
     is_cpu = (device or choose_device(job)).partition(":")[0] == "cpu"
@@ -79,12 +79,12 @@ def form_of(job: Job, device: str | None = None) -> Form:
 
 
 def loss_for(job: Job, texts: Texts, device: str) -> LossFunction:
-    """Return the loss of a job: its task's own, or with a teacher, which is loaded.
+    """Return the loss of a job, and load its teacher if it has one.
 
     Args:
         job: the job.
-        texts: what a model must know of its data.
-        device: where it is trained. In a dry run, that of the dry run.
+        texts: the facts of the data that a model depends on.
+        device: device of the training, or of the dry run.
 
     Raises:
         JobError: if the teacher does not fit the job.
@@ -98,12 +98,12 @@ def loss_for(job: Job, texts: Texts, device: str) -> LossFunction:
 
 
 def sketched_loss(job: Job, texts: Texts, model: nn.Module) -> LossFunction:
-    """Return the loss of a job for planning: the teacher has no memory.
+    """Return the loss of a job for planning, with a teacher that has no memory.
 
     Args:
         job: the job.
-        texts: what a model must know of its data.
-        model: that is trained.
+        texts: the facts of the data that a model depends on.
+        model: the trained model.
 
     Raises:
         JobError: see `require_teacher` and `require_alike`.
@@ -116,10 +116,10 @@ def sketched_loss(job: Job, texts: Texts, model: nn.Module) -> LossFunction:
 
 
 def require_folder(job: Job) -> None:
-    """Check, before the data are prepared, what can be known of the teacher of a job, if it has one.
+    """Check the folder and the form of a job's teacher, if it has one, before the data are prepared.
 
     Raises:
-        JobError: if there is no such folder, or its weights cannot be where the job says.
+        JobError: if the folder does not exist, or the device does not support the form.
     """
     if job.distill is None:
         return
@@ -132,19 +132,19 @@ def require_teacher(job: Job, texts: Texts, label_names: tuple[str, ...] = ()) -
 
     Args:
         job: the job, with ``distill``.
-        texts: what a model must know of its data.
-        label_names: those of the data, where they are known.
+        texts: the facts of the data that a model depends on.
+        label_names: labels of the data, if they are known.
 
     Raises:
-        JobError: if it does not; it says which field and why.
+        JobError: if it does not; it names the field and the reason.
     """
     assert job.distill is not None
     folder = Path(job.distill.teacher)
     teacher = sketch_teacher(folder, job.task, _shape(job, texts), label_names)
     if job.distill.hidden and not is_hugging_face(teacher):
         raise JobError(
-            f"distill.hidden: {job.distill.hidden:g} compares what each layer passes on, which a recurrent teacher "
-            f"({type(teacher).__name__}) does not show: leave distill.hidden out"
+            f"distill.hidden: {job.distill.hidden:g} compares hidden states, which a recurrent teacher "
+            f"({type(teacher).__name__}) does not return: leave distill.hidden out"
         )
     if job.tokenizer.path is not None:
         require_tokens(job, Path(job.tokenizer.path))
@@ -152,10 +152,10 @@ def require_teacher(job: Job, texts: Texts, label_names: tuple[str, ...] = ()) -
 
 
 def require_tokens(job: Job, tokenizer: Path) -> None:
-    """Check that the teacher of a job reads the tokens of a tokenizer, where its folder has one.
+    """Check that the teacher of a job uses the same tokens as a tokenizer, if its folder has a tokenizer.
 
     Raises:
-        JobError: if it has another.
+        JobError: if the tokens differ.
     """
     assert job.distill is not None
     folder = Path(job.distill.teacher)
@@ -176,8 +176,8 @@ def require_alike(job: Job, model: nn.Module, teacher: nn.Module) -> None:
     for one in (model, teacher):
         if not is_hugging_face(one):
             raise JobError(
-                f"distill.hidden: {job.distill.hidden:g} compares what each layer passes on, which a "
-                f"{type(one).__name__} does not show: leave distill.hidden out"
+                f"distill.hidden: {job.distill.hidden:g} compares hidden states, which a "
+                f"{type(one).__name__} does not return: leave distill.hidden out"
             )
         sizes.append(one.config.get_text_config().hidden_size)
     if sizes[0] != sizes[1]:
@@ -228,7 +228,7 @@ def _is_fake(model: nn.Module) -> bool:
 
 
 def _to_int8(teacher: nn.Module, device: str) -> None:
-    """Let the linear layers of a teacher have weights in codes, one after the other; the rest goes to the device."""
+    """Convert the linear layers of a teacher to int8 codes, one after the other, and move the rest to the device."""
     from transformers.pytorch_utils import Conv1D
 
     named = dict(teacher.named_modules())
@@ -249,4 +249,4 @@ def _to_int8(teacher: nn.Module, device: str) -> None:
     if torch.device(device).type != "cpu":
         teacher.to(device)
     elif not _is_fake(teacher):
-        heap.trim()  # of what each took meanwhile
+        heap.trim()  # free the temporary copies of the layers

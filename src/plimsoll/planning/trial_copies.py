@@ -1,12 +1,12 @@
-"""Copies of all state that the passes of a trial may write, made before the first of them and outside of the device.
+"""Copies of all state that the passes of a trial may change, made before the first pass and outside the device.
 
-A training observes one step of a kind and copies what that has written. A trial goes on from one pass to the next and
-has to undo them all, so it cannot wait until a pass writes a tensor for the first time: a target network may be
-refreshed, or a codebook be written, every so many passes. So whatever is reached is copied, but what an update writes,
-which has copies of its own (`plimsoll.step.update.undo`). What places hold is the undo's
-(`plimsoll.step.undo.step_state`).
+A training can observe one step and copy the state that it changed. A trial must undo many passes at once. Some tensors
+are written only every few passes, such as a target network or a codebook. So all reachable state is copied in advance,
+except for tensors that an update writes, which have separate copies (`plimsoll.step.update.undo`). References are
+restored by the undo (`plimsoll.step.undo.step_state`).
 
-Does NOT see what nothing reaches (`plimsoll.step.undo.find_state`): of that the undo sees what the first pass writes.
+Unreachable state (`plimsoll.step.undo.find_state`) is not copied. For it, the undo restores changes of the first pass
+only.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from plimsoll.step.undo.written import bytes_in, has_storage, key_of
 
 
 class TrialCopies:
-    """State that is reached, to be copied and put back.
+    """Copies of reachable state, to be restored later.
 
     Args:
-        remembered: the state of before the trial of a candidate, whose techniques are at work.
-        updated: what an update writes.
+        remembered: the state before the trial of a candidate, with its techniques installed.
+        updated: tensors that an update writes.
 
     Attributes:
-        names: of the tensors that are reached.
-        num_bytes: of what is copied.
+        names: names of the reachable tensors.
+        num_bytes: bytes to copy.
     """
 
     def __init__(self, remembered: Sequence[Before], updated: Iterable[Tensor]) -> None:
@@ -56,23 +56,23 @@ class TrialCopies:
         self.num_bytes = sum(one.nbytes() for one in self._owners)
 
     def reason_against(self, most_bytes: int) -> str | None:
-        """Why it is not known that everything can be put back, or takes too long with more than ``most_bytes``."""
+        """Return the reason why the state cannot be restored or exceeds ``most_bytes``, or ``None``."""
         if self._iterators:
             return said_of_iterators(self._iterators)
         if self._large:
-            return f"{self._large[0]} cannot be copied, so what a pass writes into it would not be put back"
+            return f"{self._large[0]} cannot be copied, so changes by a pass could not be undone"
         if self.num_bytes > most_bytes:
-            return f"to copy {format_bytes(self.num_bytes)} of tensors and put them back would take longer"
+            return f"copying and restoring {format_bytes(self.num_bytes)} of tensors would take too long"
         return None
 
     @torch.no_grad()
     def make(self, copy_outside: Copier) -> None:
-        """Copy it as it is now."""
+        """Copy the current state."""
         self._copies = [SavedTensor(owner, copy_outside(bytes_in(owner))) for owner in self._owners]
         self._places = [SavedPlace.of(tensor) for tensor in self._stored if not is_marked(tensor)]
 
     def restore(self) -> None:
-        """Put back what differs. It may be called again."""
+        """Restore the state that has changed. It may be called again."""
         for place in self._places:
             place.restore()
         for copied in self._copies:
@@ -82,13 +82,13 @@ class TrialCopies:
 
 
 def updated_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """What an update changes: parameters, once each, and their states."""
+    """Yield the tensors that an update changes: each parameter once, and the optimizer states."""
     yield from {id(one): one for group in optimizer.param_groups for one in group["params"]}.values()
     yield from (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 
 
 def copier_for(kind: str) -> Copier:
-    """What copies to where the budget does not count it: a mapped file, or the host's memory."""
+    """Return a function that copies tensors outside the budget: to a mapped file or to host memory."""
     return MappedPool().copy_of if kind == "cpu" else _copy_on_host
 
 

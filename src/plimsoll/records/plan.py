@@ -161,7 +161,7 @@ class LossCheck(Frozen):
     @classmethod
     def not_computed(cls, why: str) -> LossCheck:
         """What is found where nothing could be computed."""
-        return cls(verdict="not computed", why=f"{why}: the training finds out before it cuts a batch")
+        return cls(verdict="not computed", why=f"{why}: training checks this before it splits a batch")
 
     @property
     def may_cut(self) -> bool:
@@ -172,7 +172,7 @@ class LossCheck(Frozen):
     def sentence(self) -> str:
         """What was found, for a person."""
         if self.verdict == "additive":
-            found = f"{self.num_samples} samples have the same loss at once and one by one"
+            found = f"{self.num_samples} samples have the same loss as one batch and one by one"
             return f"{found}, and the same gradients" if self.gradient_difference is not None else found
         return self.why
 

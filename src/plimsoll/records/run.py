@@ -64,7 +64,7 @@ class OomEvent(FormerNames):
         """On which of several ranks, what was asked for (not every error says) and what was in use, for a message."""
         where = self.on_which_ranks.strip()
         if self.live_bytes is None:
-            return where or "nothing is known of what was in use"
+            return where or "the memory in use is unknown"
         asked = f"asked for {format_bytes(self.requested_bytes)} with " if self.requested_bytes else ""
         limit = f" of {format_bytes(self.capacity_bytes)}" if self.capacity_bytes else ""
         return f"{where and f'{where}, '}{asked}{format_bytes(self.live_bytes)} in use{limit}"

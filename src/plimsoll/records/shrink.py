@@ -183,8 +183,8 @@ HOW_TO_LOAD: dict[Form, str] = {
     "plain": "from_pretrained(folder)",
     "code": "from_pretrained(folder, trust_remote_code=True), which runs modeling_shrunk.py of the folder",
     "torchao": (
-        "from_pretrained(folder), with torchao installed, and with trust_remote_code=True where modeling_shrunk.py is "
-        "in the folder; int4 computes on a GPU only"
+        "from_pretrained(folder), with torchao installed, and with trust_remote_code=True if modeling_shrunk.py is in "
+        "the folder; int4 runs on a GPU only"
     ),
     "recurrent": "a state_dict in model.safetensors, and its sizes in config.json, for torch.nn's layers",
 }

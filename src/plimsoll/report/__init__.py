@@ -1,1 +1,1 @@
-"""Records as something to read: `render.render` makes text, JSON or one HTML file of any record it knows."""
+"""Reports of records: `render.render` returns any supported record as text, JSON or a self-contained HTML page."""

@@ -1,4 +1,4 @@
-"""The templates of pages and of notebooks; what a record says is escaped, and a name that is not given is an error."""
+"""jinja2 templates of pages and notebooks. Text from records is escaped, and undefined names raise an error."""
 
 from functools import cache
 
@@ -7,7 +7,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 @cache
 def environment() -> Environment:
-    """Return jinja2's environment with the templates of this folder."""
+    """Return the jinja2 environment of the templates in this package."""
     return Environment(
         loader=PackageLoader("plimsoll.report"),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""The words and numbers of a model applied to a file, once: the terminal and the HTML page show the same sheets."""
+"""Sheets of inference on a file, shared by the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from plimsoll.report.sheets import FACTS, Sheet, columns_of, oom_sheet
 
 
 def apply_sheets(facts: ApplyFacts) -> tuple[Sheet, ...]:
-    """Say what was done, how, and which rows have no result."""
+    """Return the sheets of rows and passes, and of failed rows and out-of-memory events if there are any."""
     sheets = [_rows_sheet(facts), _passes_sheet(facts)]
     if facts.faults:
         title = f"Rows without a result, {len(facts.faults):,} of {facts.num_faults:,}"
-        sheets.append(Sheet(title, columns_of("Row and why"), tuple((fault,) for fault in facts.faults)))
+        sheets.append(Sheet(title, columns_of("Row and reason"), tuple((fault,) for fault in facts.faults)))
     if facts.oom_events:
         sheets.append(oom_sheet(facts.oom_events))
     return tuple(sheets)
@@ -28,7 +28,7 @@ def _rows_sheet(facts: ApplyFacts) -> Sheet:
         ("Output", facts.output),
     ]
     if facts.first_row:
-        rows.insert(1, ("Done before", f"{facts.first_row:,} of them"))
+        rows.insert(1, ("Done earlier", f"{facts.first_row:,} of them"))
     return Sheet(f"{facts.task} with {facts.model} on {facts.data}", FACTS, tuple(rows))
 
 
@@ -39,7 +39,7 @@ def _passes_sheet(facts: ApplyFacts) -> Sheet:
         ("Peak", "unknown" if facts.peak_bytes is None else format_bytes(facts.peak_bytes)),
         ("Passes", f"{facts.num_passes:,} of up to {facts.tokens_per_pass:,} tokens, {facts.rows_per_pass:,} rows"),
         ("Padding", _share(facts.num_padded_tokens - facts.num_new_tokens, facts.num_padded_tokens)),
-        ("Errors of memory", f"{len(facts.oom_events):,}, survived" if facts.oom_events else "none"),
+        ("OOM events", f"{len(facts.oom_events):,}, survived" if facts.oom_events else "none"),
         ("Loading", format_seconds(facts.load_seconds)),
         ("Time", f"{format_seconds(facts.seconds)}{_rates(facts)}"),
     ]

@@ -1,8 +1,8 @@
-"""Records as one HTML page that needs nothing else: no network, no second file.
+"""Records as self-contained HTML pages: one file, no network.
 
-The style is inlined, and so is plotly.js (1.1 MiB) where a page has charts;
-the page forbids every connection by its content security policy. Light and dark follow the reader's system until the
-reader chooses. Text from a record is escaped by jinja2. Without JavaScript the charts are missing; the tables remain.
+The style is inlined, and plotly.js (1.1 MiB) too if the page has charts. A content security policy forbids every
+connection. The colour scheme follows the system until the reader chooses light or dark. jinja2 escapes text from
+records. Without JavaScript, the page shows the tables but no charts.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def prediction_page(prediction: Prediction) -> str:
 
 
 def machine_page(machine: Machine) -> str:
-    """Return the page of a machine: its devices, each in full, and the versions."""
+    """Return the page of a machine: a list of devices, details of each, and the library versions."""
     devices = [sheets.device_sheet(device) for device in machine.devices]
     return _sheets_page("Machine", "", sheets.machine_sheet(machine), *devices, sheets.version_sheet(machine.versions))
 
@@ -138,16 +138,16 @@ def token_page(tokens: TokenFacts) -> str:
 
 
 def inspection_page(inspection: Inspection) -> str:
-    """Return the page of a corpus, its lengths and the samples it makes."""
+    """Return the page of a corpus, its text lengths and the batching methods."""
     own = [data_sheets.length_sheet, data_sheets.filling_sheet, data_sheets.example_sheet]
     sheets_of = [*_corpus_sheets(inspection.corpus), *(sheet_of(inspection) for sheet_of in own)]
     return _sheets_page("Corpus", " ".join(inspection.notes), *sheets_of)
 
 
 def feed_page(feed: FeedRates) -> str:
-    """Return the page of how fast a corpus is fed."""
+    """Return the page of the data loading speed of a corpus."""
     sheets_of = [*_corpus_sheets(feed.corpus), data_sheets.rate_sheet(feed)]
-    return _sheets_page("Speed of a corpus", " ".join(feed.notes), *sheets_of)
+    return _sheets_page("Data loading speed", " ".join(feed.notes), *sheets_of)
 
 
 def _corpus_sheets(corpus: CorpusFacts) -> list[sheets.Sheet]:
@@ -157,12 +157,12 @@ def _corpus_sheets(corpus: CorpusFacts) -> list[sheets.Sheet]:
 
 
 def sheets_page(title: str, shown: Sequence[sheets.Sheet]) -> str:
-    """Return a page of tables; those without rows are left out."""
+    """Return a page of tables. Empty tables are left out."""
     return _sheets_page(title, "", *(sheet for sheet in shown if sheet.rows))
 
 
 def diagnosis_page(diagnosis: Diagnosis) -> str:
-    """Return the page of what was found in a run."""
+    """Return the page of a diagnosis."""
     found = diagnosis_sheets.sheets_of(diagnosis)
     said = (diagnosis_sheets.headline(diagnosis), diagnosis_sheets.growth_sentence(diagnosis), *diagnosis.notes)
     return _page(
@@ -177,7 +177,7 @@ def diagnosis_page(diagnosis: Diagnosis) -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """One part of a whole as a bar; ``share`` is of the whole, ``colour`` a CSS variable of the page."""
+    """One part of the peak as a bar. ``share`` is between 0 and 1; ``colour`` names a CSS variable of the page."""
 
     category: str
     share: float
@@ -187,7 +187,7 @@ class Bar:
 
 
 def _bars(shares: Sequence[Share]) -> list[Bar]:
-    """Return the shares of a peak as bars; none where they come to nothing."""
+    """Return the shares of a peak as bars, or an empty list if their sum is not positive."""
     total_bytes = sum(share.num_bytes for share in shares)
     return [
         Bar(
@@ -241,15 +241,15 @@ def plan_page(plan: Plan) -> str:
 
 
 def placement_page(plan: InferencePlan) -> str:
-    """Return the page of how a model is applied."""
+    """Return the page of an inference plan."""
     said = (placement_sheets.headline(plan), *placement_sheets.sentences(plan))
-    numbers = sheets.Sheet("", sheets.columns_of("What", "Value"), placement_sheets.key_numbers(plan))
+    numbers = sheets.Sheet("", sheets.columns_of("Property", "Value"), placement_sheets.key_numbers(plan))
     shown = (numbers, *placement_sheets.sheets_of(plan), sheets.version_sheet(plan.versions))
     return _sheets_page(plan.model, " ".join(said), *shown)
 
 
 def shrink_page(record: ShrinkRecord) -> str:
-    """Return the page of models that were made smaller."""
+    """Return the page of a model that was made smaller."""
     chart = front_chart(record)
     return _page(
         "shrink",
@@ -289,7 +289,7 @@ def _page(template: str, **shown: Any) -> str:
 
 
 def _drawn_by(charts: Iterable[Chart]) -> str | None:
-    """The script of a page with these charts; none where no chart has anything to show."""
+    """Return the plotly script, or ``None`` if no chart has data."""
     return plotly_js() if any(chart.figure for chart in charts) else None
 
 

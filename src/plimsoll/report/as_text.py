@@ -1,7 +1,7 @@
-"""Records in the terminal: rich renderables for the command line, and the panel that shows a run while it goes.
+"""Records as rich renderables for the terminal, and the live panel of a training run.
 
-Every function is pure: values in, a renderable out; nothing is printed here. Text from a record is never read as rich
-markup. Made to be readable at 80 columns; `plain` gives the same without colours.
+Every function is pure: it returns a renderable and prints nothing. Text from a record is never parsed as rich markup.
+The layout suits 80 columns. `plain` returns the text without colours.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from plimsoll.report import (
 )
 
 _WIDTH_COLUMNS = 80
-_NEAR_THE_LINE = 0.95  # of the limit: from here a memory bar is shown in the colour of a warning
-_MOST_LENGTHS = 5  # sequence lengths of the what-ifs beside each other
+_NEAR_THE_LINE = 0.95  # share of the limit from which a memory bar is red
+_MOST_LENGTHS = 5  # columns of sequence lengths in one table
 _VERDICT_STYLE = {
     "fits": "green",
     "probably fits": "yellow",
@@ -57,7 +57,7 @@ _STATUS_STYLE = {"finished": "green", "running": "cyan", "interrupted": "yellow"
 
 
 def plain(renderable: RenderableType) -> str:
-    """Return a renderable as text of 80 columns without colours; it ends in a newline."""
+    """Return a renderable as text of 80 columns without colours, with a final newline."""
     console = Console(
         file=StringIO(), width=_WIDTH_COLUMNS, color_system=None, force_terminal=False, legacy_windows=False
     )
@@ -67,7 +67,7 @@ def plain(renderable: RenderableType) -> str:
 
 
 def run_report(record: RunRecord) -> Group:
-    """Return the whole report of a run; tables without rows are left out."""
+    """Return the full report of a run. Empty tables are left out."""
     tables = [
         sheets.oom_sheet(record.oom_events),
         sheets.death_sheet(record),
@@ -78,7 +78,7 @@ def run_report(record: RunRecord) -> Group:
 
 
 def run_panel(record: RunRecord) -> Panel:
-    """Return the headline: name, status, and whether the run stayed under the line."""
+    """Return the headline of a run: name, status, and peak compared with the budget."""
     title = Text.assemble((record.name, "bold"), " ", (record.status, _STATUS_STYLE[record.status]))
     body = [Text(sheets.line_sentence(record))]
     if record.message:
@@ -87,7 +87,7 @@ def run_panel(record: RunRecord) -> Panel:
 
 
 def run_table(record: RunRecord) -> Table:
-    """Return the key numbers of a run, two to a row."""
+    """Return the key numbers of a run, two per row."""
     return _number_grid(sheets.key_numbers(record))
 
 
@@ -101,7 +101,7 @@ def _number_grid(numbers: Sequence[tuple[str, str]]) -> Table:
 
 
 def diagnosis_report(diagnosis: Diagnosis) -> Group:
-    """Return what was found in a run, each finding with what to do first and its evidence below."""
+    """Return the findings of a diagnosis, each with its remedy first and its evidence below."""
     style = "red" if diagnosis.has_answer else "green"
     sentences = [Text(diagnosis_sheets.headline(diagnosis), style), *map(Text, diagnosis.notes)]
     if growth := diagnosis_sheets.growth_sentence(diagnosis):
@@ -112,14 +112,14 @@ def diagnosis_report(diagnosis: Diagnosis) -> Group:
 
 
 def watch_report(record: WatchRecord) -> Group:
-    """Return what a recorded watch saw; tables without rows are left out."""
+    """Return the report of a recorded watch. Empty tables are left out."""
     body = Group(*map(Text, watch_sheets.sentences(record)))
     panel = Panel(body, title=Text(f"watch of {record.subject}", "bold"), title_align="left", box=box.ROUNDED)
     return _spaced(panel, *(_table(sheet) for sheet in watch_sheets.sheets_of(record) if sheet.rows))
 
 
 def comparison_report(comparison: RunComparison) -> Group:
-    """Return two runs side by side; tables without rows are left out."""
+    """Return two runs side by side. Empty tables are left out."""
     said = [comparison_sheets.headline(comparison), comparison_sheets.job_sentence(comparison)]
     names = " and ".join(comparison_sheets.labels(comparison))
     panel = Panel(Group(*map(Text, said)), title=Text(names, "bold"), title_align="left", box=box.ROUNDED)
@@ -134,34 +134,34 @@ def comparison_report(comparison: RunComparison) -> Group:
 
 
 def machine_report(machine: Machine) -> Group:
-    """Return the devices of a machine, what is worth knowing about them, and the versions."""
+    """Return the devices of a machine, notes about them, and the library versions."""
     notes = [Text(f"{device.name}: {note}") for device in machine.devices for note in device.notes]
     return _spaced(machine_table(machine), *notes, _table(sheets.version_sheet(machine.versions)))
 
 
 def machine_table(machine: Machine) -> Table:
-    """Return one row per device."""
+    """Return a table with one row per device."""
     return _table(sheets.machine_sheet(machine))
 
 
 def device_table(device: Device) -> Table:
-    """Return everything known of one device, one property per row."""
+    """Return a table of one device with one property per row."""
     return _table(sheets.device_sheet(device))
 
 
 def corpus_report(corpus: CorpusFacts) -> Group:
-    """Return what a corpus is; tables without rows are left out."""
+    """Return the description of a corpus. Empty tables are left out."""
     more = [data_sheets.label_sheet(corpus), data_sheets.tag_sheet(corpus), data_sheets.skipped_sheet(corpus)]
     return _spaced(_table(data_sheets.corpus_sheet(corpus)), *(_table(sheet) for sheet in more if sheet.rows))
 
 
 def token_report(tokens: TokenFacts) -> Group:
-    """Return a corpus and its tokens."""
+    """Return the description of a corpus and its tokens."""
     return _spaced(corpus_report(tokens.corpus), _table(data_sheets.token_sheet(tokens)))
 
 
 def inspection_report(inspection: Inspection) -> Group:
-    """Return a corpus, its lengths, and what samples it makes."""
+    """Return the description of a corpus, its text lengths, and the batching methods."""
     tables = [data_sheets.length_sheet(inspection), data_sheets.filling_sheet(inspection)]
     return _spaced(
         corpus_report(inspection.corpus),
@@ -172,31 +172,31 @@ def inspection_report(inspection: Inspection) -> Group:
 
 
 def feed_report(feed: FeedRates) -> Group:
-    """Return how fast a corpus is fed."""
+    """Return the data loading speed of a corpus."""
     notes = (Text(note) for note in feed.notes)
     return _spaced(corpus_report(feed.corpus), _table(data_sheets.rate_sheet(feed)), *notes)
 
 
 def sheets_report(shown: Sequence[sheets.Sheet]) -> Group:
-    """Return tables; those without rows are left out, and those of many words are as wide as the terminal."""
+    """Return tables below each other. Empty tables are left out; tables of long text get a blank line between rows."""
     return _spaced(*(_table(sheet, is_wide=sheet.is_prose) for sheet in shown if sheet.rows))
 
 
 def strategies_report(strategies: Strategies) -> Group:
-    """Return the fine-tuning strategies; what to give for each is below the tables, a line each, to be copied."""
+    """Return the fine-tuning strategies, and below them a line with the options of each, ready to copy."""
     lines = Text("\n".join(strategy_sheets.give_lines(strategies)), overflow="fold")
     tables = sheets_report(strategy_sheets.strategy_sheets(strategies))
     return _spaced(tables, Group(Text(strategy_sheets.GIVE_TITLE, "bold"), lines))
 
 
 def plan_report(plan: Plan) -> Group:
-    """Return the whole report of a plan; tables without rows are left out."""
-    chosen = _narrowed(plan_sheets.chosen_sheet(plan), ("Technique", "Numerics"), ("What it does", "Why"))
+    """Return the full report of a plan. Empty tables are left out."""
+    chosen = _narrowed(plan_sheets.chosen_sheet(plan), ("Technique", "Numerics"), ("Effect", "Reason"))
     lossy_alternatives = _narrowed(
-        plan_sheets.alternative_sheet(plan), ("Allow",), ("Choices", "What it means"), ("Peak", "A step")
+        plan_sheets.alternative_sheet(plan), ("Allow",), ("Choices", "Result"), ("Peak", "Step time")
     )
     rejected = _narrowed(
-        plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED), ("Choices", "Why not"), ("Peak", "A step")
+        plan_sheets.rejected_sheet(plan, plan_sheets.MOST_REJECTED), ("Choices", "Reason"), ("Peak", "Step time")
     )
     numbers, constraints = plan_sheets.key_numbers(plan), plan_sheets.constraints_sentence(plan)
     fallback_schedule = plan_sheets.fallback_sheet(plan)
@@ -217,7 +217,7 @@ def plan_report(plan: Plan) -> Group:
 
 
 def plan_panel(plan: Plan) -> Panel:
-    """Return the headline: of what it is, whether it fits, and when the peak is."""
+    """Return the headline of a plan: subject, verdict, notes, and the moment of the peak."""
     sentences = [
         plan_sheets.plain_sentence(plan), plan_sheets.loss_sentence(plan), plan_sheets.alternative_sentence(plan),
         plan_sheets.off_device_sentence(plan), plan_sheets.preparing_sentence(plan), plan_sheets.trial_sentence(plan),
@@ -233,7 +233,7 @@ def plan_panel(plan: Plan) -> Panel:
 
 
 def placement_report(plan: InferencePlan) -> Group:
-    """Return the whole report of how a model is applied; tables without rows are left out."""
+    """Return the full report of an inference plan. Empty tables are left out."""
     verdict = Text(placement_sheets.headline(plan), _PLAN_STYLE[placement_sheets.verdict(plan)])
     rest = (Text(sentence) for sentence in placement_sheets.sentences(plan))
     panel = Panel(Group(verdict, *rest), title=Text(plan.model, "bold"), title_align="left", box=box.ROUNDED)
@@ -242,12 +242,12 @@ def placement_report(plan: InferencePlan) -> Group:
 
 
 def shrink_report(record: ShrinkRecord) -> Group:
-    """Return what came of making a model smaller; tables without rows are left out."""
+    """Return the report of a model that was made smaller. Empty tables are left out."""
     return _spaced(Text(shrink_sheets.headline(record), "bold"), sheets_report(shrink_sheets.shrink_sheets(record)))
 
 
 def _prediction_tables(prediction: Prediction | None) -> list[sheets.Sheet]:
-    """What a plan's report has of its prediction."""
+    """Return the tables of the plan's prediction."""
     if prediction is None:
         return []
     return [
@@ -263,14 +263,14 @@ def _largest(prediction: Prediction) -> sheets.Sheet:
 
 
 def prediction_report(prediction: Prediction) -> Group:
-    """Return the whole report of a prediction; tables without rows are left out."""
+    """Return the full report of a prediction. Empty tables are left out."""
     tables = [
         prediction_sheets.part_sheet(prediction),
         _largest(prediction),
         prediction_sheets.answer_sheet(prediction),
     ]
     what_ifs = [_table(sheet) for sheet in prediction_sheets.what_if_sheets(prediction, _MOST_LENGTHS)]
-    estimates = _table(_narrowed(prediction_sheets.estimate_sheet(prediction), ("What",), ("Likely",), ("Range",)))
+    estimates = _table(_narrowed(prediction_sheets.estimate_sheet(prediction), ("Memory",), ("Likely",), ("Range",)))
     assumptions = prediction_sheets.assumption_sheet(prediction)
     return _spaced(
         prediction_panel(prediction),
@@ -283,7 +283,7 @@ def prediction_report(prediction: Prediction) -> Group:
 
 
 def prediction_panel(prediction: Prediction) -> Panel:
-    """Return the headline: what it is about, whether it fits, and when the peak is."""
+    """Return the headline of a prediction: subject, verdict, and the moment of the peak."""
     verdict = Text(prediction_sheets.verdict_sentence(prediction), _VERDICT_STYLE[prediction.verdict])
     said = (*prediction_sheets.moment_sentences(prediction), *prediction_sheets.exchange_sentences(prediction))
     moments = (Text(sentence) for sentence in said)
@@ -292,7 +292,7 @@ def prediction_panel(prediction: Prediction) -> Panel:
 
 
 def _narrowed(sheet: sheets.Sheet, *groups: tuple[str, ...]) -> sheets.Sheet:
-    """Set the columns of each group below each other and leave out the rest, for a terminal of 80 columns."""
+    """Stack the columns of each group in one column and drop the others, so that the sheet fits 80 columns."""
     places = {column.title: index for index, column in enumerate(sheet.columns)}
     columns = tuple(sheets.Column(", ".join(group), sheet.columns[places[group[0]]].is_number) for group in groups)
     rows = tuple(
@@ -303,12 +303,12 @@ def _narrowed(sheet: sheets.Sheet, *groups: tuple[str, ...]) -> sheets.Sheet:
 
 
 def _spaced(first: RenderableType, *others: RenderableType) -> Group:
-    """Set renderables below each other, a blank line between."""
+    """Return renderables below each other with a blank line between them."""
     return Group(first, *(Padding(other, (1, 0, 0, 0)) for other in others))
 
 
 def _table(sheet: sheets.Sheet, *, is_wide: bool = False) -> Table:
-    """A table; one that is wide, and has its cells below each other, has a blank line between its rows."""
+    """Return a sheet as a table. ``is_wide`` adds a blank line between rows, for cells of several lines."""
     table = Table(
         title=Text(sheet.title, "bold") if sheet.title else None,
         title_justify="left",
@@ -333,15 +333,15 @@ def progress_line(
     *,
     unit_name: str = "tokens",
 ) -> str:
-    """Return one line about the step that just finished, for a log.
+    """Return one log line about the step that just finished.
 
     Args:
-        step_line: the step; its number counts from 1.
-        total_steps: the steps of the whole run.
-        limit_bytes: the budget, or ``None`` without one.
-        used_bytes: what is used now, or ``None`` if it is not measured.
-        eta_seconds: the time left, or ``None`` if it is not known yet.
-        unit_name: what the loss averages over.
+        step_line: the step, numbered from 1.
+        total_steps: number of steps in the whole run.
+        limit_bytes: the budget, or ``None`` if no budget was set.
+        used_bytes: current memory use, or ``None`` if it is not measured.
+        eta_seconds: remaining time, or ``None`` if it is not known yet.
+        unit_name: unit over which the loss averages, such as ``"tokens"``.
     """
     parts = [f"step {step_line.step}/{total_steps}", f"loss {sheets.format_loss(step_line.loss)}"]
     if used_bytes is not None:
@@ -361,15 +361,15 @@ def live_panel(
     *,
     unit_name: str = "tokens",
 ) -> Panel:
-    """Return the panel that shows a run while it goes.
+    """Return the live panel of a training run.
 
     Args:
-        name: the run.
-        step_line: the step that finished last (its number counts from 1), or ``None`` before the first.
-        total_steps: the steps of the whole run.
-        memory: what is used, in bytes, by the place it is used in: ``{"device": ..., "host": ...}``; one bar each.
-        eta_seconds: the time left, or ``None`` if it is not known yet.
-        unit_name: what the loss averages over.
+        name: name of the run.
+        step_line: the last finished step, numbered from 1, or ``None`` before the first step ends.
+        total_steps: number of steps in the whole run.
+        memory: use and limit in bytes, by place: ``{"device": ..., "host": ...}``. Each place is one bar.
+        eta_seconds: remaining time, or ``None`` if it is not known yet.
+        unit_name: unit over which the loss averages, such as ``"tokens"``.
     """
     bars = Table.grid(padding=(0, 2, 0, 0), expand=True)
     bars.add_column(style="dim")
@@ -386,7 +386,7 @@ def live_panel(
 
 
 def _memory_bar(use: MemoryUse) -> RenderableType:
-    """A bar has an end only where there is a limit."""
+    """Return a bar that fills up to the limit, or a text if there is no limit."""
     if use.limit_bytes is None:
         return Text("no limit", "dim")
     style = "red" if use.used_bytes >= _NEAR_THE_LINE * use.limit_bytes else "cyan"

@@ -1,4 +1,4 @@
-"""The words and numbers of a cache folder, once: the terminal and the HTML page show the same sheet."""
+"""Sheet of a cache folder, shared by the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COLUMNS = columns_of("Kind", "#Files", "#Size", "#Last used")
 
 
 def cache_sheets(cache: CacheContents) -> tuple[Sheet, ...]:
-    """Say of each kind how many files there are, how large they are in all, and when they were last used."""
+    """List the number, total size and last use of the files of each kind."""
     rows = [
         (kind.name, f"{kind.num_files:,}", format_bytes(kind.num_bytes), _moment(kind.used_seconds))
         for kind in cache.kinds

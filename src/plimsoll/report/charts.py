@@ -1,8 +1,8 @@
-"""The charts of a run, and what all charts have in common, as plotly figures: memory, loss, throughput and micro-batch.
+"""Charts of a run (memory, micro-batch, loss and throughput) as plotly figures, and helpers for all charts.
 
-Colours are CSS variables of the page (``var(--accent)``); the page's script puts in the values of the light or the dark
-scheme, so one figure serves both. A chart holds at most about 2000 points per line, whatever the run's length:
-`thinned` keeps the lowest and the highest point of every stretch, so no peak is lost.
+Colours are CSS variables (``var(--accent)``). The script of the page replaces them with the values of the light or
+dark scheme, so one figure serves both. A line has at most about 2000 points, however long the run is: `thinned` keeps
+the lowest and the highest point of every stretch, so that no peak is lost.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from plimsoll.records.units import format_bytes, parse_bytes
 from plimsoll.report.sheets import step_speed, used_name
 
 _MOST_POINTS = 2000  # about two per pixel of the widest chart
-HEADROOM = 1.12  # of the highest value: room for the budget's label and the event marks
+HEADROOM = 1.12  # top of the axis as a share of the highest value: space for labels and event marks
 
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its title and the sentence that says what it shows; ``figure`` is ``None`` without data."""
+    """A figure with its title and caption. ``figure`` is ``None`` if there is no data."""
 
     key: str
     title: str
@@ -35,18 +35,18 @@ class Chart:
 
 
 def run_charts(record: RunRecord) -> tuple[Chart, ...]:
-    """Make the charts of a run, in the order of the page."""
+    """Return the charts of a run, in the order of the page."""
     of_ranks = (ranks_chart(record),) if record.peak_bytes_of_ranks else ()
     return memory_chart(record), *of_ranks, micro_batch_chart(record), loss_chart(record), throughput_chart(record)
 
 
 def thinned(points: Points, most_points: int = _MOST_POINTS) -> Points:
-    """Return the lowest and the highest point of equal stretches, and both ends: at most ``most_points`` + 2 points."""
+    """Return both ends and the extremes of equal stretches: at most ``most_points`` + 2 points."""
     return [points[row] for row in thinned_rows([y for _, y in points], most_points)]
 
 
 def thinned_rows(values: Sequence[float], most_rows: int = _MOST_POINTS) -> list[int]:
-    """Return the rows that `thinned` keeps of a column."""
+    """Return the indices of the values that `thinned` keeps."""
     if len(values) <= most_rows:
         return list(range(len(values)))
     stretch = math.ceil(2 * len(values) / most_rows)
@@ -58,7 +58,7 @@ def thinned_rows(values: Sequence[float], most_rows: int = _MOST_POINTS) -> list
 
 
 def memory_chart(record: RunRecord) -> Chart:
-    """Memory over time against the line of the budget, with the moments memory ran out."""
+    """Return the chart of memory over time with the budget, out-of-memory events and killed processes."""
     title = "Memory over time"
     timeline = record.timeline
     used: Points = list(zip(timeline.time_seconds, timeline.used_bytes, strict=True))
@@ -70,12 +70,12 @@ def memory_chart(record: RunRecord) -> Chart:
     time_unit, unit_seconds = _time_unit(max(seconds for seconds, _ in used + peaks))
     figure = empty_figure(f"{time_unit} since the start", byte_unit)
     figure.update_yaxes(range=[0, top_bytes / unit_bytes])
-    figure.update_xaxes(rangemode="tozero")  # marks would have the axis begin before the run
+    figure.update_xaxes(rangemode="tozero")  # otherwise marks make the axis start before the run
     scale = (unit_seconds, unit_bytes)
     add_line(
         figure, f"used, {timeline.source}", _scaled(thinned(used), scale), "var(--accent)", fill="var(--accent-soft)"
     )
-    name = "peak of each step, of all ranks" if record.peak_bytes_of_ranks else "peak of each step"
+    name = "peak of each step, highest rank" if record.peak_bytes_of_ranks else "peak of each step"
     add_line(figure, name, _scaled(thinned(peaks), scale), "var(--second)")
     highest = max(used + peaks, key=lambda point: point[1])
     _marks(figure, "highest", _scaled([highest], scale), colour="var(--second)", symbol="diamond")
@@ -87,21 +87,21 @@ def memory_chart(record: RunRecord) -> Chart:
     if record.limit_bytes is not None:
         budget = f"budget {format_bytes(record.limit_bytes)}"
         limit_line(figure, record.limit_bytes / unit_bytes, budget)
-    samples = f"sampled {len(used):,} times" if used else "known only as the peak of each step"
+    samples = f"sampled {len(used):,} times" if used else "only the peak of each step is known"
     what = f"{used_name(record.device).capitalize()}, {timeline.source}, {samples}"
     caption = f"{what}. Highest {format_bytes(record.peak_bytes)}{_in_step(record)}, {budget}."
     return Chart("memory", title, caption, figure.to_plotly_json())
 
 
 def _in_step(record: RunRecord) -> str:
-    """Say which step took the most; nothing where it was one that did not end."""
-    peak_bytes = record.peak_bytes  # looks at every step
+    """Return the step with the highest peak as text, or "" if the peak was in an unfinished step."""
+    peak_bytes = record.peak_bytes  # read once: the property loops over all steps
     steps = [line.step for line in record.finished_steps if line.peak_bytes == peak_bytes]
     return f" in step {steps[0]:,}" if steps else ""
 
 
 def ranks_chart(record: RunRecord) -> Chart:
-    """The peak of each step on each rank: how evenly the work is shared out."""
+    """Return the chart of the peak of each step on each rank, which shows the balance of the ranks."""
     steps = [line for line in record.finished_steps if line.peak_bytes_of_ranks]
     num_ranks = max(len(line.peak_bytes_of_ranks) for line in steps)
     byte_unit, unit_bytes = unit_of(max(max(line.peak_bytes_of_ranks) for line in steps))
@@ -119,13 +119,13 @@ def ranks_chart(record: RunRecord) -> Chart:
     if record.limit_bytes is not None:
         figure.update_yaxes(range=[0, HEADROOM * max(record.limit_bytes, record.peak_bytes or 0) / unit_bytes])
         limit_line(figure, record.limit_bytes / unit_bytes, f"budget {format_bytes(record.limit_bytes)}")
-    caption = f"{used_name(record.device).capitalize()} of each of {num_ranks} processes at its highest, step by step."
-    return Chart("ranks", "Memory of the ranks", caption, figure.to_plotly_json())
+    caption = f"Peak {used_name(record.device)} of each of {num_ranks} ranks, per step."
+    return Chart("ranks", "Memory per rank", caption, figure.to_plotly_json())
 
 
 def micro_batch_chart(record: RunRecord) -> Chart:
-    """The micro-batch of each step."""
-    title = "Micro-batch in force"
+    """Return the chart of the micro-batch of each step."""
+    title = "Micro-batch"
     points: Points = [(line.step, line.micro_batch) for line in record.finished_steps]
     if not points:
         return _no_steps("micro-batch", title)
@@ -136,7 +136,7 @@ def micro_batch_chart(record: RunRecord) -> Chart:
 
 
 def loss_chart(record: RunRecord) -> Chart:
-    """Training loss of each step and validation loss."""
+    """Return the chart of the training loss of each step and the validation loss."""
     steps = record.finished_steps
     if not steps:
         return _no_steps("loss", "Loss")
@@ -155,7 +155,7 @@ def loss_chart(record: RunRecord) -> Chart:
 
 
 def throughput_chart(record: RunRecord) -> Chart:
-    """Units of the loss per second, step by step."""
+    """Return the chart of loss units per second, per step."""
     title = "Throughput"
     speeds = [(line.step, step_speed(line)) for line in record.finished_steps]
     points: Points = [(step, speed) for step, speed in speeds if speed is not None]
@@ -164,7 +164,7 @@ def throughput_chart(record: RunRecord) -> Chart:
     unit = record.unit_name
     figure = _step_figure(f"{unit}/s", points)
     add_line(figure, f"{unit}/s", thinned(points), "var(--accent)")
-    caption = f"{unit.capitalize()} per second of each step's own time."
+    caption = f"{unit.capitalize()} per second in each step."
     return Chart("throughput", title, caption, figure.to_plotly_json())
 
 
@@ -173,7 +173,7 @@ def _no_steps(key: str, title: str) -> Chart:
 
 
 def _step_figure(y_title: str, points: Points) -> go.Figure:
-    """A figure over the steps that begins at zero and has room above the highest point."""
+    """Return an empty figure over steps, with a y axis from zero to some way above the highest point."""
     figure = empty_figure("step", y_title)
     figure.update_yaxes(range=[0, HEADROOM * max(y for _, y in points)])
     _whole_steps(figure, len(points))
@@ -181,7 +181,7 @@ def _step_figure(y_title: str, points: Points) -> go.Figure:
 
 
 def _whole_steps(figure: go.Figure, num_steps: int) -> None:
-    """There is no step 1.5, which plotly would write in a short run."""
+    """Limit the ticks to whole steps, because plotly would write 1.5 in a short run."""
     if num_steps <= 10:
         figure.update_xaxes(dtick=1)
 
@@ -199,7 +199,7 @@ def empty_figure(x_title: str, y_title: str) -> go.Figure:
         "template": "none",
         "font": {"family": "system-ui, sans-serif", "size": 13, "color": "var(--muted)"},
         "paper_bgcolor": "var(--page)",
-        "plot_bgcolor": "var(--page)",  # and not transparent: the line under the pointer takes its edge from it
+        "plot_bgcolor": "var(--page)",  # not transparent: the hover line takes the colour of its edge from it
         "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
         "hovermode": "x unified",
         "hoverdistance": -1,
@@ -221,14 +221,14 @@ def add_line(
     shape: str = "linear",
     mode: str = "lines",
 ) -> None:
-    """Add a line, if it has points."""
+    """Add a line to a figure, unless it has no points."""
     if not points:
         return
     figure.add_scatter(
         name=name,
         x=[x for x, _ in points],
         y=[y for _, y in points],
-        mode=mode if len(points) > 1 else "markers",  # a line of one point would not be seen
+        mode=mode if len(points) > 1 else "markers",  # a line of one point is invisible
         line={"color": colour, "width": 1.6, "shape": shape},
         marker={"color": colour, "size": 6},
         fill="tozeroy" if fill else None,
@@ -238,7 +238,7 @@ def add_line(
 
 
 def _marks(figure: go.Figure, name: str, points: Points, *, colour: str, symbol: str) -> None:
-    """Add marks, if there are any; those without a height of their own go along the upper edge."""
+    """Add marks to a figure, unless there are no points."""
     if not points:
         return
     figure.add_scatter(
@@ -253,14 +253,14 @@ def _marks(figure: go.Figure, name: str, points: Points, *, colour: str, symbol:
 
 
 def limit_line(figure: go.Figure, y: float, label: str) -> None:
-    """Draw the line that nothing should cross."""
+    """Draw a horizontal limit line with its label."""
     figure.add_hline(
         y=y,
         line={"color": "var(--line)", "width": 1.6, "dash": "dash"},
         annotation={
             "text": label,
             "font": {"color": "var(--line)", "size": 13},
-            "bgcolor": "var(--page)",  # it may be in front of what crosses the line
+            "bgcolor": "var(--page)",  # the label may cover lines that cross the limit
             "yanchor": "bottom",
             "showarrow": False,
         },
@@ -269,12 +269,12 @@ def limit_line(figure: go.Figure, y: float, label: str) -> None:
 
 
 def _scaled(points: Points, scale: tuple[float, float]) -> Points:
-    """Four decimals are finer than a pixel and keep the page small."""
+    """Scale points and round them to four decimals, which is finer than a pixel and keeps the page small."""
     return [(round(x / scale[0], 4), round(y / scale[1], 4)) for x, y in points]
 
 
 def unit_of(num_bytes: int) -> tuple[str, int]:
-    """Return the unit in which a size is written, and its bytes: the axis and the sentences use the same."""
+    """Return the unit in which `format_bytes` writes a size, and the bytes of that unit."""
     unit = format_bytes(num_bytes).split()[1]
     return unit, parse_bytes(f"1{unit}")
 

@@ -1,4 +1,4 @@
-"""The charts of two runs: the peak of each step, the loss, and what the plans predict at the peak by category."""
+"""Charts of two runs: the peak of each step, the loss, and the predicted memory at the peak by category."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _COLOURS = ("var(--accent)", "var(--warning)")
 
 
 def comparison_charts(comparison: RunComparison) -> tuple[Chart, ...]:
-    """Make the charts of two runs, in the order of the page."""
+    """Return the charts of two runs, in the order of the page."""
     return peak_chart(comparison), loss_chart(comparison), category_chart(comparison)
 
 
 def peak_chart(comparison: RunComparison) -> Chart:
-    """Draw the peak of each step, and the budgets."""
+    """Return the chart of the peak of each step, with the budgets."""
     title, sides = "Peak of each step", _sides(comparison)
     highest_bytes = [peak for _, side in sides for peak in side.peaks_bytes if peak is not None]
     if not highest_bytes:
@@ -33,11 +33,11 @@ def peak_chart(comparison: RunComparison) -> Chart:
     for limit_bytes in sorted(budgets):
         limit_line(figure, limit_bytes / unit_bytes, f"budget {format_bytes(limit_bytes)}")
     figure.update_yaxes(rangemode="tozero")
-    return Chart("peaks", title, "The highest memory in each step, measured.", figure.to_plotly_json())
+    return Chart("peaks", title, "The measured peak of each step.", figure.to_plotly_json())
 
 
 def loss_chart(comparison: RunComparison) -> Chart:
-    """Draw both training losses over the steps."""
+    """Return the chart of both training losses."""
     title, sides = "Loss", _sides(comparison)
     losses = [zip(side.steps, side.losses, strict=True) for _, side in sides]
     lines: list[Points] = [[(step, loss) for step, loss in own if math.isfinite(loss)] for own in losses]
@@ -52,11 +52,11 @@ def loss_chart(comparison: RunComparison) -> Chart:
 
 
 def category_chart(comparison: RunComparison) -> Chart:
-    """Draw what each plan predicts at the peak, a pair of bars for each category."""
+    """Return the chart of the predicted memory at the peak, with a pair of bars per category."""
     title, sides = "At the peak, by category", _sides(comparison)
     if not comparison.first.parts or not comparison.second.parts:
         lacking = " and ".join(name for name, side in sides if not side.parts)
-        return Chart("categories", title, f"Nothing was predicted for {lacking}.", None)
+        return Chart("categories", title, f"No prediction for {lacking}.", None)
     most = {name: max(side.parts.get(name, 0) for _, side in sides) for _, own in sides for name in own.parts}
     names = sorted((name for name in most if most[name]), key=lambda name: -most[name])
     unit, unit_bytes = unit_of(max(most.values()))
@@ -73,7 +73,7 @@ def category_chart(comparison: RunComparison) -> Chart:
     figure.update_layout(hovermode="y unified", bargap=0.3)
     figure.update_xaxes(showgrid=True)
     figure.update_yaxes(showgrid=False, autorange="reversed")
-    return Chart("categories", title, "Predicted by each run's plan for its first steps.", figure.to_plotly_json())
+    return Chart("categories", title, "Predicted by the plan of each run for its first steps.", figure.to_plotly_json())
 
 
 def _sides(comparison: RunComparison) -> list[tuple[str, RunSide]]:

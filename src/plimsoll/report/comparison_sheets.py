@@ -1,6 +1,6 @@
-"""The words, numbers and charts of two runs side by side, once for the terminal and the page.
+"""Sheets and sentences of two runs side by side, shared by the terminal and the HTML page.
 
-Changes are of the second run against the first. A share is left out where the first has nothing to be a share of.
+Changes are those from the first run to the second. A change has no percentage if the value of the first run is 0.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.prediction_sheets import short_path
 from plimsoll.report.sheets import Column, Sheet, columns_of, format_loss, format_speed
 
-_MOST_PLACES = 15  # a table of them is there to be read; the record has the rest
+_MOST_PLACES = 15  # short enough to read; the record has all
 
 Number = int | float | None
 
 
 def labels(comparison: RunComparison) -> tuple[str, str]:
-    """Return the names of the runs; where they are alike, with their places."""
+    """Return the names of the runs, marked ``(first)`` and ``(second)`` if they are equal."""
     names = comparison.first.name, comparison.second.name
     return names if names[0] != names[1] else (f"{names[0]} (first)", f"{names[1]} (second)")
 
 
 def headline(comparison: RunComparison) -> str:
-    """Say how the peak and the speed of the second run differ from those of the first."""
+    """Return a sentence on the change in peak and step time from the first run to the second."""
     first, second = comparison.first, comparison.second
     one, other = labels(comparison)
     said = []
     if first.peak_bytes is not None and second.peak_bytes is not None:
         said.append(f"peak {_change(first.peak_bytes, second.peak_bytes, format_bytes)}")
     if first.step_seconds is not None and second.step_seconds is not None:
-        said.append(f"time of a step {_change(first.step_seconds, second.step_seconds, format_seconds)}")
-    return f"{other} against {one}: {', '.join(said) or 'nothing was measured of both'}."
+        said.append(f"step time {_change(first.step_seconds, second.step_seconds, format_seconds)}")
+    return f"{other} compared with {one}: {', '.join(said) or 'no value was measured in both'}."
 
 
 def job_sentence(comparison: RunComparison) -> str:
-    """Say whether both ran the same job."""
+    """Return a sentence on whether both runs have the same job."""
     num = len(comparison.job)
     if not num:
-        return "Both have the same job."
-    return f"The jobs differ in {num} field{'s' * (num != 1)}, so what differs may come from there."
+        return "Both runs have the same job."
+    return f"The jobs differ in {num} field{'s' * (num != 1)}, which may explain the differences."
 
 
 def number_sheet(comparison: RunComparison) -> Sheet:
-    """Return what was measured of each run, and the change."""
+    """Return the measurements of both runs and their changes."""
     first, second = comparison.first, comparison.second
 
     def row(title: str, value: Callable[[RunSide], Number], write: Callable[[Any], str]) -> tuple[str, ...]:
@@ -64,26 +64,26 @@ def number_sheet(comparison: RunComparison) -> Sheet:
         row("Peak memory", lambda side: side.peak_bytes, format_bytes),
         row("Budget", lambda side: side.limit_bytes, format_bytes),
         row("Predicted peak", lambda side: side.predicted_peak_bytes, format_bytes),
-        row("Time of a step", lambda side: side.step_seconds, format_seconds),
+        row("Step time", lambda side: side.step_seconds, format_seconds),
         *_speed_rows(comparison, row, words),
         row("Steps", lambda side: len(side.steps), "{:,}".format),
         row("First loss", lambda side: _loss(side, 0), format_loss),
         row("Last loss", lambda side: _loss(side, -1), format_loss),
         row("Validation loss", lambda side: side.validation_loss, format_loss),
-        words("Plan at start", lambda side: " + ".join(side.choices) or "nothing installed"),
-        words("Plan at end", lambda side: " + ".join(side.last_choices) or "nothing installed"),
+        words("Plan at start", lambda side: " + ".join(side.choices) or "no technique"),
+        words("Plan at end", lambda side: " + ".join(side.last_choices) or "no technique"),
         row("OOM events", lambda side: side.num_oom_events, str),
         row("OOM events survived", lambda side: side.num_oom_survived, str),
         row("Processes killed", lambda side: side.num_deaths, str),
     )
     one, other = labels(comparison)
-    return Sheet("Side by side", (Column("What"), Column(one), Column(other), Column("Change")), rows)
+    return Sheet("Side by side", (Column("Property"), Column(one), Column(other), Column("Change")), rows)
 
 
 def _speed_rows(
     comparison: RunComparison, row: Callable[..., tuple[str, ...]], words: Callable[..., tuple[str, ...]]
 ) -> list[tuple[str, ...]]:
-    """Tokens and samples a second are not compared as numbers."""
+    """Return the throughput row, without a change if one run counts tokens and the other samples."""
     unit = comparison.first.unit
     if unit == comparison.second.unit:
         return [row("Throughput", lambda side: side.units_per_second, lambda speed: format_speed(speed, unit))]
@@ -97,11 +97,11 @@ def job_sheet(comparison: RunComparison) -> Sheet:
         (found.field, *(_written(found.field, value) for value in (found.first, found.second)))
         for found in comparison.job
     )
-    return Sheet("What differs in job.yaml", (Column("Field"), Column(one), Column(other)), rows)
+    return Sheet("Differences in job.yaml", (Column("Field"), Column(one), Column(other)), rows)
 
 
 def category_sheet(comparison: RunComparison) -> Sheet:
-    """List what each plan predicts at the peak by category, the largest change first."""
+    """List the predicted memory at the peak by category, largest change first."""
     first, second = comparison.first.parts, comparison.second.parts
     if not first or not second:
         return Sheet("At the peak, by category (predicted)", (), ())
@@ -115,9 +115,9 @@ def category_sheet(comparison: RunComparison) -> Sheet:
 
 
 def place_sheet(comparison: RunComparison) -> Sheet:
-    """List what differs at the predicted peak by module and line, the largest change first.
+    """List the differences at the predicted peak by module and source line, largest change first.
 
-    It compares what each prediction lists as largest: "not listed" is not nothing.
+    Each prediction lists only its largest allocations: "not listed" does not mean zero bytes.
     """
     one = {(place.category, place.module, place.line): place.num_bytes for place in comparison.first.places}
     other = {(place.category, place.module, place.line): place.num_bytes for place in comparison.second.places}
@@ -154,12 +154,14 @@ def _listed(one: int | None, other: int | None) -> tuple[str, str, str]:
 
 
 def _change(one: float, other: float, write: Callable[[Any], str]) -> str:
-    """Write a change with its sign and its share: ``+1.0 MiB (+10 %)``."""
+    """Format a change with its sign and percentage: ``+1.0 MiB (+10 %)``."""
     change = other - one
     if not change or not math.isfinite(change):
         return "same" if one == other else ""
     percent = f"{100 * change / abs(one):+.1f}" if one else "+0.0"
-    share = "" if float(percent) == 0 else f" ({percent}\u00a0%)"  # which is not broken from its number
+    share = (
+        "" if float(percent) == 0 else f" ({percent}\u00a0%)"
+    )  # a no-break space: no line break before the percent sign
     return f"{'+' if change > 0 else '-'}{write(abs(change))}{share}"
 
 

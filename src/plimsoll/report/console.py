@@ -1,4 +1,4 @@
-"""Standard error for what is drawn on it: progress bars and live views."""
+"""Standard error as a rich console for progress bars and live views."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from rich.console import Console
 
 
 class StandardError(Console):
-    """Standard error, whose reader may go away (``2>&1 | tee``, at Ctrl-C): rich would end the process there."""
+    """A console on standard error that survives a closed pipe (``2>&1 | tee`` at Ctrl-C), at which rich would exit."""
 
     def __init__(self) -> None:
         super().__init__(stderr=True)
 
     def on_broken_pipe(self) -> None:
-        """Say nothing more."""
+        """Stop printing, and let the process continue."""
         self.quiet = True

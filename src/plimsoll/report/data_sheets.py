@@ -1,4 +1,4 @@
-"""The words and numbers of a corpus, once: the terminal and the HTML page show the same sheets and sentences."""
+"""Sheets and sentences of a corpus, shared by the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _MOST_LABELS = 20
 _THIS_JOB = "*"
 
 Found = CorpusFacts | TokenFacts | Inspection | FeedRates
-"""What `plimsoll data` answers."""
+"""A result of `plimsoll data`."""
 
 
 def headline(found: Found) -> str:
-    """Sum an answer up, for a person who is shown the path of its file."""
+    """Return a short summary of a result, to print next to the path of its file."""
     match found:
         case CorpusFacts():
             return f"{found.num_texts:,} texts"
@@ -28,11 +28,11 @@ def headline(found: Found) -> str:
 
 
 def corpus_sheet(corpus: CorpusFacts) -> Sheet:
-    """Say what the texts are and where their index is."""
+    """Return the number and size of the texts, and the place of their index."""
     rows = (
         ("Files", f"{corpus.num_files:,}"),
         ("Texts", f"{corpus.num_texts:,}"),
-        ("Size", f"{format_bytes(corpus.num_bytes)}, {format_bytes(corpus.num_bytes // corpus.num_texts)} a text"),
+        ("Size", f"{format_bytes(corpus.num_bytes)}, {format_bytes(corpus.num_bytes // corpus.num_texts)} per text"),
         ("Left out", _left_out(corpus)),
         ("Index", f"{format_bytes(corpus.index_bytes)} in {corpus.index_folder}"),
         ("Time", format_seconds(corpus.seconds)),
@@ -51,14 +51,14 @@ def _left_out(corpus: CorpusFacts) -> str:
 
 
 def skipped_sheet(corpus: CorpusFacts) -> Sheet:
-    """Name what was left out, and why."""
+    """List the files and lines that were left out, with the reasons."""
     shown = corpus.skipped[:_MOST_SKIPPED]
     title = f"Left out, {len(shown)} of {corpus.num_skipped:,}"
-    return Sheet(title, columns_of("What and why"), tuple((reason,) for reason in shown))
+    return Sheet(title, columns_of("Place and reason"), tuple((reason,) for reason in shown))
 
 
 def label_sheet(corpus: CorpusFacts) -> Sheet:
-    """Count the texts of each class, the most frequent first."""
+    """List the number of texts of each class, most frequent first."""
     labels = sorted(corpus.labels, key=lambda label: -label.num_texts)[:_MOST_LABELS]
     rows = tuple(
         (label.name, f"{label.num_texts:,}", format_share(label.num_texts, corpus.num_texts)) for label in labels
@@ -68,7 +68,7 @@ def label_sheet(corpus: CorpusFacts) -> Sheet:
 
 
 def tag_sheet(corpus: CorpusFacts) -> Sheet:
-    """Count the words of each tag, the most frequent first."""
+    """List the number of words of each tag, most frequent first."""
     num_words = sum(tag.num_words for tag in corpus.tags)
     tags = sorted(corpus.tags, key=lambda tag: -tag.num_words)[:_MOST_LABELS]
     rows = tuple((tag.name, f"{tag.num_words:,}", format_share(tag.num_words, num_words)) for tag in tags)
@@ -77,10 +77,10 @@ def tag_sheet(corpus: CorpusFacts) -> Sheet:
 
 
 def token_sheet(tokens: TokenFacts) -> Sheet:
-    """Say what the tokens are and where."""
+    """Return the number of tokens, their type and their place."""
     per_token = tokens.corpus.num_bytes / max(tokens.num_tokens, 1)
     rows = (
-        ("Tokens", f"{tokens.num_tokens:,}, {per_token:.2f} bytes of the files each"),
+        ("Tokens", f"{tokens.num_tokens:,}, {per_token:.2f} file bytes per token"),
         ("Stored as", f"{tokens.token_type}, {format_bytes(tokens.num_stored_bytes)} in {tokens.tokens_folder}"),
         ("Vocabulary", f"{tokens.vocab_size:,} in {tokens.tokenizer_folder}"),
         ("Time", format_seconds(tokens.seconds)),
@@ -89,28 +89,34 @@ def token_sheet(tokens: TokenFacts) -> Sheet:
 
 
 def length_sheet(inspection: Inspection) -> Sheet:
-    """Show how long the texts are."""
+    """Return statistics of the text lengths, in tokens."""
     of = "all" if inspection.num_seen_texts == inspection.corpus.num_texts else f"{inspection.num_seen_texts:,} drawn"
     rows = (
         ("Mean", f"{inspection.mean_tokens:,.1f}"),
         *((_quantile_name(share), f"{length:,}") for share, length in inspection.quantiles),
-        ("All texts together", f"{inspection.num_tokens:,}"),
+        ("Total of all texts", f"{inspection.num_tokens:,}"),
         *((("Special tokens", inspection.special_tokens),) if inspection.special_tokens else ()),
-        *((("Borders", f"{inspection.num_borders:,}"),) if inspection.num_borders is not None else ()),
-        ("Bytes of the files per token", f"{inspection.bytes_per_token:.2f}"),
+        *(
+            (("Sentence or paragraph ends", f"{inspection.num_borders:,}"),)
+            if inspection.num_borders is not None
+            else ()
+        ),
+        ("File bytes per token", f"{inspection.bytes_per_token:.2f}"),
     )
-    return Sheet(f"Tokens of a text ({of} texts)", columns_of("Of the texts", "#Tokens"), rows)
+    return Sheet(f"Tokens per text ({of} texts)", columns_of("Statistic", "#Tokens"), rows)
 
 
 def _quantile_name(share: float) -> str:
-    return {0.0: "Shortest", 0.5: "Half are up to", 1.0: "Longest"}.get(share, f"{share:.0%} are up to")
+    return {0.0: "Shortest", 0.5: "Median", 1.0: "Longest"}.get(share, f"{share:.0%} quantile")
 
 
 def filling_sheet(inspection: Inspection) -> Sheet:
-    """Compare the ways to make batches of the texts."""
-    columns = columns_of("Way", "#Samples", "#Padding", "#Tokens a batch", "#Lost tokens")
+    """Compare the batching methods for the texts."""
+    columns = columns_of("Method", "#Samples", "#Padding", "#Tokens per batch", "#Lost tokens")
     rows = tuple(_filling_row(filling) for filling in inspection.fillings)
-    return Sheet(f"As samples of up to {inspection.sequence_length:,} tokens ({_THIS_JOB} this job)", columns, rows)
+    return Sheet(
+        f"Batching, samples of up to {inspection.sequence_length:,} tokens ({_THIS_JOB} this job)", columns, rows
+    )
 
 
 def _filling_row(filling: Filling) -> tuple[str, ...]:
@@ -124,13 +130,13 @@ def _filling_row(filling: Filling) -> tuple[str, ...]:
 
 
 def example_sheet(inspection: Inspection) -> Sheet:
-    """Show how some texts begin."""
-    return Sheet("Some texts", columns_of("Begin"), tuple((example,) for example in inspection.examples))
+    """List the beginnings of some texts."""
+    return Sheet("Examples", columns_of("Beginning of the text"), tuple((example,) for example in inspection.examples))
 
 
 def rate_sheet(feed: FeedRates) -> Sheet:
-    """List how fast each stage goes and what it takes."""
-    columns = columns_of("Stage", "How", "#Speed", "#Private memory")
+    """List the speed and private memory of each stage."""
+    columns = columns_of("Stage", "Details", "#Speed", "#Private memory")
     rows = tuple(
         (
             rate.stage,

@@ -1,4 +1,4 @@
-"""The words and numbers of a diagnosis, once: the terminal and the HTML page show the same sheets and sentences."""
+"""Sheets and sentences of a diagnosis, shared by the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from plimsoll.records.units import format_bytes
 from plimsoll.report.prediction_sheets import share_text
 from plimsoll.report.sheets import Sheet, columns_of
 
-_FACTS = columns_of("What", "How it is known")
-_REMEDY = columns_of("To do", "What")
-_STATED = columns_of("What", "Value")
-_SHARES = columns_of("Used for", "#Size", "#Share", "How it is known", "Where")
-_REMEDIES = columns_of("Remedy", "#Saves", "#A step", "Fits", "What it does")
+_FACTS = columns_of("Fact", "Source")
+_REMEDY = columns_of("Item", "Details")
+_STATED = columns_of("Property", "Value")
+_SHARES = columns_of("Used for", "#Size", "#Share", "Source", "Location")
+_REMEDIES = columns_of("Remedy", "#Saves", "#Step time", "Fits", "Effect")
 
 _CAUSES = {
-    "true_capacity": "the memory is really used up",
+    "true_capacity": "the memory is full",
     "fragmentation": "fragmentation",
     "other_process": "another process on the device",
-    "absurd_request": "a request that cannot be right",
-    "host_ram": "the host's memory ran out",
+    "absurd_request": "an implausible request size",
+    "host_ram": "host memory ran out",
     "tiny_shm": "shared memory is too small",
     "unknown": "unknown",
 }
 _SIZES = {
-    "tried_to_allocate": "Asked for",
+    "tried_to_allocate": "Requested",
     "free": "Free",
     "capacity": "Capacity",
-    "allowed_limit": "Allowed to this process",
+    "allowed_limit": "Limit of this process",
     "allocated_by_pytorch": "Allocated by PyTorch",
-    "derived_reserved_unallocated": "Reserved by PyTorch and not used",
+    "derived_reserved_unallocated": "Reserved by PyTorch, unallocated",
     "this_process": "This process",
     "other_process": "Other processes",
 }
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """Say how much was found in how many steps, or which error a text tells of."""
+    """Return a sentence on the number of causes found, or on the error that the text reports."""
     if diagnosis.event is not None:
         if diagnosis.shares and diagnosis.findings:
             return f"Out of memory ({diagnosis.event.kind}): {diagnosis.findings[0].title}."
@@ -62,29 +62,29 @@ def _event_sentence(event: OomText) -> str:
 
 def _needs_sentence(diagnosis: Diagnosis) -> str:
     limit_bytes = diagnosis.limit_bytes
-    of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
+    of = "" if limit_bytes is None else f", the limit is {format_bytes(limit_bytes)}"
     is_over = limit_bytes is not None and (diagnosis.peak_bytes or 0) > limit_bytes
     verdict = "It does not fit" if is_over else "It may not fit" if diagnosis.has_answer else "It fits"
     return f"{verdict}: the peak is {format_bytes(diagnosis.peak_bytes)}{of}."
 
 
 def event_sheet(event: OomText) -> Sheet:
-    """Return what an error's text states; empty where it is no out-of-memory error."""
+    """Return the facts that the text of an error states, without rows if it is not an out-of-memory error."""
     if not event.is_oom:
-        return Sheet("What the text states", _STATED, ())
+        return Sheet("Stated in the error text", _STATED, ())
     rows = [(title, format_bytes(size)) for name, title in _SIZES.items() if (size := getattr(event, name)) is not None]
     if event.device_index is not None:
         rows.append(("Device", str(event.device_index)))
     if event.line_number is not None:
         times = "" if event.num_times == 1 else f", {event.num_times:,} times"
-        rows.append(("In line", f"{event.line_number:,}{times}"))
+        rows.append(("Line of the text", f"{event.line_number:,}{times}"))
     if event.place:
-        rows.append(("Your line", f"{event.place}  {event.code}".rstrip()))
-    return Sheet("What the text states", _STATED, tuple(rows))
+        rows.append(("Your code", f"{event.place}  {event.code}".rstrip()))
+    return Sheet("Stated in the error text", _STATED, tuple(rows))
 
 
 def growth_sentence(diagnosis: Diagnosis) -> str:
-    """Say how memory changed from step to step; "" where that is not known."""
+    """Return a sentence on the growth of memory from step to step, or "" if it is unknown."""
     growth = diagnosis.growth
     if growth is None:
         return ""
@@ -96,7 +96,7 @@ def growth_sentence(diagnosis: Diagnosis) -> str:
 
 
 def sheets_of(diagnosis: Diagnosis) -> list[Sheet]:
-    """Return what the error states, the remedies, what the peak is made of, and each finding with its evidence."""
+    """Return the sheets of the error, the remedies, the parts of the peak, and each finding with its evidence."""
     sheets = [] if diagnosis.event is None else [event_sheet(diagnosis.event)]
     sheets += [remedies_sheet(diagnosis.remedies)] if diagnosis.remedies else []
     sheets += [shares_sheet(diagnosis.shares)] if diagnosis.shares else []
@@ -104,7 +104,7 @@ def sheets_of(diagnosis: Diagnosis) -> list[Sheet]:
 
 
 def remedies_sheet(remedies: Sequence[Remedy]) -> Sheet:
-    """List what would free memory, numbered as ``--remedy`` has it."""
+    """List the remedies, numbered as in ``--remedy``."""
     return Sheet("Remedies", _REMEDIES, tuple(_remedy_row(number, one) for number, one in enumerate(remedies, start=1)))
 
 
@@ -122,7 +122,7 @@ def _remedy_row(number: int, remedy: Remedy) -> tuple[str, ...]:
 
 
 def shares_sheet(shares: Sequence[Share]) -> Sheet:
-    """List what a peak is made of."""
+    """List the parts of a peak."""
     total_bytes = sum(share.num_bytes for share in shares)
     rows = [
         (one.category, format_bytes(one.num_bytes), share_text(one.num_bytes, total_bytes), one.known, one.place)
@@ -130,19 +130,19 @@ def shares_sheet(shares: Sequence[Share]) -> Sheet:
         if total_bytes
     ]
     was_refused = any(one.category == ASKED for one in shares)
-    title = "What was in use, and what was asked for" if was_refused else "What the peak is made of"
+    title = "Memory in use, and the failed request" if was_refused else "Parts of the peak"
     return Sheet(title, _SHARES, tuple(rows))
 
 
 def finding_sheets(finding: Finding) -> tuple[Sheet, Sheet]:
-    """Return what to do about a finding, and its evidence."""
-    rows = [("Do", str(finding.remedy))]
+    """Return the remedy of a finding, and its evidence."""
+    rows = [("Remedy", str(finding.remedy))]
     if finding.code:
-        rows.append(("Write", finding.code))
+        rows.append(("Code", finding.code))
     if finding.place:
-        rows.append(("Where", finding.place))
+        rows.append(("Location", finding.place))
     if finding.peak_share is not None:
-        rows.append(("Is", f"{finding.peak_share:.1%} of the peak"))
+        rows.append(("Share", f"{finding.peak_share:.1%} of the peak"))
     rows.append(("Saves", _effect(finding)))
     rows.append(("Page", finding.page or f"docs/causes/{finding.cause}.md"))
     evidence = tuple((fact.text, fact.known) for fact in finding.evidence)

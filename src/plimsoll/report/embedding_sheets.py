@@ -1,4 +1,4 @@
-"""The words and numbers of word vectors, once: the terminal and the HTML page show the same sheets."""
+"""Sheets of word vectors, shared by the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -10,78 +10,78 @@ _FOUND_AS = {
     "num_exact": "as written",
     "num_lower": "in lower case",
     "num_capitalised": "capitalised",
-    "num_built": "built of parts of words",
+    "num_built": "built from subwords",
 }
 _MISSING = {
     "zeros": "zeros",
-    "mean": "the mean of those found",
-    "normal": "drawn, with the mean and deviation of those found",
+    "mean": "the mean of the vectors found",
+    "normal": "random, with the mean and standard deviation of the vectors found",
 }
 
 
 def subset_sheets(subset: SubsetFacts) -> tuple[Sheet, ...]:
-    """Say which words were found, where the rows are, and what was not found."""
+    """Return the words found, the place of their rows, the missing words and the faults of the file."""
     full_bytes = 4 * subset.num_entries * subset.dimension
     rows = [
-        ("Vectors", f"{subset.source_format}, {subset.num_entries:,} entries of {subset.dimension} numbers"),
-        ("Words", f"{subset.num_words:,}, of {subset.vocabulary}"),
+        ("Vectors", f"{subset.source_format}, {subset.num_entries:,} entries, dimension {subset.dimension}"),
+        ("Words", f"{subset.num_words:,}, from {subset.vocabulary}"),
         ("Found", f"{_share(subset.num_found, subset.num_words)} of the words: {_found_as(subset)}"),
     ]
     if subset.num_tokens is not None and subset.num_hit_tokens is not None:
-        rows.append(("In the text", f"{_share(subset.num_hit_tokens, subset.num_tokens)} of all uses of words"))
+        rows.append(("In the text", f"{_share(subset.num_hit_tokens, subset.num_tokens)} of all word occurrences"))
     rows += [
         ("Other rows", f"{_MISSING[subset.missing]}; padding is zeros"),
-        ("Values", f"mean {subset.mean:.4f}, deviation {subset.deviation:.4f}"),
+        ("Values", f"mean {subset.mean:.4f}, standard deviation {subset.deviation:.4f}"),
         ("Rows", f"{subset.num_rows:,} in {subset.precision}, {format_bytes(subset.num_bytes)} in {subset.folder}"),
-        ("All of the file", f"would take {format_bytes(full_bytes)}"),
+        ("Whole file", f"would need {format_bytes(full_bytes)} in memory"),
         ("Time", _time(subset)),
     ]
     return (
         Sheet(f"Word vectors {subset.source}", FACTS, tuple(rows)),
         _miss_sheet(subset),
-        _fault_sheet(subset.num_duplicates, subset.faults, "wanted words that came again: the first was taken"),
+        _fault_sheet(subset.num_duplicates, subset.faults, "duplicates of words found: the first was used"),
     )
 
 
 def vector_file_sheets(file: VectorFile) -> tuple[Sheet, ...]:
-    """Say what is in a file of word vectors."""
-    promised = "" if file.num_promised is None else f"; its header says {file.num_promised:,}"
+    """Return the format, size and contents of a file of word vectors, and its faults."""
+    promised = "" if file.num_promised is None else f"; its header states {file.num_promised:,}"
     rows = [
         ("Format", file.format),
         ("Words", f"{_words(file)}{promised}"),
-        ("Numbers of a vector", f"{file.dimension:,}"),
+        ("Dimension", f"{file.dimension:,}"),
         ("File", format_bytes(file.num_file_bytes)),
         ("In memory", f"{format_bytes(file.num_full_bytes)} in single precision"),
         ("First words", ", ".join(map(repr, file.first_words))),
     ]
     if file.norms:
-        rows.append(("Lengths of vectors", "{:.3g} to {:.3g}, half of them up to {:.3g}".format(*_spread(file.norms))))
+        rows.append(("Vector norms", "{:.3g} to {:.3g}, median {:.3g}".format(*_spread(file.norms))))
     rows.append(("Time", format_seconds(file.seconds)))
-    faults = _fault_sheet(file.num_duplicates, file.faults, "words that came again: the first is taken")
+    faults = _fault_sheet(file.num_duplicates, file.faults, "duplicate words: the first is used")
     return Sheet(f"Word vectors {file.path}", FACTS, tuple(rows)), faults
 
 
 def conversion_sheets(conversion: Conversion) -> tuple[Sheet, ...]:
-    """Say what was written."""
+    """Return the source and size of a converted file, and the faults of its source."""
     rows = (
         ("From", conversion.source),
-        ("Words", f"{_words(conversion)}, of {conversion.dimension} numbers"),
+        ("Words", f"{_words(conversion)}, dimension {conversion.dimension}"),
         ("Size", f"{format_bytes(conversion.num_bytes)} in {conversion.precision}"),
         ("Time", format_seconds(conversion.seconds)),
     )
-    faults = _fault_sheet(conversion.num_duplicates, conversion.faults, "words that came again: the first was taken")
+    faults = _fault_sheet(conversion.num_duplicates, conversion.faults, "duplicate words: the first was used")
     return Sheet(f"Word vectors {conversion.output}", FACTS, rows), faults
 
 
 def compression_sheets(compression: CompressionFacts) -> tuple[Sheet, ...]:
-    """Say what compression saved and what it cost."""
+    """Return the sizes before and after compression, and the cosines to the original vectors."""
     before, after = compression.num_bytes_before, compression.num_bytes_after
     rows = (
-        ("Vectors", f"{compression.num_rows:,} of {compression.dimension} numbers"),
+        ("Vectors", f"{compression.num_rows:,}, dimension {compression.dimension}"),
         ("Size", f"{format_bytes(before)} before, {format_bytes(after)} after, {after / before:.1%}"),
-        ("Cosine, mean", f"{compression.mean_cosine:.4f}"),
-        ("Cosine, 99 % have at least", f"{compression.low_cosine:.4f}"),
-        ("Cosine, the least", f"{compression.least_cosine:.4f}"),
+        ("Mean cosine", f"{compression.mean_cosine:.4f}"),
+        ("1 % quantile of the cosine", f"{compression.low_cosine:.4f}"),
+        ("Lowest cosine", f"{compression.least_cosine:.4f}"),
     )
     return (Sheet(f"{compression.method.capitalize()}, {compression.detail} (lossy)", FACTS, rows),)
 
@@ -91,13 +91,13 @@ def _share(part: int, whole: int) -> str:
 
 
 def _words(file: VectorFile | Conversion) -> str:
-    """The words that have a vector, of what the file has."""
+    """Return the number of words with a vector, and the number of entries if it differs."""
     return f"{file.num_words:,}" + ("" if file.num_words == file.num_entries else f" in {file.num_entries:,} entries")
 
 
 def _time(subset: SubsetFacts) -> str:
     seconds = format_seconds(subset.seconds)
-    return f"none: it is from the cache, where reading the file took {seconds}" if subset.is_from_cache else seconds
+    return f"none: read from the cache; reading the file took {seconds}" if subset.is_from_cache else seconds
 
 
 def _found_as(subset: SubsetFacts) -> str:
@@ -124,5 +124,5 @@ def _miss_sheet(subset: SubsetFacts) -> Sheet:
 def _fault_sheet(num_duplicates: int, faults: tuple[FaultCount, ...], duplicates: str) -> Sheet:
     rows = [(fault.kind, f"{fault.count:,}", "\n".join(fault.examples)) for fault in faults]
     if num_duplicates:
-        rows.append(("twice", f"{num_duplicates:,}", duplicates))
-    return Sheet("What is wrong with the file", columns_of("What", "#Words", "Where"), tuple(rows))
+        rows.append(("duplicate", f"{num_duplicates:,}", duplicates))
+    return Sheet("Faults of the file", columns_of("Fault", "#Words", "Details"), tuple(rows))

@@ -1,4 +1,4 @@
-"""A lint report for people, for GitHub's annotations and as SARIF 2.1.0, which code hosts and editors read."""
+"""Lint reports as text, JSON, GitHub annotations and SARIF 2.1.0, the format of code hosts and editors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from importlib.metadata import version
 from plimsoll.records.lint import LintFinding, LintReport
 from plimsoll.report.sheets import Sheet, columns_of
 
-_FOUND = columns_of("Where", "Rule", "What", "Instead")
-_UNREAD = columns_of("File", "Why")
+_FOUND = columns_of("Location", "Rule", "Finding", "Remedy")
+_UNREAD = columns_of("File", "Reason")
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def as_lines(report: LintReport) -> str:
-    """Return one paragraph per mistake, as compilers do, and what it comes to."""
+    """Return one paragraph per finding, in the style of compilers, and a summary."""
     parts = []
     for one in report.findings:
         head = f"{one.file}:{one.line}:{one.column}: {one.rule}: {one.message}"
@@ -25,13 +25,13 @@ def as_lines(report: LintReport) -> str:
 
 
 def sentence(report: LintReport) -> str:
-    """Say how much was found in how much."""
+    """Return a summary: the number of findings, files and lines."""
     found = len(report.findings)
     where = f"{report.num_files:,} file{'s' * (report.num_files != 1)}, {report.num_lines:,} lines"
     what = "Nothing found" if not found else f"{found:,} finding{'s' * (found != 1)}"
     fixed = f", {report.num_fixed:,} fixed" if report.num_fixed else ""
     num_fixable = sum(one.is_fixable for one in report.findings)
-    hint = f" {num_fixable:,} can be mended by --fix." if num_fixable else ""
+    hint = f" {num_fixable:,} fixable with --fix." if num_fixable else ""
     unread = f" {len(report.unread):,} not checked." if report.unread else ""
     return f"{what} in {where}{fixed}.{unread}{hint}"
 
@@ -42,7 +42,7 @@ def as_list(report: LintReport) -> str:
 
 
 def as_annotations(report: LintReport) -> str:
-    """Return GitHub's workflow commands, one line per mistake."""
+    """Return GitHub workflow commands, one line per finding."""
     return "\n".join(_annotation(one) for one in report.findings)
 
 
@@ -97,7 +97,7 @@ def _result(one: LintFinding, rule_index: int) -> dict[str, object]:
 
 
 def lint_sheets(report: LintReport) -> tuple[Sheet, ...]:
-    """Return the findings as a table, how many each rule has, and what was not checked."""
+    """Return the findings, the number of findings per rule, and the files that were not checked."""
     rows = tuple(
         (f"{one.file}:{one.line}", one.rule, f"{one.message}\n{one.code}", one.remedy) for one in report.findings
     )

@@ -1,7 +1,7 @@
-"""Records in a notebook: the first of their tables as a fragment of HTML, without scripts and without charts.
+"""HTML fragments of records for notebooks: the most important tables, without scripts and charts.
 
-A cell must be light: a page with plotly is over 1 MB, this is some kB. Colours and font are those of the notebook.
-Covers runs, comparisons, plans, predictions and diagnoses; other records are shown by their text.
+A fragment has a few kB, whereas a page with plotly has over 1 MB. The notebook sets colours and font. Runs,
+comparisons, plans, predictions and diagnoses have a fragment; other records are shown as text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Told = tuple[str, str, Sequence[sheets.Sheet]]  # title, sentence, tables: the f
 
 
 def notebook_html(record: Record) -> str | None:
-    """Return a record as a fragment of HTML; ``None`` where there is none of this kind."""
+    """Return a record as an HTML fragment, or ``None`` for other kinds of records."""
     if type(record) not in _TOLD:
         return None
     title, sentence, shown = _TOLD[type(record)](record)
@@ -34,7 +34,7 @@ def notebook_html(record: Record) -> str | None:
 
 
 def _numbers(numbers: tuple[tuple[str, str], ...]) -> sheets.Sheet:
-    return sheets.Sheet("Numbers", sheets.columns_of("What", "Value"), numbers)
+    return sheets.Sheet("Key numbers", sheets.columns_of("Property", "Value"), numbers)
 
 
 def _run(record: RunRecord) -> Told:

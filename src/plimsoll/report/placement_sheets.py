@@ -1,4 +1,4 @@
-"""The words and numbers of a plan to apply a model, once: the terminal and the HTML page show the same."""
+"""Sheets and sentences of an inference plan, shared by the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PLACES: tuple[Place, ...] = ("device", "host", "disk")
 
 
 def verdict(plan: InferencePlan) -> str:
-    """The answer in one or two words."""
+    """Return the verdict in one or two words."""
     if not plan.fits:
         return "impossible"
     return "fits" if plan.peak.high_bytes <= plan.limit_bytes else "probably fits"
 
 
 def headline(plan: InferencePlan) -> str:
-    """Say in one sentence whether it fits, what it needs and how fast it is expected to be."""
+    """Return a sentence with the verdict, the peak and the expected speed."""
     if plan.smallest_budget_bytes is not None:
         return (
             f"Impossible: one row of {plan.longest_tokens:,} tokens needs at least "
@@ -37,14 +37,14 @@ def headline(plan: InferencePlan) -> str:
 
 
 def sentences(plan: InferencePlan) -> tuple[str, ...]:
-    """Say where the weights are, and what a pass waits for."""
+    """Return sentences on the place of the weights and the bottleneck of a pass."""
     said = [_places_sentence(plan)]
     if plan.bytes_in("disk") or plan.bytes_in("host"):
         said.append(_reading_sentence(plan))
     if not plan.fits and plan.host_free_bytes is not None and plan.bytes_in("host"):
         said.append(
-            f"The host's memory has room for {format_bytes(plan.host_free_bytes)} of weights: the others have to stay "
-            "on the device, or be read from the disk with --device cpu."
+            f"Host memory can hold {format_bytes(plan.host_free_bytes)} of weights; the others must stay on the "
+            "device, or be read from disk: give --device cpu."
         )
     return tuple(said)
 
@@ -53,36 +53,36 @@ def _places_sentence(plan: InferencePlan) -> str:
     num_bytes = format_bytes(plan.num_bytes)
     if plan.resident_bytes == plan.num_bytes:
         return f"All {num_bytes} of the weights stay {_where(plan, 'device')}."
-    places = [f"{format_bytes(plan.bytes_in(one))} {_where(plan, one)}" for one in _PLACES if plan.bytes_in(one)]
-    return f"Of {num_bytes} of weights {', '.join(places)}."
+    places = [f"{format_bytes(plan.bytes_in(one))} is {_where(plan, one)}" for one in _PLACES if plan.bytes_in(one)]
+    return f"Of {num_bytes} of weights, {' and '.join(places)}."
 
 
 def _where(plan: InferencePlan, place: Place) -> str:
     if place == "device":
         return "in memory" if plan.device_kind == "cpu" else "on the device"
-    return "on disk" if place == "disk" else "in the host's memory"
+    return "on disk" if place == "disk" else "in host memory"
 
 
 def _reading_sentence(plan: InferencePlan) -> str:
     if not plan.read_bytes:
-        return "The page cache has room for what is on disk: only the first pass reads it, and compute is the limit."
-    source = "over the link" if plan.device_kind == "cuda" else "from the disk"
+        return "The page cache can hold the weights on disk: only the first pass reads them; bottleneck: compute."
+    source = "over the link" if plan.device_kind == "cuda" else "from disk"
     how = f" at {format_bytes(int(plan.read_bytes_per_second))}/s" if plan.read_bytes_per_second else ""
-    known = {"measured": ", measured", "table": ", of a table", "none": ""}[plan.rate_source]
+    known = {"measured": " (measured)", "table": " (from a table)", "none": ""}[plan.rate_source]
     return (
-        f"A pass brings {format_bytes(plan.read_bytes)} {source}{how}{known}: {format_seconds(plan.read_seconds)}, "
-        f"while it computes {format_seconds(plan.compute_seconds)}; {plan.limited_by} is the limit."
+        f"Each pass reads {format_bytes(plan.read_bytes)} {source}{how}{known} in {format_seconds(plan.read_seconds)} "
+        f"while it computes for {format_seconds(plan.compute_seconds)}; bottleneck: {plan.limited_by}."
     )
 
 
 def key_numbers(plan: InferencePlan) -> tuple[tuple[str, str], ...]:
-    """Return of what the plan is and how it was found, as label and value; an even number of them."""
+    """Return the key numbers of an inference plan as pairs of label and value. Their number is even."""
     return (
         ("Task", plan.task),
         ("Type", plan.dtype),
-        ("Rows a pass", f"{plan.micro_batch:,}"),
-        ("Tokens a row", _tokens(plan)),
-        ("A pass", format_seconds(plan.pass_time.likely_seconds)),
+        ("Rows per pass", f"{plan.micro_batch:,}"),
+        ("Tokens per row", _tokens(plan)),
+        ("Pass time", format_seconds(plan.pass_time.likely_seconds)),
         ("Speed", _rate(plan.rows_per_second)),
         ("Limit from", plan.limit_source),
         ("Limited by", plan.limited_by),
@@ -101,14 +101,14 @@ def _rate(rows_per_second: float) -> str:
 
 
 def part_sheet(plan: InferencePlan) -> Sheet:
-    """List the parts and their places; blocks that lie alike are one row."""
+    """List the parts of the model and their places. Numbered blocks in the same place share a row."""
     groups: dict[tuple[str, Place, bool], list[Part]] = {}
     for part in plan.parts:
         groups.setdefault((_NUMBER.sub("*", part.name), part.place, part.is_streamed), []).append(part)
     rows = tuple(
         (
             parts[0].name if len(parts) == 1 else f"{pattern}: {_numbers_text(parts)}",
-            _where(plan, place) + (", streamed" if is_streamed else ", read by row" if place != "device" else ""),
+            _where(plan, place) + (", streamed" if is_streamed else ", read row by row" if place != "device" else ""),
             f"{len(parts):,}",
             format_bytes(sum(part.num_bytes for part in parts)),
         )
@@ -118,7 +118,7 @@ def part_sheet(plan: InferencePlan) -> Sheet:
 
 
 def _numbers_text(parts: Iterable[Part]) -> str:
-    """``0-3, 6`` of names that differ in one number."""
+    """Return the ranges of numbers in names that differ only in one number: ``0-3, 6``."""
     numbers = [int(found[-1]) for part in parts if (found := _NUMBER.findall(part.name))]
     runs: list[list[int]] = []
     for number in numbers:
@@ -130,7 +130,7 @@ def _numbers_text(parts: Iterable[Part]) -> str:
 
 
 def rejected_sheet(plan: InferencePlan) -> Sheet:
-    """List other numbers of rows, with what was expected of them."""
+    """List the rejected numbers of rows per pass, with peak, speed and reason."""
     rows = tuple(
         (
             f"{found.micro_batch:,}",
@@ -141,15 +141,15 @@ def rejected_sheet(plan: InferencePlan) -> Sheet:
         )
         for found in plan.rejected
     )
-    return Sheet("Rejected", columns_of("#Rows a pass", "#Resident", "#Peak", "#Speed", "Why not"), rows)
+    return Sheet("Rejected", columns_of("#Rows per pass", "#Resident", "#Peak", "#Speed", "Reason"), rows)
 
 
 def assumption_sheet(plan: InferencePlan) -> Sheet:
-    """List what was assumed."""
-    return Sheet("Assumed", columns_of("What"), tuple((one.text,) for one in plan.assumptions))
+    """List the assumptions."""
+    return Sheet("Assumptions", columns_of("Assumption"), tuple((one.text,) for one in plan.assumptions))
 
 
 def sheets_of(plan: InferencePlan) -> tuple[Sheet, ...]:
-    """Return the tables, those without rows left out."""
+    """Return all sheets that have rows."""
     made = (part_sheet(plan), rejected_sheet(plan), assumption_sheet(plan))
     return tuple(sheet for sheet in made if sheet.rows)

@@ -1,7 +1,7 @@
-"""The chart of a plan: every configuration that has numbers, by what it needs and how long it takes.
+"""Chart of a plan: every predicted configuration by peak and step time.
 
-The line of the budget is upright: what lies left of it fits. Whatever was not predicted is missing, and the caption
-says how many are drawn.
+The limit is a vertical line; configurations left of it fit. Configurations without a prediction are missing. The
+caption gives the number of points.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.charts import Chart, empty_figure, unit_of
 from plimsoll.report.plan_sheets import choices_text, limit_bytes_of, stays_under
 
-_MARGIN = 0.08  # of what the points span, on each side
-_MOST_LABELS = 6  # of fallbacks: more would cover each other
+_MARGIN = 0.08  # share of the range of the points, on each side
+_MOST_LABELS = 6  # labels of fallbacks: more would overlap
 
 Point = Configuration | Rejected
 
 
 def fallback_chart(plan: Plan) -> Chart:
-    """Draw the peak and the step time of the plan, its fallbacks and what was rejected, with the limit."""
-    title = "Memory against time"
+    """Return the chart of peak and step time of the plan, its fallbacks and the rejected combinations."""
+    title = "Peak and step time"
     groups = _groups(plan)
     points = [point for group in groups.values() for point in group]
     if not points:
-        return Chart("fallback_schedule", title, "Nothing was predicted.", None)
+        return Chart("fallback_schedule", title, "No configuration was predicted.", None)
     limit_bytes = limit_bytes_of(plan)
     peaks = [_peak_bytes(point) for point in points]
     unit, unit_bytes = unit_of(max(*peaks, limit_bytes or 0))
-    figure = empty_figure(f"peak, {unit}", "seconds a step")
+    figure = empty_figure(f"peak, {unit}", "step time, seconds")
     for name, group in groups.items():
         _add_group(figure, name, group, unit_bytes)
     _label_fallbacks(figure, plan, unit_bytes)
@@ -42,20 +42,20 @@ def fallback_chart(plan: Plan) -> Chart:
     figure.update_xaxes(range=_span(xs), showgrid=True)
     figure.update_yaxes(range=_span([_seconds(point) for point in points]))
     figure.update_layout(hovermode="closest")
-    limit = "" if limit_bytes is None else f" What lies left of the limit of {format_bytes(limit_bytes)} fits."
-    caption = f"Predicted, for {len(points):,} ways to run the same step.{limit} Lower is faster."
+    limit = "" if limit_bytes is None else f" Points left of the limit of {format_bytes(limit_bytes)} fit."
+    caption = f"Predicted for {len(points):,} ways to run the same step.{limit} Lower is faster."
     return Chart("fallback_schedule", title, caption, figure.to_plotly_json())
 
 
 def _groups(plan: Plan) -> dict[str, list[Point]]:
-    """What is drawn alike; what comes later lies above."""
+    """Return the points by group. Later groups are drawn over earlier ones."""
     limit_bytes = limit_bytes_of(plan)
     rejected = _known(plan.rejected)
     return {
         "rejected, too large": [point for point in rejected if not _fits(point, limit_bytes)],
         "rejected": [point for point in rejected if _fits(point, limit_bytes)],
         "not allowed": _known(plan.lossy_alternatives),
-        "plain loop": _known([plan.plain] if plan.plain else []),
+        "no technique": _known([plan.plain] if plan.plain else []),
         "plan and fallbacks": _known(plan.fallbacks),
     }
 
@@ -64,7 +64,7 @@ _STYLES = {
     "rejected, too large": ("var(--muted)", "x-thin-open", 7),
     "rejected": ("var(--second)", "circle-open", 7),
     "not allowed": ("var(--warning)", "diamond-open", 9),
-    "plain loop": ("var(--line)", "square", 10),
+    "no technique": ("var(--line)", "square", 10),
     "plan and fallbacks": ("var(--accent)", "circle", 10),
 }
 
@@ -106,13 +106,13 @@ def _add_group(figure: go.Figure, name: str, group: list[Point], unit_bytes: int
 
 
 def _told(point: Point) -> str:
-    """What a point is, escaped and in lines: plotly reads markup in it."""
+    """Return the hover text of a point, with HTML escaped, because plotly interprets markup."""
     choices = html.escape(choices_text(point.choices), quote=False).replace(" + ", " +<br>")
-    return f"{choices}<br>{format_bytes(_peak_bytes(point))}, {format_seconds(_seconds(point))} a step"
+    return f"{choices}<br>{format_bytes(_peak_bytes(point))}, {format_seconds(_seconds(point))} per step"
 
 
 def _label_fallbacks(figure: go.Figure, plan: Plan, unit_bytes: int) -> None:
-    first = "plan" if plan.fits else "needs least"
+    first = "plan" if plan.fits else "lowest peak"
     for number, configuration in enumerate(plan.fallbacks[: _MOST_LABELS + 1]):
         if not _known([configuration]):
             continue
@@ -142,7 +142,7 @@ def _add_limit(figure: go.Figure, limit_bytes: int, unit_bytes: int) -> None:
 
 
 def _span(values: list[float]) -> list[float]:
-    """From the least to the most with room around; one value alone is in the middle."""
+    """Return the range of an axis: all values and a margin. A single value is in the middle."""
     low, high = min(values), max(values)
     margin = _MARGIN * (high - low) or 0.5 * high or 1.0
     return [round(low - margin, 4), round(high + 2 * margin, 4)]

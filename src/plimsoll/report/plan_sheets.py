@@ -1,7 +1,7 @@
-"""The words and numbers of a plan, once: the terminal and the HTML page show the same sheets and sentences.
+"""Sheets and sentences of a plan, shared by the terminal and the HTML page.
 
-Nothing here knows colours, widths or HTML, and nothing is computed that the record does not hold, but for differences
-between its numbers. What a technique does is told by the record (``about``): techniques themselves import torch.
+The functions know no colours, widths or HTML, and show only numbers from the record and differences between them. The
+description of a technique comes from the record (``about``), because the technique modules import torch.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.prediction_sheets import range_text
 from plimsoll.report.sheets import Column, Sheet, columns_of, steps_of_plan
 
-MOST_REJECTED = 12  # that are shown; a page has more, folded away
+MOST_REJECTED = 12  # rows in the main table; the HTML page has more in a folded one
 MOST_REJECTED_FOLDED = 200
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
-_LEAST_SAID_BYTES = 8 << 20  # less is lost in what is imported
-_BY_NUMBERS = "#Peak", "#A step"
+_LEAST_SAID_BYTES = 8 << 20  # less is small compared with the imported libraries
+_BY_NUMBERS = "#Peak", "#Step time"
 
 
 def verdict(plan: Plan) -> str:
-    """The answer in one or two words; "probably" where the limit lies within the range."""
+    """Return the verdict in one or two words: "probably fits" if the limit lies within the range of the peak."""
     if not plan.fits:
         return "impossible"
     peak = plan.fallbacks[0].peak if plan.fallbacks else None
@@ -37,25 +37,25 @@ def verdict(plan: Plan) -> str:
 
 
 def limit_bytes_of(plan: Plan) -> int | None:
-    """What the peaks are compared with, in bytes."""
+    """Return the limit that peaks are compared with, in bytes."""
     if plan.limit_bytes is not None:
         return plan.limit_bytes
     return plan.budget.device_bytes if plan.prediction is None else plan.prediction.limit_bytes
 
 
 def stays_under(peak: Estimate, limit_bytes: int | None) -> bool:
-    """Whether a peak is below a limit with its whole range, as every configuration of a plan is."""
+    """Return whether the whole range of a peak is within a limit; without a limit, it is."""
     return limit_bytes is None or peak.high_bytes <= limit_bytes
 
 
 def headline(plan: Plan) -> str:
-    """Say in one sentence whether there is a plan, and what it needs."""
+    """Return a sentence with the verdict, the memory and the step time of the plan."""
     if not plan.fits:
         return _impossible(plan)
     configuration = plan.fallbacks[0] if plan.fallbacks else Configuration(choices=())
     peak = configuration.peak
     if peak is None:
-        return "Nothing was predicted: what memory allows is found while it trains."
+        return "Not predicted: training takes a fallback when memory runs out."
     limit_bytes = limit_bytes_of(plan)
     of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
     sentence = f"{verdict(plan).capitalize()}: {format_bytes(peak.likely_bytes)}{of}{_within(peak)}"
@@ -66,7 +66,7 @@ def _impossible(plan: Plan) -> str:
     needed_bytes, what, given_bytes = plan.smallest_budget_bytes or 0, "budget", plan.budget.device_bytes
     if given_bytes is None:
         what, given_bytes = "limit", limit_bytes_of(plan)
-    sentence = f"Impossible: at least {format_bytes(needed_bytes)} are needed"
+    sentence = f"Impossible: at least {format_bytes(needed_bytes)} is needed"
     if given_bytes is not None:
         short = format_bytes(max(0, needed_bytes - given_bytes))
         sentence += f", {short} more than the {what} of {format_bytes(given_bytes)}"
@@ -77,7 +77,7 @@ def _impossible(plan: Plan) -> str:
 
 
 def budget_word(num_bytes: int) -> str:
-    """Write the smallest budget of at least so many bytes that is short: ``1234KiB``, ``850MiB``, ``11.3GiB``."""
+    """Round a size up to a short value for ``--budget``: ``1234KiB``, ``850MiB``, ``11.3GiB``."""
     if num_bytes < 10 * _MIB and num_bytes % _MIB:
         return f"{math.ceil(num_bytes / _KIB)}KiB"
     if num_bytes <= 10 * _GIB:
@@ -99,8 +99,8 @@ def _about_seconds(time: Duration | None, measured_seconds: float | None = None)
         return ""
     predicted = format_seconds(time.likely_seconds)
     if measured_seconds is not None:
-        return f", {format_seconds(measured_seconds)} a step measured, {predicted} predicted"
-    return f", about {predicted} a step{_time_range(time)}"
+        return f", {format_seconds(measured_seconds)} per step measured, {predicted} predicted"
+    return f", about {predicted} per step{_time_range(time)}"
 
 
 def _time_range(time: Duration) -> str:
@@ -109,7 +109,7 @@ def _time_range(time: Duration) -> str:
 
 
 def seconds_range_text(time: Duration) -> str:
-    """Write a range, the unit once if it is the same: ``1.5 to 2.4 s``."""
+    """Format a range of times, with the unit once if both ends share it: ``1.5 to 2.4 s``."""
     low, high = format_seconds(time.low_seconds), format_seconds(time.high_seconds)
     if low == high:
         return high
@@ -118,31 +118,31 @@ def seconds_range_text(time: Duration) -> str:
 
 
 def plain_sentence(plan: Plan) -> str:
-    """Say what a loop without any technique would need; empty where that was not predicted."""
+    """Return a sentence on the peak and step time without any technique, or "" if they were not predicted."""
     plain, limit_bytes = plan.plain, limit_bytes_of(plan)
     if plain is None or plain.peak is None:
         return ""
     if plan.fallbacks and _words(plan.fallbacks[0].choices) == _words(plain.choices):
-        return "This is the plain loop: no technique is needed." if plan.fits else "This is the plain loop."
-    return f"The plain loop would need {_compared(plain.peak, limit_bytes)}{_about_seconds(plain.step_time)}."
+        return "The plan needs no technique." if plan.fits else "The plan uses no technique."
+    return f"Without techniques: {_compared(plain.peak, limit_bytes)}{_about_seconds(plain.step_time)}."
 
 
 def alternative_sentence(plan: Plan) -> str:
-    """Say what has to be allowed for the first lossy alternative that stays under the limit; empty without one."""
+    """Return a sentence on the first lossy alternative that fits, with the option that allows it, or "" without one."""
     limit_bytes = limit_bytes_of(plan)
     for alternative in plan.lossy_alternatives:
         names = _lossy_names(plan, alternative.choices)
         if names and alternative.peak is not None and stays_under(alternative.peak, limit_bytes):
             allowed = ", ".join(names)
             return (
-                f"With what changes the training it would fit: {format_bytes(alternative.peak.likely_bytes)} with "
-                f"--set 'allow=[{allowed}]'."
+                f"It would fit with a technique that changes the training: "
+                f"{format_bytes(alternative.peak.likely_bytes)} with --set 'allow=[{allowed}]'."
             )
     return ""
 
 
 def constraints_sentence(plan: Plan) -> str:
-    """Say what was pinned and what was forbidden; empty if nothing was."""
+    """Return the pinned, left out and forbidden choices as sentences, or "" if there are no constraints."""
     said = []
     if plan.pinned:
         said.append(f"Pinned: {', '.join(map(str, plan.pinned))}.")
@@ -153,44 +153,47 @@ def constraints_sentence(plan: Plan) -> str:
 
 
 def loss_sentence(plan: Plan) -> str:
-    """Say what was found of whether a batch may be cut; empty where nobody needs to look, or nobody did."""
+    """Return a sentence on whether the batch may be split into micro-batches.
+
+    The text is empty if the loss function settles it, or if nothing was checked.
+    """
     check = plan.loss_check
     if check is None or check.verdict == "known":
         return ""
     if check.may_cut:
-        return f"Cutting the batch: {check.sentence}."
-    return f"The batch is not cut: {check.why} ({check.remedy})."
+        return f"Loss of micro-batches: {check.sentence}."
+    return f"The batch is not split into micro-batches: {check.why} ({check.remedy})."
 
 
 def trial_sentence(plan: Plan) -> str:
-    """Say whether the plan was run beside others before it was believed; empty where nothing fits, or was predicted."""
+    """Return a sentence on the trial of the plan, or "" if nothing fits or was predicted."""
     trial, num_others = plan.trial, len(plan.candidates)
     if not plan.fits or (trial is None and plan.prediction is None):
         return ""
     if trial is None and num_others:
-        others = "one other that is" if num_others == 1 else f"{num_others} others that are"
+        others = "one other plan" if num_others == 1 else f"{num_others} other plans"
         return (
-            f"Untried: on its device, `plimsoll train` runs it and {others} about as fast for a few passes, and takes "
-            "the fastest."
+            f"No trial yet: `plimsoll train` first times this plan and {others} of about the same speed on the device, "
+            "and takes the fastest."
         )
     if trial is None:
-        return "Untried: no other plan that was traced is about as fast."
+        return "No trial: no other traced plan is about as fast."
     if trial.left_out:
-        return f"Untried: {trial.left_out}."
+        return f"No trial: {trial.left_out}."
     fastest = next((one for one in trial.tried if one.outcome == "fastest"), None)
     if fastest is None:
-        return f"Tried: none of {len(trial.tried)} plans held, so it begins with a fallback."
+        return f"Trial: none of {len(trial.tried)} plans passed, so training starts with a fallback."
     num_measured = sum(one.measured_seconds is not None for one in trial.tried)
-    of = f"the fastest of {num_measured} plans" if num_measured > 1 else "the only one of its candidates that was run"
+    of = f"the fastest of {num_measured} plans" if num_measured > 1 else "the only candidate that was measured"
     return (
-        f"Tried: {choices_text(fastest.choices)} is {of}, {format_seconds(fastest.measured_seconds)} a step measured "
-        f"in {format_seconds(trial.seconds)}."
+        f"Trial: {choices_text(fastest.choices)} is {of}, {format_seconds(fastest.measured_seconds)} per step. "
+        f"The trial took {format_seconds(trial.seconds)}."
     )
 
 
 def trial_sheet(plan: Plan) -> Sheet:
-    """List what a trial ran, with the seconds of a step that were predicted and measured."""
-    columns = columns_of("Choices", "#Predicted", "#Measured", "Result", "Why")
+    """List the candidates of a trial with predicted and measured step times."""
+    columns = columns_of("Choices", "#Predicted", "#Measured", "Result", "Reason")
     rows = tuple(
         (
             choices_text(one.choices),
@@ -201,69 +204,69 @@ def trial_sheet(plan: Plan) -> Sheet:
         )
         for one in (plan.trial.tried if plan.trial is not None else ())
     )
-    return Sheet("Tried before training, a step", columns, rows)
+    return Sheet("Step times in the trial", columns, rows)
 
 
 def preparing_sentence(plan: Plan) -> str:
-    """Say what preparing the data takes at most, where that is more than reading them: a tokenizer is trained."""
+    """Return a sentence on the memory for tokenizer training, or "" if it is not trained or needs little memory."""
     if plan.tokenizer_bytes is None or plan.tokenizer_bytes < _LEAST_SAID_BYTES:
         return ""
-    return f"Preparing the data trains a tokenizer first, in up to {format_bytes(plan.tokenizer_bytes)}."
+    return f"Data preparation trains a tokenizer and needs up to {format_bytes(plan.tokenizer_bytes)} for it."
 
 
 def off_device_sentence(plan: Plan) -> str:
-    """Say what lies outside of the budget and what a step moves of it; empty where that is next to nothing."""
+    """Return sentences on parameters kept outside the budget and their traffic, or "" if everything is inside."""
     off = plan.off_device
     if off is None:
         return ""
     is_cpu = plan.prediction is None or plan.prediction.device_kind == "cpu"
-    where = "in files on the disk" if is_cpu else "in the host's memory"
-    sentence = f"Outside of the budget {format_bytes(off.kept_bytes)} lie {where}; a step reads and writes "
+    where = "kept in files on disk" if is_cpu else "offloaded to host memory"
+    sentence = f"Outside the budget, {format_bytes(off.kept_bytes)} is {where}; each step reads and writes "
     sentence += f"{format_bytes(off.moved_bytes)} there"
     if not is_cpu:
         return f"{sentence}."
     if off.disk_bytes_per_second is None:
-        return f"{sentence}, from memory as long as the machine has room to keep them."
+        return f"{sentence}, in the page cache while the machine has enough free memory."
     return (
-        f"{sentence}. The machine's memory cannot keep them, so every step waits for the disk, at "
-        f"{format_bytes(int(off.disk_bytes_per_second))} a second."
+        f"{sentence}. The files do not fit in the machine's memory, so every step waits for the disk, at "
+        f"{format_bytes(int(off.disk_bytes_per_second))}/s."
     )
 
 
 def budget_sentence(budget: Budget) -> str:
-    """Say the budget of device and host; without one, the machine's own limits hold."""
+    """Return a sentence with the budget of device and host. Without a budget, the limits of the machine apply."""
     named = {"device": budget.device_bytes, "host": budget.host_bytes}
     given = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in named.items() if num_bytes is not None]
-    return f"Budget: {', '.join(given)}." if given else "No budget was set: the limit is what the machine has."
+    return f"Budget: {', '.join(given)}." if given else "No budget was set: the limit is the memory of the machine."
 
 
 def key_numbers(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Return of what the plan is and how it was found, as label and value; an even number of them."""
+    """Return the key numbers of a plan as pairs of label and value. Their number is even."""
     prediction = plan.prediction
     if prediction is None:
         return ()
     batch_size, micro_batch = prediction.batch_size, prediction.micro_batch
     return (
-        ("Batch size", "its own" if batch_size is None else f"{batch_size:,}"),
-        ("Micro-batch", "its own" if micro_batch is None else f"{micro_batch:,}"),
+        ("Batch size", "set in code" if batch_size is None else f"{batch_size:,}"),
+        ("Micro-batch", "set in code" if micro_batch is None else f"{micro_batch:,}"),
         ("Limit from", prediction.limit_source),
-        ("The device has", format_bytes(prediction.capacity_bytes)),
+        ("Device memory", format_bytes(prediction.capacity_bytes)),
         ("Plans traced", f"{plan.num_traces:,}"),
         ("Planned in", format_seconds(plan.plan_seconds)),
     )
 
 
 def choices_text(choices: Sequence[Choice]) -> str:
-    """Write choices in install order, each as on the command line: ``micro_batch=16 + checkpointing=all``."""
-    return " + ".join(map(str, choices)) or "nothing installed"
+    """Format choices in order of installation, as on the command line: ``micro_batch=16 + checkpointing=all``."""
+    return " + ".join(map(str, choices)) or "no technique"
 
 
 def chosen_sheet(plan: Plan) -> Sheet:
-    """List the techniques of the plan in install order: what each does, and what it does for this plan.
+    """List the techniques of the plan in order of installation, with the effect of each and the reason for it.
 
-    It has no rows where the record says nothing of them: they are in the fallback schedule too.
+    The sheet has no rows if the record describes no technique: the fallback sheet lists them anyway.
     """
-    columns = columns_of("Technique", "Numerics", "What it does", "Why")
+    columns = columns_of("Technique", "Numerics", "Effect", "Reason")
     choices = plan.fallbacks[0].choices if plan.fallbacks else ()
     rows = tuple(
         (str(choice), plan.numerics.get(choice.technique, ""), plan.about.get(choice.technique, ""), _why(plan, choice))
@@ -271,7 +274,7 @@ def chosen_sheet(plan: Plan) -> Sheet:
     )
     if not any(any(row[1:]) for row in rows):
         rows = ()
-    return Sheet("Chosen" if plan.fits else "What needs least", columns, rows)
+    return Sheet("Techniques of the plan" if plan.fits else "Combination with the lowest peak", columns, rows)
 
 
 def _why(plan: Plan, choice: Choice) -> str:
@@ -281,7 +284,7 @@ def _why(plan: Plan, choice: Choice) -> str:
 
 
 def _without(plan: Plan, choice: Choice) -> str:
-    """What the plan would need without one of its choices, if that was looked at."""
+    """Return the peak and step time without one choice of the plan, or "" if they were not predicted."""
     others = _words(other for other in plan.fallbacks[0].choices if other.technique != choice.technique)
     looked_at: list[Rejected | Configuration] = [
         *plan.rejected,
@@ -292,7 +295,7 @@ def _without(plan: Plan, choice: Choice) -> str:
     for found in looked_at:
         same = _words(found.choices)
         if found.peak is not None and (same == others or (choice.technique == MICRO_BATCH and same == others | whole)):
-            return f"without it {_compared(found.peak, limit_bytes_of(plan))}{_about_seconds(found.step_time)}"
+            return f"without it: {_compared(found.peak, limit_bytes_of(plan))}{_about_seconds(found.step_time)}"
     return ""
 
 
@@ -305,12 +308,12 @@ def _compared(peak: Estimate, limit_bytes: int | None) -> str:
     if limit_bytes is None or peak.high_bytes <= limit_bytes:
         return text
     if peak.likely_bytes <= limit_bytes:
-        return f"{text}, which may be {format_bytes(peak.high_bytes - limit_bytes)} too much"
+        return f"{text}, up to {format_bytes(peak.high_bytes - limit_bytes)} too much"
     return f"{text}, {format_bytes(peak.likely_bytes - limit_bytes)} too much"
 
 
 def fallback_sheet(plan: Plan) -> Sheet:
-    """List the plan and its fallbacks in the order they are taken, with what is predicted of each, if anything is."""
+    """List the plan and its fallbacks in order of use, with the predicted peak and step time if there are any."""
     is_predicted = any(configuration.peak or configuration.step_time for configuration in plan.fallbacks)
     rows = tuple(
         (
@@ -325,7 +328,7 @@ def fallback_sheet(plan: Plan) -> Sheet:
 
 
 def _numbers(found: Configuration | Rejected) -> tuple[str, str]:
-    """Peak and step time; nothing of what cannot be done at all."""
+    """Return peak and step time as text, both empty for a rejected combination that cannot run."""
     peak, time = found.peak, found.step_time
     if isinstance(found, Rejected) and peak is None and time is None:
         return "", ""
@@ -338,29 +341,29 @@ def _numbers(found: Configuration | Rejected) -> tuple[str, str]:
 def _fallback_name(index: int, plan: Plan) -> str:
     if index:
         return f"fallback {index}"
-    return "plan" if plan.fits else "needs least"
+    return "plan" if plan.fits else "lowest peak"
 
 
 def plan_in_force_sheet(record: RunRecord) -> Sheet:
-    """List the plan of a run and its fallbacks, with the steps each was in force since the run was last resumed."""
+    """List the plan of a run and its fallbacks, with the number of steps each ran since the last start or resume."""
     sheet, steps = fallback_sheet(record.plan), steps_of_plan(record)
     steps_at = Counter(line.fallback for line in steps)
     rows = tuple((*row, f"{steps_at[index]:,}") for index, row in enumerate(sheet.rows))
     is_whole = len(steps) == len(record.finished_steps)
-    title = "Steps in force" if is_whole else f"Of the last {len(steps):,} steps"
+    title = "Steps run" if is_whole else f"Last {len(steps):,} steps"
     return Sheet(sheet.title, (*sheet.columns, Column(title, True)), rows)
 
 
 def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
-    """List what was considered and not taken: what would fit, fastest first; what is nearly small enough; the rest."""
+    """List rejected combinations: first those that fit by step time, then those that do not by peak, then the rest."""
     shown = _most_telling(plan, most_rows)
     rows = tuple((choices_text(found.choices), *_numbers(found), found.reason) for found in shown)
     title = "Rejected" if len(shown) == len(plan.rejected) else f"Rejected, {len(shown)} of {len(plan.rejected):,}"
-    return Sheet(title, columns_of("Choices", *_BY_NUMBERS, "Why not"), rows)
+    return Sheet(title, columns_of("Choices", *_BY_NUMBERS, "Reason"), rows)
 
 
 def _most_telling(plan: Plan, most_rows: int) -> list[Rejected]:
-    """The first ones of each of three kinds, as equally many of each as there are, of many techniques."""
+    """Return up to `most_rows` rejected combinations, in turn from each of three kinds and with varied techniques."""
     limit_bytes = limit_bytes_of(plan)
     fitting = _sorted(plan.rejected, lambda peak: stays_under(peak, limit_bytes), _seconds_of)
     too_large = _sorted(plan.rejected, lambda peak: not stays_under(peak, limit_bytes), _bytes_of)
@@ -372,7 +375,7 @@ def _most_telling(plan: Plan, most_rows: int) -> list[Rejected]:
 
 
 def _unlike_first(kind: Sequence[Rejected]) -> list[Rejected]:
-    """Put the first of each set of techniques before those that differ from it in their options only."""
+    """Move the first combination of each set of techniques before combinations that differ only in options."""
     first: dict[frozenset[str], Rejected] = {}
     for found in kind:
         first.setdefault(frozenset(choice.technique for choice in found.choices), found)
@@ -395,7 +398,7 @@ def _bytes_of(found: Rejected) -> float:
 
 
 def alternative_sheet(plan: Plan) -> Sheet:
-    """List what techniques that change the training would open, and what has to be allowed for each."""
+    """List combinations with techniques that change the training, and the names to allow for each."""
     rows = tuple(
         (
             ", ".join(_lossy_names(plan, alternative.choices)),
@@ -405,8 +408,8 @@ def alternative_sheet(plan: Plan) -> Sheet:
         )
         for alternative in plan.lossy_alternatives
     )
-    columns = columns_of("Allow", "Choices", *_BY_NUMBERS, "What it means")
-    return Sheet("If what changes the training were allowed", columns, rows)
+    columns = columns_of("Allow", "Choices", *_BY_NUMBERS, "Result")
+    return Sheet("Lossy alternatives, which are not allowed", columns, rows)
 
 
 def _lossy_names(plan: Plan, choices: Sequence[Choice]) -> list[str]:
@@ -414,5 +417,5 @@ def _lossy_names(plan: Plan, choices: Sequence[Choice]) -> list[str]:
 
 
 def made_for_sheet(plan: Plan) -> Sheet:
-    """List the facts that must be the same where the plan is used."""
-    return Sheet("Made for", columns_of("Fact", "Value"), tuple(plan.made_for.items()))
+    """List the facts that must be equal for the plan to be valid."""
+    return Sheet("Valid for", columns_of("Fact", "Value"), tuple(plan.made_for.items()))

@@ -1,7 +1,9 @@
-"""The chart of a prediction: memory by what it is used for, stacked, over everything a training allocates and frees.
+"""Chart of a prediction: memory by category, stacked, over all allocations and frees of the training steps.
 
-The x axis is the order of events and not time: what a device will take for each is not predicted here. It names the
-phases; whatever the trace's length, about 2000 points are drawn, and the peak is one of them.
+The x axis is the order of events, not time, and is labelled with the phases. The chart has about 2000 points, however
+long the trace is, and the peak is one of them.
+
+Not handled: the duration of each operation.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from plimsoll.records.trace import CATEGORIES, Category
 from plimsoll.records.units import format_bytes, parse_bytes
 from plimsoll.report.charts import HEADROOM, Chart, empty_figure, limit_line, thinned_rows, unit_of
 
-# From the bottom: what is always there, what a training keeps, what comes and goes, what is lost.
+# From the bottom: constant memory, training state, short-lived tensors, lost memory.
 _STACK: tuple[Category, ...] = (
     "baseline",
     "context",
@@ -30,17 +32,17 @@ _STACK: tuple[Category, ...] = (
     "temporaries",
     "fragmentation",
 )
-_LEAST_SHADED_SHARE, _LEAST_NAMED_SHARE = 0.005, 0.04  # of the width, for a phase
-_MOST_LIMIT_SHARE = 3.0  # of the highest value: a limit far above it would leave the chart flat
+_LEAST_SHADED_SHARE, _LEAST_NAMED_SHARE = 0.005, 0.04  # share of the chart's width, per phase
+_MOST_LIMIT_SHARE = 3.0  # of the highest value: a higher limit is not drawn, because it would flatten the chart
 
 Band = tuple[str, int, int, int]  # phase, step, first row, row after the last
 
 
 def prediction_chart(prediction: Prediction) -> Chart:
-    """Draw the memory of a prediction against its limit, with the peak marked."""
-    title, timeline = "Memory by what it is used for", prediction.timeline
+    """Return the chart of the predicted memory, its limit and its peak."""
+    title, timeline = "Memory by category", prediction.timeline
     if not timeline.used_bytes:
-        return Chart("memory", title, "No timeline was kept.", None)
+        return Chart("memory", title, "No timeline was recorded.", None)
     highest_bytes = max(*timeline.used_bytes, *timeline.reserved_bytes, prediction.peak.likely_bytes)
     unit, unit_bytes = unit_of(highest_bytes)
     figure = empty_figure("", unit)
@@ -64,7 +66,7 @@ def _caption(prediction: Prediction, is_limit_near: bool) -> str:
     limit = f"limit {format_bytes(prediction.limit_bytes)}{'' if is_limit_near else ', above the chart'}"
     used = format_bytes(max(timeline.used_bytes))
     what = f"{timeline.source.capitalize()}, in the order of allocations and frees; backward and evaluation are shaded."
-    return f"{what} Most in use {used}, {limit}."
+    return f"{what} Highest use {used}, {limit}."
 
 
 def _drawn_rows(timeline: MemoryTimeline) -> list[int]:
@@ -94,7 +96,7 @@ def _add_categories(figure: go.Figure, timeline: MemoryTimeline, rows: list[int]
 
 
 def _add_lines(figure: go.Figure, timeline: MemoryTimeline, rows: list[int], unit: str) -> None:
-    """Add what is in use, which says what ran, and what is reserved; both are lines over the stack."""
+    """Add the lines of memory in use and reserved, and an invisible line that carries the hover text."""
     unit_bytes = parse_bytes(f"1{unit}")
     for name, column, width in (("in use", timeline.used_bytes, 0), ("reserved", timeline.reserved_bytes, 1.6)):
         if not column:
@@ -121,14 +123,14 @@ def _add_lines(figure: go.Figure, timeline: MemoryTimeline, rows: list[int], uni
 
 
 def _ran(timeline: MemoryTimeline, row: int) -> str:
-    """What ran, escaped: plotly reads markup in it, and names have angle brackets (``<lambda>``)."""
+    """Return moment and operation of a row with HTML escaped: plotly interprets markup, and names may have brackets."""
     step, phase = timeline.step[row], timeline.phase[row]
     moment = f"step {step:,}, {phase}" if step else phase
     return html.escape(f"{moment}: {timeline.label[row]}", quote=False)
 
 
 def _bands(timeline: MemoryTimeline) -> list[Band]:
-    """Return the runs of rows of one phase and step."""
+    """Return the stretches of rows with the same phase and step."""
     bands: list[Band] = []
     first = 0
     for (step, phase), group in groupby(zip(timeline.step, timeline.phase, strict=True)):
@@ -139,7 +141,7 @@ def _bands(timeline: MemoryTimeline) -> list[Band]:
 
 
 def _add_bands(figure: go.Figure, bands: list[Band]) -> None:
-    """Mark the steps, shade backward and evaluation, and name along the axis the phases that are wide enough."""
+    """Mark the steps, shade backward and evaluation, and label wide phases on the axis."""
     num_rows = bands[-1][3]
     for phase, _, first, after in bands:
         if phase in {"backward", "evaluation"} and after - first >= _LEAST_SHADED_SHARE * num_rows:

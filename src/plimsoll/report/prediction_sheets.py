@@ -1,7 +1,8 @@
-"""The words and numbers of a prediction, once: the terminal and the HTML page show the same sheets and sentences.
+"""Sheets and sentences of a prediction, shared by the terminal and the HTML page.
 
-Nothing here knows colours, widths or HTML, and nothing is computed that the record does not hold. It does NOT judge
-what would free memory: that is for `plimsoll.diagnose`.
+The functions know no colours, widths or HTML, and show only numbers from the record.
+
+Not handled: how to free memory. That is the task of `plimsoll.diagnose`.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from plimsoll.records.trace import Assumption
 from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.sheets import Sheet, columns_of
 
-DOES_NOT_FIT = "✗"  # also without colours, and for those who do not see them
-WHAT_IF_TITLE = f"What if: the peak by micro-batch and sequence length ({DOES_NOT_FIT} does not fit)"
+DOES_NOT_FIT = "✗"  # readable without colours
+WHAT_IF_TITLE = f"Peak by micro-batch and sequence length ({DOES_NOT_FIT} does not fit)"
 _MOST_PATH_CHARACTERS = 40
 _MOST_LARGEST = 10
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The what-ifs as a table: a row per micro-batch, a cell per sequence length; ``None`` where none was predicted."""
+    """The what-ifs as a table: a row per micro-batch and a cell per sequence length, ``None`` if not predicted."""
 
     sequence_lengths: tuple[int, ...]
     rows: tuple[tuple[int, tuple[WhatIf | None, ...]], ...]
 
 
 def verdict_sentence(prediction: Prediction) -> str:
-    """Say in one sentence whether it fits, how sure that is, and what would fit if it does not."""
+    """Return a sentence with the verdict, the peak, its range, and the largest micro-batch if the job does not fit."""
     peak, limit_bytes = prediction.peak, prediction.limit_bytes
     within = f" (range {range_text(peak)})" if peak.low_bytes < peak.high_bytes else ""
     sentence = (
@@ -41,7 +42,7 @@ def verdict_sentence(prediction: Prediction) -> str:
     if peak.likely_bytes > limit_bytes:
         sentence += f", {format_bytes(peak.likely_bytes - limit_bytes)} too much"
     else:
-        sentence += ", but the allocator finds no room for one of the requests"
+        sentence += ", but the allocator has no free block large enough for one request"
     return f"{sentence}{_what_fits(prediction)}."
 
 
@@ -55,7 +56,7 @@ def _what_fits(prediction: Prediction) -> str:
 
 
 def moment_sentences(prediction: Prediction) -> tuple[str, ...]:
-    """Say when the peak is, and where memory runs out if it does."""
+    """Return sentences on the moment of the peak, and the moment when memory runs out, if it does."""
     sentences = [f"The peak is in {moment_text(prediction.moment)}."]
     if prediction.runs_out_at is not None:
         sentences.append(f"Memory runs out in {moment_text(prediction.runs_out_at)}.")
@@ -63,7 +64,7 @@ def moment_sentences(prediction: Prediction) -> tuple[str, ...]:
 
 
 def moment_text(moment: Moment) -> str:
-    """Write a moment: ``step 2, backward: aten::mm in h.0.mlp, at train.py:97``; what is unknown is left out."""
+    """Format a moment: ``step 2, backward: aten::mm in h.0.mlp, at train.py:97``. Unknown parts are left out."""
     text = _phase_text(moment)
     if moment.op:
         text += f": {moment.op}"
@@ -77,7 +78,7 @@ def _phase_text(moment: Moment) -> str:
 
 
 def short_path(line: str) -> str:
-    """Leave out folders from the left until a ``file:line`` is short; the name of the file and the line always stay."""
+    """Shorten a ``file:line`` by removing folders from the left. The file name and the line always stay."""
     if len(line) <= _MOST_PATH_CHARACTERS:
         return line
     folders = line.replace("\\", "/").split("/")
@@ -87,7 +88,7 @@ def short_path(line: str) -> str:
 
 
 def range_text(estimate: Estimate) -> str:
-    """Write a range, the unit once if it is the same: ``9.5 to 10.1 GiB``."""
+    """Format a range of sizes, with the unit once if both ends share it: ``9.5 to 10.1 GiB``."""
     low, high = format_bytes(estimate.low_bytes), format_bytes(estimate.high_bytes)
     if low == high:
         return high
@@ -95,7 +96,7 @@ def range_text(estimate: Estimate) -> str:
 
 
 def share_text(num_bytes: int, whole_bytes: int) -> str:
-    """Write a share in percent; one that is not 0 or 100 % is not rounded to it."""
+    """Format a share in percent. Only exact values are written as 0 % or 100 %."""
     if whole_bytes <= 0:
         return "unknown"
     percent = 100 * num_bytes / whole_bytes
@@ -105,7 +106,7 @@ def share_text(num_bytes: int, whole_bytes: int) -> str:
 
 
 def known_how(estimate: Estimate) -> str:
-    """Say how the bytes of an estimate are known: ``96 % traced, 4 % modelled``."""
+    """Return the sources of an estimate with their shares: ``96 % traced, 4 % modelled``."""
     named = {
         "traced": estimate.traced_bytes,
         "measured": estimate.measured_bytes,
@@ -117,35 +118,35 @@ def known_how(estimate: Estimate) -> str:
 
 
 def exchange_sentences(prediction: Prediction) -> tuple[str, ...]:
-    """Say what each of several ranks exchanges, and what that takes; nothing where there is one."""
+    """Return sentences on the communication of each rank and its memory, or nothing for a single process."""
     exchange = prediction.exchange
     if exchange is None:
         return ()
     parts = [
-        f"{doing} {format_bytes(num_bytes)} (the largest, whole at once, {format_bytes(largest)})"
+        f"{doing} {format_bytes(num_bytes)} (largest tensor {format_bytes(largest)})"
         for doing, num_bytes, largest in (
-            ("gathers parameters of", exchange.gathered_bytes, exchange.largest_gathered_bytes),
-            ("scatters gradients of", exchange.scattered_bytes, exchange.largest_scattered_bytes),
-            ("adds up gradients of", exchange.added_up_bytes, exchange.largest_added_up_bytes),
+            ("all-gathers parameters of", exchange.gathered_bytes, exchange.largest_gathered_bytes),
+            ("reduce-scatters gradients of", exchange.scattered_bytes, exchange.largest_scattered_bytes),
+            ("all-reduces gradients of", exchange.added_up_bytes, exchange.largest_added_up_bytes),
         )
         if num_bytes
     ]
     library = "gloo" if prediction.device_kind == "cpu" else "NCCL"
     kept = exchange.kept
     return (
-        f"Each of {exchange.num_ranks} ranks {', '.join(parts)} in a step.",
-        f"Beside the peak's tensors {library} keeps {format_bytes(kept.likely_bytes)} (range {range_text(kept)}, "
-        f"{known_how(kept)}), which the peak includes.",
+        f"In each step, each of {exchange.num_ranks} ranks {', '.join(parts)}.",
+        f"The peak includes {format_bytes(kept.likely_bytes)} for buffers of {library} (range {range_text(kept)}, "
+        f"{known_how(kept)}).",
     )
 
 
 def known_how_sentence(prediction: Prediction) -> str:
-    """Say how the peak is known."""
-    return f"How the peak is known: {known_how(prediction.peak)}."
+    """Return a sentence on the sources of the predicted peak."""
+    return f"Sources of the peak: {known_how(prediction.peak)}."
 
 
 def key_numbers(prediction: Prediction) -> tuple[tuple[str, str], ...]:
-    """Return what was predicted, against what, as label and value; an even number of them."""
+    """Return the key numbers of a prediction as pairs of label and value. Their number is even."""
     return (
         ("Micro-batch", _count(prediction.micro_batch)),
         ("Sequence length", _count(prediction.sequence_length)),
@@ -153,13 +154,13 @@ def key_numbers(prediction: Prediction) -> tuple[tuple[str, str], ...]:
         ("Precision", prediction.precision),
         ("Limit", format_bytes(prediction.limit_bytes)),
         ("Limit from", prediction.limit_source),
-        ("The device has", format_bytes(prediction.capacity_bytes)),
+        ("Device memory", format_bytes(prediction.capacity_bytes)),
         ("Predicted in", format_seconds(prediction.predict_seconds)),
     )
 
 
 def estimate_sheet(prediction: Prediction) -> Sheet:
-    """List every estimate with its range and how it is known."""
+    """List every estimate with its range and its sources."""
     is_cpu = prediction.device_kind == "cpu"
     estimates = {
         "Peak (private memory)" if is_cpu else "Peak (on the device)": prediction.peak,
@@ -173,11 +174,11 @@ def estimate_sheet(prediction: Prediction) -> Sheet:
         for name, estimate in estimates.items()
         if estimate is not None
     )
-    return Sheet("Estimates", columns_of("What", "#Likely", "#Range", "Known how"), rows)
+    return Sheet("Estimates", columns_of("Memory", "#Likely", "#Range", "Sources"), rows)
 
 
 def part_sheet(prediction: Prediction) -> Sheet:
-    """List what the memory at the peak is used for, the most first; the last row is the peak."""
+    """List the memory at the peak by category, largest first. The last row is the peak."""
     peak_bytes = prediction.peak.likely_bytes
     parts = sorted(prediction.parts.items(), key=lambda part: -part[1])
     rows: list[tuple[str, ...]] = [
@@ -189,8 +190,8 @@ def part_sheet(prediction: Prediction) -> Sheet:
 
 
 def largest_sheet(prediction: Prediction) -> Sheet:
-    """List the largest allocations that are alive at the peak, and where each was made."""
-    columns = columns_of("#Size", "Used for", "Shape", "Made in", "Module", "Source line")
+    """List the largest live allocations at the peak, with the moment and source line of each."""
+    columns = columns_of("#Size", "Used for", "Shape", "Allocated in", "Module", "Source line")
     return Sheet("Largest at the peak", columns, tuple(map(_holding_row, prediction.largest[:_MOST_LARGEST])))
 
 
@@ -207,7 +208,7 @@ def _holding_row(holding: Holding) -> tuple[str, ...]:
 
 
 def answer_sheet(prediction: Prediction) -> Sheet:
-    """List what would fit."""
+    """List the largest micro-batch, the longest sequence and similar values that fit."""
     rows = tuple(
         (answer.question.capitalize(), _value_text(answer), _peak_text(answer.peak)) for answer in prediction.answers
     )
@@ -229,7 +230,7 @@ def _peak_text(peak: Estimate | None) -> str:
 
 
 def what_if_grid(prediction: Prediction) -> Grid:
-    """Arrange the what-ifs by micro-batch and sequence length."""
+    """Return the what-ifs arranged by micro-batch and sequence length."""
     found = {(what_if.micro_batch, what_if.sequence_length): what_if for what_if in prediction.what_ifs}
     lengths = tuple(sorted({length for _, length in found}))
     rows = tuple(
@@ -240,7 +241,7 @@ def what_if_grid(prediction: Prediction) -> Grid:
 
 
 def what_if_sheets(prediction: Prediction, most_lengths: int) -> Iterator[Sheet]:
-    """Return the what-ifs as sheets without a title, of at most so many sequence lengths each."""
+    """Yield the what-ifs as sheets without a title, with up to `most_lengths` sequence lengths each."""
     grid = what_if_grid(prediction)
     for start in range(0, len(grid.sequence_lengths), most_lengths):
         part = slice(start, start + most_lengths)
@@ -249,16 +250,16 @@ def what_if_sheets(prediction: Prediction, most_lengths: int) -> Iterator[Sheet]
 
 
 def what_if_text(what_if: WhatIf | None) -> str:
-    """Write one cell of the grid: the peak, marked if it does not fit."""
+    """Format one cell of the grid: the peak, with a mark if it does not fit."""
     if what_if is None:
         return ""
     return f"{'' if what_if.fits else DOES_NOT_FIT + ' '}{format_bytes(what_if.peak.likely_bytes)}"
 
 
 def assumption_sheet(prediction: Prediction) -> Sheet:
-    """List what was assumed, and by how much the range is wider for it."""
+    """List the assumptions, and how far each widens the range."""
     rows = tuple((assumption.text, _difference_text(assumption)) for assumption in prediction.assumptions)
-    return Sheet("Assumptions", columns_of("Assumed", "Counted as"), rows)
+    return Sheet("Assumptions", columns_of("Assumption", "Effect on the range"), rows)
 
 
 def _difference_text(assumption: Assumption) -> str:
@@ -270,4 +271,4 @@ def _difference_text(assumption: Assumption) -> str:
 
 
 def _count(number: int | None) -> str:
-    return "its own" if number is None else f"{number:,}"
+    return "set in code" if number is None else f"{number:,}"

@@ -1,7 +1,7 @@
-"""Progress of long work on standard error: one bar per stage, or a line where nobody knows how long it takes.
+"""Progress of long work on standard error: one bar per stage, or a status line if the duration is unknown.
 
-The line is there from the beginning, also while libraries are loaded: a process of its own draws it (`ticker`). Where
-``--timings`` asks for it, the seconds of each stage are noted, whether they are shown or not.
+A separate process (`ticker`) draws the status line, so that it also moves while libraries are imported. With
+``--timings``, the seconds of each stage are recorded even if no progress is shown.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from plimsoll.report import ticker
 from plimsoll.report.console import StandardError
 
 LOADING = "loading"
-"""What every command begins with."""
+"""The first stage of every command."""
 
 
 class Report(Protocol):
-    """Told how far a stage is: ``done`` of ``total``."""
+    """A function that shows the progress of a stage: ``done`` of ``total``."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show it."""
+        """Show the progress of a stage."""
         ...
 
 
 @contextmanager
 def spinner(quiet: bool, first: str = LOADING) -> Iterator[Callable[[str], None]]:
-    """Show what is being done and for how many seconds while the block runs, and note them
-    (`plimsoll.processes.timings`).
+    """Show the current message and its seconds while the block runs, and record them (`plimsoll.processes.timings`).
 
     Args:
-        quiet: show nothing, as without a terminal.
+        quiet: show nothing. Without a terminal, nothing is shown either.
         first: the first message. The part of a message before a colon is the stage.
+
+    Yields:
+        A function that changes the message.
     """
     with ExitStack() as stack:
         say = stack.enter_context(_line(first)) if not quiet and _is_drawn_on() else None
@@ -62,9 +64,10 @@ def spinner(quiet: bool, first: str = LOADING) -> Iterator[Callable[[str], None]
 
 @contextmanager
 def _line(first: str) -> Iterator[Callable[[str], None]]:
-    """Have another process draw a line with what is said last, and its seconds; none where it cannot be started."""
+    """Start a process that draws the last message and its seconds. Without it, nothing is shown."""
     command = [sys.executable, "-I", "-S", ticker.__file__, first]
-    # Of the same process group: Ctrl-Z stops it, too. Ctrl-C is for this process, so that is blocked in it.
+    # The child stays in this process group, so that Ctrl-Z stops it too. SIGINT is blocked in the child, because only
+    # this process handles Ctrl-C.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -78,7 +81,7 @@ def _line(first: str) -> Iterator[Callable[[str], None]]:
         told = process.stdin
 
         def say(message: str) -> None:
-            with suppress(OSError):  # somebody may have killed it
+            with suppress(OSError):  # the child may have been killed
                 told.write(f"{' '.join(message.split())}\n".encode())
                 told.flush()
 
@@ -92,9 +95,9 @@ def _is_drawn_on() -> bool:
 
 @contextmanager
 def stages(quiet: bool) -> Iterator[Report]:
-    """Draw a bar of each stage that is reported while the block runs, and note its seconds; ``quiet`` draws nothing.
+    """Draw a progress bar for each reported stage while the block runs, and record its seconds.
 
-    Until something is reported there is the line of `spinner`.
+    The status line of `spinner` is shown before the first report. ``quiet`` draws nothing.
     """
     bars, tasks, seconds = _bars(), dict[str, TaskID](), defaultdict[str, float](float)
     with ExitStack() as waiting, ExitStack() as drawing:
@@ -133,18 +136,23 @@ def _bars() -> Progress:
 
 
 class RowReport(Protocol):
-    """Told how far work on the rows of a file is: bytes of the file, and rows and tokens since it began."""
+    """A function that shows the progress in a file: bytes of the file, and rows and tokens since the start."""
 
     def __call__(self, done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
-        """Show it."""
+        """Show the progress in a file."""
         ...
 
 
 @contextmanager
 def row_rates(what: str, quiet: bool) -> Iterator[tuple[RowReport, Report]]:
-    """Draw a bar with rows and tokens a second and the time left while the block runs; ``quiet`` draws nothing.
+    """Draw a bar with rows per second, tokens per second and remaining time while the block runs.
 
-    The second is for the bytes that are loaded before. Nothing is drawn before something is told.
+    Args:
+        what: the label of the bar.
+        quiet: draw nothing.
+
+    Yields:
+        A report for the rows, and a report for the bytes that are loaded first. The first call of either draws a bar.
     """
     if quiet:
         yield (lambda done_bytes, total_bytes, num_rows, num_tokens: None), (lambda stage, done, total: None)
@@ -168,7 +176,7 @@ def row_rates(what: str, quiet: bool) -> Iterator[tuple[RowReport, Report]]:
         bars.update(tasks[name], completed=done, total=total, rates=rates)
 
     def report(done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
-        began[:] = began or [time.monotonic()]  # after the loading
+        began[:] = began or [time.monotonic()]  # the rate does not include loading
         seconds = max(time.monotonic() - began[0], 1e-3)
         rates = f"{num_rows:,} rows, {num_rows / seconds:,.1f} rows/s, {num_tokens / seconds:,.0f} tokens/s"
         update(what, done_bytes, total_bytes, rates)

@@ -1,8 +1,8 @@
-"""Any record as text, JSON or HTML: tables say how.
+"""Rendering of any record as text, JSON or HTML.
 
-Text is plain and 80 columns wide (the command line prints the coloured tables of `as_text` itself), JSON is the
-record's own file format, HTML is one self-contained file. Adding a record is a row here, and one in
-`as_html` where it is more than sheets.
+Text is plain and 80 columns wide (the command line prints the coloured tables of `as_text`). JSON is the file format of
+the record. HTML is one self-contained file. A new kind of record needs a row in one of the tables here. If its page has
+more than sheets, it also needs a row in `as_html.PAGES`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Format = Literal["text", "json", "html"]
 
 _VECTORS = "Word vectors"
 
-# Records that are nothing but sheets, with the title of their page.
+# Records that consist of sheets only, with the title of their page.
 _SHEETS: dict[type[Record], tuple[str, Callable[[Any], tuple[Sheet, ...]]]] = {
     SubsetFacts: (_VECTORS, embedding_sheets.subset_sheets),
     VectorFile: (_VECTORS, embedding_sheets.vector_file_sheets),
@@ -48,7 +48,7 @@ _SHEETS: dict[type[Record], tuple[str, Callable[[Any], tuple[Sheet, ...]]]] = {
     CacheContents: ("Cache", cache_sheets.cache_sheets),
     LintReport: ("Lint", lint_formats.lint_sheets),
 }
-# All others, with what makes their text; `as_html.PAGES` has their pages.
+# All other records, with the function that returns their text; `as_html.PAGES` has their pages.
 _TEXTS: dict[type[Record], Callable[[Any], RenderableType]] = {
     RunRecord: as_text.run_report,
     RunComparison: as_text.comparison_report,
@@ -71,10 +71,10 @@ _FORMER_KINDS = {kind.former_kind: kind for kind in _TEXTS if kind.former_kind}
 
 
 def load(path: Path) -> Record:
-    """Read a record of any kind that has a report from its file.
+    """Read a record of any kind from its file.
 
     Raises:
-        RecordError: if the file cannot be read or holds no such record.
+        RecordError: if the file cannot be read, or holds no record with a report.
     """
     if is_recording(path):
         return WatchRecord.read(path)
@@ -91,16 +91,20 @@ def load(path: Path) -> Record:
 
 
 def render(record: Record, format: Format = "text") -> str:
-    """Return a record as something to read.
+    """Return the report of a record.
 
     Args:
-        record: a run, two runs compared, a machine, a device, a plan, a prediction, a diagnosis, an inference plan,
-            or one of `plimsoll.records.corpus` and `plimsoll.records.embeddings`.
-        format: ``"text"`` (plain, 80 columns), ``"json"`` (the record's file) or ``"html"`` (one page, no network).
+        record: a run, a run comparison, a machine, a device, a plan, a prediction, a diagnosis, an inference plan,
+            or a record of `plimsoll.records.corpus` or `plimsoll.records.embeddings`.
+        format: ``"text"`` (plain, 80 columns), ``"json"`` (the file format of the record) or ``"html"`` (one
+            self-contained page).
+
+    Returns:
+        The report as one string.
 
     Raises:
-        RecordError: if there is no report for this kind of record.
-        InputError: if the format is not one of the three.
+        RecordError: if this kind of record has no report.
+        InputError: if the format is unknown.
     """
     if type(record) not in _KINDS.values():
         known = ", ".join(_KINDS)
@@ -120,7 +124,7 @@ def _text(record: Record) -> RenderableType:
 
 
 def _page(record: Record) -> str:
-    from plimsoll.report import as_html  # with jinja2 and charts, which no text needs
+    from plimsoll.report import as_html  # imported late: text needs neither jinja2 nor plotly
 
     if type(record) in as_html.PAGES:
         return as_html.PAGES[type(record)](record)

@@ -1,9 +1,9 @@
-"""The words and numbers of a report, once: the terminal and the HTML page show the same sheets and sentences.
+"""Sheets (tables of finished text) and sentences of a run or device, shared by the terminal and the HTML page.
 
-A sheet is a small table of finished text. Nothing here knows colours, widths or HTML, and nothing is computed that the
-record does not hold: a number that was not measured is "unknown" or "none".
+The functions know no colours, widths or HTML, and show only numbers from the record. A number that was not measured is
+"unknown" or "none".
 
-It does NOT judge: what used the memory and what would free it is said by `plimsoll.diagnose`.
+Not handled: why memory was used and how to free it. That is the task of `plimsoll.diagnose`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from plimsoll.records.device import Device, Machine
 from plimsoll.records.run import OomEvent, RunRecord, StepLine
 from plimsoll.records.units import format_bytes, format_seconds
 
-_MOST_STEP_ROWS = 20  # a table of the steps is there to be read; the charts have the rest
+_MOST_STEP_ROWS = 20  # short enough to read; the charts show every step
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column; numbers are set to the right."""
+    """One column of a sheet. Numbers are right-aligned."""
 
     title: str
     is_number: bool = False
 
 
 def columns_of(*titles: str) -> tuple[Column, ...]:
-    """Return the columns of some titles; those that begin with ``#`` are numbers."""
+    """Return columns with the given titles. A title that begins with ``#`` marks a column of numbers."""
     return tuple(Column(title.removeprefix("#"), title.startswith("#")) for title in titles)
 
 
@@ -37,7 +37,7 @@ FACTS = columns_of("Property", "Value")
 
 @dataclass(frozen=True)
 class Sheet:
-    """A titled table of finished text. ``folded`` holds one long text per row, shown where it can be folded away."""
+    """A titled table of finished text. ``folded`` holds one long text per row, which only the HTML page shows."""
 
     title: str
     columns: tuple[Column, ...]
@@ -46,55 +46,55 @@ class Sheet:
 
     @property
     def is_prose(self) -> bool:
-        """Whether more than two columns are words, or two beside two of numbers: too wide for a phone."""
+        """True if the sheet is too wide for a phone: three text columns, or two with at least two number columns."""
         num_words = sum(not column.is_number for column in self.columns)
         return num_words > 2 or (num_words == 2 and len(self.columns) > 3)
 
 
 def steps_of_plan(record: RunRecord) -> tuple[StepLine, ...]:
-    """Return the finished steps since the last command of the run: earlier ones may have had another plan."""
+    """Return the finished steps since the run was last started or resumed. Earlier steps may have had another plan."""
     begun_at = next((start.step for start in reversed(record.starts) if start.restarts == 0), 0)
     return tuple(line for line in record.finished_steps if line.step > begun_at)
 
 
 def used_name(device: Device) -> str:
-    """Return what is measured on this kind of device: private memory (CPU) or allocated memory (CUDA)."""
+    """Return the name of the memory measured on this device: private memory (CPU) or allocated memory (CUDA)."""
     return "private memory" if device.kind == "cpu" else "allocated memory"
 
 
 def format_loss(loss: float) -> str:
-    """Write a loss with four significant digits; ``nan`` and ``inf`` by name."""
+    """Format a loss with four significant digits, or as ``NaN``, ``infinite`` or ``-infinite``."""
     return f"{loss:#.4g}" if math.isfinite(loss) else {"nan": "NaN", "inf": "infinite", "-inf": "-infinite"}[str(loss)]
 
 
 def step_speed(line: StepLine) -> float | None:
-    """Return units of the loss per second of one step; ``None`` for a step shorter than the clock's tick."""
+    """Return units of the loss per second of one step, or ``None`` if the step took less than a clock tick."""
     return line.num_units / line.step_seconds if line.step_seconds else None
 
 
 def format_speed(units_per_second: float | None, unit_name: str) -> str:
-    """Write a speed: ``"12,345 tokens/s"``."""
+    """Format a speed: ``"12,345 tokens/s"``."""
     return "unknown" if units_per_second is None else f"{units_per_second:,.0f} {unit_name}/s"
 
 
 def line_sentence(record: RunRecord) -> str:
-    """Say in one sentence whether the run stayed under the line."""
+    """Return a sentence that compares the peak of the run with its budget."""
     peak_bytes, limit_bytes = record.peak_bytes, record.limit_bytes
     if limit_bytes is None:
         return f"Peak {format_bytes(peak_bytes)}; no budget was set."
     if peak_bytes is None:
-        return f"Nothing was measured against the budget of {format_bytes(limit_bytes)}."
-    # Rounded down, so that a run just under the line is not shown at 100 %.
+        return f"No memory was measured; the budget is {format_bytes(limit_bytes)}."
+    # Rounded down, so that a run just below its budget is not shown at 100 %.
     share = (
         f"Peak {format_bytes(peak_bytes)} of a {format_bytes(limit_bytes)} budget ({100 * peak_bytes // limit_bytes} %)"
     )
     if peak_bytes > limit_bytes:
-        return f"{share}: the run went past the line by {format_bytes(peak_bytes - limit_bytes)}."
-    return f"{share}: the run stayed under the line."
+        return f"{share}: the run went over budget by {format_bytes(peak_bytes - limit_bytes)}."
+    return f"{share}: the run stayed within budget."
 
 
 def key_numbers(record: RunRecord) -> tuple[tuple[str, str], ...]:
-    """Return the numbers a reader looks for first, as label and value."""
+    """Return the key numbers of a run as pairs of label and value."""
     steps = record.finished_steps
     num_steps_asked = record.job.get("steps")
     return (
@@ -124,13 +124,13 @@ def _ranks(record: RunRecord) -> tuple[tuple[str, str], ...]:
         return ()
     least, most = min(peaks), max(peaks)
     of_one, of_other = (f"{format_bytes(peak)} (rank {peaks.index(peak)})" for peak in (least, most))
-    return (("Ranks", f"{len(peaks)}"), ("Peaks of ranks", f"{of_one} to {of_other}"))
+    return (("Ranks", f"{len(peaks)}"), ("Peak per rank", f"{of_one} to {of_other}"))
 
 
 def _preparation(record: RunRecord) -> tuple[tuple[str, str], ...]:
     if record.preparation_bytes is None:
         return ()
-    return (("Peak of preparing", format_bytes(record.preparation_bytes)),)
+    return (("Preparation peak", format_bytes(record.preparation_bytes)),)
 
 
 def _reach(record: RunRecord) -> tuple[tuple[str, str], ...]:
@@ -150,13 +150,11 @@ def _loss_in_parts(record: RunRecord) -> tuple[tuple[str, str], ...]:
     checked = (
         f"{line.check.num_samples} samples, before step {line.step:,}" if line.check.num_samples else "not computed"
     )
-    return (("Loss in parts", line.check.verdict), ("Compared", checked))
+    return (("Micro-batch loss", line.check.verdict), ("Compared", checked))
 
 
 def _predicted(record: RunRecord, steps: Sequence[StepLine]) -> tuple[tuple[str, str], ...]:
-    """What the plan said of the configuration that the run began with, and the mean step of that configuration after
-    the first.
-    """
+    """Return the predicted peak and step time of the plan, and the measured mean step time without the first step."""
     configuration = record.plan.fallbacks[0] if record.plan.fallbacks else None
     if configuration is None or configuration.peak is None or configuration.step_time is None:
         return ()
@@ -164,7 +162,7 @@ def _predicted(record: RunRecord, steps: Sequence[StepLine]) -> tuple[tuple[str,
     measured = f", measured {format_seconds(sum(seconds) / len(seconds))}" if seconds else ""
     return (
         ("Predicted peak", format_bytes(configuration.peak.likely_bytes)),
-        ("Predicted step", f"{format_seconds(configuration.step_time.likely_seconds)}{measured}"),
+        ("Predicted step time", f"{format_seconds(configuration.step_time.likely_seconds)}{measured}"),
     )
 
 
@@ -193,8 +191,8 @@ def _survived(record: RunRecord) -> str:
 
 
 def oom_sheet(events: Sequence[OomEvent]) -> Sheet:
-    """List the out-of-memory errors and what was done about each."""
-    columns = columns_of("#Step", "Phase", "Family", "#Requested", "#Live", "Action")
+    """List the out-of-memory errors and the action taken after each."""
+    columns = columns_of("#Step", "Phase", "Error", "#Requested", "#In use", "Action")
     rows = tuple(
         (
             "none" if event.step is None else f"{event.step:,}",
@@ -210,13 +208,13 @@ def oom_sheet(events: Sequence[OomEvent]) -> Sheet:
 
 
 def _place_of(event: OomEvent) -> str:
-    """The rank on which memory ran out, where there are several."""
+    """Return the rank on which memory ran out, or an empty text if there is only one rank."""
     others = f" and {event.num_other_ranks} more" if event.num_other_ranks else ""
     return "" if event.rank is None else f", rank {event.rank}{others}"
 
 
 def death_sheet(record: RunRecord) -> Sheet:
-    """List the times the training process was killed, with the machine's evidence."""
+    """List the deaths of the training process, with evidence from the machine."""
     rows = tuple(
         (
             format_seconds(death.time_seconds),
@@ -228,7 +226,7 @@ def death_sheet(record: RunRecord) -> Sheet:
         )
         for death in record.deaths
     )
-    return Sheet("Deaths and restarts", columns_of("#After", "Signal", "Evidence", "Then"), rows)
+    return Sheet("Killed processes", columns_of("#Time", "Signal", "Evidence", "Outcome"), rows)
 
 
 def checkpoint_sheet(record: RunRecord) -> Sheet:
@@ -237,16 +235,16 @@ def checkpoint_sheet(record: RunRecord) -> Sheet:
         (f"{line.step:,}", format_seconds(line.time_seconds), format_bytes(line.num_bytes))
         for line in record.checkpoints
     )
-    return Sheet(f"Checkpoints, {len(rows):,}", columns_of("#Step", "#After", "#Size"), rows)
+    return Sheet(f"Checkpoints, {len(rows):,}", columns_of("#Step", "#Time", "#Size"), rows)
 
 
 def step_sheet(record: RunRecord) -> Sheet:
-    """List the steps, evenly thinned to about twenty; the first and the last are always there."""
+    """List about twenty evenly spaced steps, always with the first and the last."""
     steps = record.finished_steps
     stride = -(-len(steps) // _MOST_STEP_ROWS) or 1
     shown = [*steps[:-1:stride], *steps[-1:]]
     units = f"#{record.unit_name.capitalize()}"
-    columns = columns_of("#Step", "#Loss", "#Learning rate", "#Time", units, "#Micro-batch", "#Peak")
+    columns = columns_of("#Step", "#Loss", "#Learning rate", "#Step time", units, "#Micro-batch", "#Peak")
     rows = tuple(
         (
             f"{line.step:,}",
@@ -263,15 +261,15 @@ def step_sheet(record: RunRecord) -> Sheet:
 
 
 def device_sheet(device: Device) -> Sheet:
-    """Describe one device and what bounds it."""
+    """Describe one device: memory, limits and use."""
     facts = [
         ("Name", device.name),
-        ("Usable", f"{format_bytes(device.capacity_bytes)}, bounded by {_bound(device)}"),
+        ("Usable", f"{format_bytes(device.capacity_bytes)}, limited by {_bound(device)}"),
         ("Free", format_bytes(device.free_bytes)),
         ("Hardware", format_bytes(device.hardware_bytes)),
         *((f"Limit: {limit.source}", format_bytes(limit.bytes)) for limit in device.limits),
         ("Used by this process", f"{format_bytes(device.use.used_bytes)}, peak {format_bytes(device.use.peak_bytes)}"),
-        ("Used by others", format_bytes(device.use.others_bytes)),
+        ("Used by other processes", format_bytes(device.use.others_bytes)),
         *([("Cores", str(device.num_cores))] if device.num_cores else []),
         *([("Architecture", device.architecture)] if device.architecture else []),
         *(("Note", note) for note in device.notes),
@@ -280,8 +278,8 @@ def device_sheet(device: Device) -> Sheet:
 
 
 def machine_sheet(machine: Machine) -> Sheet:
-    """List every device with what it has, what is free and what bounds it."""
-    columns = columns_of("Device", "Name", "#Usable", "#Free", "Bounded by")
+    """List every device with its usable and free memory, and the source of its limit."""
+    columns = columns_of("Device", "Name", "#Usable", "#Free", "Limited by")
     rows = tuple(
         (
             _place(device),
@@ -305,5 +303,5 @@ def _place(device: Device) -> str:
 
 
 def _bound(device: Device) -> str:
-    """Name what the capacity comes from: the limit of that size, or the hardware."""
+    """Return the source of the capacity: the limit of that size, or the hardware."""
     return next((limit.source for limit in device.limits if limit.bytes == device.capacity_bytes), "hardware")

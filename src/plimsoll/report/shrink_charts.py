@@ -1,6 +1,6 @@
-"""The chart of models that were made smaller: quality against the size of the weights, and the front of the best.
+"""Chart of smaller models: quality against the size of the weights, with the Pareto front.
 
-The line of the target is upright: what lies left of it is small enough.
+The target is a vertical line; models left of it are small enough.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from plimsoll.records.units import format_bytes
 from plimsoll.report.charts import Chart, empty_figure, unit_of
 from plimsoll.report.shrink_sheets import front_points, measure_name
 
-_MOST_LABELS = 8  # more would cover each other
+_MOST_LABELS = 8  # more would overlap
 
 
 def front_chart(record: ShrinkRecord) -> Chart:
-    """Draw every model, those that no other beats joined by a line."""
-    title = "Quality against size"
+    """Return the chart of all models, with a line through the Pareto-optimal models."""
+    title = "Quality and size"
     points = front_points(record)
     unit, unit_bytes = unit_of(max(int(point[0]) for point in points))
     figure = empty_figure(f"weights, {unit}", measure_name(record))
     front = sorted(point for point in points if point[3])
     others = [point for point in points if not point[3]]
     for name, group, colour, mode in (
-        ("no other is smaller and better", front, "var(--accent)", "lines+markers+text"),
+        ("Pareto front", front, "var(--accent)", "lines+markers+text"),
         ("others", others, "var(--second)", "markers"),
     ):
         if group:
@@ -45,5 +45,5 @@ def front_chart(record: ShrinkRecord) -> Chart:
     figure.update_xaxes(showgrid=True, rangemode="tozero")
     target = "" if record.target_bytes is None else f" The target is {format_bytes(record.target_bytes)}."
     best = "Lower" if record.original.quality.is_language_model else "Higher"
-    caption = f"Measured, {len(points):,} models; after training where there was one. {best} is better.{target}"
+    caption = f"Measured for {len(points):,} models, after retraining if it helped. {best} is better.{target}"
     return Chart("front", title, caption, figure.to_plotly_json())

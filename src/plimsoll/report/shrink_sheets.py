@@ -1,4 +1,4 @@
-"""The words and numbers of models that were made smaller, once: the terminal and the HTML page show the same."""
+"""Sheets and sentences of a model that was made smaller, shared by the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _SLOW_SPEED = 0.5
 
 
 def headline(record: ShrinkRecord) -> str:
-    """Say in one sentence what came of it."""
+    """Return a sentence on the chosen model, or on the number of models if none was chosen."""
     original = record.original
     if not record.is_complete:
         return (
-            f"stopped after {len(record.models) - 1} ways to make {record.model} smaller, each measured on "
-            f"{record.evaluated_on}: the same command goes on."
+            f"Stopped after {len(record.models) - 1} smaller versions of {record.model}, each measured on "
+            f"{record.evaluated_on}: run the same command again to continue."
         )
     if record.best is None:
         return (
-            f"{len(record.models) - 1} ways to make {record.model} smaller, each measured on {record.evaluated_on}; "
-            "none was chosen: give --target for that."
+            f"{len(record.models) - 1} smaller versions of {record.model}, each measured on {record.evaluated_on}; "
+            "none was chosen: give --target to choose one."
         )
     best = record.models[record.best]
     share = best.file_bytes / original.file_bytes
@@ -35,33 +35,33 @@ def headline(record: ShrinkRecord) -> str:
 
 
 def _trainings(original: Small, best: Small) -> str:
-    """Say which of the two that are compared were trained on."""
+    """Return a clause that tells which of the two compared models were retrained."""
     if best.recovered is None:
         return ""
     steps = f"{best.recovery_steps:,} more steps"
     if original.recovered is None:
-        return f" after {steps} (the original, which had none, might be better after as many)"
-    return f", both after {steps} where these helped"
+        return f" after {steps} (the original was not trained further and might improve too)"
+    return f", both after {steps} if these helped"
 
 
 def _slowness(small: Small) -> str:
-    """Warn of a model for which this processor has no fast kernels: the search goes by size and quality."""
+    """Return a warning if inference is slow on this machine: the search compares only size and quality."""
     if small.inference is None or small.inference.speed >= _SLOW_SPEED:
         return ""
     return (
-        f" On this machine it takes {1 / small.inference.speed:.1f} times as long as the original: --forbid leaves out "
-        "a method that is slow here."
+        f" On this machine it takes {1 / small.inference.speed:.1f} times as long as the original: give --forbid to "
+        "leave out a slow method."
     )
 
 
 def change_text(before: Quality, after: Quality) -> str:
-    """Say what became of the quality."""
+    """Return the change of quality: ``accuracy 90.0% -> 88.0%``."""
     name, write = _measure(before)
     return f"{name} {write(before)} -> {write(after)}"
 
 
 def _measure(quality: Quality) -> tuple[str, Callable[[Quality], str]]:
-    """What is compared, and how it is written."""
+    """Return the name of the quality measure and the function that formats it."""
     if quality.entity_f1 is not None:
         return "entity F1", lambda one: _percent(one.entity_f1)
     if quality.accuracy is not None:
@@ -76,7 +76,7 @@ def _percent(share: float | None) -> str:
 
 
 def shrink_sheets(record: ShrinkRecord) -> tuple[Sheet, ...]:
-    """What each model takes and is worth, what was not tried, and what each method saves."""
+    """Return the sheets on quality, inference, training, skipped methods, savings and loading."""
     return (
         _quality_sheet(record),
         _inference_sheet(record),
@@ -88,7 +88,7 @@ def shrink_sheets(record: ShrinkRecord) -> tuple[Sheet, ...]:
 
 
 def _order(record: ShrinkRecord) -> list[int]:
-    """The original, then the best quality first."""
+    """Return the numbers of the models: the original first, then by quality, best first."""
     return [
         0,
         *sorted(range(1, len(record.models)), key=lambda one: record.models[one].best_quality.rank, reverse=True),
@@ -107,10 +107,10 @@ def _quality_sheet(record: ShrinkRecord) -> Sheet:
     columns = columns_of(
         "Model",
         "#Weights",
-        "#Of the original",
+        "#Relative size",
         f"#{measure.capitalize()}",
-        *["#Trained again"] * has_recovered,
-        "Why not" if record.target_bytes is not None else "Best of its size",
+        *["#Retrained"] * has_recovered,
+        "Rejected because" if record.target_bytes is not None else "Pareto front",
     )
     rows = []
     for number in _order(record):
@@ -131,7 +131,7 @@ def _quality_sheet(record: ShrinkRecord) -> Sheet:
 
 def _inference_sheet(record: ShrinkRecord) -> Sheet:
     known = [number for number in _order(record) if record.models[number].inference is not None]
-    columns = columns_of("Model", "#Peak", "#Above no model", "#Predicted", "#Rows a second", "#Speed")
+    columns = columns_of("Model", "#Peak", "#Above baseline", "#Predicted", "#Rows/s", "#Speed")
     rows = []
     first = record.original.inference
     for number in known:
@@ -147,14 +147,14 @@ def _inference_sheet(record: ShrinkRecord) -> Sheet:
                 f"x {cost.speed:.2f}",
             )
         )
-    title = "Applying it, measured in a process of its own"
+    title = "Inference, measured in a separate process"
     if first is not None:
         title += f", up to {first.rows} rows of {first.longest_tokens} tokens"
     return Sheet(title, columns, tuple(rows))
 
 
 def _training_sheet(record: ShrinkRecord) -> Sheet:
-    columns = columns_of("Model", "#Predicted peak", "#Peak", "#A step", "Teacher")
+    columns = columns_of("Model", "#Predicted peak, whole batch", "#Peak", "#Step time", "Teacher")
     rows = []
     for number in _order(record):
         cost = record.models[number].training
@@ -165,33 +165,31 @@ def _training_sheet(record: ShrinkRecord) -> Sheet:
                     format_bytes(cost.predicted.likely_bytes) if cost.predicted else "unknown",
                     format_bytes(cost.peak_bytes) if cost.peak_bytes else _NONE,
                     format_seconds(cost.step_seconds) if cost.step_seconds else _NONE,
-                    "its passes too" if cost.has_teacher else "none",
+                    "included" if cost.has_teacher else "none",
                 )
             )
-    return Sheet(
-        "Training: the original in its own run, others trained again; predicted of a whole batch", columns, tuple(rows)
-    )
+    return Sheet("Training of the original, retraining of the others", columns, tuple(rows))
 
 
 def _unused_sheet(record: ShrinkRecord) -> Sheet:
     rows = tuple((one.method, one.reason) for one in record.unused)
-    return Sheet("Not tried", columns_of("Method", "Why"), rows)
+    return Sheet("Not tried", columns_of("Method", "Reason"), rows)
 
 
 def _saves_sheet(record: ShrinkRecord) -> Sheet:
     rows = tuple((name, text) for name, text in record.saves.items())
-    return Sheet("What each method saves", columns_of("Method", "What becomes smaller, and what does not"), rows)
+    return Sheet("Savings of each method", columns_of("Method", "Effect"), rows)
 
 
 def _loading_sheet(record: ShrinkRecord) -> Sheet:
     if record.best is None:
         return Sheet("", (), ())
     best = record.models[record.best]
-    return Sheet("Without Plimsoll", columns_of("Folder", "Loaded with"), ((record.output, HOW_TO_LOAD[best.form]),))
+    return Sheet("Use without Plimsoll", columns_of("Folder", "Load with"), ((record.output, HOW_TO_LOAD[best.form]),))
 
 
 def front_points(record: ShrinkRecord) -> Sequence[tuple[float, float, str, bool]]:
-    """Return bytes, quality, name and whether it is on the front, of each model."""
+    """Return bytes, quality, name and Pareto optimality of each model."""
     front = set(record.front)
     return [
         (model.file_bytes, _number(model), model.name, number in front) for number, model in enumerate(record.models)
@@ -206,6 +204,6 @@ def _number(model: Small) -> float:
 
 
 def measure_name(record: ShrinkRecord) -> str:
-    """Return what the front is drawn over."""
+    """Return the axis title of the quality measure."""
     name, _ = _measure(record.original.quality)
     return f"{name}, %" if name in {"accuracy", "entity F1"} else name

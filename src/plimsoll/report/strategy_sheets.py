@@ -1,4 +1,4 @@
-"""The words and numbers of fine-tuning strategies, once: the terminal and the HTML page show the same sheets."""
+"""Sheets and sentences of fine-tuning strategies, shared by the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from plimsoll.report.plan_sheets import budget_word, seconds_range_text
 from plimsoll.report.prediction_sheets import range_text
 from plimsoll.report.sheets import Sheet, columns_of
 
-GIVE_TITLE = "What to give for each, after plimsoll plan or plimsoll train and the job"
+GIVE_TITLE = "Options of each strategy, for plimsoll plan JOB and plimsoll train JOB"
 _NONE = "-"
 
 
 def headline(strategies: Strategies) -> str:
-    """Say in one sentence which strategies fit."""
+    """Return a sentence with the strategies that fit."""
     fitting = [strategy.name for strategy in strategies.strategies if strategy.fits]
     limit = f"{format_bytes(strategies.limit_bytes)} of {strategies.device}"
     if not fitting:
@@ -22,30 +22,30 @@ def headline(strategies: Strategies) -> str:
 
 
 def strategy_sheets(strategies: Strategies) -> tuple[Sheet, ...]:
-    """What each strategy needs, takes and changes; what to type for it is in `give_lines`."""
-    numbers = columns_of("Strategy", "Verdict", "#Peak", "#A step")
-    words = columns_of("Strategy", "What it changes", "With")
+    """Return the sheets with peak, step time, changes and choices of each strategy. `give_lines` has the options."""
+    numbers = columns_of("Strategy", "Verdict", "#Peak", "#Step time")
+    words = columns_of("Strategy", "Changes", "Choices")
     return (
         Sheet(f"Fine-tuning strategies: {strategies.subject}", numbers, tuple(map(_numbers, strategies.strategies))),
-        Sheet("What each is", words, tuple(map(_words, strategies.strategies))),
+        Sheet("Strategies in detail", words, tuple(map(_words, strategies.strategies))),
     )
 
 
 def give_lines(strategies: Strategies) -> tuple[str, ...]:
-    """What to give to ``plimsoll plan`` or ``train`` for each strategy, to be copied: the name is a shell comment."""
+    """Return the options of each strategy, to copy after ``plimsoll plan JOB``, with its name as a shell comment."""
     return tuple(f"{strategy.how}  # {strategy.name}" for strategy in strategies.strategies if strategy.how)
 
 
 def page_sheets(strategies: Strategies) -> tuple[Sheet, ...]:
-    """The same, and what to give for each strategy as a table: columns of a page are wide enough to copy from."""
+    """Return the sheets of the HTML page, which has the options as a table."""
     rows = tuple((strategy.name, strategy.how or _NONE) for strategy in strategies.strategies)
-    return (*strategy_sheets(strategies), Sheet(GIVE_TITLE, columns_of("Strategy", "Give"), rows))
+    return (*strategy_sheets(strategies), Sheet(GIVE_TITLE, columns_of("Strategy", "Options"), rows))
 
 
 def done_line(strategy: Strategy) -> str:
-    """Say in a line what was found of a strategy."""
+    """Return a line with the verdict, peak and step time of a strategy."""
     _, verdict, peak, step = _numbers(strategy)
-    return f"{strategy.name}: {verdict}" + (f", {peak}, {step} a step" if strategy.peak is not None else "")
+    return f"{strategy.name}: {verdict}" + (f", {peak}, {step} per step" if strategy.peak is not None else "")
 
 
 def _numbers(strategy: Strategy) -> tuple[str, ...]:

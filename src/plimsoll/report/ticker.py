@@ -1,9 +1,9 @@
-"""The line on a terminal that says what is being done and for how long: a program of its own, which imports nothing.
+"""Status line with the current stage and its seconds, as a separate program that imports only the standard library.
 
-    python -I -S ticker.py "loading torch"      # then each line on standard input is what is done from now on
+    python -I -S ticker.py "loading torch"      # each line on standard input is the next stage
 
-The process that works cannot draw it: while it loads a library, no thread of it runs. The line stands below the one
-with the cursor, where others print, and is gone when standard input ends.
+The working process cannot draw the line itself, because no thread of it runs while it loads a library. The line is one
+row below the cursor, so that other output stays intact. It is removed when standard input ends.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import time
 from contextlib import suppress
 
 _DRAW_SECONDS = 0.1
-_FIRST_SECONDS = 0.1  # what takes less than that is not said
+_FIRST_SECONDS = 0.1  # shorter work draws nothing
 _CLEAR_BELOW = "\x1b[J"
 _USUAL_COLUMNS = 80
 
 
 def drawn(stage: str, stage_seconds: float, all_seconds: float, num_columns: int) -> str:
-    """Return the line: the stage, cut where the terminal is too narrow for it, its seconds, and those of all stages."""
+    """Return the line: the stage, cut to the width of the terminal, its seconds, and the seconds of all stages."""
     seconds = f"  {stage_seconds:.1f} s"
     if all_seconds - stage_seconds >= _DRAW_SECONDS:
         seconds += f" of {all_seconds:.1f} s"
@@ -30,9 +30,9 @@ def drawn(stage: str, stage_seconds: float, all_seconds: float, num_columns: int
 
 
 def main() -> None:
-    """Draw until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that works is interrupted, and ends this one
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # of a terminal that only one group may write to
+    """Draw the line until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the working process, which then ends this one
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # sent if only the foreground group may write (stty tostop)
     stage, begun, rest = sys.argv[1], time.monotonic(), b""
     since, wait_seconds = begun, _FIRST_SECONDS
     while True:
@@ -57,7 +57,7 @@ def _num_columns() -> int:
 
 
 def _write(text: str) -> None:
-    with suppress(OSError):  # the terminal may be gone
+    with suppress(OSError):  # the terminal may be closed
         os.write(2, text.encode())
 
 

@@ -1,7 +1,7 @@
-"""The charts of a recorded watch: memory of each process, how much of each limit was used, and the speed of a run.
+"""Charts of a recorded watch: memory of each process, use of each limit, and speed of the run.
 
-Processes stand on each other, the largest at the bottom; below the eighth they are one. Pages that a fork shares are
-counted in each process, so the sum can be more than the machine has.
+Processes are stacked, the largest at the bottom. Beyond the eighth process, the rest is one layer. Pages shared after a
+fork count in each process, so the sum can exceed the memory of the machine.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _DASHES = ("solid", "dash", "dot")
 
 
 def watch_charts(record: WatchRecord) -> tuple[Chart, ...]:
-    """Make the charts of a recording, in the order of the page."""
+    """Return the charts of a recording, in the order of the page."""
     charts = (process_chart(record), limit_chart(record))
     has_run = any(sample.run is not None and sample.run.units_per_second for sample in record.samples)
     return (*charts, speed_chart(record)) if has_run else charts
 
 
 def process_chart(record: WatchRecord) -> Chart:
-    """Private memory over time, a layer for each process."""
+    """Return the chart of private memory over time, with a layer per process."""
     title = "Private memory of each process"
     if not record.samples:
-        return Chart("processes", title, "There is no sample.", None)
+        return Chart("processes", title, "No sample was recorded.", None)
     peak_bytes = max(sample.private_bytes for sample in record.samples)
     unit, unit_bytes = unit_of(peak_bytes)
     figure = empty_figure("seconds since the watch began", unit)
@@ -46,14 +46,12 @@ def process_chart(record: WatchRecord) -> Chart:
             line={"color": _colour(number), "width": 1, "dash": _dash(number)},
             hovertemplate="%{y:,.4~g}",
         )
-    caption = (
-        f"Measured, {len(record.samples):,} samples. Highest {format_bytes(peak_bytes)} in all processes together."
-    )
+    caption = f"Measured, {len(record.samples):,} samples. Highest total of all processes: {format_bytes(peak_bytes)}."
     return Chart("processes", title, caption, figure.to_plotly_json())
 
 
 def _layers(record: WatchRecord) -> list[tuple[str, list[int]]]:
-    """The sizes of each process over the samples, 0 where it was not there; the largest first, the rest as one."""
+    """Return name and sizes of each layer over the samples, largest process first. Absent processes have size 0."""
     sizes = {pid: [0] * len(record.samples) for pid in record.uses_by_pid}
     names = {}
     for row, sample in enumerate(record.samples):
@@ -67,11 +65,11 @@ def _layers(record: WatchRecord) -> list[tuple[str, list[int]]]:
 
 
 def limit_chart(record: WatchRecord) -> Chart:
-    """How much of each limit was used over time, in percent, against the line."""
-    title = "Used of each limit"
+    """Return the chart of the use of each limit over time, in percent."""
+    title = "Use of each limit"
     found = lines_by_name(record)
     if not found:
-        return Chart("limits", title, "There is no sample.", None)
+        return Chart("limits", title, "No sample was recorded.", None)
     figure = empty_figure("seconds since the watch began", "percent of the limit")
     most = 100.0
     for number, (name, seen) in enumerate(found.items()):
@@ -90,7 +88,7 @@ def limit_chart(record: WatchRecord) -> Chart:
     figure.update_yaxes(range=[0, HEADROOM * most])
     limit_line(figure, 100, "the limit")
     return Chart(
-        "limits", title, "Measured. Marks above: a warning that a limit would be reached.", figure.to_plotly_json()
+        "limits", title, "Measured. Triangles mark warnings that a limit would be reached.", figure.to_plotly_json()
     )
 
 
@@ -108,7 +106,7 @@ def _mark_warnings(figure: go.Figure, record: WatchRecord, most: float) -> None:
 
 
 def speed_chart(record: WatchRecord) -> Chart:
-    """Units of the loss per second, over the last steps of each sample."""
+    """Return the chart of loss units per second, measured over the last steps before each sample."""
     runs = [(sample.seconds, sample.run) for sample in record.samples if sample.run is not None]
     points = [(seconds, run.units_per_second) for seconds, run in runs if run.units_per_second is not None]
     unit = f"{runs[-1][1].unit_name}/s"
@@ -123,7 +121,7 @@ def speed_chart(record: WatchRecord) -> Chart:
         line={"color": "var(--accent)", "width": 1.6},
         hovertemplate="%{y:,.4~g}",
     )
-    return Chart("speed", "Throughput", "As the run measures it, over its last steps.", figure.to_plotly_json())
+    return Chart("speed", "Throughput", "Measured by the run over its last steps.", figure.to_plotly_json())
 
 
 def _colour(number: int) -> str:

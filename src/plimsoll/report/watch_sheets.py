@@ -1,4 +1,4 @@
-"""The words and numbers of a recorded watch, once: the terminal and the HTML page show the same sheets."""
+"""Sheets and sentences of a recorded watch, shared by the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from plimsoll.report.sheets import Sheet, columns_of, format_loss, format_speed
 from plimsoll.report.watch_view import LEAST_RANGE_SHARE, parts_text, sparkline
 
 _MOST_PROCESSES = 20
-_NUM_BLOCKS = 10  # of a line over time, in a table of 80 columns
+_NUM_BLOCKS = 10  # width of a sparkline, so that the table fits 80 columns
 _MOST_ROWS = 12
 
 T = TypeVar("T")
 
 
 def sentences(record: WatchRecord) -> tuple[str, ...]:
-    """Say how long it was watched, the most memory that was seen, how it ended, and what was near."""
+    """Return sentences on the duration, the highest memory, the end, and the limits that were nearly reached."""
     num = len(record.samples)
     if not num:
-        said = [f"Nothing was seen of {record.subject}."]
+        said = [f"No sample of {record.subject} was recorded."]
     else:
         peak = max(record.samples, key=lambda sample: sample.private_bytes)
         said = [
@@ -30,7 +30,7 @@ def sentences(record: WatchRecord) -> tuple[str, ...]:
             f"{format_bytes(peak.private_bytes)}, at {format_seconds(peak.seconds)}.",
         ]
     said.append(
-        "The recording breaks off." if record.end is None else f"{record.end.text[:1].upper()}{record.end.text[1:]}."
+        "The recording is incomplete." if record.end is None else f"{record.end.text[:1].upper()}{record.end.text[1:]}."
     )
     warned = dict.fromkeys(line.name for sample in record.samples for line in sample.warnings)
     if warned:
@@ -42,13 +42,13 @@ def sentences(record: WatchRecord) -> tuple[str, ...]:
 
 
 def sheets_of(record: WatchRecord) -> tuple[Sheet, ...]:
-    """Return the limits, the processes, and samples over time; those without rows are for the reader to leave out."""
+    """Return the sheets of limits, processes, and samples over time. Some may be empty."""
     return limit_sheet(record), process_sheet(record), time_sheet(record)
 
 
 def limit_sheet(record: WatchRecord) -> Sheet:
-    """List every limit that held, with the most that was used of it."""
-    columns = columns_of("Limit", "#Highest", "#Of", "#Share", "#Warned at", "Over time")
+    """List every limit with its highest use."""
+    columns = columns_of("Limit", "#Highest", "#Allowed", "#Share", "#Warned at", "Over time")
     rows = []
     for seen in lines_by_name(record).values():
         highest = max((line for _, line in seen), key=lambda line: line.used_bytes)
@@ -91,7 +91,7 @@ def process_sheet(record: WatchRecord) -> Sheet:
 
 
 def time_sheet(record: WatchRecord) -> Sheet:
-    """List samples, of more than twelve equal parts the highest of each."""
+    """List up to twelve samples: the highest of each of twelve equal parts of the recording."""
     has_run = any(sample.run is not None for sample in record.samples)
     columns = columns_of("#At", "#Private", "#Nearest limit", *(("#Step", "#Loss", "#Speed") if has_run else ()))
     parts = _parts(record.samples, _MOST_ROWS)
@@ -117,7 +117,7 @@ def _time_cells(sample: WatchSample, has_run: bool) -> tuple[str, ...]:
 
 
 def lines_by_name(record: WatchRecord) -> dict[str, list[tuple[float, Line]]]:
-    """Return each limit over time, with the seconds of each sample."""
+    """Return the use of each limit over time, as pairs of seconds and line."""
     found: dict[str, list[tuple[float, Line]]] = {}
     for sample in record.samples:
         for line in sample.lines:
@@ -126,13 +126,13 @@ def lines_by_name(record: WatchRecord) -> dict[str, list[tuple[float, Line]]]:
 
 
 def _drawn(sizes: list[int], whole_bytes: int) -> str:
-    """A line over time in a few blocks, each the highest of its part."""
+    """Return a sparkline of a few blocks, each for the highest value in its part."""
     highest = [max(part) for part in _parts(sizes, _NUM_BLOCKS)]
     return sparkline(highest, round(LEAST_RANGE_SHARE * whole_bytes))
 
 
 def _parts(values: Sequence[T], most_parts: int) -> list[Sequence[T]]:
-    """Cut values into at most so many parts, none empty."""
+    """Split values into up to `most_parts` parts of about equal length, without empty ones."""
     num_parts = min(most_parts, len(values))
     bounds = [len(values) * part // num_parts for part in range(num_parts + 1)] if num_parts else []
     return [values[begin:end] for begin, end in pairwise(bounds)]

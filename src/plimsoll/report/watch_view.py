@@ -1,7 +1,7 @@
-"""A watch while it goes: the panel of the terminal, and the line per sample that a pipe gets.
+"""Live view of a watch: a panel in the terminal, or one line per sample in a pipe.
 
-Every function but `shown_samples` is pure: samples in, a renderable or a text out. Made to be readable at 80 columns. A
-warning is words, not only a colour.
+Every function but `shown_samples` is pure: it returns a renderable or a text. The layout suits 80 columns. Warnings are
+written in words, not only in colour.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from plimsoll.report.console import StandardError
 from plimsoll.report.sheets import format_loss, format_speed
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_NEAR_SHARE = 0.95  # of a limit: from here its bar is shown in the colour of a warning
+_NEAR_SHARE = 0.95  # share of a limit from which its bar is red
 _NUM_HISTORY = 20
-LEAST_RANGE_SHARE = 0.02  # of a limit: less is not worth a second look
+LEAST_RANGE_SHARE = 0.02  # share of a limit: a sparkline covers at least this range
 _MOST_PROCESSES = 10
-_NUM_SHOWN = 30  # samples that the live view looks back on
+_NUM_SHOWN = 30  # samples that the live view keeps
 
 
 def sample_line(sample: WatchSample) -> str:
-    """Return a sample in one line: memory, each limit with what is used of it, and how far the run is."""
+    """Return a sample in one line: memory, the use of each limit, and the progress of the run."""
     num = len(sample.processes)
     parts = [
         format_seconds(sample.seconds) if sample.seconds >= 1 else "0 s",
@@ -52,11 +52,11 @@ def sample_line(sample: WatchSample) -> str:
 
 
 def watch_panel(subject: str, history: Sequence[WatchSample]) -> Panel:
-    """Return the panel that shows a watch while it goes.
+    """Return the live panel of a watch.
 
     Args:
-        subject: what is watched.
-        history: the last samples, the newest last; at least one.
+        subject: the name of the watched process or run.
+        history: the last samples, newest last; at least one.
     """
     now = history[-1]
     shown: list[RenderableType] = []
@@ -74,7 +74,7 @@ def watch_panel(subject: str, history: Sequence[WatchSample]) -> Panel:
 
 
 def run_text(run: RunProgress) -> str:
-    """Say how far a run is and how fast, what memory it lost and what it survived."""
+    """Return the progress of a run: step, loss, speed, out-of-memory errors and killed processes."""
     of = "" if run.num_steps is None else f" of {run.num_steps:,}"
     parts = [
         run.status if run.status != "running" else "",
@@ -96,20 +96,20 @@ def run_text(run: RunProgress) -> str:
 
 
 def parts_text(parts: dict[str, int]) -> str:
-    """Say what the plan predicts of the peak, the largest category first."""
+    """Return the predicted parts of the peak, largest category first."""
     largest = sorted(parts.items(), key=lambda part: -part[1])
     words = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
     return f"Predicted at the peak: {words}"
 
 
 def kill_text(num_kills: int) -> str:
-    """Say how often the kernel killed for memory since the watch began."""
+    """Return how many processes the kernel has killed for lack of memory since the watch began."""
     times = "a process" if num_kills == 1 else f"{num_kills:,} processes"
-    return f"the kernel has killed {times} for memory"
+    return f"the kernel's OOM killer has killed {times}"
 
 
 def sparkline(values: Sequence[int], least_range: int) -> str:
-    """Draw values as blocks, from their least to their most; a range below the least is drawn as that.
+    """Return values as blocks, scaled from the smallest to the largest, but at least over `least_range`.
 
     >>> sparkline([0, 50, 100], 1)
     '▁▅█'
@@ -120,7 +120,7 @@ def sparkline(values: Sequence[int], least_range: int) -> str:
 
 
 def _limits(history: Sequence[WatchSample]) -> Table:
-    """A bar for each limit, as far as it is used, and how it came there."""
+    """Return a row per limit with a bar of its use and a sparkline of the last samples."""
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(style="dim", ratio=3, overflow="fold")
     table.add_column(ratio=2)
@@ -145,7 +145,7 @@ def _history_of(line: Line, history: Sequence[WatchSample]) -> list[int]:
 
 
 def _processes(sample: WatchSample) -> Table:
-    """The largest processes; columns that would be empty are left out."""
+    """Return a table of the largest processes without empty columns."""
     uses = sorted(sample.processes, key=lambda use: -use.private_bytes)[:_MOST_PROCESSES]
     titles = ["private", "file", "shared"]
     titles += ["swap"] if any(use.swap_bytes for use in uses) else []
@@ -179,14 +179,20 @@ def _bytes_of(use: ProcessUse, title: str) -> int | None:
 
 
 def _warning(line: Line) -> str:
-    return f"WARNING: reached in about {format_seconds(line.seconds_left)}"
+    return f"WARNING: limit reached in about {format_seconds(line.seconds_left)}"
 
 
 @contextmanager
 def shown_samples(
     subject: str, as_json: bool, show_line: Callable[[str], None]
 ) -> Iterator[Callable[[WatchSample], None]]:
-    """Yield what shows a sample: a live view on a terminal, else a line, with ``as_json`` nothing."""
+    """Yield a function that shows a sample: in a live view on a terminal, else as a line.
+
+    Args:
+        subject: the name of the watched process or run.
+        as_json: standard output carries JSON, so that no lines are shown.
+        show_line: prints one line.
+    """
     if sys.stderr.isatty() and (as_json or sys.stdout.isatty()):
         with _live(subject) as update:
             yield update

@@ -1,4 +1,4 @@
-"""What `plimsoll.step.train_step` refuses before anything is done, each with the reason and the remedy."""
+"""Checks that `plimsoll.step.train_step` makes before any work, each with the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -25,16 +25,21 @@ UNITS = ("samples", "tokens", "next-tokens")
 
 
 _CHOOSE_UNITS = (
-    'what the loss averages over decides how the pieces of a batch are weighted: give units="next-tokens" (a causal '
+    'the units that the loss averages over decide how micro-batches are weighted: give units="next-tokens" (a causal '
     'model that shifts its labels), "tokens", "samples", or a function batch -> number'
 )
 
 
 def refuse_batch(batch: Any, *, has_own_loss: bool, units_are_assumed: bool) -> None:
-    """Refuse a batch that a model cannot take as it is, or of which nobody said how its parts are weighted.
+    """Refuse a batch of the wrong type, or a batch whose loss normalizer is unknown.
+
+    Args:
+        batch: the batch.
+        has_own_loss: whether the user passed a loss function; otherwise the model computes its loss.
+        units_are_assumed: whether the user passed no ``units``, so that each sample must have one label.
 
     Raises:
-        InputError: if it is not a dict for a model that computes its own loss; see `refuse_unclear_labels`.
+        InputError: if the model computes its loss and the batch is not a dict; see also `refuse_unclear_labels`.
     """
     if not has_own_loss and not isinstance(batch, Mapping):
         raise InputError(
@@ -46,22 +51,22 @@ def refuse_batch(batch: Any, *, has_own_loss: bool, units_are_assumed: bool) -> 
 
 
 def refuse_unclear_labels(batch: Mapping[str, Any]) -> None:
-    """Refuse a batch where a sample is not one term of the mean, if nobody said what the loss averages over.
+    """Refuse a batch without one counted label per sample, because the loss normalizer was not specified.
 
     Raises:
-        InputError: if it has no tensor ``labels`` with one label for each sample, or some of them are ignored.
+        InputError: if it has no tensor ``labels`` with one label for each sample, or some labels are ignored.
     """
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
-        raise InputError(f"a batch without a tensor `labels` (it has {', '.join(map(str, batch))}): {_CHOOSE_UNITS}")
+        raise InputError(f"the batch has no tensor `labels` (fields: {', '.join(map(str, batch))}): {_CHOOSE_UNITS}")
     if labels.numel() != len(labels):
-        raise InputError(f"labels of shape {tuple(labels.shape)} are several for each sample: {_CHOOSE_UNITS}")
+        raise InputError(f"labels of shape {tuple(labels.shape)} have several values for each sample: {_CHOOSE_UNITS}")
     if num_ignored := int((labels == IGNORED_LABEL).sum()):
         raise InputError(f"{num_ignored} of {len(labels)} labels are {IGNORED_LABEL}, ignored: {_CHOOSE_UNITS}")
 
 
 def refuse_no_target(shape: Shape, step: int) -> None:
-    """Refuse a batch in which nothing is to be learned.
+    """Refuse a batch without a target.
 
     Raises:
         DataError: if it has no units.
@@ -74,7 +79,13 @@ def refuse_no_target(shape: Shape, step: int) -> None:
 
 
 def refuse_non_finite(what: str, value: float, workload: Workload, position: Position) -> None:
-    """Refuse to update with a loss or a gradient norm that is none.
+    """Refuse to update with a loss or gradient norm that is NaN or infinite.
+
+    Args:
+        what: the name of the value, as in "loss".
+        value: the value.
+        workload: the training.
+        position: the current position in the training.
 
     Raises:
         NonFiniteLossError: if it is NaN or infinite.
@@ -90,6 +101,12 @@ def refuse_non_finite(what: str, value: float, workload: Workload, position: Pos
 
 def refuse_recut(reason: Reason | None, micro_batch: int, shape: Shape, ranks: Ranks) -> None:
     """Refuse to cut a batch that must stay whole, into micro-batches or over ranks.
+
+    Args:
+        reason: why the batch must stay whole, or ``None``.
+        micro_batch: samples per pass.
+        shape: the shape of the batch.
+        ranks: the ranks that share the batch.
 
     Raises:
         InputError: if there is a reason, and the batch is cut.
@@ -107,10 +124,10 @@ def refuse_recut(reason: Reason | None, micro_batch: int, shape: Shape, ranks: R
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The one device that all parameters are on, but for tables and blocks that stay on the host.
+    """Return the device of the parameters, ignoring embeddings and blocks that stay on the host.
 
     Raises:
-        InputError: if there is none, or more than one.
+        InputError: if the model has no parameters, or they are on several devices.
     """
     tables = {module.weight for module in model.modules() if isinstance(module, HostEmbedding)}
     others = [one for one in model.parameters() if one not in tables and not is_marked(one)]
@@ -118,13 +135,13 @@ def device_of(model: nn.Module) -> torch.device:
     if len(devices) != 1:
         raise InputError(
             f"the model's parameters are on {sorted(map(str, devices)) or 'no device'}: put it on one device before "
-            "making the step"
+            "constructing the step"
         )
     return devices.pop()
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """Refuse wrappers that train on several devices in their own way."""
+    """Refuse wrappers that implement training on several devices."""
     if isinstance(model, nn.DataParallel):
         raise InputError(
             f"DataParallel on {len(model.device_ids)} devices copies the model to all of them in every step, in one "
@@ -148,15 +165,12 @@ def refuse(
     units: object = None,
     kind: str = "cpu",
 ) -> None:
-    """Refuse what a step cannot be made of.
+    """Refuse arguments from which no step can be built.
 
-    ``kind`` is of the device that the step is for: a dry run's model is the CPU's whatever its target is.
+    ``kind`` is the type of the step's target device. In a dry run the model is on the CPU for any target.
 
     Raises:
-        InputError: if the model is wrapped for several devices, the precision or the units are unknown, the model is
-            in half precision under fp16, the processor has no LSTM of the precision, the optimizer needs a closure, is
-            of another model or does not take its gradients, the micro-batch is no positive number of samples, or the
-            loss cannot be called with a model and a batch.
+        InputError: if an argument is unknown or unsuitable, or the arguments do not fit together.
     """
     _refuse_loss(loss)
     _refuse_wrapped(model)
@@ -192,7 +206,7 @@ def refuse(
         return
     if not isinstance(micro_batch, int) or isinstance(micro_batch, bool):
         raise InputError(
-            f"micro_batch is {micro_batch!r}, a {type(micro_batch).__name__}, but samples are counted: give a whole "
+            f"micro_batch is {micro_batch!r}, a {type(micro_batch).__name__}, but must count samples: give a whole "
             "number or None"
         )
     if micro_batch < 1:
@@ -202,7 +216,7 @@ def refuse(
 
 
 def _sparse_tables(model: nn.Module) -> dict[torch.Tensor, str]:
-    """The parameters that get sparse gradients, and the modules they are of."""
+    """Return the parameters with sparse gradients, and the names of their modules."""
     return {
         module.weight: name or "the model"
         for name, module in model.named_modules()
@@ -211,7 +225,7 @@ def _sparse_tables(model: nn.Module) -> dict[torch.Tensor, str]:
 
 
 def _refuse_loss(loss: object) -> None:
-    """Refuse torch's own losses, which compare two tensors: called with a model they fail deep inside torch."""
+    """Refuse torch's loss functions, which compare two tensors. Called with a model, they fail deep inside torch."""
     of_torch = {"torch.nn.modules.loss", "torch.nn.functional"}
     kind = type(loss) if isinstance(loss, nn.Module) else loss
     if callable(loss) and getattr(kind, "__module__", None) not in of_torch:
@@ -224,9 +238,9 @@ def _refuse_loss(loss: object) -> None:
 
 
 def _refuse_foreign(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
-    """Refuse an optimizer that was made of another model, as one is before a copy or a wrapping.
+    """Refuse an optimizer of another model, such as one created before the model was copied or wrapped.
 
-    Under fp16 also one of some parameters only: the gradients of the others would stay scaled, and be clipped so.
+    Under fp16 it must update all trainable parameters. The gradients of the others would stay scaled when clipped.
     """
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     known = {id(parameter) for parameter in model.parameters()}
@@ -236,7 +250,7 @@ def _refuse_foreign(model: nn.Module, optimizer: torch.optim.Optimizer, precisio
             f"the optimizer updates {len(updated)} of the {len(trainable)} parameters that have gradients, and under "
             "fp16 only theirs are unscaled: set requires_grad_(False) on the others, or use bf16"
         )
-    if updated <= known and updated:  # the others may be left as they are on purpose
+    if updated <= known and updated:  # other parameters may be frozen on purpose
         return
     if not trainable or trainable - updated:
         raise InputError(

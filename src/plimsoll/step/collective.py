@@ -1,10 +1,10 @@
-"""Work that is done by all ranks or by none: what one of them ran out of memory in, none has done.
+"""Work that all ranks complete, or none: if one rank runs out of memory in it, no rank uses the result.
 
-Each rank tries its part (`plimsoll.step.oom_boundary`), then all say how it went, and only then goes anything on. Work
-that exchanges something itself, such as the passes of a sharded model, asks before each exchange (`Ranks.require_all`);
-who hears there that another rank failed stops, and does not ask again.
+Each rank tries its part (`plimsoll.step.oom_boundary`), then all ranks exchange the outcome before any continues. Work
+that itself communicates, such as passes of a sharded model, checks before each exchange (`Ranks.require_all`). A rank
+that learns there of a failure on another rank stops, and does not exchange the outcome again.
 
-With one process this is `attempt`. Does NOT undo anything.
+With one process this is `attempt`. Nothing is undone here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ def attempt_collectively(work: Callable[[], T], backend: Backend, position: Posi
 
 
 def agreed(outcome: T | OomEvent, position: Position, ranks: Ranks) -> T | OomEvent:
-    """Say how it went here; returns the outcome, or an event where it failed on another rank."""
-    if ranks.is_alone or (isinstance(outcome, OomEvent) and outcome.family == _PEER):  # which has heard it already
+    """Exchange the outcomes. Return the local one, or an event if memory ran out on another rank."""
+    if ranks.is_alone or (
+        isinstance(outcome, OomEvent) and outcome.family == _PEER
+    ):  # then the ranks have agreed already
         return outcome
     rank = ranks.first_of(isinstance(outcome, OomEvent))
     if isinstance(outcome, OomEvent):
@@ -47,15 +49,15 @@ def agreed(outcome: T | OomEvent, position: Position, ranks: Ranks) -> T | OomEv
 
 
 def survived_elsewhere(own: Sequence[OomEvent], ranks: Ranks) -> list[OomEvent]:
-    """Return what each of the other ranks has survived alone, with its rank; all ask, with what they have."""
+    """Return the events that other ranks survived alone, with their ranks. All ranks must call it."""
     every = enumerate(ranks.gather(list(own)))
     return [one.model_copy(update={"rank": rank}) for rank, events in every if rank != ranks.rank for one in events]
 
 
 def told_by_all(event: OomEvent, ranks: Ranks) -> OomEvent:
-    """Return the event of the first rank whose memory ran out, the same on all; call it when what failed is undone.
+    """Return the event of the first rank whose memory ran out, identical on all ranks.
 
-    What is done next follows from the event, so that all ranks do the same.
+    Call this after the failed step has been undone. The next action follows from the event, so all ranks take the same.
     """
     if ranks.is_alone:
         return event

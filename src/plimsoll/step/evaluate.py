@@ -1,11 +1,10 @@
-"""The mean loss over batches, without gradients, in as large micro-batches as fit.
+"""The mean loss over batches, without gradients, in micro-batches as large as fit.
 
-A batch that runs out of memory is evaluated again in smaller micro-batches; nothing else changes, so there is nothing
-to undo. The hook ``evaluation_samples`` bounds them. Ranks that train the same model share each batch as they do in
-training, and what does not fit on one of them is cut on all; the loss is that of all parts, on each of them.
+A batch that runs out of memory is evaluated again in smaller micro-batches. Nothing has to be undone, because an
+evaluation changes nothing. The hook ``evaluation_samples`` limits their size. Ranks that train the same model share
+each batch as in training. If a batch does not fit on one rank, all ranks cut it. Every rank gets the loss of all parts.
 
-Does NOT cover memory that runs out inside the iterable of batches, while the next batch is made: an iterator cannot be
-asked for the same batch again.
+Not handled: memory that runs out inside the iterable of batches. An iterator cannot be asked for the same batch again.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from plimsoll.step.recovery import FallbackSchedule, action_of, micro_batch_size
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The mean loss over ``num_units`` of the evaluated samples."""
+    """The mean loss over the ``num_units`` of the evaluated samples."""
 
     loss: float
     num_samples: int
@@ -45,18 +44,18 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates one workload; it remembers which sizes fit.
+    """The evaluation of one workload. It remembers which sizes fit.
 
     Args:
-        workload: what is evaluated.
-        backend: the device's backend.
-        position: where the run is, for the record of an error.
-        shape_of: counts a batch's samples and units, and refuses what cannot be cut.
-        grow_after: clean batches after which the next larger size is tried.
-        additivity: says whether a batch may be cut.
+        workload: the workload to evaluate.
+        backend: the backend of the device.
+        position: the current position of the run, for error records.
+        shape_of: counts the samples and units of a batch, and refuses a batch that cannot be cut.
+        grow_after: successful batches before the next larger size is tried.
+        additivity: decides whether a batch may be cut.
     """
 
-    def __init__(  # noqa: PLR0917 -- called by the step
+    def __init__(  # noqa: PLR0917 -- internal, constructed by the step only
         self,
         workload: Workload,
         backend: Backend,
@@ -75,11 +74,11 @@ class Evaluator:
         self._first_samples: int | None = None
 
     def begin_at(self, num_samples: int) -> None:
-        """Begin with at most so many samples at once: what training began with, or what did not kill the process."""
+        """Start with at most ``num_samples`` at once: the initial size of training, or the last that survived."""
         self._fallback_schedule, self._first_samples = None, num_samples
 
     def at_once(self, num_samples: int) -> int:
-        """Return how many samples of a first batch of so many are evaluated at once, where memory suffices."""
+        """Return the size of the first micro-batch for a batch of ``num_samples``, if memory suffices."""
         fallback_schedule = self._fallback_schedule_for(num_samples)
         return min(
             fallback_schedule.sizes[fallback_schedule.in_force].samples,
@@ -87,13 +86,16 @@ class Evaluator:
         )
 
     def evaluate(self, batches: Iterable[Any], prepare: Callable[[], list[OomEvent]] = list) -> Evaluation:
-        """Return the mean loss over ``batches`` without gradients; training flags and random numbers stay as they were.
+        """Return the mean loss over ``batches``, without gradients. Training flags and random state are restored.
 
-        Of several ranks each gives its part of every batch, ``{}`` where it has none; one that has no more batches
-        takes part until all are done. ``prepare`` is done first, and returns what it had to recover from.
+        Args:
+            batches: the batches. With several ranks, each rank's part of every batch, or ``{}`` if it has no samples. A
+                rank without further batches takes part until all ranks have finished.
+            prepare: called first. Returns the out-of-memory events from which it recovered.
 
         Raises:
             OutOfMemoryError: if not even single samples fit.
+            DataError: if no sample has a target.
         """
         was_training = [module for module in self._workload.model.modules() if module.training]
         random_state = self._backend.random_state()
@@ -102,8 +104,8 @@ class Evaluator:
             events = prepare()
             share_statistics(self._workload.model, self._ranks)
             self._workload.model.eval()
-            # `torch.inference_mode` saves no more memory, and what a module makes and keeps in its first forward (a
-            # mask, rotary positions) would be an inference tensor, which the next step cannot save for backward.
+            # `torch.inference_mode` saves no more memory. Tensors that a module caches in its first forward (a mask,
+            # rotary positions) would be inference tensors, which the next step cannot save for backward.
             with torch.no_grad():
                 return self._evaluate(batches, events)
         finally:
@@ -119,23 +121,24 @@ class Evaluator:
             own = self._shape_of(batch)
             shape, num_samples_of_all, some_have_none = parts_of_all(own, self._ranks)
             if not num_samples_of_all and not self._ranks.is_alone:
-                break  # none has another batch
+                break  # no rank has another batch
             num_samples += num_samples_of_all
             if not shape.num_units:
-                continue  # nothing in it has a target
+                continue  # no sample has a target
             filler = Filler(self._workload, is_lent=some_have_none)
             loss_sum += self._loss_of(batch, own, shape, events, filler) * shape.num_units
             num_units += shape.num_units
         if not num_units:
             raise DataError(
-                f"there is nothing to evaluate: of {num_samples} samples none has a target; give at least one that has"
+                f"there is nothing to evaluate: none of {num_samples} samples has a target; give at least one with a "
+                "target"
             )
         return Evaluation(self._ranks.add_up(loss_sum).item() / num_units, num_samples, num_units, tuple(events))
 
     def _read(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches, and of several ranks one without a sample for ever, so that none ends before the others.
+        """Yield the batches. With several ranks, yield empty batches forever after them, so that no rank ends early.
 
-        Where memory runs out on one rank while it reads one, all end here, and may begin again.
+        If memory runs out on one rank while it reads a batch, all ranks stop here and may start again.
 
         Raises:
             PeerOutOfMemory: on all ranks, if there are several.
@@ -153,7 +156,7 @@ class Evaluator:
             yield batch
 
     def _loss_of(self, batch: Any, own: Shape, shape: Shape, events: list[OomEvent], filler: Filler) -> float:
-        """This rank's part of the mean loss of one batch, in as large micro-batches as fit on all."""
+        """Return this rank's part of the mean loss of one batch, in micro-batches as large as fit on all ranks."""
         if self._fallback_schedule is None or self._fallback_schedule.sizes[0].samples < shape.num_samples:
             self._fallback_schedule = self._fallback_schedule_for(shape.num_samples)
         fallback_schedule = self._fallback_schedule

@@ -1,11 +1,10 @@
-"""Places where a test can make memory run out for real: ``with armed("backward", 3): ...``.
+"""Places at which a test can make memory run out for real: ``with armed("backward", 3): ...``.
 
-An armed point asks the allocator for 2^60 bytes, so what is raised is the allocator's own error and passes through the
-same recognition as any other. `PLIMSOLL_FAILPOINTS="backward@3,optimizer@7"` arms points in a subprocess: the point's
-name and which passage of it fails, counted from 1. A failpoint that is not armed costs one look-up in an empty
-dictionary.
+An armed point requests 2^60 bytes, so the allocator raises its real error, which is recognized like any other.
+`PLIMSOLL_FAILPOINTS="backward@3,optimizer@7"` arms points in a subprocess. Each entry has the name of a point and the
+number of the call that fails, counted from 1. An unarmed failpoint costs one look-up in an empty dictionary.
 
-Does NOT cover places inside a model: use a forward or a gradient hook that calls `exhaust_memory`.
+There are no points inside a model: use a forward or gradient hook that calls `exhaust_memory`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _passed: dict[str, int] = {}
 
 
 def failpoint(name: str) -> None:
-    """Run out of memory here if this passage of ``name`` is armed."""
+    """Run out of memory here if this call of ``name`` is armed."""
     if not _armed:
         return
     hits = _armed.get(name)
@@ -38,13 +37,13 @@ def failpoint(name: str) -> None:
 
 
 def exhaust_memory() -> None:
-    """Ask the allocator for more than any machine has, so that its own error is raised: CUDA's where there is one."""
+    """Request more memory than any machine has, so that the allocator raises its error, CUDA's if available."""
     torch.empty(_ABSURD_BYTES, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager
 def armed(name: str, *hits: int) -> Iterator[None]:
-    """Let the given passages (counted from 1) of the point ``name`` run out of memory while the block runs."""
+    """Make the given calls of the point ``name`` (counted from 1) run out of memory inside the block."""
     _armed[name] = set(hits)
     _passed[name] = 0
     try:
@@ -54,7 +53,7 @@ def armed(name: str, *hits: int) -> Iterator[None]:
 
 
 def arm_from_environment() -> None:
-    """Arm what `PLIMSOLL_FAILPOINTS` names.
+    """Arm the points that `PLIMSOLL_FAILPOINTS` names.
 
     Raises:
         InputError: if it is not of the form ``name@passage,...``.

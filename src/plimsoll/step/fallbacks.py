@@ -1,7 +1,7 @@
-"""The fallbacks of a plan on a live training: which techniques belong to which level, and those of one level at work.
+"""The fallbacks of a plan on a live training: their levels, and the techniques that are installed.
 
-Fallbacks that follow each other with the same techniques, and other micro-batches, are one level: going from one to the
-next exchanges nothing. Techniques that are for the whole run are installed once and must be the same in every fallback.
+Consecutive fallbacks with the same techniques and different micro-batches form one level. A change within a level
+installs nothing. Techniques for the whole run are installed once and must be the same in every fallback.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from plimsoll.techniques.mechanisms.uncuttable import WholeBatch
 
 
 class InstalledFallbacks:
-    """What a plan says, put to work on one workload.
+    """The fallbacks of a plan, and the techniques of one of their levels installed on a workload.
 
     Args:
-        workload: what the techniques are installed on; those for the whole run at once.
-        fallbacks: the plan's and those of its fallbacks, or their choices alone, each with a micro-batch.
+        workload: the workload. Techniques for the whole run are installed on it at once.
+        fallbacks: the configurations of a plan, or only their choices, each with a micro-batch.
 
     Raises:
         InputError: if a fallback has no micro-batch, or the techniques for the whole run differ between fallbacks.
@@ -60,8 +60,8 @@ class InstalledFallbacks:
         different = list(dict.fromkeys(" ".join(map(str, choices)) or "none" for choices in for_the_run))
         if len(different) > 1:
             raise InputError(
-                f"the fallbacks of a plan differ in what changes the training ({' | '.join(different)}): give the same "
-                "to each"
+                f"the fallbacks of a plan differ in choices that change the training ({' | '.join(different)}): give "
+                "the same choices to each"
             )
         self._for_the_run = for_the_run[0]
         self._levels: list[Choices] = []
@@ -74,21 +74,20 @@ class InstalledFallbacks:
         self.sizes = tuple(sizes)
 
     def exchange(self, fallbacks: Sequence[Configuration | Sequence[Choice]]) -> None:
-        """Go on with other fallbacks of the same plan; what is at work stays so, until `use` is asked for another
-        level.
+        """Replace the fallbacks by others of the same plan. Installed techniques stay until `use` needs another level.
 
         Raises:
-            InputError: if they differ in what changes the training.
+            InputError: if the fallbacks have different choices for the whole run.
         """
         self.refuse_others(fallbacks)
         self._set(fallbacks)
         self._level = 0 if self._levels and self._levels[0] == tuple(choice for choice, _ in self._at_work) else None
 
     def refuse_others(self, fallbacks: Sequence[Configuration | Sequence[Choice]]) -> None:
-        """Refuse fallbacks that are not for this training, whose choices for the whole run stay.
+        """Refuse fallbacks of another training: the choices for the whole run cannot be exchanged.
 
         Raises:
-            InputError: if they differ in these.
+            InputError: if these choices differ.
         """
         ours, theirs = self._for_the_run, next((_split(choices_of(one))[0] for one in fallbacks), ())
         if ours != theirs:
@@ -100,23 +99,23 @@ class InstalledFallbacks:
 
     @property
     def has_one_in_force(self) -> bool:
-        """Whether the techniques of some level are at work."""
+        """True if the techniques of some level are installed."""
         return self._level is not None or not self._levels
 
     @property
     def names(self) -> list[str]:
-        """What tells these fallbacks from others, for a checkpoint."""
+        """The descriptions by which a checkpoint recognizes the same fallbacks."""
         return [f"{size.samples} {self.described(size.level)}" for size in self.sizes]
 
     def is_in_force(self, level: int) -> bool:
-        """Whether the techniques of a level are at work."""
+        """Return whether the techniques of a level are installed."""
         return self._level == level or (not self._levels and level == 0)
 
     def use(self, level: int) -> None:
-        """Put the techniques of a level to work in place of those that are.
+        """Install the techniques of a level in place of the current ones.
 
-        Those that both begin with stay, so that states in a file do not come back for a moment. If one cannot be
-        installed, those before it are, and no level is in force.
+        Leading techniques that both levels share stay installed, so that optimizer states in files are not moved back
+        and forth. If a technique cannot be installed, the ones before it stay installed and no level is current.
         """
         if self.is_in_force(level):
             return
@@ -132,17 +131,17 @@ class InstalledFallbacks:
     def keep_whole(
         self, fallback_schedule: FallbackSchedule, whole: WholeBatch, reason: Callable[[], Reason | None], shape: Shape
     ) -> bool:
-        """Before a batch is cut: take no fallback that does, from now on, if there is a reason against it.
+        """Exclude fallbacks that cut batches from now on, if there is a reason against cutting. Call it before a cut.
 
         Args:
-            fallback_schedule: of these fallbacks.
-            whole: what is known already.
-            reason: finds out, with the techniques that are in force.
-            shape: of the batch.
+            fallback_schedule: the schedule of these fallbacks.
+            whole: the reasons that are already known.
+            reason: determines the reason with the installed techniques.
+            shape: the shape of the batch.
 
         Returns:
-            Whether that is known now: without techniques in force (on any rank) it may not fit to find out, and who
-            puts them to work asks before the batch is cut.
+            Whether this could be determined. Without installed techniques (on any rank) the computation may not fit.
+            The caller then asks again after it has installed them and before the batch is cut.
         """
         if whole.reason() is not None:
             return True
@@ -153,19 +152,19 @@ class InstalledFallbacks:
         return True
 
     def described(self, level: int) -> str:
-        """The techniques of a level, for a person."""
+        """Return the techniques of a level as text."""
         return " ".join(map(str, self._levels[level])) or "no other technique"
 
     def close(self) -> None:
-        """Take every technique back, also where one of them runs out of memory in it."""
+        """Remove every technique, even if memory runs out while one of them is removed."""
         self._level = None
         with self._run_stack:
             self._let_go(num_kept=0)
 
     def _let_go(self, num_kept: int) -> None:
-        """Take the techniques of the level back, the last first, but for the first few.
+        """Remove the techniques of the level in reverse order, except the first ``num_kept``.
 
-        One that runs out of memory leaves what cannot come back where it is; the others go all the same.
+        If memory runs out in one of them, its tensors stay where they are and the others are still removed.
         """
         leaving, self._at_work = self._at_work[num_kept:], self._at_work[:num_kept]
         with ExitStack() as stack:
@@ -174,23 +173,23 @@ class InstalledFallbacks:
 
 
 def take_back(fallbacks: InstalledFallbacks, workload: Workload, backend: Backend, position: Position) -> None:
-    """Take the techniques back; what is off the device and does not fit back stays there, with a warning.
+    """Remove the techniques. Tensors outside the device that do not fit back stay outside, with a warning.
 
     Raises:
-        OutOfMemoryError: if a model that is shared out over the ranks is not whole again on all of them.
+        OutOfMemoryError: if a model that is sharded over ranks cannot be gathered on all of them.
     """
-    is_shared = workload.hooks.sharding.is_sharded  # then all ranks close, and none waits for one that fails in it
+    is_shared = workload.hooks.sharding.is_sharded  # then all ranks close together, so that none waits forever
     event = attempt_collectively(fallbacks.close, backend, position, workload.ranks if is_shared else Ranks())
     if isinstance(event, OomEvent) and is_shared:
         raise OutOfMemoryError(
-            f"memory ran out while the model was put together from the parts of {workload.ranks.world_size} ranks "
-            f"({event.shortage}): its checkpoints are intact; give a larger budget, or train with fewer ranks, or "
-            "with one that has room for all of it"
+            f"memory ran out while the model was gathered from the shards of {workload.ranks.world_size} ranks "
+            f"({event.shortage}): its checkpoints are intact; give a larger budget, or train on one rank with enough "
+            "memory for the whole model"
         )
     if isinstance(event, OomEvent):
         warnings.warn(
-            f"memory ran out while the techniques of the plan were taken back ({event.shortage}): parameters or "
-            "optimizer states stay in a file or in the host's memory, where they can be used and saved",
+            f"memory ran out while the techniques of the plan were removed ({event.shortage}): parameters or "
+            "optimizer states stay in a file or in host memory, where they can be used and saved",
             PlimsollWarning,
             stacklevel=3,
         )
@@ -206,17 +205,18 @@ def fallback_schedule_of(
     is_whole: bool,
     learned: dict[str, Any] | None = None,
 ) -> FallbackSchedule:
-    """Return the fallback schedule of a batch: that of the fallbacks, or made from the first batch, and anew for a
-    larger one.
+    """Return the fallback schedule for a batch.
+
+    Without planned fallbacks, the first batch defines the micro-batch sizes. A larger batch creates a new schedule.
 
     Args:
-        fallbacks: those of a plan, or none.
-        before: the fallback schedule so far; what it knows of limits is kept.
+        fallbacks: the fallbacks of a plan; they may be empty.
+        before: the previous fallback schedule. A new one inherits its limits.
         num_samples: samples of the batch.
-        first_micro_batch: what to begin with where there are no fallbacks; ``None`` for the whole batch.
+        first_micro_batch: the initial micro-batch if there are no fallbacks; ``None`` for the whole batch.
         grow_after: see `plimsoll.step.recovery.FallbackSchedule`.
         is_whole: whether batches must not be cut.
-        learned: what a checkpoint knows, where there is no fallback schedule yet.
+        learned: the state of a checkpoint, used if there is no previous schedule.
     """
     top = first_micro_batch or num_samples
     is_fixed = bool(fallbacks.sizes) or first_micro_batch is not None
@@ -233,7 +233,7 @@ def fallback_schedule_of(
     return fallback_schedule
 
 
-def after_oom(  # noqa: PLR0917 -- in the order of the sentence that it answers
+def after_oom(  # noqa: PLR0917 -- internal, called by step loops only
     event: OomEvent,
     fallback: int,
     shape: Shape,
@@ -241,13 +241,12 @@ def after_oom(  # noqa: PLR0917 -- in the order of the sentence that it answers
     fallbacks: InstalledFallbacks | None,
     backend: Backend,
 ) -> tuple[OomEvent, int | None]:
-    """Return what happened with what is done about it, and the next fallback: ``None`` where nothing is left."""
+    """Return the event with the action taken, and the next fallback, or ``None`` if no fallback is left."""
     before, samples = (
         fallback_schedule.sizes[fallback],
         min(fallback_schedule.sizes[fallback].samples, shape.num_samples),
     )
-    # In the update the graph is gone, and before the techniques are at work there is none: a smaller micro-batch would
-    # leave as much memory free.
+    # A smaller micro-batch does not help during the update, which holds no graph, nor while techniques are installed.
     needs_other_level = event.phase == "optimizer" or not (fallbacks is None or fallbacks.is_in_force(before.level))
     num_elements = math.ceil(samples * shape.elements_per_sample)
     following = fallback_schedule.failed(fallback, samples, num_elements, needs_other_level, ran_out_of(event))
@@ -260,31 +259,32 @@ def after_oom(  # noqa: PLR0917 -- in the order of the sentence that it answers
     next_size = min(after.samples, shape.num_samples)
     techniques = fallbacks.described(after.level) if fallbacks and after.level != before.level else None
     action = action_of(samples, next_size, techniques, is_same_fallback=following == fallback)
-    backend.reset_peak()  # what the next tries need is to be seen, and not what failed
+    backend.reset_peak()  # so that the next peak excludes the failed try
     goes_on = {"next_micro_batch": next_size, "fallback": fallback, "next_fallback": following, "action": action}
     return event.model_copy(update=goes_on), following
 
 
 def ran_out_of(event: OomEvent) -> RanOut | None:
-    """What was wanted and what there is; without a limit, what could not be had. ``None`` where neither is known."""
+    """Return the wanted memory and the limit; ``None`` if both are unknown.
+
+    If the device has no limit, the wanted memory is the limit.
+    """
     if event.capacity_bytes is None and event.requested_bytes is None:
         return None
-    requested_bytes = min(event.requested_bytes or 0, event.capacity_bytes or math.inf)  # more tells nothing more
+    requested_bytes = min(event.requested_bytes or 0, event.capacity_bytes or math.inf)  # requests may be absurd
     wanted_bytes = (event.live_bytes or 0) + int(requested_bytes)
     return RanOut(wanted_bytes, event.capacity_bytes or wanted_bytes) if wanted_bytes else None
 
 
 class Uses(Protocol):
-    """What can say how much memory is in use: a backend, or a step, which knows what replays need."""
+    """An object that reports the memory in use: a backend, or a step, which adds the memory of graph replays."""
 
     def use(self) -> MemoryUse:
-        """Read it."""
+        """Return the memory in use."""
 
 
 def measured(fallback_schedule: FallbackSchedule, device: Uses, ranks: Ranks) -> Measured | None:
-    """What a step took that has just gone through, on the rank where it was most; only where a fallback schedule asks
-    for it.
-    """
+    """Return the memory of the last step, from the rank that used most; ``None`` if the schedule does not need it."""
     if not fallback_schedule.is_lowered:
         return None
     use = device.use()
@@ -294,10 +294,10 @@ def measured(fallback_schedule: FallbackSchedule, device: Uses, ranks: Ranks) ->
 
 
 def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size: int) -> None:
-    """Refuse choices that are impossible, alone or combined; who gives fallbacks allows what is lossy in them."""
+    """Refuse impossible choices and combinations. Lossy choices are allowed, because the caller gave them."""
     allow = frozenset((*TECHNIQUES, "recut_batch_norm"))
     try:
-        # In a dry run, a model for CUDA is on the CPU: what is possible on either is let through.
+        # In a dry run, a model for CUDA is on the CPU. So choices that are possible on either device are accepted.
         conflicts = [
             conflict_among(
                 tuple(choices),
@@ -316,7 +316,7 @@ def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size
 
 
 def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:
-    """Those for the whole run, and the others but for the micro-batch, in order of installation."""
+    """Return the choices for the whole run, and the others without the micro-batch, in installation order."""
     others = without_micro_batch(in_order(choices))
     return (
         tuple(choice for choice in others if technique_of(choice.technique).is_for_the_run),
@@ -325,15 +325,15 @@ def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:
 
 
 def choices_of(fallback: Configuration | Sequence[Choice]) -> Sequence[Choice]:
-    """Return the choices of a fallback, which may be given as they are."""
+    """Return the choices of a fallback, which may be given as a sequence of choices."""
     return fallback.choices if isinstance(fallback, Configuration) else fallback
 
 
 def samples_of(choices: Sequence[Choice]) -> int:
-    """Return the micro-batch of a fallback.
+    """Return the micro-batch of a fallback in samples.
 
     Raises:
-        InputError: if it has none, or several.
+        InputError: if it has no micro-batch, or several.
     """
     sizes = [int(choice.options["samples"]) for choice in choices if choice.technique == MICRO_BATCH]
     if len(sizes) != 1:

@@ -1,4 +1,4 @@
-"""The training step of a job: a run, its dry run and the benchmarks make the same one, so that none can drift."""
+"""The training step of a job. Runs, dry runs and benchmarks construct it here, so that they cannot differ."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def step_of(
     files: MappedPool | None = None,
     ranks: Ranks | None = None,
 ) -> TrainStep:
-    """Make the step that a job describes.
+    """Construct the step that a job describes.
 
     Args:
-        job: its task, precision (``auto`` is fp32: a plan's choices change it), clipping and schedule are read.
-        model: its model.
-        optimizer: its optimizer.
+        job: the job: its task, precision (``auto`` is fp32, since a plan's choices change it), clipping and schedule.
+        model: the model of the job.
+        optimizer: the optimizer of the model.
         fallbacks: see `TrainStep`.
-        loss: with a teacher; by default the task's own.
-        schedule: its schedule where there is one already; by default it is made.
-        full_length: the tokens of the longest row there will be; by default those of the job's ``sequence_length``.
-        backend: see `TrainStep`, as is ``position``.
-        position: see `backend`.
-        files: see `backend`.
-        ranks: see `backend`.
+        loss: a loss with a teacher; by default the loss of the task.
+        schedule: an existing learning-rate schedule; by default it is built from the job.
+        full_length: tokens of the longest row in the data set; by default the job's ``sequence_length``.
+        backend: see `TrainStep`.
+        position: see `TrainStep`.
+        files: see `TrainStep`.
+        ranks: see `TrainStep`.
     """
     own_loss, units = loss_of(job.task)
     return TrainStep(
@@ -69,7 +69,7 @@ def step_of(
 
 
 def subject_of(job: Job, precision: str) -> str:
-    """Say in a line what a job trains."""
+    """Describe the training of a job in one line."""
     model = job.model if isinstance(job.model, str) else job.model.get("architecture", "model")
     shared = f", shared by {job.ranks} ranks" if job.ranks > 1 else ""
     return f"{model}, {job.task}, {job.batch_size} x {job.sequence_length} tokens a step, {precision}{shared}"

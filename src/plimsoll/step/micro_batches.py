@@ -1,6 +1,6 @@
-"""How a batch is cut into micro-batches and weighted; common to a training step and an evaluation.
+"""The cut of a batch into weighted micro-batches, for training steps and evaluations.
 
-Does NOT choose their size: see `plimsoll.step.recovery`.
+`plimsoll.step.recovery` chooses their size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Shape(NamedTuple):
-    """What of a batch decides how it is cut and weighted."""
+    """The counts of a batch that determine how it is cut and weighted."""
 
     num_samples: int
     num_units: float
@@ -31,11 +31,11 @@ class Shape(NamedTuple):
 
 
 NOTHING = Shape(num_samples=0, num_units=0, elements_per_sample=0.0)
-"""The part of a rank that has no sample of a batch, because there are fewer than ranks."""
+"""The shape of a rank's empty part, if a batch has fewer samples than ranks."""
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch, its share of what the loss averages over, and which samples of the batch it has, in its order."""
+    """A micro-batch, its share of the units that the loss averages over, and the numbers of its samples."""
 
     batch: Any
     share: float
@@ -43,13 +43,13 @@ class MicroBatch(NamedTuple):
 
 
 def shape_of(batch: Any, workload: Workload) -> Shape:
-    """Return the shape of a batch, as the cut of the workload sees it."""
+    """Return the shape of a batch, with elements counted by the cut of the workload."""
     num_samples, num_units = batch_size_of(batch), count_units(batch, workload.units)
     return Shape(num_samples, num_units, workload.hooks.cut.elements_per_sample(batch, num_samples))
 
 
 def shape_of_any(batch: Any, units: Units) -> Shape:
-    """Return the shape of any batch; one that cannot be cut is like a single sample."""
+    """Return the shape of any batch. A batch that cannot be cut counts as a single sample."""
     try:
         num_samples = batch_size_of(batch)
     except InputError:
@@ -58,10 +58,10 @@ def shape_of_any(batch: Any, units: Units) -> Shape:
 
 
 class Parts(NamedTuple):
-    """The parts of a batch that all ranks have: what decides how they are cut, and the sum of their samples.
+    """The parts of a batch over all ranks: the shape that determines how they are cut, and the total number of samples.
 
-    The units of ``shape`` are those of all parts, samples and elements those of the rank that has most. Some ranks may
-    have no target at all, because there are fewer samples than ranks.
+    The units of ``shape`` are summed over all parts; samples and elements are the maximum over ranks. Some ranks may
+    have no target, because there are fewer samples than ranks.
     """
 
     shape: Shape
@@ -70,7 +70,7 @@ class Parts(NamedTuple):
 
 
 def parts_of_all(shape: Shape, ranks: Ranks) -> Parts:
-    """Return what all ranks have, of which this one has a part of this shape."""
+    """Return the parts of all ranks, given the shape of this rank's part. All ranks must call it."""
     if ranks.is_alone:
         return Parts(shape, shape.num_samples, some_have_none=False)
     samples, units, elements = zip(*ranks.each(shape), strict=True)
@@ -82,9 +82,9 @@ def parts_of_all(shape: Shape, ranks: Ranks) -> Parts:
 def weighted_micro_batches(
     batch: Any, micro_batch: int, shape: Shape, workload: Workload, total_units: float | None = None
 ) -> Iterator[MicroBatch]:
-    """Yield the micro-batches; one without a target, which has no mean loss, is left out.
+    """Yield the micro-batches of a batch. Those without a target are skipped, because they have no mean loss.
 
-    Shares are of ``total_units``, by default those of this batch.
+    Shares are relative to ``total_units``, by default the units of this batch.
     """
     if not shape.num_units:
         return
@@ -98,20 +98,20 @@ def weighted_micro_batches(
 
 
 def equal_micro_batches(batch: Any, micro_batch: int, num_samples: int) -> Iterator[MicroBatch]:
-    """Cut a batch without a target, of which each sample counts as much."""
+    """Cut a batch without a target into micro-batches whose samples have equal weight."""
     for part in split_batch(batch, micro_batch):
         yield MicroBatch(part, batch_size_of(part) / num_samples, ())
 
 
 class Filler:
-    """A sample to compute with where a rank has nothing left to do, and the others need it: it counts for nothing.
+    """A sample of weight zero to compute with while a rank has no work and other ranks need it to take part.
 
-    Blocks that are shared out over the ranks are gathered by all of them, or by none. A rank that has no target in its
-    part of the batch computes with a sample of another.
+    Blocks sharded over ranks are gathered by all ranks, or by none. A rank without a target in its part of the batch
+    computes with a sample of another rank.
 
     Args:
-        workload: its ranks, and what its loss averages over; a sample without any has no loss.
-        is_lent: whether some rank has none of its own.
+        workload: provides the ranks and the units; a sample without units has no loss.
+        is_lent: whether some rank has no target, and so borrows a sample.
     """
 
     def __init__(self, workload: Workload, is_lent: bool) -> None:
@@ -119,12 +119,12 @@ class Filler:
         self._is_told = workload.hooks.cut.depends_on_values
 
     def filled(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches, and then the filler until there were as many as on the rank that has most.
+        """Yield the micro-batches, then the filler, until all ranks have yielded as many as the rank with most.
 
-        All ranks must ask for it. So many are ``num_micro_batches``, unless that depends on what is in the batches.
+        All ranks must call it. That number is ``num_micro_batches``, unless it depends on the contents of the batches.
 
         Raises:
-            PeerOutOfMemory: if memory ran out on another rank before it could lend one.
+            PeerOutOfMemory: if memory ran out on another rank before it could lend a sample.
         """
         if self._is_told:
             micro_batches = iter(own_batches := list(micro_batches))
@@ -140,19 +140,19 @@ class Filler:
             yield MicroBatch(filler, 0.0, ())
 
     def _lent(self, own: Any) -> Any:
-        """A sample of the first rank that has one, for those that have none."""
+        """Return a sample of this rank, or of the first rank that has one. All ranks must call it."""
         here = None if own is None else move_batch(own, torch.device("cpu"))
         every = self._ranks.gather_agreed(here)
         return next(one for one in every if one is not None) if own is None else own
 
     def _with_target(self, micro_batch: Any) -> Any:
-        """The first sample that the loss is defined for; the whole micro-batch has one."""
+        """Return the first sample that has a target, or the whole micro-batch if no single sample has one."""
         each = (pick_samples(micro_batch, [number]) for number in range(batch_size_of(micro_batch)))
         return next((one for one in each if count_units(one, self._units)), micro_batch)
 
 
 def autocast(workload: Workload) -> torch.autocast:
-    """The context in which a forward pass and its loss run."""
+    """Return the autocast context for a forward pass and its loss."""
     dtype = _AUTOCAST.get(workload.precision)
     return torch.autocast(workload.device.type, dtype=dtype, enabled=dtype is not None)
 
@@ -161,8 +161,8 @@ def mean_loss(workload: Workload, micro_batch: Any) -> Tensor:
     """Compute the mean loss of a micro-batch that is on the device.
 
     Raises:
-        InputError: if the loss function returns anything else than a tensor of one number, or BatchNorm is to average
-            over a single one.
+        InputError: if the loss function does not return a tensor of one number, or BatchNorm gets a single value per
+            channel.
     """
     try:
         with autocast(workload):
@@ -171,8 +171,8 @@ def mean_loss(workload: Workload, micro_batch: Any) -> Tensor:
         if _OF_BATCH_NORM not in str(error):
             raise
         raise InputError(
-            f"BatchNorm has no statistics in a pass of so few samples ({error}): give micro-batches that leave at "
-            "least 2 samples to each pass, or put BatchNorm into evaluation mode"
+            f"BatchNorm has no statistics in a pass with a single value per channel ({error}): give micro-batches with "
+            "at least 2 samples in each pass, or put BatchNorm into evaluation mode"
         ) from error
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
@@ -181,7 +181,7 @@ def mean_loss(workload: Workload, micro_batch: Any) -> Tensor:
 
 
 def no_way_out(event: OomEvent, micro_batch: int, shape: Shape, whole: Reason | None) -> str:
-    """Say why a batch cannot be done, and what to type instead."""
+    """Return the message that a step does not fit in memory, with the reason and the remedy."""
     where = f"memory ran out in the {event.phase} phase of step {event.step}"
     if event.phase == "optimizer":
         why = "no micro-batch changes what the update needs: give a larger budget, or an optimizer with fewer states"
@@ -189,7 +189,7 @@ def no_way_out(event: OomEvent, micro_batch: int, shape: Shape, whole: Reason | 
         why = f"the batch of {shape.num_samples} samples was not cut, because {whole}, or give a larger budget"
     else:
         why = (
-            f"micro-batch {micro_batch} is the smallest there is: give a larger budget, shorter sequences or a smaller "
+            f"micro-batch {micro_batch} is the smallest possible: give a larger budget, shorter sequences or a smaller "
             "model"
         )
     return f"{where} ({event.shortage}); the step was undone. {why}"

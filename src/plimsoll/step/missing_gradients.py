@@ -1,9 +1,9 @@
-"""Trainable parameters that no gradient reaches: said once, by name, with the cause where it shows.
+"""A warning about trainable parameters without a gradient, given once, with their names and the cause if it is known.
 
-Nothing else tells of them: an optimizer leaves out a parameter without a gradient, and the loss of the others falls.
+Nothing else reveals them: an optimizer skips a parameter without a gradient, and the loss still falls.
 
-Does NOT see parameters that are no part of the model, and gradients that are zero. Of modules that are compiled or
-scripted it does not say why. Parameters that are shared out over ranks are not watched.
+Not detected: parameters outside the model, and gradients that are zero. No cause is given for compiled or scripted
+modules. Parameters sharded over ranks are not watched.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from torch.utils.hooks import RemovableHandle
 
 from plimsoll.errors import PlimsollWarning
 
-# A gradient may come later; one of many branches (layers, experts), of which another has had one, has more time.
+# A gradient may come later. Wait longer for a branch (layer, expert) if a parallel branch has had a gradient.
 _FEW_STEPS, _MANY_STEPS = 5, 100
 _MOST_NAMES = 3
 
 
 class Cause(NamedTuple):
-    """Why parameters have no gradient, and what to do."""
+    """The cause of missing gradients, and the remedy."""
 
     why: str
     remedy: str
 
 
 class Unreached(NamedTuple):
-    """Parameters of one cause that had no gradient up to a step.
+    """Parameters without a gradient up to a step, all with the same cause.
 
     Attributes:
-        names: of the parameters, in the model's order.
-        num_all: how many parameters are to be trained.
-        step: after which it was known.
-        cause: why.
+        names: names of the parameters, in the model's order.
+        num_all: number of trainable parameters.
+        step: the step after which this was known.
+        cause: the cause.
     """
 
     names: tuple[str, ...]
@@ -55,16 +55,16 @@ class Unreached(NamedTuple):
         )
 
 
-_IF_MEANT = "if that is meant, set requires_grad_(False)"
+_IF_MEANT = "if this is intended, set requires_grad_(False)"
 _CHECKPOINTED = Cause(
-    "they run in torch.utils.checkpoint with use_reentrant=True on inputs that need no gradient, which gives them none",
-    "give use_reentrant=False, or make the inputs need one (enable_input_require_grads() of a Hugging Face model)",
+    "they run in torch.utils.checkpoint with use_reentrant=True on inputs that require no gradient, so they get none",
+    "give use_reentrant=False, or make the inputs require one (enable_input_require_grads() of a Hugging Face model)",
 )
 _WITHOUT_GRAD = Cause(
-    "their modules run under torch.no_grad()", "leave that out, or set requires_grad_(False) if it is meant"
+    "their modules run under torch.no_grad()", "remove it, or set requires_grad_(False) if it is intended"
 )
 _NOT_USED = Cause(
-    "their modules run, and the loss does not depend on what they return, which is detached or not used", _IF_MEANT
+    "their modules run, but the loss does not depend on their outputs, which are detached or unused", _IF_MEANT
 )
 _NOT_CALLED = Cause("their modules are not called", _IF_MEANT)
 _UNKNOWN = Cause("the loss does not depend on them", _IF_MEANT)
@@ -72,11 +72,13 @@ _IS_SURE = (_CHECKPOINTED, _WITHOUT_GRAD)
 
 
 class UnreachedWatch:
-    """Watches the first steps of one training: hooks note the first gradient of each parameter, and are removed then.
+    """A watch over the first steps of a training, which warns of parameters without a gradient.
+
+    Hooks record the first gradient of each parameter. They are removed afterwards.
 
     Args:
-        model: what is trained; its parameters may be exchanged before the first step.
-        is_done: watch nothing.
+        model: the model. Its parameters may be replaced before the first step.
+        is_done: whether to watch nothing.
     """
 
     def __init__(self, model: nn.Module, is_done: bool = False) -> None:
@@ -91,14 +93,14 @@ class UnreachedWatch:
 
     @property
     def found(self) -> tuple[Unreached, ...]:
-        """What was warned of, without parameters that have had a gradient since."""
+        """The findings so far, without parameters that have had a gradient since."""
         left = [
             one._replace(names=tuple(name for name in one.names if name not in self._reached)) for one in self._found
         ]
         return tuple(one for one in left if one.names)
 
     def begin(self) -> None:
-        """Watch the backward passes of a step, or of another try of it."""
+        """Watch the backward passes of a step, or of a retry."""
         if self._is_done:
             return
         parameters = dict(self._model.named_parameters())
@@ -115,12 +117,12 @@ class UnreachedWatch:
             self._handles = _watch_modules(self._model, self._causes)
 
     def look(self, step: int) -> None:
-        """After a step that happened, warn of what no gradient has reached, if that is known by now."""
+        """Warn after a completed step of parameters without a gradient, once there is enough evidence."""
         if self._is_done:
             return
         for name in self._reached & self._watched.keys():
             self._watched.pop(name)[1].remove()
-        if not self._reached:  # this rank has had nothing to learn from
+        if not self._reached:  # this rank has had no target yet
             return
         self._num_steps += 1
         self._let_modules_go()
@@ -136,7 +138,7 @@ class UnreachedWatch:
             self.close()
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._is_done = True
         self._let_modules_go()
         for _, handle in self._watched.values():
@@ -166,12 +168,12 @@ class UnreachedWatch:
 
 
 def _branch_of(name: str) -> str:
-    """A parameter's name without the numbers of layers and experts."""
+    """Return a parameter's name without the numbers of layers and experts."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _watch_modules(model: nn.Module, causes: dict[str, Cause]) -> list[RemovableHandle]:
-    """Have modules note how they run, for their own parameters; returns what ends that."""
+    """Install hooks that record how modules with watched parameters run. Return their handles."""
     if any(is_compiled(module) for module in model.modules()):
         return []
     handles = []
@@ -188,7 +190,7 @@ def _noted(own: list[str], causes: dict[str, Cause]) -> Callable[[nn.Module, Any
     def before(module: nn.Module, arguments: Any) -> None:
         if torch.is_grad_enabled():
             cause = _NOT_USED
-        elif causes[own[0]] == _NOT_USED:  # evaluated beside
+        elif causes[own[0]] == _NOT_USED:  # an evaluation between training passes
             return
         else:
             cause = _CHECKPOINTED if _is_in_checkpoint() else _WITHOUT_GRAD
@@ -198,7 +200,7 @@ def _noted(own: list[str], causes: dict[str, Cause]) -> Callable[[nn.Module, Any
 
 
 def _is_in_checkpoint() -> bool:
-    """Whether the caller runs in the forward pass of a re-entrant checkpoint."""
+    """Return whether the caller runs in the forward pass of a re-entrant checkpoint."""
     frame = sys._getframe()
     while frame is not None:
         code = frame.f_code
@@ -209,6 +211,6 @@ def _is_in_checkpoint() -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module runs compiled, by ``torch.compile`` or as a script."""
+    """Return whether a module is compiled, by ``torch.compile`` or as a script."""
     is_itself = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
     return is_itself or isinstance(module, torch.jit.ScriptModule)

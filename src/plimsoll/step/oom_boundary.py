@@ -1,15 +1,14 @@
 """The only place that catches an out-of-memory error.
 
-`attempt` runs a piece of work. If memory runs out it returns an `OomEvent`, plain numbers and text, and by then the
-``except`` block has been left: the exception is gone, and with it the traceback whose frames held the tensors
+`attempt` runs a function. If memory runs out it returns an `OomEvent`, which holds only numbers and text. By then the
+``except`` block has been left, so the exception and its traceback are freed, whose frames held tensors
 (https://docs.pytorch.org/docs/stable/notes/faq.html, "My out of memory exception handler can't allocate memory").
 Every other exception passes through unchanged.
 
-What counts as out of memory is the backend's business: by type where there is one, by text where there is not, and
-library errors that hide one (cuDNN, cuBLAS, oneDNN) only while the device is nearly full.
+The backend decides which errors mean out of memory: by type if there is one, otherwise by text. Library errors that
+can hide one (cuDNN, cuBLAS, oneDNN) count only while the device is nearly full.
 
-Does NOT cover a process that is killed (see `plimsoll.training.supervise`) and does not undo anything: that is the
-caller's.
+Not handled: a process that is killed (see `plimsoll.training.supervise`). Nothing is undone; that is the caller's task.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _LONGEST_TEXT = 2000  # characters of the raw error kept in the record; CUDA's l
 
 @dataclass(slots=True)
 class Position:
-    """Where the run is, so that an error can say where it happened; ``step`` counts the finished steps.
+    """The position of the run, for error messages; ``step`` counts completed steps.
 
-    ``samples`` are the numbers, in its batch, of the samples that are being evaluated.
+    ``samples`` are the numbers of the samples under evaluation, in their batch.
     """
 
     step: int = 0
@@ -44,9 +43,9 @@ class Position:
 
 
 def attempt(work: Callable[[], T], backend: Backend, position: Position) -> T | OomEvent:
-    """Run ``work`` and return its result, or the event if memory ran out in it.
+    """Run ``work`` and return its result, or an event if memory ran out in it.
 
-    The caller frees what the work left behind: nothing of it is referenced from here any more.
+    The caller frees the leftovers of the work. No reference to them remains here.
     """
     try:
         return work()
@@ -55,13 +54,13 @@ def attempt(work: Callable[[], T], backend: Backend, position: Position) -> T | 
         if family is None:
             raise
         event = _event(error, family, backend, position)
-        # A debugger or a reference cycle may keep the exception alive; what its frames held must go all the same.
+        # A debugger or a reference cycle may keep the exception alive, but the tensors in its frames must be freed.
         traceback.clear_frames(error.__traceback__)
     return event
 
 
 def attempt_twice(work: Callable[[], T], backend: Backend, position: Position) -> T | OomEvent:
-    """Run ``work``, which may be begun again: once more where memory runs out, after what is cached is given back."""
+    """Run ``work``, and if memory runs out, free cached memory and run it again. It must be repeatable."""
     outcome = attempt(work, backend, position)
     if isinstance(outcome, OomEvent):
         backend.release()
@@ -76,13 +75,13 @@ def _family(error: BaseException, backend: Backend) -> str | None:
 
 
 def fitting(work: Callable[[], T], backend: Backend, what: str, otherwise: str = " or a smaller model") -> T:
-    """Run ``work``, which cannot be done in less memory; where it does not fit, say so.
+    """Run ``work``, which cannot be done in less memory, and raise a clear error if it does not fit.
 
     Args:
-        work: what is done.
-        backend: of the device that has the memory.
-        what: what is done, as in "while building the model".
-        otherwise: what follows "give a larger budget", as another remedy.
+        work: the function to run.
+        backend: the backend of the device that provides the memory.
+        what: a description of the work for the message, as in "building the model".
+        otherwise: another remedy, appended to "give a larger budget".
 
     Raises:
         OutOfMemoryError: if memory ran out.
@@ -94,12 +93,12 @@ def fitting(work: Callable[[], T], backend: Backend, what: str, otherwise: str =
 
 
 def without_fail(work: Callable[[], T], *raised: type[Exception]) -> T | str:
-    """Run what explains an error and must not hide it; return its message where it fails itself, unless ``raised``."""
+    """Run a function whose failure must not hide another error. Return its error message, but raise ``raised``."""
     try:
         return work()
     except raised:
         raise
-    except Exception as error:  # noqa: BLE001 - memory is short, and the error that is explained must be seen
+    except Exception as error:  # noqa: BLE001 - memory is short, and the original error must be shown
         return f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
 
 
@@ -113,7 +112,7 @@ def _event(error: BaseException, family: str, backend: Backend, position: Positi
         micro_batch=position.micro_batch,
         raw_text=f"{type(error).__name__}: {text}"[:_LONGEST_TEXT],
     )
-    if isinstance(error, PeerOutOfMemory):  # what is in use here says nothing of that rank
+    if isinstance(error, PeerOutOfMemory):  # memory use on this rank does not explain it
         return event.model_copy(update={"rank": error.rank})
     use = backend.use()
     used = {"live_bytes": use.used_bytes, "reserved_bytes": use.reserved_bytes, "capacity_bytes": use.limit_bytes}

@@ -1,4 +1,4 @@
-"""The forward and backward pass of one micro-batch after the other, which add up the gradients of a step."""
+"""The forward and backward passes of micro-batches, which accumulate the gradients of a step."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Passes:
 
     Args:
         workload: the training.
-        retry: goes back to the state of before a step.
-        backend: of the device.
-        position: where the training is.
-        parameters: iterates over what has gradients.
+        retry: restores the state from before the step.
+        backend: the backend of the device.
+        position: the current position in the training.
+        parameters: iterates over the parameters that have gradients.
         is_dry_run: whether the training is a dry run.
 
     Attributes:
-        graphs: watches what stays of the graphs of passes.
-        replays: replays passes where the workload asks for it.
-        folded: in a dry run whose passes repeat, notes again those that are like one that was run.
+        graphs: watches for autograd graphs that stay in memory after a pass.
+        replays: replays passes from a CUDA graph if the workload asks for it.
+        folded: repeats recorded passes in a dry run whose passes are alike; otherwise ``None``.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Passes:
         self._workload, self._position = workload, position
 
     def add(self, micro_batch: Any, share: float, scaler: Scaler, *, releases_gradients: bool = False) -> Tensor:
-        """Add one micro-batch's part to the gradients; everything it allocated is free when this returns.
+        """Accumulate the gradients of one micro-batch. Its other allocations are free when this returns.
 
         Args:
             micro_batch: the micro-batch, on any device.
             share: its share of the mean loss.
-            scaler: of the loss, for fp16.
-            releases_gradients: whether parameters are updated in backward, when it is too late to look at the loss.
+            scaler: the loss scaler, for fp16.
+            releases_gradients: whether parameters are updated in backward, so that the loss must be checked before.
 
         Returns:
             Its part of the loss.
@@ -73,7 +73,7 @@ class Passes:
         if self.folded is None:
             return self.replays.run(micro_batch, share, scaler, eager)
         loss = self.folded.run(micro_batch, share != 1, lambda: eager(move_batch(micro_batch, self._workload.device)))
-        self._position.phase = "backward"  # in which a pass ends
+        self._position.phase = "backward"  # the phase in which a pass ends
         return loss
 
     def _eagerly(self, micro_batch: Any, *, share: float, scaler: Scaler, releases_gradients: bool) -> Tensor:

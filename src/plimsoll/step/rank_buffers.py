@@ -1,12 +1,12 @@
-"""Buffers of which each of several ranks has its own: what an evaluation and a checkpoint make of them.
+"""Buffers that differ between ranks, and how they are combined for evaluations and checkpoints.
 
-- The running statistics of BatchNorm are each rank's, of its part of the batches; where they are used, or kept, they
-  are those of the first rank on all, as in torch's `DistributedDataParallel`.
-- The state that is carried through a stream is known for the stream slots that a rank has; a checkpoint needs all of
-  them, since another number of ranks has others.
+- BatchNorm's running statistics cover a rank's part of each batch. For evaluations and checkpoints, all ranks use the
+  statistics of the first, as in torch's `DistributedDataParallel`.
+- A rank knows the carried state of its own stream slots. A checkpoint needs the state of all slots, because another
+  number of ranks distributes them differently.
 
-With one process these do nothing. Does NOT cover other buffers that a model changes as it is trained: each rank keeps
-its own of them, and a checkpoint has those of the first.
+With one process these functions do nothing. Other buffers that training changes are not handled: each rank keeps its
+version, and a checkpoint has the version of the first.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from plimsoll.models.recurrent.carried_state import CarriedState
 
 
 def share_statistics(model: nn.Module, ranks: Ranks) -> None:
-    """Give all ranks the running statistics of the first; all must call it."""
+    """Copy the running statistics of the first rank to all ranks. All ranks must call it."""
     for module in model.modules() if not ranks.is_alone else ():
         if isinstance(module, _BatchNorm):
             ranks.broadcast(list(module.buffers(recurse=False)))
 
 
 def share_slots(model: nn.Module, ranks: Ranks) -> None:
-    """Give all ranks the carried state of all stream slots, of which each has those that its part of a batch has.
+    """Copy the carried state of each stream slot from the rank that has it to all ranks. All ranks must call it.
 
     Raises:
-        PeerOutOfMemory: if memory ran out on another rank before it could tell its own.
+        PeerOutOfMemory: if memory ran out on another rank before it could share its state.
     """
     for module in model.modules() if not ranks.is_alone else ():
         if isinstance(module, CarriedState):
@@ -40,7 +40,7 @@ def share_slots(model: nn.Module, ranks: Ranks) -> None:
 
 
 def own_slots(states: Tensor, ranks: Ranks) -> Tensor:
-    """Return a copy on the CPU of states (2, stream slots, ...) in which the stream slots of other ranks are zeros."""
+    """Return a CPU copy of states (2, stream slots, ...), with zeros for the stream slots of other ranks."""
     own = torch.zeros(states.shape, dtype=states.dtype)
     own[:, ranks.rank :: ranks.world_size] = states[:, ranks.rank :: ranks.world_size].cpu()
     return own

@@ -1,12 +1,12 @@
-"""Which fallback is in force: down the fallback schedule when memory runs out, up again when it is safe.
+"""The rule for the current fallback: down the schedule when memory runs out, up again when it is safe.
 
-The fallbacks are planned before the run (a plan's, or `micro_batch_sizes`); nothing is searched in the crisis. A
-fallback is a micro-batch and a *level*: the techniques that are in force with it. What did not fit at one level may fit
-at another.
+The fallbacks are planned before the run (by a plan, or `micro_batch_sizes`), so nothing is searched when memory runs
+out. A fallback is a micro-batch and a *level*, that is, the techniques installed with it. A size that did not fit at
+one level may fit at another.
 
-What is learned is kept in *elements* (samples times elements per sample), because memory follows the shape of a batch
-and not its number of samples: an outlier of long texts that did not fit says nothing against as many short ones, and a
-later outlier is cut before it fails.
+Limits are learned in *elements* (samples times elements per sample). Memory depends on the shape of a batch, not on
+its number of samples. If a batch of long texts did not fit, as many short texts are still allowed. The next batch of
+long texts is cut before it fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plimsoll.records.job import Job
 
 
 def micro_batch_sizes(batch_size: int) -> tuple[int, ...]:
-    """The fallback schedule for a batch: 1, 2, 4, 8, ... micro-batches of nearly equal size, down to single samples.
+    """Return the micro-batch sizes for a batch that is cut into 1, 2, 4, 8, ... nearly equal parts, down to 1 sample.
 
     >>> micro_batch_sizes(12)
     (12, 6, 3, 2, 1)
@@ -36,57 +36,58 @@ def micro_batch_sizes(batch_size: int) -> tuple[int, ...]:
 
 
 def samples_of_rank(job: Job) -> int:
-    """Return the most samples of a step that one rank has."""
+    """Return the maximum number of samples of a step that one rank gets."""
     return math.ceil(job.batch_size / job.ranks)
 
 
 class Size(NamedTuple):
-    """A fallback: samples of one pass, and which techniques are in force with it, counted from 0."""
+    """A fallback: the samples of one pass, and the level of its techniques, counted from 0."""
 
     samples: int
     level: int = 0
 
 
 class RanOut(NamedTuple):
-    """The memory that was wanted where it ran out: what was in use and what was asked for, and what there is."""
+    """The memory that an out-of-memory error wanted, in use plus requested, and the limit of the device."""
 
     wanted_bytes: int
     limit_bytes: int
 
     def most_bytes(self, needed_bytes: int) -> float:
-        """What may be predicted for a plan to fit, if all need as much more as this one, of which so much was."""
+        """Return the largest predicted peak that should fit, if predictions are off by the same factor as here."""
         return needed_bytes * min(1.0, self.limit_bytes / max(self.wanted_bytes, 1))
 
 
 class Measured(NamedTuple):
-    """The memory of a step that went through: its peak, and what is in use after it."""
+    """The memory of a completed step: its peak, and the memory in use after it."""
 
     peak_bytes: int
     used_bytes: int
 
 
 class _Seen(NamedTuple):
-    """The most that clean steps with a fallback took, and the elements of its micro-batches."""
+    """The maximum memory of successful steps with a fallback, and the elements of their micro-batches."""
 
     fallback: int
     memory: Measured
     num_elements: int
 
 
-_CLEAN_STEPS = 3  # before a measured peak is believed
-_PATIENCE = 4  # times as many after each larger fallback that was tried in vain
-_USABLE_SHARE = 0.95  # of the limit: a peak varies from step to step, and an allocator has holes
+_CLEAN_STEPS = 3  # successful steps before a measured peak is trusted
+_PATIENCE = 4  # factor on these steps after each larger fallback that failed
+_USABLE_SHARE = 0.95  # of the limit, because peaks vary between steps and the heap is fragmented
 
 
 def state_after_death(
     state: dict[str, Any] | None, size: Size, too_large_fallback: int | None = None
 ) -> dict[str, Any]:
-    """The state to load into a fallback schedule whose process was killed for memory.
+    """Return the state to load into a fallback schedule after the process was killed for memory.
 
     Args:
-        state: what the checkpoint has; ``None`` without one.
-        size: the fallback to begin with; earlier ones are taken again after clean steps ...
-        too_large_fallback: ... if they are smaller than this one, which is known to kill.
+        state: the state of the checkpoint; ``None`` without one.
+        size: the fallback to begin with.
+        too_large_fallback: the fallback that killed the process, if known. Only fallbacks with smaller passes are
+            tried again, after enough successful steps.
     """
     before = {"held_elements": [], "failed_elements": []} if state is None else state
     return before | {
@@ -95,9 +96,16 @@ def state_after_death(
 
 
 class FallbackSchedule:
-    """The fallback in force. Fallbacks fall from one to the next; elements are those of all tensors of a batch.
+    """The state machine that selects the fallback for each batch.
 
-    ``needs`` are the peaks in bytes that are predicted for the fallbacks, as far as they are.
+    Args:
+        sizes: the fallbacks, from large to small within each level, with levels counted up from 0.
+        grow_after: successful steps before the next larger fallback is tried.
+        least_samples: fallbacks with smaller micro-batches are never used.
+        needs: predicted peaks of the fallbacks in bytes; ``None`` if unknown.
+
+    Raises:
+        InputError: if the sizes are not in this order.
     """
 
     def __init__(
@@ -113,8 +121,7 @@ class FallbackSchedule:
                 f"micro-batches {list(sizes)} are not distinct sizes from large to small: give for example [32, 16, 8]"
             )
         num_levels = self.sizes[-1].level + 1
-        # Fallbacks of smaller passes are kept, so that a fallback has the number that the plan gives it, and never
-        # taken.
+        # Fallbacks with smaller passes stay in `sizes`, so that numbers agree with the plan, but are never used.
         self._usable = [fallback for fallback, size in enumerate(self.sizes) if size.samples >= least_samples] or [0]
         self._grow_after = grow_after
         self._fallback = self._usable[0]
@@ -132,41 +139,44 @@ class FallbackSchedule:
 
     @property
     def in_force(self) -> int:
-        """The fallback in force."""
+        """The number of the current fallback."""
         return self._fallback
 
     @property
     def is_lowered(self) -> bool:
-        """Whether memory has run out and larger fallbacks are left alone for it."""
+        """True if memory has run out and larger fallbacks are therefore avoided."""
         is_bound = self._fallback > self._usable[0] or any(limit is not None for limit in self._failed_elements)
         return self._limit_bytes is not None and is_bound
 
     def keep_whole(self, num_samples: int) -> None:
-        """Take only fallbacks of at least so many samples from now on, where there are any."""
+        """Use only fallbacks with at least ``num_samples`` from now on, if there are any."""
         whole = [fallback for fallback in self._usable if self.sizes[fallback].samples >= num_samples]
         self._usable = whole or self._usable[:1]
         self._fallback = next((fallback for fallback in self._usable if fallback >= self._fallback), self._usable[-1])
 
     def begin_again(self, state: dict[str, Any], fallback: int) -> int:
-        """Go on at a fallback with the limits from before a step, whose failures say nothing of memory."""
+        """Return to the state from before a step, at ``fallback``, if the step did not fail because of memory."""
         self.load_state_dict(state)
         self._fallback = fallback
         return fallback
 
     def is_last(self, fallback: int) -> bool:
-        """Whether no fallback comes after this one."""
+        """Return whether this is the last fallback."""
         return fallback == self._usable[-1]
 
     def start_at(self, num_samples: int, level: int = 0) -> None:
-        """Begin at the first fallback of at most ``num_samples`` of a level, or of a further level."""
+        """Start at the first fallback of this level with at most ``num_samples``, or of a later level."""
         sizes = ((fallback, self.sizes[fallback]) for fallback in self._usable)
         fallbacks = (fallback for fallback, size in sizes if (-size.level, size.samples) <= (-level, num_samples))
         self._fallback = next(fallbacks, self._usable[-1])
 
     def choose(self, elements_per_sample: float) -> int:
-        """The fallback for a batch of this shape: the one in force, or a later one below the known limit."""
-        if self._too_large_fallback is not None:  # its elements died with the process: this batch says how many
-            for samples, level in self.sizes[: self._too_large_fallback + 1]:  # earlier fallbacks need more
+        """Return the fallback for a batch of this shape: the current one, or a later one below the known limit.
+
+        It may also be an earlier one, after enough successful steps or if the measured peak shows that it fits.
+        """
+        if self._too_large_fallback is not None:  # its elements are unknown; assume batches of this shape
+            for samples, level in self.sizes[: self._too_large_fallback + 1]:  # earlier fallbacks need more memory
                 self._note_limit(level, math.ceil(samples * elements_per_sample))
             self._too_large_fallback = None
         larger = [fallback for fallback in self._usable if fallback < self._fallback][-1:]
@@ -187,19 +197,23 @@ class FallbackSchedule:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Forget what was seen with the fallback in force: it is another, or something failed."""
+        """Reset the measurements of the current fallback, because it changed or failed."""
         self._num_clean_steps, self._held_here, self._seen = 0, 0, None
 
     def _may_take(self, elements_per_sample: float, fallback: int) -> bool:
-        """Whether a fallback may take a batch of this shape: it is in force or later, or as much has gone through."""
+        """Return whether a fallback may run a batch of this shape.
+
+        It must be below known limits. Also, it is not before the current one, or passes with as many elements
+        succeeded.
+        """
         samples, level = self.sizes[fallback]
         is_known = level == self.sizes[self._fallback].level and samples * elements_per_sample <= self._held_here
         return (fallback >= self._fallback or is_known) and self._is_allowed(fallback, elements_per_sample)
 
     def _larger_that_fits(self, fallback: int, elements_per_sample: float) -> int | None:
-        """The largest fallback before this one that should fit, by the measured peak, once that is known.
+        """Return the largest earlier fallback that should fit by the measured peak, or ``None``.
 
-        Where one fits, something else had taken the memory for which a larger one failed.
+        If one fits, something else held the memory when it failed before.
         """
         if self._limit_bytes is None or self._seen is None or self._num_clean_steps < self._clean_steps_wanted:
             return None
@@ -208,7 +222,7 @@ class FallbackSchedule:
         return next((one for one in larger if self._needed_with(one, elements_per_sample) <= most_bytes), None)
 
     def _needed_with(self, fallback: int, elements_per_sample: float) -> float:
-        """What a fallback should need, by what the one that was seen did."""
+        """Estimate the peak of a fallback in bytes from the measured peak of another."""
         assert self._seen is not None
         (samples, level), (peak_bytes, used_bytes) = self.sizes[fallback], self._seen.memory
         predicted, here = self._needs[fallback], self._needs[self._seen.fallback]
@@ -224,13 +238,13 @@ class FallbackSchedule:
         return failed_elements is None or samples * elements_per_sample < failed_elements
 
     def held(self, fallback: int, num_elements: int, memory: Measured | None = None) -> None:
-        """A step with micro-batches of up to ``num_elements`` went through, in so much memory if that was measured."""
+        """Record a successful step with micro-batches of up to ``num_elements``, and its memory if it was measured."""
         level = self.sizes[fallback].level
         self._num_clean_steps += 1
         self._held_elements[level] = max(self._held_elements[level], num_elements)
         failed_elements = self._failed_elements[level]
         if failed_elements is not None and num_elements >= failed_elements:
-            self._failed_elements[level] = None  # it was no limit: something else had the memory for a while
+            self._failed_elements[level] = None  # not a limit: something else held the memory for a while
         if level == self.sizes[self._fallback].level:
             self._held_here = max(self._held_here, num_elements)
         if memory is not None:
@@ -247,14 +261,14 @@ class FallbackSchedule:
         needs_other_level: bool = False,
         ran_out: RanOut | None = None,
     ) -> int | None:
-        """Memory ran out: the fallback to try next, which may be the same once more, or ``None`` if none is left.
+        """Return the fallback to try after memory ran out, possibly the same one again, or ``None`` if none is left.
 
         Args:
-            fallback: what it ran out with.
-            num_samples: samples of a pass, which are fewer than the fallback's in a small batch.
+            fallback: the fallback that ran out of memory.
+            num_samples: samples of a pass. A small batch has fewer than the fallback's.
             num_elements: elements of a pass.
-            needs_other_level: it ran out where the size of a pass changes nothing.
-            ran_out: the memory that was wanted, where that is known.
+            needs_other_level: whether a smaller pass would not help.
+            ran_out: the wanted memory and the limit, if known.
         """
         self._begin_anew()
         if ran_out is not None:
@@ -272,7 +286,7 @@ class FallbackSchedule:
         has_held = num_elements <= self._held_elements[level]
         is_outlier = 0 < self._held_elements[level] < num_elements
         this = fallback, num_elements, needs_other_level
-        # Where it went through before, something else took memory for a moment; where it is the last, nothing is lost.
+        # If it succeeded before, something else may have held memory briefly. The last fallback has no alternative.
         if (has_held or not smaller or needs_other_level) and this not in self._retried:
             self._retried.add(this)
             return fallback
@@ -282,16 +296,16 @@ class FallbackSchedule:
             self._retried.clear()
             return None
         if needs_other_level:
-            self._note_limit(level, 1)  # no pass is small enough there
+            self._note_limit(level, 1)  # no pass of this level is small enough
         following = self._likely_to_fit(fallback, smaller, ran_out)
-        # An outlier batch, for which the limit is known from now on, or which already runs below the fallback in force,
-        # leaves that fallback to the others; but techniques are not exchanged there and back.
+        # An outlier batch does not lower the current fallback, because its limit is now known and other batches fit.
+        # It does if techniques change, so that they are not exchanged back and forth.
         if fallback <= self._fallback and not (is_outlier and self.sizes[following].level == level):
             self._fallback = following
         return following
 
     def _likely_to_fit(self, fallback: int, smaller: Sequence[int], ran_out: RanOut | None) -> int:
-        """The first, so fastest, that fits if it needs as much more than predicted as what failed, or else the last."""
+        """Return the first fallback that should fit if its prediction is off by the same factor, or the last one."""
         needs = self._needs[fallback]
         if ran_out is None or needs is None:
             return smaller[0]
@@ -299,12 +313,12 @@ class FallbackSchedule:
         return next((later for later in smaller if (self._needs[later] or 0) <= most_bytes), smaller[-1])
 
     def _note_limit(self, level: int, num_elements: int) -> None:
-        """Let no step go as high again, until one that had to goes through."""
+        """Forbid passes with this many elements, until a pass that cannot be avoided succeeds with as many."""
         self._held_elements[level] = min(self._held_elements[level], num_elements - 1)
         self._failed_elements[level] = min(num_elements, self._failed_elements[level] or num_elements)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on with the same sizes."""
+        """Return the state that a checkpoint needs to resume with the same sizes."""
         samples, level = self.sizes[self._fallback]
         return {
             "size": samples,
@@ -316,7 +330,7 @@ class FallbackSchedule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; what is of levels that are no more is left out."""
+        """Resume from the state that `state_dict` returned. State of levels that no longer exist is ignored."""
         state = renamed(state, {"too_large_rung": "too_large_fallback"})
         self.start_at(state["size"], state.get("level", 0))
         self._num_clean_steps = state["num_clean_steps"]
@@ -327,7 +341,7 @@ class FallbackSchedule:
 
 
 def action_of(samples: int, next_samples: int, techniques: str | None, *, is_same_fallback: bool) -> str:
-    """Say what is done after memory ran out; ``techniques`` are those that are exchanged, if any are."""
+    """Return a description of the action after memory ran out; ``techniques`` are the new ones if they change."""
     action = f"micro-batch {samples} -> {next_samples}" if next_samples != samples else "same micro-batch"
     if techniques is not None:
         return f"{action} with {techniques}"
@@ -335,12 +349,12 @@ def action_of(samples: int, next_samples: int, techniques: str | None, *, is_sam
 
 
 def _by_level(limits: list[int | None] | int | None) -> list[Any]:
-    """The limits of a checkpoint, which had one for all before there were levels."""
+    """Return the limits of a checkpoint by level. Old checkpoints have one limit for all levels."""
     return limits if isinstance(limits, list) else [limits]
 
 
 def _falls(sizes: Sequence[Size]) -> bool:
-    """Whether sizes are positive and fall within each level, and the levels count up from 0."""
+    """Return whether sizes are positive and decrease within each level, and levels count up from 0."""
     if not sizes or sizes[0].level != 0 or any(size.samples < 1 for size in sizes):
         return False
     return all(

@@ -1,4 +1,4 @@
-"""What a training step says of itself when it has happened."""
+"""The result of a training step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from plimsoll.records.run import OomEvent
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did, on all ranks.
+    """The result of one step, over all ranks.
 
-    ``loss`` is the mean over ``num_units``; ``micro_batch`` is that of each rank; ``updated`` is False if fp16
-    overflowed: skipped.
+    ``loss`` is the mean over ``num_units``; ``micro_batch`` is in samples per rank. ``updated`` is False if fp16
+    gradients overflowed and the update was skipped.
     """
 
     step: int
@@ -41,7 +41,7 @@ class StepResult:
 
 
 class Outcome(NamedTuple):
-    """What a step that happened found on its way."""
+    """The values that a successful try of a step produces."""
 
     loss: float
     gradient_norm: float | None
@@ -50,12 +50,12 @@ class Outcome(NamedTuple):
 
 
 def note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], None] | None) -> None:
-    """Put an event to the others, and tell who listens."""
+    """Append an event, and pass it to the listener if there is one."""
     events.append(event)
     if on_oom is not None:
         on_oom(event)
 
 
 def at_least_fp32(loss: Tensor) -> Tensor:
-    """Return a loss without its graph, as the losses of micro-batches are added up."""
+    """Return a loss detached from its graph, in a precision in which losses of micro-batches can be summed."""
     return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))

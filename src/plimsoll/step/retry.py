@@ -1,14 +1,15 @@
-"""Doing a step again after memory ran out: what was there before it is put back, and that this is all is proven.
+"""Retrying a step after an out-of-memory error, and the check that all state it changed can be restored.
 
-A retry is right only if all state that a step reads is put back (`plimsoll.step.undo.step_state`), and who looks for
-state may overlook some. So before the first step goes on, two of its samples go forward and backward, everything is put
-back, and they go again: loss, gradients and what the pass has written must be the same. What differs by more than
-rounding comes from state that nobody sees: from then on an out-of-memory error is raised in place of a retry, and says
-where that state enters. Kernels that add in any order (atomics, on a GPU) give another rounding each time, which is let
-through. Where an iterator is kept, whose position cannot be put back, nothing is tried before a step has left it where
-it was; a step that moves it is not done again.
+A retry is correct only if all state that a step reads is restored (`plimsoll.step.undo.step_state`). The search for
+state may miss some. So before the first step, two of its samples are passed forward and backward, the state is
+restored, and the same pass runs again. Loss, gradients and written tensors must agree. A difference beyond rounding
+proves hidden state. From then on, an out-of-memory error is raised instead of a retry, and names the module in which
+the passes first differ. Kernels with a nondeterministic order of additions (atomics on a GPU) are tolerated.
 
-Does NOT see state that makes no difference to two samples. Where these fail by themselves nothing is compared.
+The position of an iterator cannot be restored. If user code holds one, nothing is compared until a step has left it in
+place. A step that advances it is not retried.
+
+Does not detect state that has no effect on two samples. If two samples fail, nothing is compared.
 """
 
 from __future__ import annotations
@@ -43,30 +44,28 @@ _MOST_NAMES = 3
 
 _OTHER_NUMBERS = (
     "the first of two passes of the same samples draws other random numbers than the second, so there is a cache that "
-    "is filled once and is not put back; the numbers of this training are not those of a loop of plain PyTorch"
+    "is filled once and is not put back; this training draws other random numbers than a loop in plain PyTorch"
 )
-_WHAT_TO_GIVE = (
-    "objects with state_dict and load_state_dict, or allow retries all the same with allow_hidden_state=True"
-)
+_WHAT_TO_GIVE = "with state_dict and load_state_dict, or allow retries anyway with allow_hidden_state=True"
 
 
 class Retry:
-    """What one training needs to do a step again.
+    """The state of one training that is needed to retry a step.
 
     Args:
-        roots: where training code can keep something, by name; ``"model"`` and ``"loss"`` among them.
-        backend: of the device.
-        position: where the training is.
-        optimizer: what the model is trained with.
-        extra_state: objects of the user's whose state is put back, too.
-        allow_hidden_state: whether to retry although state was found that is not put back.
-        observes: whether passes are real; those of a dry run are not.
+        roots: objects that may hold state of the training code, by name, including ``"model"`` and ``"loss"``.
+        backend: the backend of the device.
+        position: the current position in the training.
+        optimizer: the optimizer of the model.
+        extra_state: user objects whose state is restored too.
+        allow_hidden_state: whether to retry although some state cannot be restored.
+        observes: whether passes compute real values; False in a dry run.
 
     Attributes:
-        extra_state: as it was given.
-        undo: remembers and puts back.
-        hidden: what was found to be not put back, or ``None``.
-        is_exact: whether two passes had the same bits; ``None`` where none were compared.
+        extra_state: as given.
+        undo: saves and restores the state.
+        hidden: a description of state that is not restored, or ``None``.
+        is_exact: whether two passes were bitwise equal; ``None`` if none were compared.
     """
 
     def __init__(
@@ -85,21 +84,21 @@ class Retry:
         self.hidden: str | None = None
         self.is_exact: bool | None = None
         self._is_unproven = False
-        self._idle_iterators: set[str] = set()  # names of those that a step has left where they were ...
-        self._unseen_iterators: list[str] = []  # ... and of those of which that is not known yet
+        self._idle_iterators: set[str] = set()  # names of iterators that a step did not advance
+        self._unseen_iterators: list[str] = []  # names of iterators that no step has been checked for yet
         self._model: nn.Module = roots["model"]
         self._backend, self._position, self._allows = backend, position, allow_hidden_state
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
-        """Give the extra state back that a checkpoint has.
+        """Load the extra state of a checkpoint.
 
         Raises:
-            InputError: if it has that of more objects, or of fewer.
+            InputError: if the checkpoint has the state of more or fewer objects.
         """
         if len(states) != len(self.extra_state):
             raise InputError(
-                f"the state of {len(states)} objects was saved, but extra_state has {len(self.extra_state)}: give the "
-                "same ones"
+                f"the checkpoint has the state of {len(states)} objects, but extra_state has "
+                f"{len(self.extra_state)}: give the same objects"
             )
         for one, state in zip(self.extra_state, states, strict=True):
             one.load_state_dict(state)
@@ -111,19 +110,19 @@ class Retry:
         parameters: Sequence[nn.Parameter] | None,
         others: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take the state as it is now for the one to go back to, and see once for each kind of batch that it is all.
+        """Save the current state for `put_back`, and check once for each kind of batch that it is complete.
 
         Args:
             batch: the whole batch.
-            loss_of: computes the loss of the first samples; ``None`` where nothing is to be compared.
-            parameters: whose gradients are compared; ``None`` where passes must not go backward.
-            others: puts back what a pass changes and is not the undo's.
+            loss_of: computes the loss of the first samples; ``None`` skips the check.
+            parameters: parameters whose gradients are compared; ``None`` compares forward passes only.
+            others: restores state that a pass changes and ``undo`` does not cover.
         """
         self.undo.remember(batch)
         if loss_of is None or not self.undo.is_due:
             return
         self._unseen_iterators = sorted(self.undo.iterators() - self._idle_iterators)
-        if self._unseen_iterators:  # which a comparison may move
+        if self._unseen_iterators:  # a comparison might advance them
             self._is_unproven = True
             return
         go_back = partial(self.go_back, parameters, others)
@@ -135,16 +134,16 @@ class Retry:
         if isinstance(found, OomEvent):
             self._backend.release()
             warn_at_the_loop(
-                f"memory ran out while two passes of the same samples were compared ({found.shortage}), which is done "
-                "again in the next step: until then it is not known whether there is state that is not put back"
+                f"memory ran out while two passes of the same samples were compared ({found.shortage}). The next step "
+                "compares them again; until then it is unknown whether there is state that is not put back"
             )
         elif found is not None:
             self._note(found)
-        if moved := self.undo.moved_iterators():  # in a branch that no step has taken yet
+        if moved := self.undo.moved_iterators():  # by a branch that no step has taken before
             self._note(said_of_iterators(moved))
 
     def observed(self) -> None:
-        """Say that the passes of a step went through; what could not be compared yet, the next step does."""
+        """Record that the passes of a step succeeded. A comparison that is still missing is left to the next step."""
         if self.undo.is_due:
             moved = self.undo.moved_iterators()
             if moved:
@@ -155,12 +154,12 @@ class Retry:
         self.undo.observed(is_all=not self._is_unproven)
 
     def observing(self) -> AbstractContextManager[None]:
-        """See what passes write, as long as passes of their kind have not been seen."""
+        """Return a context that observes the writes of passes, unless passes of this kind have been observed."""
         return self.undo.observing() if self.undo.is_due else nullcontext()
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """Learn of the passes of the block what they write; the steps after it are observed as without them."""
+        """Observe the writes of passes in the block without marking their kinds as observed."""
         kinds, idle_iterators = {*self.undo.kinds}, {*self._idle_iterators}
         try:
             yield
@@ -168,10 +167,10 @@ class Retry:
             self.undo.kinds, self._idle_iterators = kinds, idle_iterators
 
     def put_back(self, others: Callable[[], None]) -> None:
-        """Put everything back, by ``others`` what is not the undo's; where memory runs out in that, once more.
+        """Restore the saved state, with ``others`` for the rest. If memory runs out, try a second time.
 
         Raises:
-            TornStepError: if memory ran out in it twice.
+            TornStepError: if memory ran out in both tries.
         """
 
         def work() -> None:
@@ -187,7 +186,7 @@ class Retry:
             )
 
     def until_settled(self, passes: Callable[[], T], put_back: Callable[[], None]) -> T:
-        """Run passes, and once more where they show that what a failure had changed is state (see `Undo.leave`)."""
+        """Run the passes, and repeat them while they change state that a failed try left changed (see `Undo.leave`)."""
         result = passes()
         while self.undo.has_left_state:
             put_back()
@@ -197,31 +196,31 @@ class Retry:
 
     @property
     def doubt(self) -> str | None:
-        """Why not all that passes have changed is known to be put back; ``None`` where it is."""
+        """The reason why some changes of passes may not be restored; ``None`` if all are."""
         if self.hidden is None and self._unseen_iterators:
             return said_of_iterators(self._unseen_iterators)
         if self.hidden is None and self.undo.lost:
-            return f"what it has changed is not put back: {', '.join(dict.fromkeys(self.undo.lost))}"
+            return f"it has changed state that is not put back: {', '.join(dict.fromkeys(self.undo.lost))}"
         return self.hidden
 
     def refuse(self, event: OomEvent, ranks: Ranks) -> None:
-        """Refuse to go on after an event, where not all that the step has changed is put back.
+        """Refuse to retry after an event if some change of the step is not restored.
 
         Raises:
-            OutOfMemoryError: if that is known, and not allowed.
+            OutOfMemoryError: if such state is known and ``allow_hidden_state`` is False.
         """
         why = self.doubt
         if ranks.agree(why is not None and not self._allows):
             reason = why or "another rank has state that is not put back"
             raise OutOfMemoryError(
                 f"memory ran out in the {event.phase} phase of step {event.step} ({event.shortage}), and the step is "
-                f"not done again, because {reason}: give what keeps it as extra_state=[...], {_WHAT_TO_GIVE}"
+                f"not retried, because {reason}: give the objects that hold it as extra_state=[...], {_WHAT_TO_GIVE}"
             )
 
     # -- the proof -----------------------------------------------------------------------------------------------------
 
     def _compare(self, one_pass: Callable[[], PassPrint | OomEvent | None]) -> str | OomEvent | None:
-        """Why two passes differ, if they do; or that there is no memory for them."""
+        """Compare two passes. Return the reason why they differ, an event if memory ran out, or ``None``."""
         first, second = one_pass(), one_pass()
         if not isinstance(first, PassPrint) or not isinstance(second, PassPrint):
             return first if isinstance(first, OomEvent) else second if isinstance(second, OomEvent) else None
@@ -240,7 +239,7 @@ class Retry:
     def _pass(
         self, loss_of: LossOf, parameters: Sequence[nn.Parameter] | None, go_back: Callable[[], None]
     ) -> PassPrint | OomEvent | None:
-        """One pass from the remembered state; ``None`` where so few samples fail, as the whole batch need not."""
+        """Run one pass from the saved state; return ``None`` if it fails, since the whole batch may still succeed."""
         go_back()
         loss: Tensor | None = None
 
@@ -262,7 +261,7 @@ class Retry:
         return PassPrint(print_of(loss), [*map(print_of, gradients)], written, self._backend.random_state())
 
     def go_back(self, parameters: Sequence[nn.Parameter] | None, others: Callable[[], None] = lambda: None) -> None:
-        """Go back to the remembered state, without gradients; arguments as of `remember`."""
+        """Restore the saved state and drop the gradients. It takes the arguments of `remember`."""
         for parameter in parameters or ():
             parameter.grad = None
         self.undo.look()
@@ -274,17 +273,17 @@ class Retry:
             return
         self.hidden = why
         if self._allows:
-            text = f"{why}. Where memory runs out, steps are done again all the same, as allowed"
+            text = f"{why}. If memory runs out, steps are retried anyway, as allowed"
         else:
             text = (
-                f"{why}. Where memory runs out, no step is done again: give what keeps it as extra_state=[...], "
+                f"{why}. If memory runs out, no step is retried: give the objects that hold it as extra_state=[...], "
                 f"{_WHAT_TO_GIVE}"
             )
         warn_at_the_loop(text)
 
 
 def warn_at_the_loop(text: str) -> None:
-    """Warn at the line of the user's loop, however it called us."""
+    """Warn at the line of user code that called Plimsoll."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("plimsoll."):
         frame, level = frame.f_back, level + 1
@@ -292,16 +291,16 @@ def warn_at_the_loop(text: str) -> None:
 
 
 def first_samples(batch: Any, micro_batch: int, model: nn.Module) -> Any:
-    """The samples of a batch that are compared: as many as BatchNorm needs, but no more than a pass may have.
+    """Return the samples of a batch to compare: as many as BatchNorm needs, but at most ``micro_batch``.
 
-    Of a compiled model a whole pass: it would be compiled for the few samples, and again.
+    For a compiled model this is a whole micro-batch. A smaller one would trigger a second compilation.
     """
     most = micro_batch if any(map(is_compiled, model.modules())) else min(_NUM_SAMPLES, micro_batch)
     return pick_samples(batch, range(min(most, batch_size_of(batch))))
 
 
 def scaler_as_now(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-    """Make a scaler with the same scale that has seen no gradients: what it noted of them cannot be taken back."""
+    """Return a new scaler with the same scale. The gradients that the old one has seen cannot be removed from it."""
     fresh = type(scaler)(scaler._device, enabled=scaler.is_enabled())
     fresh.load_state_dict(scaler.state_dict())
     return fresh
@@ -309,7 +308,7 @@ def scaler_as_now(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
 
 @contextmanager
 def _noting_outputs(model: nn.Module) -> Iterator[list[tuple[str, list[Print]]]]:
-    """Keep prints of what the modules return, in the order in which they do."""
+    """Record fingerprints of the outputs of all modules, in the order of their calls."""
     kept: list[tuple[str, list[Print]]] = []
 
     def note(name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
@@ -324,7 +323,7 @@ def _noting_outputs(model: nn.Module) -> Iterator[list[tuple[str, list[Print]]]]
 
 
 def said_of_iterators(names: Sequence[str]) -> str:
-    """Say that iterators cannot be put back."""
+    """Return the message that iterators cannot be restored."""
     what = "is an iterator, whose position" if len(names) == 1 else "are iterators, whose positions"
     return f"{' and '.join(names[:_MOST_NAMES])} {what} cannot be put back"
 
@@ -332,12 +331,12 @@ def said_of_iterators(names: Sequence[str]) -> str:
 def _said(
     first: PassPrint, second: PassPrint, one: list[tuple[str, list[Print]]], other: list[tuple[str, list[Print]]]
 ) -> str:
-    """Where two passes differ first, for a person."""
+    """Return a message about the first difference between two passes."""
     pairs = zip(one, other, strict=False)
     differing = next((ours for ours, theirs in pairs if ours != theirs), None)
     if differing is None:
-        where = "every module returns the same, so it is in the loss, in a hook or in a backward pass"
+        where = "all modules have equal outputs, so it is in the loss, in a hook or in a backward pass"
     else:
-        where = f"the first module that returns something else is {differing[0] or 'the model itself'}"
-    what = "other gradients" if first.loss.bits == second.loss.bits else "other losses"
+        where = f"the first module with different outputs is {differing[0] or 'the model itself'}"
+    what = "different gradients" if first.loss.bits == second.loss.bits else "different losses"
     return f"two passes of the same samples have {what}, so there is state that is not put back ({where})"

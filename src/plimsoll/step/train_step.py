@@ -1,15 +1,15 @@
-"""The OOM-proof training step: either the whole optimizer step happens, once, or nothing does.
+"""A training step that survives running out of memory: the optimizer step happens once as a whole, or not at all.
 
     step = TrainStep(model, optimizer, units="next-tokens", clip_norm=1.0)
     result = step(batch)
 
-Numerics: with one micro-batch the same bits as the plain loop; with more, the same mathematics in another rounding
-order, and other dropout masks, as in plain PyTorch. A batch is cut only where the loss is known to be additive
-(`plimsoll.step.losses.additive`). It is not cut where an embedding scales gradients by what is in a pass
-(``scale_grad_by_freq``) or BatchNorm's batch statistics are in use, unless ``recut_batch_norm`` allows the latter.
+With one micro-batch, results are bitwise equal to a plain PyTorch loop. With several, the mathematics is the same, but
+roundings and dropout masks differ, as in plain PyTorch. A batch is cut only if its loss is known to be additive
+(`plimsoll.step.losses.additive`). It is not cut if an embedding scales gradients by the contents of a pass
+(``scale_grad_by_freq``). Nor is it cut if BatchNorm uses batch statistics, unless ``recut_batch_norm`` allows it.
 
-Does NOT cover: LBFGS and other optimizers that need a closure, gradients that exist before the step (they are dropped),
-and parameters that the model gets after the step was made: make a new one.
+Not handled: LBFGS and other optimizers that need a closure, and parameters added to the model after the step was
+constructed. Gradients that exist before the step are dropped.
 """
 
 from __future__ import annotations
@@ -69,36 +69,37 @@ _SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below thi
 
 
 class TrainStep:
-    """One optimizer step as a transaction; see the module's docstring for what that promises.
+    """One optimizer step as a transaction. The module docstring states the guarantees.
 
     Args:
         model: the model, on the device it trains on.
-        optimizer: any ``torch.optim`` optimizer of its parameters (not LBFGS).
+        optimizer: any ``torch.optim`` optimizer of its parameters, except LBFGS.
         loss: ``loss(model, batch)`` returns the mean loss, a scalar tensor; by default ``model(**batch).loss``.
-        units: what that loss averages over: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"``
-            (the same, for a causal model that shifts the labels), or a function from a batch to a number. It may be
-            left out where the model computes its own loss and each sample has one label.
-        micro_batch: samples per forward and backward pass to begin with; ``None`` begins with the whole batch.
-        fallbacks: in place of ``micro_batch``, ``plan.fallbacks``: the techniques to begin with, and what to change to,
-            in order, when memory runs out; or only the choices of each, without a predicted peak.
-        clip_norm: the global gradient norm to clip to, after accumulation.
+        units: the loss normalizer: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"``
+            (the same, for a causal model that shifts the labels), or a function from a batch to a number. Optional if
+            the model computes its own loss and each sample has one label.
+        micro_batch: initial samples per forward and backward pass; ``None`` starts with the whole batch.
+        fallbacks: ``plan.fallbacks``, instead of ``micro_batch``: the initial configuration, then those to change to
+            when memory runs out. The choices of each configuration, without a predicted peak, are enough.
+        clip_norm: the maximum global gradient norm, applied after accumulation.
         schedule: a learning-rate schedule, stepped after every update.
         precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` by autocast (fp16 with a gradient scaler).
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
-        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts;
-            ``never_cut`` keeps every batch whole.
-        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state passes change where Plimsoll does
-            not look (`plimsoll.step.undo.find_state`); it is put back with the step, and saved by `state_dict`.
-        allow_hidden_state: retry after an out-of-memory error although state was found that is not put back.
-        grow_after: clean steps after which the next larger micro-batch is tried; where the measured peaks leave enough
-            memory for it, three.
-        files: what the model was made in, where that was not memory.
-        full_length: the tokens of the longest sample there will be. With it, and where samples are sorted by length, a
-            micro-batch is so many samples of that length, and as many more of shorter ones as have no more elements;
-            without it, of the longest of each batch.
-        backend: stands in for the device's, in a dry run; so does ``position`` for the step's own.
-        ranks: who trains the same model on the other parts of each batch; each has made the same step. Gradients are
-            added up when all ranks have theirs, and memory that runs out on one undoes the step on all.
+        recut_loss: allow cutting a batch although its loss was not shown to be the sum of the losses of its parts.
+        never_cut: keep every batch whole.
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` that hold state which passes change and
+            `plimsoll.step.undo.find_state` does not find. It is restored with the step, and saved by `state_dict`.
+        allow_hidden_state: retry after an out-of-memory error even if some state cannot be restored.
+        grow_after: successful steps before the next larger micro-batch is tried. Three are enough if the measured peaks
+            show that it fits.
+        full_length: tokens of the longest sample in the data set. If samples are sorted by length, ``micro_batch``
+            counts samples of this length, and shorter samples are packed up to the same number of elements. By default,
+            the longest sample of each batch is used.
+        backend: replaces the backend of the device, in a dry run.
+        position: replaces the step's record of its position, in a dry run.
+        files: the pool of memory-mapped files in which the model was built, if any.
+        ranks: the ranks that train the same model on other parts of each batch with the same step. Gradients are summed
+            once all ranks have computed them. If memory runs out on one rank, all ranks undo the step.
 
     Raises:
         InputError: if an argument cannot be used (see `plimsoll.step.checks`).
@@ -135,8 +136,8 @@ class TrainStep:
         refuse(model, optimizer, precision, micro_batch, loss=loss, units=units, kind=kind)
         if fallbacks and micro_batch is not None:
             raise InputError(
-                f"micro_batch={micro_batch} was given with {len(fallbacks)} fallbacks, which have micro-batches of "
-                "their own: leave one of the two out"
+                f"micro_batch={micro_batch} was given with {len(fallbacks)} fallbacks, each of which sets its own "
+                "micro-batch: leave one of the two out"
             )
         self._units_are_assumed = units is None
         self._has_own_loss = loss is not model_loss
@@ -152,7 +153,7 @@ class TrainStep:
         self._learned: dict[str, Any] | None = None
         self._first_micro_batch, self._grow_after = micro_batch, grow_after
         self._whole = WholeBatch(self.workload, recut_batch_norm)
-        self._parameters = list(model.parameters())  # walking the modules anew in every step would cost more
+        self._parameters = list(model.parameters())  # listed once, because walking the modules is slow
         self._retry = Retry(
             {"model": model, "loss": loss, "units": units},
             self.backend,
@@ -176,11 +177,11 @@ class TrainStep:
         if micro_batch is not None or fallbacks:
             self._evaluator.begin_at(micro_batch or self._fallbacks.sizes[0].samples)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
-        self._is_asked = True  # whether the batch in hand may be cut, if it is
+        self._is_asked = True  # whether it is known if the current batch may be cut
 
     @property
     def micro_batch(self) -> int | None:
-        """The micro-batch in force, in samples; ``None`` before the first batch if none was given."""
+        """The current micro-batch in samples; ``None`` before the first batch if no size was given."""
         if self.fallback_schedule is not None or self._fallbacks.sizes:
             fallback_schedule = self._fallback_schedule_for(0)
             return fallback_schedule.sizes[fallback_schedule.in_force].samples
@@ -190,7 +191,7 @@ class TrainStep:
 
     @property
     def fallback(self) -> int:
-        """The fallback in force; 0 before the first batch, unless a checkpoint or a death says otherwise."""
+        """The number of the current fallback: 0 before the first batch, unless a checkpoint or a kill changed it."""
         is_unknown = self.fallback_schedule is None and not self._fallbacks.sizes
         return 0 if is_unknown else self._fallback_schedule_for(0).in_force
 
@@ -202,21 +203,21 @@ class TrainStep:
 
     @property
     def num_steps(self) -> int:
-        """Steps that have happened."""
+        """The number of completed steps."""
         return self.position.step
 
     def __call__(self, batch: Any, on_oom: Callable[[OomEvent], None] | None = None) -> StepResult:
-        """Do one optimizer step on ``batch``, in as many micro-batches as it takes.
+        """Run one optimizer step on ``batch``, in as many micro-batches as needed.
 
         Args:
             batch: a dict, tuple, list or tensor whose tensors have the samples in dimension 0.
-            on_oom: called with each event as it is recovered from.
+            on_oom: called with each out-of-memory event that the step recovers from.
 
         Raises:
             OutOfMemoryError: if memory ran out and no smaller micro-batch is left; the step is undone.
-            AfterUpdateError: if memory ran out after the update, in the schedule for example; the update is done.
+            AfterUpdateError: if memory ran out after the update, for example in the schedule; the update is kept.
             NonFiniteLossError: if the loss is NaN or infinite; the step is undone.
-            InputError: if the batch cannot be cut, or must not be.
+            InputError: if the batch cannot be cut, or must not be cut.
         """
         started = time.perf_counter()
         own = self._shape_of(batch)
@@ -279,17 +280,17 @@ class TrainStep:
         return self._evaluator.evaluate(batches, self._put_to_work)
 
     def evaluated_at_once(self, num_samples: int) -> int:
-        """Return how many samples of a batch of so many `evaluate` begins with at once."""
+        """Return the number of samples that `evaluate` initially passes at once, for a batch of ``num_samples``."""
         return self._evaluator.at_once(num_samples)
 
     def use(self) -> MemoryUse:
-        """Read what the device has in use; with replays, what these need and it does not count."""
+        """Return the memory in use on the device. Its peak includes graph replays, which the device does not count."""
         use, more_bytes = self.backend.use(), self.replays.uncounted_bytes
         more = {} if use.peak_bytes is None or not more_bytes else {"peak_bytes": use.peak_bytes + more_bytes}
         return use.model_copy(update=more)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides the model and the optimizer."""
+        """Return the state that a checkpoint needs besides the model and the optimizer."""
         schedule = self.workload.schedule
         return {
             "step": self.num_steps,
@@ -301,7 +302,7 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Resume from the state that `state_dict` returned."""
         state = renamed(state, {"ladder": "fallback_schedule", "rungs": "fallbacks"})
         self.position.step = state["step"]
         self.fallback_schedule = None
@@ -314,32 +315,32 @@ class TrainStep:
             self.workload.schedule.load_state_dict(state["schedule"])
 
     def install(self) -> None:
-        """Put the techniques of the fallback in force to work, as the next step would."""
+        """Install the techniques of the current fallback, as the next step would."""
         if self._fallbacks.sizes:
             self._fallbacks.use(self._fallbacks.sizes[self.fallback].level)
 
     @former_arguments(rung="fallback", too_large_rung="too_large_fallback")
     def begin_again_at(self, fallback: int, too_large_fallback: int | None = None) -> None:
-        """After the process was killed for memory: at a later one of the fallbacks given (see `state_after_death`)."""
+        """Start at a later fallback after the process was killed for memory (see `state_after_death`)."""
         size = self._fallbacks.sizes[fallback]
         self.fallback_schedule, self._learned = None, state_after_death(self._learned, size, too_large_fallback)
         self._evaluator.begin_at(size.samples)
         self.additivity.most_samples = size.samples
 
     def close(self) -> None:
-        """Take the techniques back: the model is as it was given, but for what it has learned.
+        """Remove the techniques. The model gets its original structure and keeps its trained weights.
 
-        What is off the device and does not fit back stays where it is, with a warning.
+        Tensors outside the device that do not fit back stay outside, with a warning.
 
         Raises:
-            OutOfMemoryError: if a model that is shared out over the ranks is not whole again on all of them.
+            OutOfMemoryError: if a model that is sharded over ranks cannot be gathered on all of them.
         """
         self._commit.forget()
         self.unreached.close()
         take_back(self._fallbacks, self.workload, self.backend, self.position)
 
     def drop_optimizer_states(self) -> None:
-        """Give back the memory of the optimizer's states, when no step follows."""
+        """Free the optimizer states. Call this only if no step follows."""
         self.workload.optimizer.state.clear()
         self._commit.forget()
         self.backend.release()
@@ -347,9 +348,9 @@ class TrainStep:
     # -- one try of a step ---------------------------------------------------------------------------------------------
 
     def _run(self, batch: Any, size: Size, own: Shape, shape: Shape) -> Outcome | OomEvent:
-        """Gradients, clipping and update, cut into micro-batches; after an event the caller puts everything back.
+        """Try one step: gradients, clipping and update, in micro-batches. After an event the caller restores the state.
 
-        ``own`` is the shape of this rank's part, and ``shape`` that of all parts (see `parts_of_all`).
+        ``own`` is the shape of this rank's part of the batch, ``shape`` the shape of all parts (see `parts_of_all`).
         """
         if not self._is_asked:
             self.position.phase = "copy"
@@ -364,7 +365,7 @@ class TrainStep:
         return loss if isinstance(loss, OomEvent) else self._finish(loss)
 
     def _finish(self, loss: float) -> Outcome | OomEvent:
-        """Clip the gradients, which are there, and update."""
+        """Clip the accumulated gradients and update the parameters."""
         refuse_non_finite("loss", loss, self.workload, self.position)
         gradient_norm = self._collectively(self._clip)
         if isinstance(gradient_norm, OomEvent):
@@ -375,7 +376,7 @@ class TrainStep:
         if self._scaler is None:
             self._commit.step()
         else:
-            self._scaler.step(self._commit)  # type: ignore[arg-type]  # it has what a scaler uses of an optimizer
+            self._scaler.step(self._commit)  # type: ignore[arg-type]  # it has the attributes that a scaler uses
         if self._commit.was_called and self._commit.outcome is not None:
             return self._commit.outcome
         return Outcome(loss, gradient_norm, learning_rate, updated=self._commit.was_called)
@@ -392,7 +393,7 @@ class TrainStep:
         return attempt_collectively(work, self.backend, self.position, self.ranks)
 
     def _all_parameters(self) -> Iterator[nn.Parameter]:
-        """The model's, and the optimizer's, which may be others."""
+        """Yield the parameters of the model, then the parameters of the optimizer, which may differ."""
         yield from self._parameters
         for group in self.workload.optimizer.param_groups:
             yield from group["params"]
@@ -402,7 +403,7 @@ class TrainStep:
             parameter.grad = None
 
     def _gradients_at(self, batch: Any, size: Size, own: Shape, shape: Shape) -> float:
-        """Gradients with the techniques of a level, which are installed first if others were in force."""
+        """Compute the gradients with the techniques of a level. They are installed first if needed."""
         self.position.phase = "copy"
         self._use(size.level)
         loss = self._retry.until_settled(partial(self._once, batch, size.samples, own, shape), self._put_back)
@@ -412,7 +413,7 @@ class TrainStep:
         return loss
 
     def _once(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
-        """Gradients from a state that is remembered."""
+        """Save the state and compute the gradients."""
         loss_of = partial(self._loss_of, batch, micro_batch) if self.ranks.is_alone else None
         self._retry.remember(batch, loss_of, None if self.workload.hooks.update_early else [*self._all_parameters()])
         releases_gradients = gradient_release(self.workload, micro_batch, own.num_samples) is not None
@@ -429,13 +430,15 @@ class TrainStep:
 
     def _use(self, level: int) -> None:
         if not self._fallbacks.is_in_force(level):
-            self._commit.forget()  # techniques may move what it has views of
+            self._commit.forget()  # techniques may move tensors that it has views of
             self._retry.undo.forget()
             self._fallbacks.use(level)
 
     def _put_to_work(self) -> list[OomEvent]:
-        """Put the techniques of the fallback in force to work if none are, or those of the first fallback where they
-        can be.
+        """Install the techniques of the current fallback, if none are installed, or of the first fallback that fits.
+
+        Returns:
+            The out-of-memory events of fallbacks that did not fit.
         """
         events: list[OomEvent] = []
         while not self._fallbacks.has_one_in_force:
@@ -443,7 +446,7 @@ class TrainStep:
             event = self._collectively(partial(self._use, level))
             if isinstance(event, OomEvent):
                 self.backend.release()
-                shape = Shape(samples, samples, elements_per_sample=0)  # no batch has a part in it
+                shape = Shape(samples, samples, elements_per_sample=0)  # no batch is involved
                 event, following = self._after_oom(told_by_all(event, self.ranks), fallback, shape)
                 events.append(event)
                 if following is None:
@@ -451,7 +454,7 @@ class TrainStep:
         return events
 
     def _gradients(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
-        """Accumulate the gradients of the batch; returns its part of the mean loss."""
+        """Accumulate the gradients of the batch and return its part of the mean loss."""
         total = torch.zeros((), device=self.workload.device)
         micro_batches = weighted_micro_batches(batch, micro_batch, own, self.workload, shape.num_units)
         if self.workload.hooks.sharding.is_sharded:
@@ -468,7 +471,7 @@ class TrainStep:
         return total.item()
 
     def _clip(self) -> float | None:
-        """Clip the gradients of the whole batch; returns their norm before, or ``None`` if they are not to be."""
+        """Clip the gradients of the whole batch and return their previous norm, or ``None`` without ``clip_norm``."""
         self.position.phase = "clip"
         failpoint("clip")
         clip_norm, sharding = self.workload.clip_norm, self.workload.hooks.sharding
@@ -478,7 +481,7 @@ class TrainStep:
         if clip_norm is None:
             return None
         norm = sharding.clip(clippable(self._parameters), clip_norm).item()
-        # Under fp16 gradients overflow now and then: the scaler skips that update and lowers the scale.
+        # Under fp16 gradients overflow occasionally. The scaler then skips the update and lowers the scale.
         if self._scaler is None or self._scaler.get_scale() < _SMALLEST_SCALE:
             refuse_non_finite("gradient norm", norm, self.workload, self.position)
         return norm
@@ -506,9 +509,7 @@ class TrainStep:
         return shape_of(batch, self.workload)
 
     def _fallback_schedule_for(self, num_samples: int) -> FallbackSchedule:
-        """The fallback schedule: of the fallbacks given, or made from the first batch, and anew for a larger one;
-        limits are kept.
-        """
+        """Return the fallback schedule for a batch of ``num_samples``, created or enlarged if needed."""
         self.fallback_schedule = fallback_schedule_of(
             self._fallbacks,
             self.fallback_schedule,
@@ -521,10 +522,10 @@ class TrainStep:
         return self.fallback_schedule
 
     def _allowed(self, batch: Any, fallback_schedule: FallbackSchedule, fallback: int, shape: Shape) -> int:
-        """The fallback to begin with, which cuts only where the loss allows it."""
+        """Return the fallback to begin with. It cuts the batch only if the loss allows it."""
         self._is_asked = True
         if not self.ranks.is_alone or fallback_schedule.sizes[fallback].samples < shape.num_samples:
-            # First: without the techniques the passes that compare may not fit.
+            # Install them first: the passes that compare losses may not fit without the techniques.
             self._collectively(partial(self._use, fallback_schedule.sizes[fallback].level))
             self._is_asked = self._keep_whole(fallback_schedule, batch, shape)
             fallback = fallback_schedule.choose(shape.elements_per_sample)
@@ -532,13 +533,17 @@ class TrainStep:
         return fallback
 
     def _keep_whole(self, fallback_schedule: FallbackSchedule, batch: Any, shape: Shape) -> bool:
-        """Use only fallbacks that keep batches whole if this one must not be cut; return whether that is known yet."""
+        """Use only fallbacks that keep batches whole if this batch must not be cut.
+
+        Returns:
+            Whether this could be determined (see `InstalledFallbacks.keep_whole`).
+        """
         with self._retry.undo.as_failed():
             return self._fallbacks.keep_whole(
                 fallback_schedule, self._whole, partial(self.additivity.before_cut, batch), shape
             )
 
     def _after_oom(self, event: OomEvent, fallback: int, shape: Shape) -> tuple[OomEvent, int | None]:
-        """What is done next, and the event that says so; ``None`` where nothing is left to do."""
+        """Return the event with the action taken, and the next fallback, or ``None`` if no fallback is left."""
         assert self.fallback_schedule is not None
         return after_oom(event, fallback, shape, self.fallback_schedule, self._fallbacks, self.backend)

@@ -1,11 +1,11 @@
-"""Every technique there is, one module each, and how a set of them is put to work.
+"""The registry of all techniques, and the context manager that installs a set of them.
 
     with installed(workload, choices):
         ...
 
-`TECHNIQUES` has those of this folder and those that other packages bring as entry points of the group
-`plimsoll.techniques`, in the order of installation (see `Technique`). What a technique is, it says itself: nothing else
-knows one by its name. The contract tests run over the registry.
+`TECHNIQUES` has the techniques of this folder, one per module, and the entry points `plimsoll.techniques` of other
+packages. They are in the order of installation (see `Technique`). A technique describes itself: no other code depends
+on its name. The contract tests run over the registry.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ __all__ = [
 
 
 class _Registry(UserDict[str, Technique]):
-    """Techniques by name. Those of other packages are loaded when it is first looked at: they import this one."""
+    """Techniques by name. Other packages import this module, so their techniques are loaded at the first access."""
 
     def __init__(self) -> None:
-        pass  # `data` is made when it is needed
+        pass  # `data` is computed at the first access
 
     @cached_property
     def data(self) -> dict[str, Technique]:  # type: ignore[override]
-        """All of them, in the order of installation."""
+        """All techniques by name, in the order of installation."""
         own = [_technique_in(module) for module in _OWN]
         found = sorted((*own, *_others()), key=lambda one: (STAGES.index(one.stage), one.turn, one.name))
         return {technique.name: technique for technique in found}
 
 
 def _technique_in(module: ModuleType) -> Technique:
-    """Make the technique that a module of this folder defines."""
+    """Create the technique that a module of this folder defines."""
     classes = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, Technique)]
     (found,) = [one for one in classes if one.__module__ == module.__name__ and not isabstract(one)]
     return found()
 
 
 def _others() -> Iterator[Technique]:
-    """Make the techniques of other packages.
+    """Create the techniques of other packages.
 
     Raises:
-        InputError: if one cannot be loaded, is no technique, or has a name that is taken.
+        InputError: if an entry point cannot be loaded, is not a technique, or has a name that is taken.
     """
     taken = set(own_techniques())
     for entry in techniques_of_others():
@@ -74,7 +74,7 @@ def _others() -> Iterator[Technique]:
         yield found()
 
 
-_FAULTS = (  # what loading somebody else's module may raise
+_FAULTS = (  # errors that loading a third-party module may raise
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -90,7 +90,7 @@ _FAULTS = (  # what loading somebody else's module may raise
 
 
 def _fault_of(found: Any, name: str, taken: Collection[str]) -> str | None:
-    """Why what an entry point gives is no technique of that name."""
+    """Return why a loaded entry point is not a technique with this name, or ``None``."""
     if not (isinstance(found, type) and issubclass(found, Technique)) or name in taken or found.name != name:
         return f"it must be a `Technique` whose name is `{name}`, and the only one of that name"
     if missing := sorted(found.__abstractmethods__):
@@ -107,7 +107,7 @@ def technique_of(name: str) -> Technique:
     """Return a technique by its name.
 
     Raises:
-        InputError: if there is none; it names the nearest.
+        InputError: if the name is unknown; the message suggests the nearest name.
     """
     try:
         return TECHNIQUES[name]
@@ -120,14 +120,14 @@ def in_order(choices: Iterable[Choice]) -> Choices:
     """Sort choices into the order of installation.
 
     Raises:
-        InputError: if there is no such technique (see `technique_of`).
+        InputError: if a technique is unknown (see `technique_of`).
     """
     order = list(TECHNIQUES)
     return tuple(sorted(choices, key=lambda choice: order.index(technique_of(choice.technique).name)))
 
 
 def conflict_among(choices: Choices, workload: Workload, setting: Setting) -> str | None:
-    """The first reason why choices cannot be installed together, or ``None``."""
+    """Return the first reason why choices cannot be installed together, or ``None``."""
     for number, choice in enumerate(choices):
         others = choices[:number] + choices[number + 1 :]
         reason = technique_of(choice.technique).conflicts(choice, others, workload, setting)
@@ -138,12 +138,12 @@ def conflict_among(choices: Choices, workload: Workload, setting: Setting) -> st
 
 @contextmanager
 def installed(workload: Workload, choices: Iterable[Choice]) -> Iterator[None]:
-    """Put techniques to work, in order; on exit the workload is exactly as it was."""
+    """Install techniques in order; on exit the workload is exactly as it was."""
     with ExitStack() as stack:
         for choice in in_order(choices):
             stack.enter_context(technique_of(choice.technique).install(workload, choice))
         yield
 
 
-# What they import is there before a training is measured, and theirs need what is above.
+# Imported eagerly, so that imports do not count as memory of a training; below the names that these modules import.
 _OWN = tuple(import_module(f"{__name__}.{name}") for name in own_techniques())

@@ -1,12 +1,12 @@
-"""What forward saves for backward off the device: in a mapped file (CPU), or in pinned host memory (CUDA).
+"""Offloading of tensors saved for backward: to a memory-mapped file (CPU), or to pinned host memory (CUDA).
 
-Torch's hooks on saved tensors see each one while ``workload.loss`` runs. Parameters, buffers and their views stay, as
-do integers and whatever is below `LEAST_BYTES`. Blocks that are checkpointed save their inputs only, which are
-offloaded too; what a recomputation saves is not.
+Torch's saved-tensor hooks intercept each saved tensor while ``workload.loss`` runs. Parameters, buffers and their views
+stay on the device, as do integers and storages below `LEAST_BYTES`. Checkpointed blocks save only their inputs, which
+are offloaded too. Tensors that are saved during a recomputation are not offloaded.
 
-Numerics: bitwise, backward sees the same values. Does NOT cover tensors that a custom function keeps as attributes and
-does not save, saved tensors that are changed in place (plain PyTorch refuses them, and so it is here where they go to
-the host; where they go to a file backward sees what was saved), and sparse ones.
+Numerics: bitwise, backward sees the same values. Does NOT cover sparse tensors, and tensors that a custom function
+keeps as attributes. If a saved tensor is changed in place, offloading to host memory raises, as plain PyTorch does.
+Offloading to a file does not raise: backward sees the saved values.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from plimsoll.techniques.mechanisms.side_stream import Leaving, SideStream, Tran
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 LEAST_BYTES = 1 << 20
-"""Smaller storages stay: their copies would cost more than they free."""
+"""Smaller storages stay on the device: copying them would cost more than it frees."""
 
 _PLACES = {"cpu": "disk", "cuda": "host"}
-_MOST_LEAVING = 1  # storages that are still on the device while their copies are on the way, beside the last one
+_MOST_LEAVING = 1  # storages still on the device while they are copied, in addition to the last one
 
 
 class ActivationOffload(Technique):
-    """`Technique`: what forward saves for backward off the device."""
+    """`Technique`: offload tensors saved for backward."""
 
     name = "activation_offload"
     numerics = "bitwise"
-    summary = "what backward needs of forward in a mapped file (CPU) or in the host's memory (CUDA)"
+    summary = "tensors saved for backward are kept in a memory-mapped file (CPU) or in host memory (CUDA)"
     moves = frozenset({"activations"})
     reaches = frozenset({"activations"})
     needs = frozenset({"loss"})
     works_on_shards = True
     is_for_trainers = True
-    not_captured = "activations go to the host and come back in each pass"
+    not_captured = "activations are copied to the host and back in each pass"
     keeps_state_between_passes = False
     spans_blocks = True
     by_hand = "wrap forward and loss in torch.autograd.graph.save_on_cpu() on a GPU"
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Everything to the one place there is for the device."""
+        """Return one choice: offload everything to the place that the device has."""
         return (Choice(technique=self.name, options={"to": _PLACES[setting.device]}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """The place must be one that the device does not count; the bound is a number of bytes."""
+        """Return a reason if the place is wrong for the device, or the bound is not a positive number of bytes."""
         place = _PLACES[setting.device]
         if choice.options.get("to") != place:
             return f"on {setting.device} activations go to `{place}`, not `{choice.options.get('to')}`: give to={place}"
@@ -69,7 +69,7 @@ class ActivationOffload(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Watch what the loss saves; on exit the loss is the one it was."""
+        """Wrap the loss with saved-tensor hooks; on exit the loss is restored."""
         loss = workload.loss
         most_bytes = choice.options.get("pool_bytes")
         away = _Away(choice.options["to"] == "host", None if most_bytes is None else int(most_bytes))
@@ -86,7 +86,7 @@ class ActivationOffload(Technique):
 
 
 class _Away:
-    """Where saved storages are kept, and how many bytes of them there are."""
+    """The offloaded storages, and the bound on their total bytes."""
 
     def __init__(self, is_host: bool, most_bytes: int | None) -> None:
         self.pool = PinnedPool() if is_host else MappedPool()
@@ -97,7 +97,7 @@ class _Away:
 
     @contextmanager
     def saving(self, model: nn.Module) -> Iterator[None]:
-        """Keep here what is saved for backward in the block."""
+        """Offload the tensors that the ``with`` block saves for backward."""
         pass_ = _Pass(self, model)
         try:
             with saved_tensors_hooks(pass_.pack, _unpack):
@@ -106,48 +106,48 @@ class _Away:
             pass_.leaving.wait()
 
     def side(self, device: torch.device) -> SideStream:
-        """The copies to and from a device."""
+        """Return the side stream that copies to and from a device."""
         if device not in self._side:
             self._side[device] = SideStream(device)
         return self._side[device]
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether so many bytes more are allowed."""
+        """Return whether another `num_bytes` stay within the bound."""
         return self._most_bytes is None or sum(kept.num_bytes for kept in self._kept) + num_bytes <= self._most_bytes
 
     def keep(self, whole: Tensor, previous: _Kept | None) -> _Kept:
-        """Copy a storage away."""
+        """Offload a storage."""
         kept = _Kept(whole, self, previous)
         self._kept.add(kept)
         return kept
 
 
 class _Packed(NamedTuple):
-    """What autograd keeps in place of a saved tensor."""
+    """The object that autograd keeps in place of a saved tensor."""
 
     kept: _Kept
     size: torch.Size
     strides: tuple[int, ...]
     offset: int
-    counter: _Counter | None  # where it goes to the host
+    counter: _Counter | None  # only if it is offloaded to host memory
 
 
 class _Counter:
-    """Whether a tensor has been changed in place since, of which no memory is kept."""
+    """A detector of in-place changes of a tensor. It does not keep the memory of the tensor alive."""
 
     @torch.no_grad()
     def __init__(self, tensor: Tensor) -> None:
-        self._counts = tensor.detach()  # counts the versions of the tensor ...
-        self._counts.data = tensor.detach().new_empty(0)  # ... also without its storage
+        self._counts = tensor.detach()  # shares the version counter of the tensor ...
+        self._counts.data = tensor.detach().new_empty(0)  # ... but not its storage
         self._version = self._counts._version
 
     def has_moved(self) -> bool:
-        """Whether it has."""
+        """Return whether the tensor has been changed in place since."""
         return self._counts._version != self._version
 
 
 class _Pass:
-    """One forward pass: what it saves, each storage once."""
+    """The hooks of one forward pass. They offload each storage once."""
 
     def __init__(self, away: _Away, model: nn.Module) -> None:
         self._away = away
@@ -156,13 +156,13 @@ class _Pass:
             for tensor in chain(model.parameters(), model.buffers())
             if tensor.layout is torch.strided
         }
-        # Weakly: as many forward passes as there are may end before their backward, or have none.
+        # Weak references: several forward passes may end before the first backward, or never have a backward.
         self._known: dict[tuple[int, int, torch.dtype], tuple[weakref.ref[Any], weakref.ref[_Kept]]] = {}
         self._last: weakref.ref[_Kept] | None = None
         self.leaving = Leaving(_MOST_LEAVING)
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
-        """Take a tensor that is saved for backward."""
+        """Offload a tensor that is saved for backward, or return it unchanged."""
         if not self._goes(tensor):
             return tensor
         kept = self._kept(tensor.detach())
@@ -191,7 +191,7 @@ class _Pass:
             return None
         whole = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
         previous = self._last() if self._last is not None else None
-        if previous is not None and self._away.is_host:  # and this one with the next: backward needs the last at once
+        if previous is not None and self._away.is_host:  # the last storage stays: backward needs it first
             self.leaving.add(previous.send())
         kept = self._away.keep(whole, previous)
         self._known[key] = weakref.ref(storage), weakref.ref(kept)
@@ -200,9 +200,9 @@ class _Pass:
 
 
 class _Kept:
-    """One storage off the device, as a tensor of one dimension, and its copy on the device while backward needs it.
+    """One offloaded storage, as a 1-D tensor, and its copy on the device while backward needs it.
 
-    It lives as long as the graph, so that a step that is given up leaves none.
+    It lives as long as the graph, so an abandoned step leaves no offloaded storage behind.
     """
 
     def __init__(self, whole: Tensor, away: _Away, previous: _Kept | None) -> None:
@@ -216,7 +216,7 @@ class _Kept:
             self._here, self._away = None, away.pool.copy_of(whole)
 
     def send(self) -> Transfer:
-        """Send it to the host; the device's memory is free when the device has waited for that."""
+        """Copy the storage to the host. The device memory is free after the device has waited for the transfer."""
         assert self._here is not None
         self._away = self._pool.empty_like(self._here)
         self._transfer = self._side.send([(self._away, self._here)])
@@ -224,7 +224,7 @@ class _Kept:
         return self._transfer
 
     def use(self) -> Tensor:
-        """The storage's values where backward can read them."""
+        """Return the values of the storage on the device."""
         self._fetch()
         if self._transfer is not None:
             self._transfer.wait()
@@ -234,14 +234,14 @@ class _Kept:
         if self.num_uses <= 0 and self._away is not None:
             self._here = None
         previous = self._previous() if self._previous is not None else None
-        if previous is not None and previous.num_uses > 0:  # most likely the next that backward needs
+        if previous is not None and previous.num_uses > 0:  # backward most likely needs it next
             previous._fetch()
         return here
 
     def _fetch(self) -> None:
         if self._here is not None or self._away is None:
             return
-        if self._transfer is None:  # in a file, which is memory like any other
+        if self._transfer is None:  # a memory-mapped file, which backward reads directly
             self._here = self._away
             return
         self._transfer.wait()
@@ -250,10 +250,10 @@ class _Kept:
 
 
 def _counts_alone(tensor: Tensor) -> bool:
-    """Whether the rest of the storage may have changed since another tensor of this version was saved.
+    """Return whether the rest of the storage may have changed since another tensor of this version was saved.
 
-    All views of a storage have one count of versions, but not the parts that a kernel chunks unsafely: torch's LSTM
-    and GRU cells on the CPU change the gates of a step in place, part after part, and each part counts for itself.
+    Usually all views of a storage share one version counter. The parts from ``unsafe_chunk`` do not: each has
+    its own. Torch's LSTM and GRU cells on the CPU change the gates of a step in place, part by part.
     """
     return tensor._version > 0 and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
 

@@ -1,15 +1,15 @@
 """Adafactor in place of Adam or AdamW: no momentum, and second moments as a row and a column instead of a matrix.
 
-``torch.optim.Adafactor`` (Shazeer and Stern 2018, arXiv:1804.04235). The states of a matrix of n x m are n + m numbers
-where Adam has 2 n m, so optimizer states all but vanish.
+``torch.optim.Adafactor`` (Shazeer and Stern 2018, arXiv:1804.04235). The states of an n x m matrix are n + m
+numbers, and 2 n m with Adam, so optimizer states almost vanish.
 
-The learning rate means what it means for Adam: a step changes a number by about so much. Adafactor's own would be
-relative to the size of the parameter (at most ``lr * max(eps2, RMS(parameter))``), a fifty times shorter step for the
-weights of a GPT-2. With ``eps2`` of 1, the bound from below, it is ``lr`` itself for every parameter whose RMS is at
-most 1.
+The learning rate means the same as for Adam: a step changes each number by about ``lr``. By default, the step of
+Adafactor is relative to the size of the parameter (at most ``lr * max(eps2, RMS(parameter))``). For the weights of a
+GPT-2, it would be fifty times shorter. With the lower bound ``eps2`` set to 1, the step is ``lr`` itself for each
+parameter whose RMS is at most 1.
 
-Numerics: lossy, another training. Does NOT cover amsgrad (there is none), L2 decay as of Adam (it is decoupled as of
-AdamW), sparse gradients, and going on from states of Adam.
+Numerics: lossy, it changes the training. Weight decay is decoupled as in AdamW, also in place of Adam's L2 decay. Does
+NOT cover amsgrad, sparse gradients, and resuming from states of Adam.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class Adafactor(ReplacedOptimizer):
 
     name = "adafactor"
     numerics = "lossy"
-    summary = "Adafactor in place of Adam: nearly no optimizer states"
+    summary = "Adafactor in place of Adam: almost no optimizer states"
     kernels = ("foreach", "loop")
     exports: ClassVar = {"transformers": lambda _choice, _: Exported({"optim": "adafactor"})}
     by_hand = 'use transformers.Adafactor, or optim="adafactor" in the Trainer'
     remedies: ClassVar = {"optimizer_states": 2}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """The one choice, also where it is not allowed: a plan says what it would open."""
+        """Return the one choice, even if it is not allowed: a plan reports the gain from allowing it."""
         return obstacle(workload) or (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """It has to be allowed, and the optimizer one that it can stand in for."""
+        """Return a reason if the job does not allow it, or the optimizer cannot be replaced."""
         return conflict(self.name, others, workload, setting)
 
     def install(self, workload: Workload, choice: Choice) -> AbstractContextManager[None]:
-        """Replace the optimizer."""
+        """Replace the optimizer with Adafactor."""
         new = torch.optim.Adafactor(groups_for(workload.optimizer, _KEPT), eps=_EPSILONS)
         return optimizer_replaced(workload, new)

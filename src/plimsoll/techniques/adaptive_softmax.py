@@ -1,14 +1,14 @@
 """An adaptive softmax in place of a recurrent language model's output layer: rare words have few features.
 
-Grave et al. 2017 (arXiv:1609.04309): the most frequent words are outputs as before, beside one output for each cluster
-of rarer ones. Words of a cluster have a quarter (``div_value``) of the features of the cluster before, and are computed
-only where a label is of it. The loss is that of `plimsoll.models.adaptive`.
+Grave et al. 2017 (arXiv:1609.04309): the most frequent words remain outputs, and each cluster of rarer words adds one
+output. Words of a cluster have a quarter (1 / ``div_value``) of the features of the previous cluster. They are computed
+only for labels in the cluster. `plimsoll.models.adaptive` defines the loss.
 
-**Numbers of words must be sorted by frequency**, as those of a trained ``words`` tokenizer are, and those of a ``bpe``
-one roughly. With another order frequent words have few features, which is slower and learns worse.
+**Token ids must be sorted by frequency.** A trained ``words`` tokenizer sorts them, and a ``bpe`` tokenizer does so
+roughly. In another order, frequent words have few features, which is slower and learns worse.
 
-Afterwards the output layer is as it was given, without what was learned. Does NOT cover tied weights, output layers
-with hooks or that are frozen, and models other than ours.
+On exit the original output layer is restored, and the trained one is discarded. Does NOT cover tied weights, output
+layers that are frozen or have hooks, and models of other libraries.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from plimsoll.techniques.mechanisms.frozen_base import KeptOutside
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 AUTO = "auto"
-"""Cutoffs that follow from the vocabulary, whose size may not be known before the text is."""
+"""Cutoffs computed from the vocabulary, whose size may be unknown before the text is read."""
 
 _FEWEST_WORDS = 1024
-"""Fewer are no large vocabulary: see `plimsoll.techniques.chunked_loss`."""
+"""A smaller vocabulary does not pay off: see `plimsoll.techniques.chunked_loss`."""
 
 
 class AdaptiveSoftmax(Technique):
-    """`Technique`: clusters of words by frequency in place of one large output layer."""
+    """`Technique`: replace a large output layer with clusters of words by frequency."""
 
     name = "adaptive_softmax"
     numerics = "lossy"
-    summary = "rare words with fewer features, looked at only where they are; ids sorted by frequency"
+    summary = "adaptive softmax: rare words have fewer features; token ids must be sorted by frequency"
     modifies = frozenset({"model", "optimizer"})
     reaches = frozenset({
         "activations", "temporaries", "parameters", "gradients", "optimizer states"
     })  # fmt: skip
     is_for_the_run = True
     excludes: ClassVar = {
-        ChunkedLoss.name: "chunked_loss is for the output layer that it replaces, and it never has all logits itself"
+        ChunkedLoss.name: "chunked_loss needs the output layer that it replaces, and it never computes all logits"
     }
-    not_captured = "which words are in which cluster is known by values only"
+    not_captured = "the words of each cluster depend on the values of the labels"
     may_be_faster = True
     keeps_state_between_passes = False
     by_hand = "build the model with nn.AdaptiveLogSoftmaxWithLoss"
@@ -58,12 +58,12 @@ class AdaptiveSoftmax(Technique):
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """One choice, whose clusters follow from the vocabulary; others can be pinned."""
+        """Return one choice, with clusters computed from the vocabulary; others can be pinned."""
         options: dict[str, int | float | str | bool] = {"cutoffs": AUTO, "div_value": DIV_VALUE}
         return _impossible(workload) or (Choice(technique=self.name, options=options),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """What is not allowed, clusters that are none, and the other technique without all logits."""
+        """Return a reason if it is not allowed, an option is invalid, or another technique excludes it."""
         if self.name not in setting.allow:
             return "it is lossy: allow it with `allow: [adaptive_softmax]`"
         reason = _impossible(workload)
@@ -71,7 +71,7 @@ class AdaptiveSoftmax(Technique):
             return reason
         div_value = choice.options.get("div_value", DIV_VALUE)
         if not isinstance(div_value, int | float) or isinstance(div_value, bool) or div_value < 1:
-            return f"div_value is {div_value}: give a whole number of 1 or more"
+            return f"div_value is {div_value}: give a number of 1 or more"
         excluded = self.excluded(others)
         if excluded is not None:
             return excluded
@@ -97,18 +97,18 @@ class AdaptiveSoftmax(Technique):
         fields = {"adaptive_cutoffs": cutoffs, "adaptive_div_value": div_value}
         new = _head_like(given, cutoffs, div_value)
         with ExitStack() as stack:
-            stack.callback(kept.bring_back)  # last: what stood in for it is gone by then
+            stack.callback(kept.bring_back)  # runs last, after the new output layer has been freed
             stack.enter_context(_exchanged(workload.optimizer, list(given.parameters()), list(new.parameters())))
             stack.callback(setattr, model, "head", given)
             stack.callback(setattr, model, "config", config)
-            # The configuration says so that the model can be saved as what it is now, and loaded.
+            # The configuration must describe the new output layer, so that the model can be saved and loaded.
             model.head, model.config = new, config.model_copy(update=fields)
             kept.take(weight)
             yield
 
 
 def _cutoffs(choice: Choice, config: RecurrentConfig) -> tuple[int, ...] | None:
-    """The clusters of a choice, ``None`` where its text cannot be read; as many by default as have features."""
+    """Return the cutoffs of a choice, or ``None`` if its text is invalid. By default every cluster has features."""
     text = str(choice.options.get("cutoffs", AUTO))
     if text == AUTO:
         cutoffs, div_value = default_cutoffs(config.vocab_size), float(choice.options.get("div_value", DIV_VALUE))
@@ -120,14 +120,14 @@ def _cutoffs(choice: Choice, config: RecurrentConfig) -> tuple[int, ...] | None:
 def _impossible(workload: Workload) -> str | None:
     model = workload.model
     if not isinstance(model, RecurrentLanguageModel):
-        return f"a {type(model).__name__} is not a recurrent language model of ours, whose output layer it knows"
+        return f"a {type(model).__name__} is not a recurrent language model of Plimsoll, and others are not supported"
     head, config = model.head, model.config
     if not isinstance(head, nn.Linear):
         return "the model has an adaptive softmax"
     if head.weight is model.embedding.weight:
         return "the output layer shares the embedding's weights (tie_weights), and rare words would have fewer features"
     if config.vocab_size < _FEWEST_WORDS:
-        return f"a vocabulary of {config.vocab_size} words is not large: it pays from {_FEWEST_WORDS} on"
+        return f"a vocabulary of {config.vocab_size} words is small: adaptive_softmax pays off from {_FEWEST_WORDS} on"
     return _head_fault(head, workload.optimizer)
 
 
@@ -136,12 +136,12 @@ def _head_fault(head: nn.Linear, optimizer: torch.optim.Optimizer) -> str | None
         return "the output layer has hooks, which would not be called"
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if not all(parameter.requires_grad and parameter in trained for parameter in head.parameters()):
-        return "the output layer is frozen, or not the optimizer's"
+        return "the output layer is frozen, or not in the optimizer"
     return None
 
 
 def _head_like(given: nn.Linear, cutoffs: tuple[int, ...], div_value: float) -> nn.AdaptiveLogSoftmaxWithLoss:
-    """A new output layer that has the frequent words of another; the rest is drawn anew."""
+    """Return a new output layer with the given weights of frequent words; the other weights are initialized."""
     with torch.device(given.weight.device):
         new = adaptive_head(given.in_features, given.out_features, cutoffs, div_value)
     new = new.to(given.weight.dtype).train(given.training)
@@ -154,7 +154,7 @@ def _head_like(given: nn.Linear, cutoffs: tuple[int, ...], div_value: float) -> 
 
 @contextmanager
 def _exchanged(optimizer: torch.optim.Optimizer, old: list[nn.Parameter], new: list[nn.Parameter]) -> Iterator[None]:
-    """Let an optimizer have parameters in the place of others, in the group of the first; it stays the same object."""
+    """Exchange parameters of an optimizer in place. The new ones join the group of the first old one."""
     members = [group["params"] for group in optimizer.param_groups]
     states = dict(optimizer.state)
     for group, before in zip(optimizer.param_groups, members, strict=True):
@@ -169,7 +169,7 @@ def _exchanged(optimizer: torch.optim.Optimizer, old: list[nn.Parameter], new: l
         learned = dict(optimizer.state)
         optimizer.state.clear()
         optimizer.state.update({parameter: learned.get(parameter, state) for parameter, state in states.items()})
-        for tensor, state in learned.items():  # made meanwhile, for a parameter that stays
+        for tensor, state in learned.items():  # created in the block, for a parameter that stays
             if not any(tensor is one for one in new):
                 optimizer.state[tensor] = state
         for group, before in zip(optimizer.param_groups, members, strict=True):

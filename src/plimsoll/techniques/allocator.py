@@ -1,15 +1,15 @@
-"""Torch's CUDA allocator, set up against fragmentation: by default with segments that grow in place.
+"""Settings of torch's CUDA allocator against fragmentation: by default, segments that grow in place.
 
-``expandable_segments`` reserves addresses once and maps memory behind them as it is needed, so that free memory is in
-one block. Its effect is predicted by simulating the allocator with the settings on traces made before
-(`mechanisms.allocators`); a plan takes it where a combination, or a larger micro-batch, fits only so. A run without it
-in its plan has it as its last resort (`plimsoll.device.cuda.backend`).
+``expandable_segments`` reserves addresses once and maps memory to them on demand, so that free memory is in one block.
+The effect is predicted by a simulation of the allocator on existing traces (`mechanisms.allocators`). A plan uses it if
+a combination, or a larger micro-batch, does not fit otherwise. A run whose plan lacks it turns it on as the last resort
+(`plimsoll.device.cuda.backend`).
 
-``max_split_size_mb`` and ``roundup_power2_divisions`` can be pinned. A choice that would change what the user has set
-in the environment is refused.
+``max_split_size_mb`` and ``roundup_power2_divisions`` can be pinned. A choice that would override a setting in the
+user's environment is refused.
 
-Does NOT cover ``cudaMallocAsync``, and the fragmentation of batches whose lengths change from step to step, which a dry
-run of full batches does not see.
+Does NOT cover ``cudaMallocAsync``, and fragmentation from batches whose lengths change between steps. The dry run uses
+full batches and cannot predict it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _BY_DEFAULT = {
     "max_split_size_mb": str((1 << 64) >> 20),  # torch's "unlimited", in MiB
     "roundup_power2_divisions": "1",
 }
-"""What can be set, and what undoes it."""
+"""The settings that can be chosen, and their defaults, which undo them."""
 
 
 class Allocator(Technique):
-    """`Technique`: how torch's CUDA allocator is set up."""
+    """`Technique`: settings of torch's CUDA allocator."""
 
     name = "allocator"
     numerics = "bitwise"
@@ -46,19 +46,19 @@ class Allocator(Technique):
     unoffered: ClassVar = {"max_split_size_mb": 0, "roundup_power2_divisions": 0}
     is_traced = False
     keeps_state_between_passes = False
-    by_hand = "on CUDA, set PYTORCH_ALLOC_CONF (before torch 2.9 PYTORCH_CUDA_ALLOC_CONF) before the start"
+    by_hand = "on CUDA, set PYTORCH_ALLOC_CONF (PYTORCH_CUDA_ALLOC_CONF before torch 2.9) before the process starts"
     remedies: ClassVar = {"fragmentation": 1}
     stage = "memory"
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Segments that grow, where nothing is against it."""
+        """Return expandable segments, if the environment does not forbid them."""
         if setting.device != "cuda":
             return "it is for CUDA; on a CPU `heap` sets up the C library's heap"
         return allocator_settings.clash() or (Choice(technique=self.name, options={allocator_settings.GROWING: True}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """A CPU, settings that are none, that clash with each other, or that the user has in the environment."""
+        """Return a reason if the device is a CPU, or settings are unknown, clash, or are set in the environment."""
         if setting.device != "cuda":
             return "it is for CUDA; on a CPU `heap` sets up the C library's heap"
         if not choice.options.keys() <= _BY_DEFAULT.keys() or not choice.options:
@@ -77,7 +77,7 @@ class Allocator(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Set up the allocator of this process; the exit gives the settings their defaults. Without CUDA, nothing."""
+        """Set up the allocator of this process; on exit, restore the defaults. Without CUDA, do nothing."""
         is_real = workload.device.type == "cuda"
         if is_real:
             allocator_settings.set_up(_text(choice))
@@ -88,7 +88,7 @@ class Allocator(Technique):
                 allocator_settings.set_up(",".join(f"{key}:{_BY_DEFAULT[key]}" for key in choice.options))
 
     def allocator_settings(self, choice: Choice) -> str:
-        """Return all of its options."""
+        """Return all options as settings of the allocator."""
         return _text(choice)
 
 

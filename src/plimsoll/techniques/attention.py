@@ -1,13 +1,15 @@
 """Attention by torch's fused kernels in place of Hugging Face's eager code, which writes all scores to memory.
 
-A model of transformers (https://huggingface.co/docs/transformers/attention_interface) whose config says ``eager`` runs
-``torch.nn.functional.scaled_dot_product_attention`` while this is installed. Eager attention keeps several tensors of
-samples x heads x length x length for backward; the fused kernels (https://arxiv.org/abs/2205.14135) keep none.
+A transformers model whose config has ``eager`` attention runs ``torch.nn.functional.scaled_dot_product_attention``
+instead (see https://huggingface.co/docs/transformers/attention_interface).
 
-Numerics: the same mathematics, rounded in another order. Dropout of attention weights draws its mask inside the kernel,
-so another one than eager. Does NOT cover models of other libraries, attention weights as a result
-(``output_attentions``), and the CPU with attention dropout, where torch has no fused kernel (it says nothing; the
-trace shows that nothing is saved).
+Eager attention saves several tensors of samples x heads x length x length for backward. The fused kernels
+(https://arxiv.org/abs/2205.14135) save none.
+
+Numerics: the same mathematics, rounded in another order. The fused kernel draws its own mask for attention dropout,
+which differs from the eager mask. Does NOT cover models of other libraries, and attention weights as a result
+(``output_attentions``). On the CPU, torch has no fused kernel with attention dropout. Torch does not warn about this;
+the trace shows that no memory is saved.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from plimsoll.models.workload import Workload
 from plimsoll.records.plan import Choice
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
-_FIELD = "_attn_implementation_internal"  # where every config keeps it; setting the public name sets sub-configs too
+_FIELD = "_attn_implementation_internal"  # field of every config; setting the public name would change sub-configs too
 
 
 class Attention(Technique):
-    """`Technique`: exchange eager attention for ``sdpa``."""
+    """`Technique`: replace eager attention with ``sdpa``."""
 
     name = "attention"
     numerics = "reordered"
@@ -42,19 +44,19 @@ class Attention(Technique):
     stage = "parts"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """The fused kernels, if the model uses none."""
+        """Return one choice, ``sdpa``, if the model uses eager attention."""
         reason = _why_not(workload.model)
         return reason if reason is not None else (Choice(technique=self.name, options={"backend": "sdpa"}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Only ``sdpa`` is known, and the model must be able to use it."""
+        """Return a reason if the backend is not ``sdpa``, or the model cannot use it."""
         if choice.options["backend"] != "sdpa":
             return f"there is no attention backend `{choice.options['backend']}`: give sdpa"
         return _why_not(workload.model)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Switch the configs, which attention layers read in every call."""
+        """Switch the configs, because attention layers read them in every call."""
         before = [(config, vars(config).get(_FIELD)) for config in _configs(workload.model)]
         try:
             for part in _eager_parts(workload.model):
@@ -69,27 +71,25 @@ def _why_not(model: nn.Module) -> str | None:
     name = type(model).__name__
     parts = _hugging_face_parts(model)
     if not parts:
-        return f"{name} is not a model of transformers: it says itself how attention is computed"
+        return f"{name} is not a model of transformers, so its attention cannot be switched"
     eager = _eager_parts(model)
     if not eager:
         return f"{name} does not use eager attention, but {parts[0].config._attn_implementation}"
     for part in [module for outer in eager for module in outer.modules() if _is_hugging_face(module)]:
         if not (part._supports_sdpa and part._can_set_attn_implementation()):
-            return f"{type(part).__name__} has eager attention only"
+            return f"{type(part).__name__} supports eager attention only"
         if part.config.output_attentions:
-            return (
-                f"{type(part).__name__} returns attention weights (output_attentions), which only eager attention has"
-            )
+            return f"{type(part).__name__} returns attention weights (output_attentions), which needs eager attention"
     return None
 
 
 def _is_hugging_face(module: Any) -> bool:
-    """Whether a module is a model of transformers; asks without loading it."""
+    """Return whether a module is a transformers model, without importing transformers."""
     return hasattr(module, "set_attn_implementation") and hasattr(module, "config")
 
 
 def _hugging_face_parts(model: nn.Module) -> list[Any]:
-    """The outermost models of transformers in a model."""
+    """Return the outermost transformers models in a model."""
     if _is_hugging_face(model):
         return [model]
     return [part for child in model.children() for part in _hugging_face_parts(child)]
@@ -100,7 +100,7 @@ def _eager_parts(model: nn.Module) -> list[Any]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Every config that a switch may reach: of the models inside, and what is inside those."""
+    """Return every config that a switch may change: the configs of all submodules, and their sub-configs."""
     found: dict[int, Any] = {}
     left: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     while left:

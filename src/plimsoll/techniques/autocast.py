@@ -1,10 +1,9 @@
 """Matrix products in half precision: bf16, or fp16 with a scaler of the loss; parameters and reductions stay fp32.
 
-The step runs the forward pass in ``torch.autocast`` and, with fp16, makes the ``GradScaler``; which ops run in half
-precision is torch's list. Only as the job's ``precision`` says: ``auto`` leaves it to the plan, a named one is not
-changed.
+The step runs the forward pass in ``torch.autocast`` and, with fp16, creates the ``GradScaler``. Torch decides which
+ops run in half precision. The job's ``precision`` has priority: only ``auto`` leaves the choice to the plan.
 
-An LSTM that this processor has no such kernels of is refused (`plimsoll.device.cpu.lstm_kernels`).
+An LSTM is refused if this processor has no half-precision kernels for it (`plimsoll.device.cpu.lstm_kernels`).
 
 Does NOT cover models whose weights are in half precision, and fp16 on a CPU.
 """
@@ -43,38 +42,38 @@ class Autocast(Technique):
     stage = "precision"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """What the device has kernels for, where the job leaves it open."""
+        """Return the precisions for which the device has kernels, if the job leaves the precision open."""
         if setting.precision == "fp32":
-            return "the job says precision: fp32; `precision: auto` leaves it to the plan"
+            return "the job sets precision: fp32; `precision: auto` leaves it to the plan"
         if setting.precision != "auto":
             is_there = workload.precision == setting.precision
             if setting.device == "cpu" and (fault := lstm_fault(workload.model, setting.precision)):
                 return fault
             return (
-                f"the job says precision: {setting.precision}, which the step has by itself"
+                f"the job sets precision: {setting.precision}, which the step uses already"
                 if is_there
                 else (_choice(setting.precision),)
             )
         if any(parameter.dtype != torch.float32 for parameter in workload.model.parameters()):
-            return "the model's weights are not float32: autocast would save nothing of their products"
+            return "the model's weights are not float32: autocast would not make their products smaller"
         if setting.device == "cuda":
             return (_choice("bf16"), _choice("fp16"))
         return lstm_fault(workload.model, "bf16") or (_choice("bf16"),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Another precision than the job's; fp16 on a CPU."""
+        """Return a reason if the dtype differs from the job's precision, or is not suitable for a CPU."""
         dtype = choice.options.get("dtype")
         if dtype not in ("bf16", "fp16"):
             return f"dtype is {dtype}: give bf16 or fp16"
         if setting.precision not in ("auto", dtype):
-            return f"the job says precision: {setting.precision}; change it to auto or to {dtype}"
+            return f"the job sets precision: {setting.precision}; change it to auto or to {dtype}"
         if dtype == "fp16" and setting.device == "cpu" and setting.precision == "auto":
             return "on a CPU float16 is slower than float32 and overflows, and bf16 needs as little: give dtype=bf16"
         return lstm_fault(workload.model, _dtype(choice)) if setting.device == "cpu" else None
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Say the precision to the step."""
+        """Set the precision of the workload."""
         before, workload.precision = workload.precision, _dtype(choice)
         try:
             yield

@@ -1,12 +1,12 @@
-"""Samples of alike length in one pass, without the padding that none of them needs: more of them where they are short.
+"""Micro-batches of samples of similar length, trimmed to the longest of them: short samples make larger micro-batches.
 
-Within the batch of one optimizer step: its samples, and the order of batches, stay the user's. It is for models of
-transformers, and for those that say with ``ignores_padding = True`` in their class that padding on the right changes
-nothing for them, as the recurrent ones of `plimsoll.models` do.
+It only reorders the samples within the batch of one optimizer step. It is for transformers models, and for models that
+ignore padding on the right. A class declares this with ``ignores_padding = True``, as the recurrent models of
+`plimsoll.models` do.
 
-Numerics: samples are added up in another order; with dropout other masks are drawn, as with any other cut. Does NOT
-cover models whose result depends on the padding (`_SENSITIVE` lists those of transformers), padding on the left, and
-losses that count padding.
+Numerics: samples are summed in another order; dropout draws other masks, as with any other cut. Does NOT cover models
+whose result depends on the padding (`_SENSITIVE` lists architectures of transformers), padding on the left, and losses
+that count padding.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _SENSITIVE = {
     "xlnet": "reads the last position",
     "yoso": "hashes all positions",
 }
-"""Architectures of transformers 5.23 whose loss with padding on the right is another than without, and why.
+"""Architectures of transformers 5.23 whose loss changes with padding on the right, and why.
 
-Found by building each sequence classifier and causal language model that can be built small, with large random weights
-in float64, and comparing: these differ by 3e-4 to 0.5 of the loss, all others by less than 3e-7. canine, reformer and
-xlnet, which could not be built so, are here for what their code does."""
+Found by a comparison of every sequence classifier and causal language model that can be built small, with large random
+weights in float64. These differ by 3e-4 to 0.5 of the loss, all others by less than 3e-7. canine, reformer and xlnet
+cannot be built small; they are listed because of their code."""
 
 
 class ByLength(Technique):
-    """`Technique`: micro-batches by length, trimmed."""
+    """`Technique`: group samples of similar length into trimmed micro-batches."""
 
     name = "by_length"
     numerics = "reordered"
-    summary = "samples of alike length in one pass, without their common padding"
+    summary = "samples of similar length in one pass, without the padding that they share"
     may_be_allowed = True
     modifies = frozenset({"batch cut"})
     reaches = frozenset({"activations", "temporaries", "inputs"})
     needs = frozenset({"step"})
     works_on_shards = True
     cuts_by_length = True
-    not_captured = "micro-batches of alike length have all kinds of shapes"
+    not_captured = "micro-batches of samples of similar length have many different shapes"
     leaves_out_work = True
     by_hand = "sort samples by length in the loader (group_by_length in the Trainer)"
     remedies: ClassVar = {"padding": 0}
@@ -62,9 +62,9 @@ class ByLength(Technique):
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """One choice, for a model that is known to give the same result with and without padding."""
+        """Return one choice, if the model is known to ignore padding, or the job allows it."""
         if not setting.lengths_vary:
-            return "nothing says that the samples of a batch are of different lengths: only an attention_mask does"
+            return "no attention_mask shows that the samples of a batch have different lengths"
         reason = _sensitive(workload.model) or (workload.kept_whole and str(workload.kept_whole))
         if reason is not None:
             return reason
@@ -72,29 +72,29 @@ class ByLength(Technique):
             return (Choice(technique=self.name),)
         if not _is_known(workload.model):
             return (
-                f"nothing is known of how {type(workload.model).__name__} treats padding: if padding on the right "
-                "changes nothing, say so with `allow: [by_length]`, or with `ignores_padding = True` in its class"
+                f"it is unknown whether {type(workload.model).__name__} ignores padding on the right: if it does, set "
+                "`allow: [by_length]` in the job, or `ignores_padding = True` in its class"
             )
         if callable(workload.units) or workload.loss is not model_loss:
             return (
-                "the loss, or what it averages over, is a function of yours, which may count padding: if it does not, "
-                "say so with `allow: [by_length]`"
+                "the loss or its normalizer (units) is a custom function, which may count padding: if it does not, set "
+                "`allow: [by_length]` in the job"
             )
         return (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """A model whose result depends on the padding, and a loss that a cut changes."""
+        """Return a reason if the result depends on padding, or the batch cannot be cut."""
         return _sensitive(workload.model) or (workload.kept_whole.why if workload.kept_whole else None)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Say it to the step."""
+        """Tell the step to cut batches by length."""
         with hooked(workload, replace(workload.hooks, cut=CutByLength(workload.full_length))):
             yield
 
 
 def _model_type(model: nn.Module) -> str | None:
-    """The architecture of a transformers model, ``None`` of others."""
+    """Return the architecture of a transformers model, or ``None`` for other models."""
     found = getattr(getattr(model, "config", None), "model_type", None)
     return found if isinstance(found, str) else None
 
@@ -105,7 +105,7 @@ def _is_known(model: nn.Module) -> bool:
 
 def _sensitive(model: nn.Module) -> str | None:
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        return "the model has BatchNorm, whose statistics are of the padding too"
+        return "the model has BatchNorm, whose statistics include padding"
     counted = counts_rows(model)
     if counted is not None:
         return str(counted)

@@ -1,10 +1,10 @@
-"""Blocks that torch's CUDA allocator keeps are given back between steps, where it has reserved more than a line.
+"""Release of cached blocks of torch's CUDA allocator between steps, if more than ``line_bytes`` are reserved.
 
-The allocator gives them back by itself before it raises. This pays where somebody else needs the memory: another
-process on the card, NCCL, cuDNN, or anything else that asks the driver. Not in the hot loop: between steps, and only
-above the line, since what is given back must be asked of the driver again.
+The allocator releases them by itself before it raises. This technique helps if others need the memory: another process
+on the GPU, NCCL, cuDNN, or anything else that allocates from the driver. Released memory must be requested from the
+driver again. So it is released only between steps, and only above the limit.
 
-Does NOT cover fragmentation inside segments that are partly in use, and the host's heap: that is `heap`.
+Does NOT cover fragmentation inside segments that are partly in use, and the heap of the host (see `heap`).
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 
 class Cache(Technique):
-    """`Technique`: the cache of the CUDA allocator is emptied when it is above a line."""
+    """`Technique`: empty the cache of the CUDA allocator above a limit."""
 
     name = "cache"
     numerics = "bitwise"
-    summary = "cached blocks go back to the driver between steps, above a line"
-    # It reaches nothing, as the process's own peak stays: the plan never tries it.
+    summary = "cached blocks are returned to the driver between steps, above a limit"
+    # `reaches` is empty, because the peak of the process stays the same: a plan never tries this technique.
     is_for_trainers = True
     keeps_state_between_passes = False
-    by_hand = "call torch.cuda.empty_cache() where memory is short"
+    by_hand = "call torch.cuda.empty_cache() when memory is short"
     stage = "memory"
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """After every step; a pin gives the line. Which line others need is not known here."""
+        """Return one choice that empties the cache after every step. A limit can be pinned."""
         if setting.device != "cuda":
             return "there is no such cache on a CPU; `heap` gives free pages back"
         return (Choice(technique=self.name, options={"line_bytes": 0}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """A CPU, or no line."""
+        """Return a reason if the device is a CPU, or the limit is invalid."""
         if setting.device != "cuda":
             return "there is no such cache on a CPU; `heap` gives free pages back"
         line = choice.options.get("line_bytes")
         if not isinstance(line, int) or line < 0:
-            return f"line_bytes is {line}: give the bytes reserved above which the cache is emptied, 0 or more"
+            return f"line_bytes is {line}: give the reserved bytes above which the cache is emptied, 0 or more"
         return None
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Look at the cache after each step; on another device than CUDA, such as a dry run's, do nothing."""
+        """Empty the cache after each step, if it is above the limit. Do nothing without CUDA, as in a dry run."""
         line_bytes, device = int(choice.options["line_bytes"]), workload.device
 
         def empty_above_line() -> None:

@@ -1,14 +1,14 @@
-"""Activation checkpointing of blocks: their activations are dropped and computed again in backward.
+"""Activation checkpointing of blocks: their activations are dropped and recomputed in backward.
 
     Choice(technique="checkpointing", options={"blocks": "all"})     or "every 2", or "0,3-5"
 
 The forward of each chosen block (`mechanisms.blocks.blocks_of`) runs under ``torch.utils.checkpoint``
-(https://arxiv.org/abs/1604.06174). Loss and gradients have the same bits: random numbers, autocast and a cache of keys
-and values are in the second pass as they were in the first, and BatchNorm counts its statistics once.
+(https://arxiv.org/abs/1604.06174). Loss and gradients are bitwise identical. The recomputation sees the same random
+numbers, autocast state and key-value cache as the first pass, and BatchNorm updates its statistics once.
 
-Does NOT cover blocks that draw from Python's or numpy's generators or from one of their own, that change other things
-than BatchNorm's statistics and a cache (a buffer that changes is refused), and on CUDA recurrent layers with dropout of
-their own (cuDNN draws it from a state that cannot be put back).
+Does NOT cover blocks that draw random numbers from Python, numpy or a generator of their own, and blocks with side
+effects. BatchNorm statistics and a key-value cache are handled; a block that changes another buffer is refused. On
+CUDA, recurrent layers with dropout are not covered: cuDNN draws it from a state that cannot be restored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from plimsoll.techniques.mechanisms.caches import CachesBefore
 from plimsoll.techniques.mechanisms.forwards import replaced_forward
 from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique
 
-_LEAST_SHARE = 0.01  # of the activations; where blocks keep less, recomputing them cannot lower a peak that is seen
+_LEAST_SHARE = 0.01  # share of all activations; if blocks save less, recomputing them cannot lower the peak noticeably
 
 
 class Checkpointing(Technique):
@@ -42,7 +42,7 @@ class Checkpointing(Technique):
 
     name = "checkpointing"
     numerics = "bitwise"
-    summary = "activations of some or all blocks computed again in backward"
+    summary = "activations of some or all blocks recomputed in backward"
     modifies = frozenset({"model"})
     reaches = frozenset({"activations"})
     works_on_shards = True
@@ -58,7 +58,7 @@ class Checkpointing(Technique):
     remedies: ClassVar = {"attention_scores": 1}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Every fourth block, every second, all."""
+        """Return up to three choices: every fourth block, every second block, and all blocks."""
         blocks = blocks_of(workload.model)
         reason = _why_not(blocks, workload, setting) or _too_little(blocks, setting.trace)
         if reason is not None:
@@ -67,7 +67,7 @@ class Checkpointing(Technique):
         return tuple(checkpointing_choice(text) for text in texts)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """The blocks must exist, and nobody else checkpoints them."""
+        """Return a reason if blocks do not exist, or cannot be checkpointed."""
         blocks = blocks_of(workload.model)
         try:
             numbers = chosen_blocks(str(choice.options["blocks"]), len(blocks))
@@ -88,20 +88,20 @@ class Checkpointing(Technique):
 
 
 def checkpointing_choice(blocks: str) -> Choice:
-    """The choice of some blocks, as text: ``"all"``, ``"every 2"`` or ``"0,3-5"``."""
+    """Return the choice of some blocks, given as text: ``"all"``, ``"every 2"`` or ``"0,3-5"``."""
     return Choice(technique=Checkpointing.name, options={"blocks": blocks})
 
 
 def chosen_blocks(text: str, num_blocks: int) -> tuple[int, ...]:
-    """The numbers, from 0, of the blocks that a text names; of every n-th the first is one.
+    """Return the indices of the blocks that a text selects. "every n" starts with block 0.
 
-    The first, because what is recomputed last needs its memory when least else is left.
+    Block 0 is recomputed last, when the fewest other activations are left.
 
     >>> chosen_blocks("every 2", 5), chosen_blocks("0,3-4", 5)
     ((0, 2, 4), (0, 3, 4))
 
     Raises:
-        InputError: if it cannot be read, or names a block that there is not.
+        InputError: if the text is invalid, or selects a block that does not exist.
     """
     remedy = f"give `all`, `every 2`, or numbers from 0 to {num_blocks - 1} such as `0,3-5`"
     if num_blocks == 0:
@@ -125,7 +125,7 @@ def chosen_blocks(text: str, num_blocks: int) -> tuple[int, ...]:
 
 
 def blocks_as_text(numbers: tuple[int, ...], num_blocks: int) -> str:
-    """The text of some blocks, as `chosen_blocks` reads it.
+    """Return the text that selects some blocks, as `chosen_blocks` reads it.
 
     >>> blocks_as_text((0, 3, 4, 5), 8), blocks_as_text((0, 1), 2)
     ('0,3-5', 'all')
@@ -142,21 +142,21 @@ def blocks_as_text(numbers: tuple[int, ...], num_blocks: int) -> str:
 
 
 class BlockBytes(NamedTuple):
-    """What one pass of a block leaves for backward, and how much of it stays if the block is checkpointed."""
+    """Bytes that one pass of a block saves for backward, and the part that remains with checkpointing."""
 
     saved_bytes: int
     kept_bytes: int
 
 
 def saved_per_block(trace: Trace, names: tuple[str, ...]) -> tuple[BlockBytes, ...]:
-    """What each block keeps for backward, in the pass of the last step in which it keeps most.
+    """Return the bytes that each block saves for backward, from its largest pass in the last step.
 
-    That is the storages that are born in its forward and outlive it; what its last op makes of them is taken for its
-    output, which the next block keeps in any case.
+    Counts the storages that are created in the forward of a block and outlive it. The storage from the last op is taken
+    for the output of the block, which the next block saves in any case.
 
     Args:
-        trace: of a training without checkpointing.
-        names: of the blocks, as `blocks_of` has them.
+        trace: The trace of a training without checkpointing.
+        names: The names of the blocks, as `blocks_of` returns them.
     """
     block_of_text = np.full(len(trace.texts), -1)
     for number, text in enumerate(trace.texts):
@@ -184,29 +184,29 @@ def _largest_pass(  # noqa: PLR0917 -- columns of one table
         end = np.flatnonzero(own)[-1]
         saved = np.flatnonzero(is_here & own[born] & ((died > end) | (died < 0)))
         if len(saved):
-            last = saved[born[saved] == born[saved[-1]]]  # a layer norm makes its statistics after its result
+            last = saved[born[saved] == born[saved[-1]]]  # a layer norm creates its statistics after its result
             found.append(BlockBytes(int(num_bytes[saved].sum()), int(num_bytes[last].max())))
     return max(found)
 
 
 def _why_not(blocks: Blocks, workload: Workload, setting: Setting) -> str | None:
-    """Why blocks cannot be checkpointed, or ``None``."""
+    """Return why blocks cannot be checkpointed, or ``None``."""
     if not blocks:
         return f"the model {type(workload.model).__name__} has no repeated blocks"
     if any(getattr(module, "gradient_checkpointing", False) is True for module in workload.model.modules()):
         return (
-            "the model checkpoints its layers itself: to let the plan do it, call "
+            "the model checkpoints its layers itself: to let the plan decide, call "
             "`model.activation_checkpointing_disable()`"
         )
     if setting.device == "cuda":
         for name, block in blocks:
             if any(isinstance(part, nn.RNNBase) and part.dropout and part.num_layers > 1 for part in block.modules()):
-                return f"{name} has a recurrent layer whose dropout cuDNN would draw anew"
+                return f"{name} has a recurrent layer, and cuDNN would draw another dropout mask in backward"
     return None
 
 
 def _too_little(blocks: Blocks, trace: Trace | None) -> str | None:
-    """Why it would not pay, from what a trace says, or ``None``."""
+    """Return why checkpointing would save too little memory according to a trace, or ``None``."""
     if trace is None:
         return None
     is_kept = np.asarray(trace.storages.category) == "activations"
@@ -216,7 +216,7 @@ def _too_little(blocks: Blocks, trace: Trace | None) -> str | None:
     if saved_bytes > _LEAST_SHARE * all_bytes:
         return None
     return (
-        f"the {len(blocks)} blocks keep {format_bytes(saved_bytes)} of {format_bytes(all_bytes)} of activations for "
+        f"the {len(blocks)} blocks save {format_bytes(saved_bytes)} of {format_bytes(all_bytes)} of activations for "
         "backward: recomputing them would not lower the peak"
     )
 
@@ -225,9 +225,9 @@ def _too_little(blocks: Blocks, trace: Trace | None) -> str | None:
 
 
 class _Forward:
-    """The forward of a block that is checkpointed. An object and no function, so that a copy of the model runs its own.
+    """The forward of a checkpointed block. It is an object, so that a copy of the model runs the copied block.
 
-    ``forward`` is what it was.
+    ``forward`` is the original forward.
     """
 
     def __init__(self, name: str, block: nn.Module, forward: Callable[..., Any]) -> None:
@@ -238,19 +238,19 @@ class _Forward:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         call = _Call(self)
-        # Tensors go in by position: torch looks for the devices whose random numbers it must keep among these only.
+        # Positional tensors: torch looks only at these for the devices whose random states it must save.
         return checkpoint(call, *call.take(args, kwargs), use_reentrant=False, preserve_rng_state=True)
 
 
 class _Call:
-    """One call of a block, which runs a first time with the caller's own objects and then with copies."""
+    """One call of a block. The first run uses the objects of the caller, and the recomputation uses copies."""
 
     def __init__(self, of: _Forward) -> None:
         self._of = of
         self._first: tuple[Any, Any] | None = None
 
     def take(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """Take the arguments, and return their tensors, which are kept elsewhere."""
+        """Store the arguments, and return their tensors, which `checkpoint` saves."""
         self._first = args, kwargs
         leaves, self._structure = tree_flatten((args, kwargs), is_leaf=CachesBefore.is_cache)
         self._caches = CachesBefore(leaves)
@@ -258,7 +258,7 @@ class _Call:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Run the block."""
+        """Run or recompute the block."""
         first, self._first = self._first, None
         if first is None:
             return self._again(tensors)
@@ -283,11 +283,11 @@ class _Call:
             return self._of.forward(*args, **kwargs)
 
 
-_TENSOR = object()  # stands where a tensor was
+_TENSOR = object()  # placeholder of a tensor
 
 
 def _parts(block: nn.Module) -> Iterator[nn.Module]:
-    """The block and its parts, one of several places several times: ``modules`` would take ten times as long."""
+    """Yield the block and its submodules, shared ones repeatedly. This is ten times as fast as ``modules``."""
     waiting = [block]
     while waiting:
         part = waiting.pop()
@@ -296,12 +296,12 @@ def _parts(block: nn.Module) -> Iterator[nn.Module]:
 
 
 def _norms(block: nn.Module) -> list[nn.Module]:
-    """The layers that count statistics in their buffers while they train."""
+    """Return the layers that keep running statistics in their buffers."""
     return [part for part in _parts(block) if isinstance(part, nn.modules.batchnorm._NormBase)]
 
 
 def _versions(block: nn.Module) -> dict[tuple[int, str, int], int]:
-    """The version counters of the buffers that must not change, by name and identity: one may be replaced."""
+    """Return the version counters of the buffers that must not change. The identity detects replaced buffers."""
     return {
         (id(part), name, id(buffer)): buffer._version
         for part in _parts(block)
@@ -313,7 +313,7 @@ def _versions(block: nn.Module) -> dict[tuple[int, str, int], int]:
 
 @contextmanager
 def _statistics_kept(block: nn.Module) -> Iterator[None]:
-    """Let statistics be counted on copies: the first pass has counted them."""
+    """Restore the running statistics after the block: the first pass has updated them already."""
     saved = [(norm._buffers, dict(norm._buffers)) for norm in _norms(block) if norm.training]
     try:
         for buffers, before in saved:

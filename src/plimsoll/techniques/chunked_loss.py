@@ -1,15 +1,16 @@
-"""The output layer and the cross entropy after it, a few tokens at a time: the logits never exist as a whole.
+"""Output layer and cross entropy computed for a few tokens at a time: the full logits never exist.
 
-While it is installed, the forward of the model's output layer (a large ``nn.Linear`` to the vocabulary) returns logits
-that are not computed (`mechanisms.lazy_logits`); ``F.cross_entropy`` of them goes over the tokens a chunk at a time
-(`mechanisms.chunked_cross_entropy`). Model and loss need not know of it. Hooks of the layer fire as before and see lazy
+The forward of the model's output layer (a large ``nn.Linear`` to the vocabulary) returns lazy logits
+(`mechanisms.lazy_logits`). ``F.cross_entropy`` of lazy logits computes the loss chunk by chunk
+(`mechanisms.chunked_cross_entropy`). Model and loss need no changes. Hooks of the layer run as before and see lazy
 logits.
 
-Numerics: sums in another order; in bf16 and fp16 the weight's gradient is added up in fp32. Nothing is approximated.
+Numerics: sums are in another order; in bf16 and fp16 the weight's gradient is accumulated in fp32. Nothing is
+approximated.
 
-Does NOT cover (the real logits are computed, as without it): losses that are no cross entropy, class weights,
-probabilities as targets, soft capping and other functions between layer and loss; layers whose forward was replaced
-before; torch.compile; layers whose weights are elsewhere by the time of the loss (FSDP, streaming).
+The following are NOT covered, and compute the real logits: losses other than cross entropy; class weights;
+probabilities as targets; soft capping and other functions between layer and loss. Also not covered: layers whose
+forward has been replaced, torch.compile, and layers whose weights have moved before the loss (FSDP, streaming).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from plimsoll.records.trace import Trace
 from plimsoll.techniques.mechanisms.lazy_logits import Tally, lazy_linear
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
-# Fewer outputs than this are no vocabulary: their logits are small beside what the layers before leave.
+# Below this, logits are small compared with the activations of the other layers.
 _FEWEST_OUTPUTS = 1024
 _LEAST_RATIO = 4
 # On a CPU 256 tokens take as long as 1024, and half the memory: see docs/techniques/chunked_loss.md.
@@ -40,7 +41,7 @@ class ChunkedLoss(Technique):
 
     name = "chunked_loss"
     numerics = "reordered"
-    summary = "output layer and cross entropy a few tokens at a time, without all logits"
+    summary = "output layer and cross entropy computed for a few tokens at a time, without full logits"
     modifies = frozenset({"model"})
     reaches = frozenset({"activations", "temporaries"})
     may_be_faster = True
@@ -50,28 +51,28 @@ class ChunkedLoss(Technique):
     stage = "parts"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Chunks of some tokens, where the output layer is large and its loss a cross entropy."""
+        """Return several chunk sizes, if the output layer is large and the loss is a cross entropy."""
         found = find_head(workload.model)
         if isinstance(found, str):
             return found
         name, head = found
         if setting.trace is not None and not _has_cross_entropy(setting.trace, head.out_features):
-            return f"the loss takes no cross entropy of the {head.out_features} outputs of `{name}`"
+            return f"the loss computes no cross entropy of the {head.out_features} outputs of `{name}`"
         return tuple(
             Choice(technique=self.name, options={"chunk_tokens": size}) for size in _CHUNK_TOKENS[setting.device]
         )
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """A chunk has at least one token; a head must be there."""
+        """Return a reason if the chunk size is below 1, or the model has no large output layer."""
         size = int(choice.options["chunk_tokens"])
         if size < 1:
-            return f"a chunk of {size} tokens is none: give 1 or more"
+            return f"chunk_tokens is {size}: give 1 or more"
         found = find_head(workload.model)
         return found if isinstance(found, str) else None
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Let the output layer return lazy logits.
+        """Make the output layer return lazy logits.
 
         Raises:
             InputError: if there is no large output layer.
@@ -88,7 +89,7 @@ class ChunkedLoss(Technique):
             del head.__dict__["forward"]
         if tally.asked_by is not None and tally.num_chunked == 0:
             warnings.warn(
-                f"chunked_loss saved nothing: no cross entropy was taken of the outputs of `{name}`, but "
+                f"chunked_loss saved nothing: the outputs of `{name}` were not used by a cross entropy, but by "
                 f"`{tally.asked_by}`, which needs all of them: leave chunked_loss out",
                 PlimsollWarning,
                 stacklevel=3,
@@ -96,9 +97,9 @@ class ChunkedLoss(Technique):
 
 
 class _LazyForward:
-    """A head's forward; an object, so that a copy of the model gets the copy of its own head."""
+    """The forward of a head. It is an object, so that a copy of the model uses the copied head."""
 
-    is_linear = True  # of the layer's own weight: what goes over positions by itself may (`models.head_apart`)
+    is_linear = True  # still linear in the weight: `models.head_apart` may compute it in chunks itself
 
     def __init__(self, head: nn.Linear, chunk_tokens: int, tally: Tally) -> None:
         self._head, self._chunk_tokens, self._tally = head, chunk_tokens, tally
@@ -108,31 +109,31 @@ class _LazyForward:
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Linear] | str:
-    """Return the name and the output layer of a model, or a sentence that says why there is none to use.
+    """Return the name and the output layer of a model, or the reason why the model has no usable one.
 
-    It is what a Hugging Face model calls its output embeddings, or else the one ``nn.Linear`` with more outputs than
-    any other.
+    It is the layer that a Hugging Face model declares as its output embeddings, or else the one ``nn.Linear`` with the
+    most outputs.
     """
     named = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if hasattr(model, "_orig_mod") or not named:
         return "the model is compiled" if named else "the model has no nn.Linear"
     if any(isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) for module in model.modules()):
-        return "the output layer is an adaptive softmax, which never has all logits itself"
+        return "the output layer is an adaptive softmax, which never computes all logits"
     head = _declared_head(model)
     if head is None or head not in named:
         most = max(module.out_features for module in named)
         heads = [module for module in named if module.out_features == most]
         head = heads[0]
         if len(heads) > 1:
-            return f"{len(heads)} layers have {most} outputs, more than any other: none of them is the output layer"
+            return f"{len(heads)} layers have {most} outputs, the most of all: it is unclear which is the output layer"
     name = named[head]
     if head.out_features < max(_FEWEST_OUTPUTS, _LEAST_RATIO * head.in_features):
         return (
-            f"the largest layer, `{name}`, has {head.out_features} outputs of {head.in_features} inputs: chunks pay "
-            f"from {_FEWEST_OUTPUTS} outputs and {_LEAST_RATIO} times the inputs on"
+            f"the largest layer, `{name}`, has {head.out_features} outputs and {head.in_features} inputs: chunks pay "
+            f"off from {_FEWEST_OUTPUTS} outputs, and {_LEAST_RATIO} outputs per input"
         )
     if "forward" in head.__dict__ or type(head).forward is not nn.Linear.forward:
-        return f"the output layer `{name}` has a forward of its own ({type(head).__name__})"
+        return f"the output layer `{name}` has a custom forward ({type(head).__name__})"
     return name, head
 
 
@@ -143,7 +144,7 @@ def _declared_head(model: nn.Module) -> nn.Linear | None:
 
 
 def _has_cross_entropy(trace: Trace, num_outputs: int) -> bool:
-    """Whether some log softmax over so many outputs has its negative log likelihood taken, in chunks or not."""
+    """Return whether a trace has a log softmax over `num_outputs` outputs and a negative log likelihood."""
     ops = {number for number, text in enumerate(trace.texts) if text.startswith("aten._log_softmax.")}
     has_loss = any(text.startswith(("aten.nll_loss_forward.", "aten.nll_loss2d_forward.")) for text in trace.texts)
     rows = zip(trace.storages.born, trace.storages.shape, strict=True)
@@ -153,7 +154,7 @@ def _has_cross_entropy(trace: Trace, num_outputs: int) -> bool:
 
 
 def _has_extent(shape_text: str, extent: int) -> bool:
-    """Whether a text like ``float32[8, 128, 768]`` has a dimension of that extent.
+    """Return whether a shape such as ``float32[8, 128, 768]`` has a dimension of size `extent`.
 
     >>> _has_extent("float32[8, 128]", 128), _has_extent("float32[8, 1280]", 128)
     (True, False)

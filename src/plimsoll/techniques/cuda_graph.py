@@ -1,13 +1,13 @@
-"""CUDA graphs: micro-batches of equal shape are captured once and replayed, so that a pass is one launch.
+"""CUDA graphs: micro-batches of equal shape are captured once and replayed, so a pass is one launch.
 
-A small micro-batch takes the time of its launches: thousands of kernels, each called by Python and autograd for some
-ten microseconds (https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). The step captures and replays
-(`plimsoll.step.cuda_graphs.replays`). The graph has memory of its own: the activations of a micro-batch stay reserved
-between passes, and gradients between steps.
+The time of a small micro-batch is the time of its kernel launches. It launches thousands of kernels, and Python and
+autograd take about ten microseconds for each (https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). The step
+captures and replays the graph (`plimsoll.step.cuda_graphs.replays`). The graph has its own memory: the activations of a
+micro-batch stay reserved between passes, and gradients between steps.
 
-Numerics: bitwise. Does NOT cover CPUs, micro-batches of changing shapes (those of another shape run eagerly), several
-ranks, and passes that Python or the host take part in: what moves data between host and device, picks by values, counts
-or keeps something, or updates parameters in backward.
+Numerics: bitwise. Micro-batches of another shape run eagerly. Does NOT cover CPUs, several ranks, and passes that need
+Python or the host. Such passes copy data between host and device, branch on values, keep state, or update parameters in
+backward.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class CudaGraph(Technique):
     stage = "graph"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """One choice, where shapes are equal and the device has graphs."""
+        """Return one choice, if shapes are equal and the device is CUDA."""
         return _obstacle(workload, setting) or (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Nothing else may move data, or let Python go on, within a pass."""
+        """Return a reason if another technique moves data, or needs Python, within a pass."""
         reasons = (technique_of(other.technique).not_captured for other in others)
         return next(filter(None, reasons), None) or _obstacle(workload, setting)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Ask the step for it; on exit the graph's memory is given back."""
+        """Tell the step to capture graphs; on exit the memory of the graphs is freed."""
         captured: list[CapturedPass] = []
         with hooked(workload, replace(workload.hooks, captured=captured)):
             try:
@@ -61,12 +61,12 @@ def _obstacle(workload: Workload, setting: Setting) -> str | None:
     if setting.device != "cuda":
         return "a CPU has no CUDA graphs"
     if setting.num_ranks > 1:
-        return f"not shown to be the same where {setting.num_ranks} ranks train together"
+        return f"it is not verified for several ranks, and this training has {setting.num_ranks}"
     if setting.lengths_vary:
         return "samples have different lengths, and a graph has one shape"
     for name, module in workload.model.named_modules():
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
-            return f"{name or type(module).__name__} has a dropout of cuDNN's, which no generator of torch draws"
+            return f"{name or type(module).__name__} uses dropout of cuDNN, which torch's generators do not control"
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return f"{name} has sparse gradients, whose size depends on values"
     return None

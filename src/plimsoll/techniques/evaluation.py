@@ -1,10 +1,10 @@
 """Evaluation in smaller passes, so that it does not need more memory than training.
 
-Without gradients a pass keeps nothing, but its logits and its largest layer may still be the peak of a run: of a model
-whose training is checkpointed or cut, or where the loss of training is computed in parts. `plimsoll.step.evaluate` cuts
-the batches; here is only how small. Logits are gone as soon as the loss of a pass is known.
+Without gradients, a pass saves nothing for backward, but its logits and its largest layer may still be the peak of a
+run. This happens if training is checkpointed, uses micro-batches, or computes its loss in chunks. This module decides
+the size of a pass, and `plimsoll.step.evaluate` cuts the batches. Logits are freed when the loss of a pass is computed.
 
-Numerics: training has the same bits. The loss of an evaluation is the same mean, summed in another order.
+Numerics: training is bitwise identical. The loss of an evaluation is the same mean, summed in another order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EvaluationPass(Technique):
     stage = "evaluation"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """A half, a quarter, ... of the batch, if the training evaluates at all."""
+        """Return a half, a quarter, ... of the batch, if the training evaluates at all."""
         if setting.batch_size == 1:
             return "a batch of one sample cannot be cut"
         if setting.trace is not None and "evaluation" not in setting.trace.ops.phase:
@@ -50,7 +50,7 @@ class EvaluationPass(Technique):
         return tuple(Choice(technique=self.name, options={"samples": size}) for size in sizes[1:])
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """A pass has at least one sample."""
+        """Return a reason if the size is below 1, or the batch cannot be cut."""
         samples = int(choice.options["samples"])
         if workload.kept_whole is not None and samples < setting.batch_size:
             return workload.kept_whole.why
@@ -58,6 +58,6 @@ class EvaluationPass(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Say the size to the evaluator."""
+        """Set the number of samples of an evaluation pass."""
         with hooked(workload, replace(workload.hooks, evaluation_samples=int(choice.options["samples"]))):
             yield

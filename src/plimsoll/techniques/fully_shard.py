@@ -1,14 +1,14 @@
-"""Each rank keeps its rows of the parameters, gradients and optimizer states; blocks are gathered when they compute.
+"""Parameters, gradients and optimizer states sharded by rows over the ranks; blocks are gathered when they compute.
 
     Choice(technique="fully_shard", options={"gathered": "twice", "dtype": "bf16", "offload": "disk"})
 
 torch's FSDP2 (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) on every repeated block, and on
-what is left of the model. Memory that runs out on one rank undoes the step on all of them (`mechanisms.sharded`).
+the rest of the model. If one rank runs out of memory, the step is undone on all ranks (`mechanisms.sharded`).
 
-Numerics: sums over ranks are in another order than in one process. With ``dtype`` embeddings, norms and the inputs of
-blocks are rounded to it as well, which autocast leaves as they are. Does NOT cover optimizers whose update of a number
-depends on others, weights that two blocks share, and a model too large to be built by each rank at the start (with
-``offload=disk`` it is built in files). Has NOT been run on CUDA.
+Numerics: sums over ranks are in another order than in one process. With ``dtype``, embeddings, norms and the inputs of
+blocks are rounded to it too; autocast does not round these. Does NOT cover optimizers whose update of one number
+depends on other numbers, and weights that two blocks share. Each rank must be able to build the whole model at the
+start; with ``offload=disk`` it is built in files. Has NOT been run on CUDA.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from plimsoll.techniques.mechanisms.blocks import blocks_of
 from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique, by_deepspeed
 from plimsoll.techniques.optimizer_offload import DEEPSPEED_PLACES, PLACES, OptimizerOffload
 
-# Once: the parameters of a block stay gathered from its forward pass to its backward pass. Twice: they are let go in
-# between; more is exchanged, and no more than two blocks are whole at a time.
+# Once: the parameters of a block stay gathered from its forward pass to its backward pass. Twice: they are freed in
+# between, which communicates more, but at most two blocks are whole at a time.
 _GATHERED = ("once", "twice")
-# Of ``dtype``, the job's precision: parameters are gathered in it, gradients are added up in fp32 and update fp32
-# parameters. Autocast stays, and finds the weights of matrix products in the dtype it would make copies of them in.
+# Values of ``dtype``. Parameters are gathered in this precision, gradients are summed in fp32 and update fp32
+# parameters. Autocast stays on, and need not copy the weights of matrix products, which have its dtype already.
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BY_NUMBER = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 
 
 def _zero(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
-    """As DeepSpeed's ZeRO, which always gathers twice."""
+    """Export to DeepSpeed ZeRO, which always gathers twice."""
     zero: dict[str, Any] = {"stage": 3}
     offload = choice.options.get("offload")
     if offload in DEEPSPEED_PLACES:
         place = {"device": DEEPSPEED_PLACES[str(offload)]}
         zero |= {"offload_param": place, "offload_optimizer": place}
-    note = "ZeRO stage 3 gathers parameters for forward and again for backward, in less memory and more time"
+    note = "ZeRO stage 3 gathers parameters for forward and again for backward, which takes less memory and more time"
     precision = {name: {"enabled": True} for name in _HALVES if name == choice.options.get("dtype")}
     return Exported(precision | {"zero_optimization": zero}, note if choice.options["gathered"] == "once" else "")
 
 
 def _fsdp(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
-    """As Accelerate's FSDP2, which is the same; it has no files, and DeepSpeed has."""
+    """Export to FSDP2 of Accelerate, or to DeepSpeed for files, which FSDP2 does not support."""
     if choice.options.get("offload") == "disk":
         return by_deepspeed(choice, device)
     precision = {"mixed_precision": choice.options["dtype"]} if choice.options.get("dtype") in _HALVES else {}
@@ -69,7 +69,7 @@ def _fsdp(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
 
 
 def _of_trainer(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported | None:
-    """As the FSDP2 of `transformers.TrainingArguments`."""
+    """Export to FSDP2 of `transformers.TrainingArguments`."""
     if choice.options.get("offload") == "disk":
         return None
     precision = {name: True for name in _HALVES if name == choice.options.get("dtype")}
@@ -86,7 +86,7 @@ class FullyShard(Technique):
 
     name = "fully_shard"
     numerics = "reordered"
-    summary = "parameters, gradients and optimizer states shared out over the ranks (FSDP2)"
+    summary = "parameters, gradients and optimizer states sharded over the ranks (FSDP2)"
     modifies = frozenset({"model", "optimizer"})
     moves = frozenset({"parameters", "states"})
     reaches = frozenset({"parameters", "gradients", "optimizer states"})
@@ -97,11 +97,11 @@ class FullyShard(Technique):
     stage = "ranks"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Gathered once, or twice; in the job's half precision where it has one; off the device as well."""
+        """Return choices that gather once, twice, or twice with offload, in each precision that the job allows."""
         reason = _why_not(workload, setting)
         if reason is not None:
             return reason
-        # With the rows, their gradients and the states; on CUDA the update then runs on the host.
+        # Offloads the rows, their gradients and the states; on CUDA the update then runs on the host.
         off_device: dict[str, Value] = {"gathered": "twice", "offload": PLACES[setting.device]}
         options: tuple[dict[str, Value], ...] = ({"gathered": "once"}, {"gathered": "twice"}, off_device)
         precisions = ("fp32", "bf16") if setting.precision == "auto" else (workload.precision,)
@@ -112,10 +112,10 @@ class FullyShard(Technique):
         )
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """There must be several ranks, and nothing else that moves or replaces parameters."""
+        """Return a reason if there is one rank, an option is invalid, or a technique needs whole parameters."""
         strange = [other.technique for other in others if not technique_of(other.technique).works_on_shards]
         if strange:
-            return f"{strange[0]} works on whole parameters, and each rank has some rows of them"
+            return f"{strange[0]} works on whole parameters, and each rank has only some rows of them"
         if choice.options.get("offload", "none") != "none" and any(
             other.technique == OptimizerOffload.name for other in others
         ):
@@ -124,10 +124,10 @@ class FullyShard(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Share the parameters out; on exit every rank has all of them, and all states, again."""
+        """Shard the parameters; on exit every rank has all parameters and all states again."""
         if workload.ranks.is_alone:
             raise InputError(
-                f"{choice} shares a model out over the ranks, and this training has 1: start several with --nproc, or "
+                f"{choice} shards a model over the ranks, and this training has 1: start several with --nproc, or "
                 "leave it out"
             )
         from plimsoll.techniques.mechanisms.sharded import ShardedTraining, Sharding, mesh_of
@@ -144,19 +144,19 @@ class FullyShard(Technique):
             sharded.shard()
             workload.hooks = replace(workload.hooks, sharding=sharded)
             stack.callback(_gather, workload, sharded)
-            if place == "disk":  # on the host they are made where the rows are
+            if place == "disk":  # with `host`, states are created where the rows are
                 states = Choice(technique=OptimizerOffload.name, options={"to": place})
                 stack.enter_context(OptimizerOffload().install(workload, states))
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """Return whether shards are in files: each rank then builds the whole model there and keeps its rows."""
+        """Return whether shards are in files. If so, each rank builds the whole model in files and keeps its rows."""
         return device == "cpu" and choice.options.get("offload") == "disk"
 
 
 def _gather(workload: Workload, sharded: Any) -> None:
-    """Make the model whole; where memory runs out it stays shared out, and can be saved so."""
-    if dist.is_initialized():  # else the others are gone, and the training with them
+    """Gather the whole model. If memory runs out, it stays sharded, and can be saved in this form."""
+    if dist.is_initialized():  # otherwise the other ranks have ended
         sharded.gather()
     workload.hooks = replace(workload.hooks, sharding=UNSHARDED)
 
@@ -176,29 +176,29 @@ def _odd_option(choice: Choice, others: Choices, workload: Workload, setting: Se
         *(one.options["dtype"] for one in others if one.technique == Autocast.name),
     }
     if dtype in _HALVES and dtype not in cast_to:
-        return f"parameters are gathered in {dtype} where the job computes in it: say `precision: {dtype}`"
+        return f"dtype is {dtype}, and the job does not compute in it: set `precision: {dtype}`"
     return None
 
 
 def _why_not(workload: Workload, setting: Setting) -> str | None:
     if setting.num_ranks == 1:
-        return "it shares a model out over several ranks, and the job has 1 (`ranks`)"
+        return "it shards a model over several ranks, and the job has 1 (`ranks`)"
     try:
-        from plimsoll.techniques.mechanisms import sharded as _sharded  # noqa: F401 -- it uses what is private to torch's FSDP2
+        from plimsoll.techniques.mechanisms import sharded as _sharded  # noqa: F401 -- it uses private parts of torch's FSDP2
     except ImportError as missing:
-        return f"torch {torch.__version__} does not have what it is made of ({missing}): use torch 2.13"
+        return f"torch {torch.__version__} lacks a part of FSDP2 that it needs ({missing}): use torch 2.13"
     if not blocks_of(workload.model):
-        return "the model has no repeated blocks, one of which could be whole at a time"
+        return "the model has no repeated blocks, which could be gathered one at a time"
     kind = type(workload.optimizer)
     if kind.__name__ not in _BY_NUMBER or getattr(torch.optim, kind.__name__, None) is not kind:
-        return f"each rank updates rows of a parameter, and {kind.__name__} may look at more than one number at a time"
+        return f"each rank updates rows of a parameter, and an update of {kind.__name__} may depend on other rows"
     if workload.optimizer.state:
         return f"the optimizer has states of {len(workload.optimizer.state)} parameters already: start a new training"
     return _fault_of(workload.model)
 
 
 def _fault_of(model: nn.Module) -> str | None:
-    """What torch's FSDP2 cannot share out, said before it is tried."""
+    """Return why torch's FSDP2 cannot shard a model, or ``None``."""
     scalars = [name for name, one in model.named_parameters() if one.ndim == 0]
     if scalars:
         return f"{scalars[0]} is a single number and has no rows: make it a tensor of shape [1]"
@@ -206,11 +206,11 @@ def _fault_of(model: nn.Module) -> str | None:
     for name, block in blocks_of(model):
         for parameter in block.parameters():
             if owner.setdefault(id(parameter), name) != name:
-                return f"{owner[id(parameter)]} and {name} share a weight, and each block is gathered by itself"
+                return f"{owner[id(parameter)]} and {name} share a weight, and each block is gathered separately"
     inside = {id(one) for _, block in blocks_of(model) for module in block.modules() for one in _own(module)}
     outside = {id(one) for module in _outside_blocks(model) for one in _own(module)}
     if inside & outside:
-        return "a block shares a weight with what is in none, and each block is gathered by itself"
+        return "a block shares a weight with a module outside the blocks, and each block is gathered separately"
     return None
 
 

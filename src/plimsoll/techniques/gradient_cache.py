@@ -1,15 +1,15 @@
-"""Gradient caching: a batch is embedded in slices, and its loss is that of all embeddings.
+"""Gradient caching: a batch is embedded slice by slice, and the loss is computed from all embeddings.
 
     Choice(technique="gradient_cache", options={"samples": 16})
 
-A loss that compares the samples of a batch (in-batch negatives, CLIP, triplets over a batch, Barlow Twins, VICReg)
-cannot be cut, but each sample is embedded by itself. So the batch is embedded a slice at a time without a graph, the
-loss is taken of all embeddings, and backward embeds each slice again and goes on from the gradient of its embeddings
-(GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983).
+Some losses compare the samples of a batch (in-batch negatives, CLIP, triplets over a batch, Barlow Twins, VICReg). Such
+a loss cannot be computed in micro-batches, but each sample is embedded independently. So the batch is embedded slice by
+slice without a graph, and the loss is computed from all embeddings. Backward embeds each slice again and continues from
+the gradient of its embeddings (GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983).
 
-Numerics: kernels for fewer rows round otherwise. Dropout draws slice by slice, the same in backward as in forward. Does
-NOT cover BatchNorm and other statistics of a pass inside of what embeds, models that are compiled, and results that are
-neither tensors nor dicts, lists and tuples of them.
+Numerics: kernels for fewer rows round differently. Dropout draws slice by slice, the same in backward as in forward.
+Does NOT cover encoders with BatchNorm or other statistics of a pass, and compiled models. Outputs must be tensors, or
+dicts, lists and tuples of tensors.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ from plimsoll.techniques.mechanisms.uncuttable import counts_rows
 from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 
 FOUND = "found"
-_STEP = 4  # between the sizes that are offered
+_STEP = 4  # ratio of two sizes that are offered
 
 
 class GradientCache(Technique):
-    """`Technique`: embed a batch in slices, and again in backward, for a loss of all embeddings."""
+    """`Technique`: embed a batch in slices, and again in backward, for a loss over all embeddings."""
 
     name = "gradient_cache"
     numerics = "reordered"
-    summary = "the batch embedded in slices, and again in backward; the loss is of all embeddings"
+    summary = "the batch embedded in slices, and again in backward; the loss sees all embeddings"
     modifies = frozenset({"model"})
     reaches = frozenset({"activations", "temporaries"})
     excludes: ClassVar = {
         ByLength.name: "by_length cuts the batch, and its loss with it",
-        FullyShard.name: "blocks that are shared out over the ranks would be gathered for each slice anew",
-        LayerStreaming.name: "blocks would come to the device for each slice anew",
-        OptimizerInBackward.name: "gradients add up over slices, and are complete in the last one only",
+        FullyShard.name: "sharded blocks would be gathered again for each slice",
+        LayerStreaming.name: "blocks would be copied to the device again for each slice",
+        OptimizerInBackward.name: "gradients are summed over slices, and are complete only after the last one",
     }
     is_for_trainers = True
-    not_captured = "Python goes on from slice to slice"
+    not_captured = "Python loops over the slices"
     is_for_whole_batches = True
     unoffered: ClassVar = {"part": FOUND}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Slices of a quarter of the batch, a sixteenth, and so on down to single samples."""
+        """Return slices of a quarter of the batch, a sixteenth, and so on down to single samples."""
         if setting.batch_size == 1:
-            return "a batch of one sample has no slices"
+            return "a batch of one sample cannot be sliced"
         reason = _why_not(workload, FOUND)
         if reason is None and setting.ask_rows is not None:
             reason = setting.ask_rows(refusal_of)
@@ -75,10 +75,10 @@ class GradientCache(Technique):
         return tuple(gradient_cache_choice(size) for size in sizes)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """A slice has samples; nothing else cuts the batch, or needs complete gradients before backward ends."""
+        """Return a reason if the size is below 1, no module can embed, or another technique excludes slices."""
         size = int(choice.options["samples"])
         if size < 1:
-            return f"a slice of {size} samples is none: give 1 or more"
+            return f"a slice of {size} samples is empty: give 1 or more"
         for other in others:
             if other.technique == MICRO_BATCH and int(other.options["samples"]) < setting.batch_size:
                 return (
@@ -91,10 +91,10 @@ class GradientCache(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Replace the forward of what may embed, on the instances.
+        """Replace the forward of the modules that may embed, on the instances.
 
         Raises:
-            InputError: if there is nothing that could be.
+            InputError: if the model has no such module.
         """
         part = str(choice.options.get("part", FOUND))
         reason = _why_not(workload, part)
@@ -117,7 +117,7 @@ def _sliced(workload: Workload, part: str, slicing: Slicing) -> Iterator[None]:
 
 
 def refusal_of(workload: Workload, rows: Any) -> str | None:
-    """Compute the loss of a few samples in slices of one; returns why that cannot be, or ``None``."""
+    """Compute the loss of a few samples in slices of one; return why this fails, or ``None``."""
     slicing = Slicing(1)
     try:
         with _sliced(workload, FOUND, slicing):
@@ -128,18 +128,18 @@ def refusal_of(workload: Workload, rows: Any) -> str | None:
 
 
 def gradient_cache_choice(samples: int) -> Choice:
-    """The choice of slices of so many samples."""
+    """Return the choice of slices with this many samples."""
     return Choice(technique=GradientCache.name, options={"samples": samples})
 
 
 def gradient_cache_fallbacks(batch_size: int, samples: int) -> tuple[Choices, ...]:
-    """Return the fallbacks of a training by hand: slices of so many samples and, when memory runs out, of half as many.
+    """Return fallbacks for a custom training loop: slices of `samples`, and half of them each time memory runs out.
 
         step = plimsoll.TrainStep(model, optimizer, loss, units="samples", fallbacks=gradient_cache_fallbacks(512, 32))
 
     Args:
-        batch_size: samples of the largest batch, which stays whole.
-        samples: of a slice.
+        batch_size: Samples of the largest batch, which is not cut.
+        samples: Samples of a slice.
     """
     sizes = [samples]
     while sizes[-1] > 1:
@@ -148,10 +148,10 @@ def gradient_cache_fallbacks(batch_size: int, samples: int) -> tuple[Choices, ..
 
 
 def _parts(workload: Workload, part: str) -> list[tuple[str, nn.Module]]:
-    """What may embed, outermost first: modules that have parts, but for what is inside of repeated blocks.
+    """Return the modules that may embed, outermost first: all with submodules, except inside repeated blocks.
 
-    The model itself is none where its forward takes labels and returns the loss. Which one embeds is found in the calls
-    of a step (`mechanisms.sliced`), and refused there if it does not compute each row by itself.
+    The model itself is excluded if its forward takes labels and returns the loss. The calls of a step show which module
+    embeds (`mechanisms.sliced`). It is refused there if it does not compute each row independently.
     """
     model = workload.model
     if part != FOUND:
@@ -165,19 +165,19 @@ def _parts(workload: Workload, part: str) -> list[tuple[str, nn.Module]]:
 
 
 def _returns_loss(workload: Workload) -> bool:
-    """Whether the model's forward is the loss; a loop that is someone else's may have a loss that nobody knows."""
+    """Return whether the forward of the model computes the loss. A custom loop may compute its loss elsewhere."""
     return workload.loss is model_loss and "labels" in inspect.signature(type(workload.model).forward).parameters
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether a module computes something that is worth it: no list, and no single layer."""
+    """Return whether a module is worth slicing: not a container that is never called, and not a single layer."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     return next(module.children(), None) is not None and next(module.parameters(), None) is not None
 
 
 def _no_rows(workload: Workload) -> str:
-    return f"no part of {type(workload.model).__name__} returns one row for each of its rows, as an encoder does"
+    return f"no module of {type(workload.model).__name__} returns one row for each input row, as an encoder does"
 
 
 def _why_not(workload: Workload, part: str) -> str | None:
@@ -187,12 +187,12 @@ def _why_not(workload: Workload, part: str) -> str | None:
     if part != FOUND and part not in dict(model.named_modules()):
         return f"the model has no part `{part}`"
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        return "BatchNorm's statistics would be those of a slice"
+        return "BatchNorm would compute its statistics from one slice"
     reason = counts_rows(model)
     if reason is not None:
         return reason.why
     if not _parts(workload, part):
-        return f"{type(model).__name__} has no part that could embed: no module with parts but the one of the loss"
+        return f"{type(model).__name__} has no module that could embed: only the model itself has submodules"
     return None
 
 

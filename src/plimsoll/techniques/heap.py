@@ -1,11 +1,12 @@
-"""The C library's heap on a CPU: from which size a block is a mapping of its own, and pages given back after each step.
+"""Settings of the C library's heap on a CPU: the size from which blocks get their own mapping, and trims after steps.
 
-Freed blocks between live ones stay the process's; a mapping goes back at once and is cleared anew each time it is made
-(`plimsoll.device.cpu.heap` has the measured table). Inside a budget blocks are mapped from 4 MiB on, without this
-technique. Where memory suffices, ``never`` is the fastest: what is freed is kept, and nothing is cleared twice. The
-effect is predicted by simulating the heap with its rules (`mechanisms.allocators`).
+Freed blocks between live ones remain part of the process. A mapping is returned to the system at once, and the kernel
+clears its pages each time it is created (`plimsoll.device.cpu.heap` has the measured table). Without this technique,
+blocks of 4 MiB or more are mapped in a training with a budget. If memory is sufficient, ``never`` is the fastest: freed
+memory is kept, and nothing is cleared twice. The effect is predicted by a simulation of the heap
+(`mechanisms.allocators`).
 
-Does NOT cover other C libraries than glibc, where nothing is done, and memory that no block of the heap is.
+Does NOT cover memory outside the heap, and C libraries other than glibc, for which it does nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ MAPPED_FROM_BYTES = {
     "1MiB": 1 << 20,
     "128KiB": heap.TIGHT_BYTES,
 }
-"""The thresholds by the word for them, what keeps most first."""
+"""The mapping thresholds by name, in bytes. The first keeps the most memory."""
 
 
 class Heap(Technique):
-    """`Technique`: how the heap of the host is set up."""
+    """`Technique`: settings of the heap of the host."""
 
     name = "heap"
     numerics = "bitwise"
-    summary = "freed memory is kept for speed, or goes back to the system sooner for room"
+    summary = "freed memory is kept for speed, or returned to the system sooner to save memory"
     reaches = frozenset({"fragmentation"})
     works_on_shards = True
     is_for_trainers = True
@@ -50,26 +51,26 @@ class Heap(Technique):
     stage = "memory"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """What keeps everything, and what keeps less than a budget's default does."""
+        """Return thresholds that keep all freed memory, more than the default, or less."""
         if setting.device != "cpu":
-            return "the heap is the host's; on this device `cache` empties what the allocator keeps"
+            return "it is for the heap of a CPU; on this device `cache` empties the allocator's cache"
         if not heap.is_glibc():
-            return "the C library of this system is not glibc, so nothing is known of its heap"
+            return "the C library of this system is not glibc, and other heaps cannot be set up"
         return (_choice("never"), _choice("32MiB"), _choice("128KiB"))
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Another device than the CPU, a threshold that was not measured, or a trim of what is to be kept."""
+        """Return a reason if the device is not a CPU, the threshold is unknown, or a trim contradicts it."""
         if setting.device != "cpu":
-            return f"the heap is the host's, and this training is on {setting.device}"
+            return f"it is for the heap of a CPU, and this training is on {setting.device}"
         if choice.options.get("mapped_from", "4MiB") not in MAPPED_FROM_BYTES:
             return f"mapped_from is {choice.options['mapped_from']}: give one of {', '.join(MAPPED_FROM_BYTES)}"
         if _threshold_bytes(choice) is None and _trims(choice):
-            return "mapped_from=never keeps what trim=true gives back: leave one of them out"
+            return "mapped_from=never keeps the memory that trim=true returns: leave one of them out"
         return None
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Set the threshold of this process; the exit sets what is in force without a plan."""
+        """Set the threshold of this process; on exit, restore the threshold that applies without a plan."""
         trims = (heap.trim,) if _trims(choice) else ()
         hooks = replace(workload.hooks, after_step=(*workload.hooks.after_step, *trims))
         with hooked(workload, hooks), blocks_mapped_from(_threshold_bytes(choice)):

@@ -1,17 +1,18 @@
-"""Weights of blocks on the host, copied to the GPU for as long as a block computes: for models that no card holds.
+"""Weights of blocks on the host, copied to the GPU while a block computes: for models larger than the GPU's memory.
 
     Choice(technique="layer_streaming", options={"blocks": "all"})     or "every 2", or "0,3-5", as for checkpointing
 
-The parameters of the chosen blocks live in pinned memory of the host, and with them their gradients and the optimizer's
-states: a step updates them there, on the processor. Copies come to the device block by block
-(`plimsoll.techniques.mechanisms.streamed_layers`). What is not of a block (embeddings, the output layer) stays on the
-device.
+The parameters of the chosen blocks are in pinned host memory, with their gradients and optimizer states. A step
+updates them there, on the CPU. They are copied to the device block by block
+(`plimsoll.techniques.mechanisms.streamed_layers`). Modules outside the blocks (embeddings, the output layer) stay on
+the device.
 
-A model that is larger than the card never has to be on it: streamed blocks stay on the host (`mechanisms.building`).
+A model that is larger than the GPU's memory is never on the GPU as a whole: it is built with its streamed blocks on the
+host (`mechanisms.building`).
 
-Numerics: bitwise in forward and backward; the update runs on the processor, whose kernels may round otherwise than the
-GPU's. Does NOT cover the CPU (see `parameter_offload`), recurrent layers, which keep lists of their weights, and
-parameters that are quantized or shared with something else, which stay on the device.
+Numerics: bitwise in forward and backward. The update runs on the CPU, whose kernels may round differently from the
+GPU's. Does NOT cover training on a CPU (see `parameter_offload`), and recurrent layers, which keep lists of their
+weights. Parameters that are quantized, or shared with other modules, stay on the device.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from plimsoll.techniques.mechanisms.pinned import PinnedPool
 from plimsoll.techniques.mechanisms.streamed_layers import streamable_parameters, streamed
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
-_NOT_ON_CPU = "on a CPU the weights are in the host's memory already; parameter_offload puts them into a file"
+_NOT_ON_CPU = "on a CPU the weights are in host memory already; parameter_offload moves them to a file"
 
 
 class LayerStreaming(Technique):
-    """`Technique`: weights of blocks on the host, brought for each use."""
+    """`Technique`: weights of blocks on the host, copied to the GPU for each use."""
 
     name = "layer_streaming"
     numerics = "reordered"
-    summary = "weights of blocks on the host, copied to the GPU block by block and updated there"
+    summary = "weights of blocks kept and updated on the host, and copied to the GPU block by block"
     modifies = frozenset({"model", "optimizer"})
     moves = frozenset({"parameters", "states"})
     reaches = frozenset({"parameters", "gradients", "optimizer states"})
-    not_captured = "blocks come to the device in each pass"
+    not_captured = "blocks are copied to the device in each pass"
     keeps_state_between_passes = False
     spans_blocks = True
-    by_hand = "ZeRO stage 3 keeps all parameters away, not those of chosen blocks: see its offload_param"
+    by_hand = "use offload_param of DeepSpeed's ZeRO stage 3, which offloads all parameters, not only chosen blocks"
     stage = "places"
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Every second block, or all."""
+        """Return up to two choices: every second block, and all blocks."""
         blocks = blocks_of(workload.model)
         reason = _why_not(blocks, workload, setting)
         if reason is not None:
@@ -61,7 +62,7 @@ class LayerStreaming(Technique):
         return tuple(_choice(text) for text in (["every 2"] if len(blocks) > 2 else []) + ["all"])
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """It is for CUDA, and the blocks must be there."""
+        """Return a reason if the device is not CUDA, or blocks do not exist or cannot be streamed."""
         blocks = blocks_of(workload.model)
         try:
             numbers = chosen_blocks(str(choice.options["blocks"]), len(blocks))
@@ -71,7 +72,7 @@ class LayerStreaming(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Move the parameters of the blocks, and what belongs to them, to the host; on exit they come back."""
+        """Move the parameters of the blocks and their states to the host; on exit, move them back."""
         names = _names(workload.model, choice)
         parameters = streamable_parameters(workload.model, names)
         pool, device = PinnedPool(), workload.device
@@ -86,21 +87,21 @@ class LayerStreaming(Technique):
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """Return whether blocks are streamed, and so built on the host: on CUDA."""
+        """Return whether streamed blocks are built on the host: on CUDA."""
         return device == "cuda"
 
     def kept_on_host(self, choice: Choice, model: nn.Module) -> Set[nn.Parameter]:
-        """Return the parameters that are streamed."""
+        """Return the streamed parameters."""
         return streamable_parameters(model, _names(model, choice))
 
 
 def _is_on(parameter: nn.Parameter, device: torch.device) -> bool:
-    """Whether a parameter is where it is to be after the exit: one that never was on the device stays on the host."""
+    """Return whether the exit must move a parameter back. A parameter built on the host stays there."""
     return parameter.device.type == device.type and not is_marked(parameter)
 
 
 def _bring_back(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move parameters to the device; if memory runs out, the others stay on the host, where they can be saved."""
+    """Move parameters to the device. If memory runs out, the remaining ones stay on the host and can be saved."""
 
     def back(tensor: Tensor) -> Tensor:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -118,7 +119,7 @@ def _bring_back(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
 def _move_states(
     optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter, moved: Callable[[Tensor], Tensor]
 ) -> None:
-    """Move what an optimizer keeps for a parameter; a count of steps is where its kernel wants it."""
+    """Move the optimizer states of a parameter. A step count is not moved: its kernel decides the place."""
     state: dict[str, Any] = {} if optimizer is None else optimizer.state.get(parameter, {})
     for key, value in state.items():
         if isinstance(value, Tensor) and value.layout is torch.strided and value.dim():
@@ -132,7 +133,7 @@ def _names(model: nn.Module, choice: Choice) -> list[str]:
 
 
 def _why_not(blocks: Blocks, workload: Workload, setting: Setting) -> str | None:
-    """Why blocks cannot be streamed, or ``None``."""
+    """Return why blocks cannot be streamed, or ``None``."""
     if setting.device == "cpu":
         return _NOT_ON_CPU
     if not blocks:

@@ -1,12 +1,12 @@
-"""Small adapters are trained beside the layers of a model that is frozen: no gradients and no states for the rest.
+"""Low-rank adapters trained on a frozen model: frozen weights need no gradients and no optimizer states.
 
-Low-rank adaptation, Hu et al. 2021 (arXiv:2106.09685), as peft does it, on each linear layer of a block. A classifier's
-head, which is new, is trained as a whole. With ``base=int8`` or ``nf4`` the weights of the layers that have adapters
-are codes of 8 or 4 bits meanwhile (`mechanisms.frozen_base`), as in QLoRA (arXiv:2305.14314).
+peft adds low-rank adapters (Hu et al. 2021, arXiv:2106.09685) to each linear layer of the repeated blocks. The new head
+of a classifier is trained in full. With ``base=int8`` or ``nf4``, the weights of adapted layers are stored as codes of
+8 or 4 bits (`mechanisms.frozen_base`), as in QLoRA (arXiv:2305.14314).
 
-While it is installed ``save_pretrained`` writes the adapters, as peft's own folder; afterwards the model is as it was
-given, without what was learned. Does NOT cover models that are not of transformers, and parameter groups with options
-of their own (the adapters are in the first).
+While it is installed, ``save_pretrained`` writes the adapters in peft's format. On exit the original model is restored,
+and the adapters are discarded. Does NOT cover models of libraries other than transformers, and parameter groups with
+different options: all trained parameters are in the first group.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from plimsoll.techniques.mechanisms.frozen_base import KeptOutside, to_codes
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 _RANK, _ALPHA = 8, 16
-"""peft's own rank, and twice as much for the scale, as its examples have it."""
+"""The default rank of peft, and a scale of twice the rank, as in its examples."""
 
 _BASES = ("kept", *CODECS)
 
 
 class Lora(Technique):
-    """`Technique`: train low-rank adapters of a frozen model."""
+    """`Technique`: train low-rank adapters on a frozen model."""
 
     name = "lora"
     numerics = "lossy"
-    summary = "small adapters are trained, the model is frozen"
+    summary = "small adapters are trained, and the model is frozen"
     modifies = frozenset({"model", "optimizer"})
     reaches = frozenset({"parameters", "gradients", "optimizer states"})
     is_for_the_run = True
@@ -48,12 +48,12 @@ class Lora(Technique):
     stage = "model"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """One size of adapters, beside the model as it is and in codes of 8 and 4 bits; other sizes can be pinned."""
+        """Return one adapter size, with the model unchanged or in 8-bit or 4-bit codes. Other sizes can be pinned."""
         options: list[dict[str, Value]] = [{"rank": _RANK, "alpha": _ALPHA, "base": base} for base in _BASES]
         return _impossible(workload.model) or tuple(Choice(technique=self.name, options=one) for one in options)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """What is not allowed, cannot be imported or has no layers, and sizes that are none."""
+        """Return a reason if it is not allowed, peft is missing, no layer can be adapted, or an option is invalid."""
         if self.name not in setting.allow:
             return "it is lossy: allow it with `allow: [lora]`"
         for name in ("rank", "alpha"):
@@ -71,7 +71,7 @@ class Lora(Technique):
         model, kept = workload.model, KeptOutside(workload.files)
         names = adapted_layers(model)
         with ExitStack() as stack:
-            stack.callback(kept.bring_back)  # last: what stood in for them is gone by then
+            stack.callback(kept.bring_back)  # runs last, after the codes have been freed
             stack.enter_context(_adapted(model, choice))
             base = str(choice.options.get("base", "kept"))
             if base in CODECS:
@@ -80,12 +80,12 @@ class Lora(Technique):
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """Return whether the frozen model is in codes: they are made from its files, where the rest of it stays."""
+        """Return whether the frozen model is stored as codes. These are computed from memory-mapped model files."""
         return device == "cpu" and choice.options.get("base") in CODECS
 
 
 def adapted_layers(model: nn.Module) -> list[str]:
-    """The linear layers in the repeated blocks of a model."""
+    """Return the names of the linear layers in the repeated blocks of a model."""
     from transformers.pytorch_utils import Conv1D
 
     blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
@@ -100,12 +100,12 @@ def _impossible(model: nn.Module) -> str | None:
     if find_spec("peft") is None:
         return "peft is not installed: `pip install torch-plimsoll[lora]`"
     if not is_hugging_face(model):
-        return f"a {type(model).__name__} is not a model of transformers, which are the ones that peft adapts"
+        return f"a {type(model).__name__} is not a model of transformers, and peft adapts only these"
     return None if adapted_layers(model) else f"a {type(model).__name__} has no blocks with linear layers"
 
 
 def _head_of(model: nn.Module) -> list[str]:
-    """The parts of a classifier that are not the pretrained model: they have no weights to stay at."""
+    """Return the modules of a classifier outside the pretrained model. They have no pretrained weights to keep."""
     if getattr(model, "problem_type", None) is None and "Classification" not in type(model).__name__:
         return []
     prefix = getattr(model, "base_model_prefix", "")
@@ -141,15 +141,15 @@ def _add_adapters(model: Any, choice: Choice) -> None:
         modules_to_save=_head_of(model) or None,
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # it is, for transformers' Conv1D
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # expected for Conv1D of transformers
         model.add_adapter(config)
 
 
 @contextmanager
 def _only_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let an optimizer have what is trained of a model, in its first group, in place of what it has.
+    """Give an optimizer only the trainable parameters of a model, in its first group.
 
-    It stays the same object: a schedule belongs to it.
+    It stays the same object, because a schedule refers to it.
     """
     states = dict(optimizer.state)
     members = [group["params"] for group in optimizer.param_groups]

@@ -1,11 +1,12 @@
 """Adam's moments in 8 or 4 bits in place of 32, for the whole run: a quarter or an eighth of the optimizer states.
 
-What is kept of a moment is a code for each number and a scale for each block of them, as torchao does it (8 bits:
-Dettmers et al. 2021, arXiv:2110.02861; 4 bits: Li et al. 2023, arXiv:2309.01507). The update itself is in fp32, and
-takes the temporaries of a part of a parameter at a time: see `plimsoll.techniques.mechanisms.low_bit_adam`.
+A moment is stored as a code for each number and a scale for each block of numbers, as in torchao. The 8-bit codes are
+from Dettmers et al. 2021 (arXiv:2110.02861), the 4-bit codes from Li et al. 2023 (arXiv:2309.01507). The update runs in
+fp32 on a part of a parameter at a time, which bounds its temporaries
+(`plimsoll.techniques.mechanisms.low_bit_adam`).
 
-Numerics: lossy; close to Adam, and not the same training. Parameters of fewer than 4096 numbers keep the moments of
-Adam. Does NOT cover amsgrad, sparse gradients, and going on from states of Adam.
+Numerics: lossy; the training is close to Adam's, but not the same. Parameters with fewer than 4096 elements keep fp32
+moments. Does NOT cover amsgrad, sparse gradients, and resuming from states of Adam.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _KEPT = ("lr", "betas", "eps", "weight_decay", "maximize", "decoupled_weight_dec
 
 
 class LowBitOptimizer(ReplacedOptimizer):
-    """`Technique`: Adam or AdamW with moments of few bits."""
+    """`Technique`: Adam or AdamW with 8-bit or 4-bit moments."""
 
     name = "low_bit_optimizer"
     numerics = "lossy"
@@ -42,29 +43,29 @@ class LowBitOptimizer(ReplacedOptimizer):
     remedies: ClassVar = {"optimizer_states": 1}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Both, also where they are not allowed: a plan says what they would open."""
+        """Return both, even if they are not allowed: a plan reports the gain from allowing them."""
         return _obstacle(workload) or tuple(Choice(technique=self.name, options={"bits": bits}) for bits in _BITS)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """It has to be allowed, with a number of bits there is, and the optimizer one that it can stand in for."""
+        """Return a reason if it is not allowed, the bits are invalid, or the optimizer cannot be replaced."""
         if choice.options.get("bits") not in _BITS:
             return f"bits is {choice.options.get('bits')}: choose 8 or 4"
         return conflict(self.name, others, workload, setting) or _obstacle(workload)
 
     def install(self, workload: Workload, choice: Choice) -> AbstractContextManager[None]:
-        """Replace the optimizer."""
+        """Replace the optimizer with a low-bit Adam."""
         new = LowBitAdam(groups_for(workload.optimizer, _KEPT), bits=int(choice.options["bits"]))
         return optimizer_replaced(workload, new)
 
 
 def _obstacle(workload: Workload) -> str | None:
-    """Why the moments cannot be of few bits, whoever allows it, or ``None``."""
+    """Return why the moments cannot be stored in few bits, even if it is allowed, or ``None``."""
     reason = obstacle(workload)
     if reason is not None:
         return reason
     groups = workload.optimizer.param_groups
     if any(group["amsgrad"] for group in groups):
-        return "amsgrad keeps a third moment, which it does not have"
+        return "amsgrad keeps a third moment, which low_bit_optimizer does not support"
     if not any(is_quantized(parameter) for group in groups for parameter in group["params"]):
-        return f"no parameter has {LEAST_ELEMENTS} numbers or more, and smaller ones keep the moments of Adam"
+        return f"no parameter has {LEAST_ELEMENTS} numbers or more, and smaller ones keep fp32 moments"
     return None

@@ -1,10 +1,11 @@
-"""A batch in micro-batches whose gradients add up to the whole batch's.
+"""Gradient accumulation: a batch in micro-batches, whose gradients add up to the gradient of the whole batch.
 
-The training step (`plimsoll.step.train_step`) cuts and weighs them; here is only which sizes there are: all that give
-another number of micro-batches, since 40 samples in 16s take as long as in 14s, and more memory.
+The training step (`plimsoll.step.train_step`) cuts the batch and weights the micro-batches. This module only lists the
+sizes to consider: the smallest size for each number of micro-batches. For example, 40 samples in micro-batches of 16
+take as long as in micro-batches of 14, but need more memory.
 
-Numerics: sums are rounded in another order. Does NOT cover losses that look at the whole batch and BatchNorm (which are
-not cut unless the user allows it), and embeddings with ``scale_grad_by_freq`` (never cut); see `mechanisms.uncuttable`.
+Numerics: sums are rounded in another order. Does NOT cover losses that compare samples of the batch and BatchNorm,
+unless the user allows it. Embeddings with ``scale_grad_by_freq`` are never cut (see `mechanisms.uncuttable`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class MicroBatch(Technique):
 
     name = MICRO_BATCH
     numerics = "reordered"
-    summary = "the batch in pieces, whose gradients add up to the whole batch's"
+    summary = "the batch in micro-batches, whose gradients are summed"
     modifies = frozenset({"batch cut"})
     reaches = frozenset({"activations", "temporaries", "inputs"})
     works_on_shards = True
@@ -35,7 +36,7 @@ class MicroBatch(Technique):
     stage = "batch"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Every size that needs another number of micro-batches, largest first."""
+        """Return the smallest size for each number of micro-batches, largest first."""
         if setting.batch_size == 1:
             return "a batch of one sample cannot be cut"
         reason = self._whole(workload, setting)
@@ -44,7 +45,7 @@ class MicroBatch(Technique):
         return tuple(micro_batch_choice(size) for size in sizes_of(setting.batch_size))
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """A size is from 1 to the batch; some models keep it whole."""
+        """Return a reason if the size is not from 1 to the batch size, or the batch cannot be cut."""
         size = int(choice.options["samples"])
         if not 1 <= size <= setting.batch_size:
             return f"a micro-batch of {size} is not a part of a batch of {setting.batch_size}: give 1 to that many"
@@ -52,7 +53,7 @@ class MicroBatch(Technique):
         return reason.why if reason is not None and size < setting.batch_size else None
 
     def install(self, workload: Workload, choice: Choice) -> AbstractContextManager[None]:
-        """Do nothing: the step reads the size from the choice, because an outlier may need a smaller one."""
+        """Do nothing: the step reads the size from the choice, because an outlier may need a smaller size."""
         return nullcontext()
 
     @staticmethod
@@ -61,7 +62,7 @@ class MicroBatch(Technique):
 
 
 def sizes_of(batch_size: int) -> tuple[int, ...]:
-    """The smallest size for every possible number of micro-batches, largest first.
+    """Return the smallest size for every possible number of micro-batches, largest first.
 
     >>> sizes_of(12)
     (12, 6, 4, 3, 2, 1)

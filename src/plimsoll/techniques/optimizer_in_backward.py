@@ -1,11 +1,12 @@
 """Gradient release: the optimizer updates each parameter in backward, and its gradient is freed at once.
 
-The training step does it (`plimsoll.step.update.gradient_release`); here is where what undoes a step is kept meanwhile:
-the old values and states in a mapped file where the training is on the CPU, and in pinned memory of the host where it
-is on CUDA. They are as large as the sum of parameters and states, and written in every step.
+The training step implements it (`plimsoll.step.update.gradient_release`). This module provides the place for the old
+parameters and states that undo a step: a memory-mapped file on the CPU, pinned host memory on CUDA. They are as large
+as all parameters and states together, and are written in every step.
 
-Numerics: bitwise. Does NOT cover what needs all gradients before the first update: accumulation, clipping of the global
-norm, a gradient scaler. Where the step has to cut a batch after all, it updates at the end as it does without this.
+Numerics: bitwise. Does NOT cover techniques that need all gradients before the first update: accumulation, clipping of
+the global norm, a gradient scaler. If the step must cut a batch nevertheless, it updates at the end, as without this
+technique.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ class OptimizerInBackward(Technique):
     stage = "update"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """One choice, unless the training itself forbids it."""
+        """Return one choice, unless the training itself needs all gradients at once."""
         return _obstacle(workload, setting) or (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Nothing may need all gradients before the first update."""
+        """Return a reason if the training or another technique needs all gradients before the first update."""
         reasons = (_obstacle_of(other, setting) or self.excluded((other,)) for other in others)
         return next(filter(None, reasons), None) or _obstacle(workload, setting)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Say to the step where to keep what undoes an update."""
+        """Tell the step to update early, and where to copy the values that undo an update."""
         pool = PinnedPool() if workload.device.type == "cuda" else MappedPool()
         with hooked(
             workload, replace(workload.hooks, update_early=EarlyUpdates(pool.copy_of, f"--forbid {self.name}"))
@@ -61,15 +62,15 @@ class OptimizerInBackward(Technique):
             yield
 
 
-_SCALED = "fp16's scaler looks at all gradients before it lets any be used"
+_SCALED = "the gradient scaler of fp16 must check all gradients before the first update"
 
 
 def _obstacle_of(other: Choice, setting: Setting) -> str | None:
-    """Why another technique makes it impossible, or ``None``."""
+    """Return why another technique makes it impossible, or ``None``."""
     if other.technique == MICRO_BATCH and int(other.options["samples"]) < setting.batch_size:
         return (
-            f"gradients add up over micro-batches of {other.options['samples']} of {setting.batch_size} samples, and "
-            "are complete in the last one only"
+            f"gradients are summed over micro-batches of {other.options['samples']} of {setting.batch_size} samples, "
+            "and are complete only in the last one"
         )
     if other.technique == Autocast.name and "fp16" in map(str, other.options.values()):
         return _SCALED

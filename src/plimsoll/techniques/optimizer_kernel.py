@@ -1,15 +1,15 @@
-"""The kernel in which an optimizer of ``torch.optim`` does its update: `foreach`, `loop` or `fused`.
+"""The kernel of an optimizer's update in ``torch.optim``: `foreach`, `loop` or `fused`.
 
-- ``foreach`` computes every intermediate of many parameters at once: torch's own choice on CUDA, and the temporaries of
+- ``foreach`` computes each intermediate for many parameters at once. It is torch's default on CUDA. The temporaries of
   a chunk of the update (see `plimsoll.step.update.commit`) are as large as the chunk.
-- ``loop`` computes one parameter after another: torch's own choice on the CPU.
-- ``fused`` computes a parameter in one pass and makes no intermediate. Only Adagrad, Adam, AdamW and SGD have it.
+- ``loop`` computes one parameter after another. It is torch's default on the CPU.
+- ``fused`` computes a parameter in one pass without intermediates. Only Adagrad, Adam, AdamW and SGD have it.
 
-Numerics: the same formula, rounded in another order. What differs besides is where the count of steps is: on the host
-for `loop` and `foreach`, beside the parameter for `fused`. It is moved when the kernel changes, also of states that
-exist, and a checkpoint written meanwhile says the kernel that the training was given, not the one in force.
+Numerics: the same formula, rounded in another order. The step count is on the host for `loop` and `foreach`, and on the
+device of the parameter for `fused`. When the kernel changes, the step counts of existing states are moved. A checkpoint
+records the original kernel of the training, not the installed one.
 
-Does NOT cover optimizers that are not of ``torch.optim``, ``differentiable=True``, and states on another device.
+Does NOT cover optimizers outside ``torch.optim``, ``differentiable=True``, and states on another device.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 Kernel = Literal["foreach", "loop", "fused"]
 _MISSING = object()
-# Attributes by which an optimizer that was made as `fused` says so to a gradient scaler and to itself.
+# Attributes that torch sets on a `fused` optimizer, for its gradient scaler and for itself.
 _OF_FUSED = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 
 
 class OptimizerKernel(Technique):
-    """`Technique`: another kernel for the update."""
+    """`Technique`: choose another kernel for the update."""
 
     name = "optimizer_kernel"
     numerics = "reordered"
@@ -53,13 +53,13 @@ class OptimizerKernel(Technique):
     stage = "places"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """`fused`, which is faster and needs less than the others; where it cannot be had, what is not in force."""
+        """Return `fused`, which is the fastest and needs the least memory, or else the kernels that are not in use."""
         optimizer = workload.optimizer
         if not is_of_torch(optimizer) or "foreach" not in optimizer.defaults:
             return f"{type(optimizer).__name__} has one kernel only"
         in_force = {kernel_of(group, setting.device) for group in optimizer.param_groups}
         if in_force == {"fused"}:
-            return f"{type(optimizer).__name__} uses its `fused` kernel, the fastest and the one that needs least"
+            return f"{type(optimizer).__name__} uses its `fused` kernel, the fastest with the least memory"
         possible = [kernel for kernel in get_args(Kernel) if _obstacle(kernel, workload, setting.device) is None]
         offered = ["fused"] if "fused" in possible else [kernel for kernel in possible if in_force != {kernel}]
         choices = tuple(Choice(technique=self.name, options={"kernel": kernel}) for kernel in offered)
@@ -73,19 +73,19 @@ class OptimizerKernel(Technique):
         )
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """A kernel has to be one of the class, and able to do what this optimizer was asked for."""
+        """Return a reason if the optimizer does not have the kernel, or its options do not support it."""
         kernel = choice.options["kernel"]
         if kernel not in get_args(Kernel):
             return f"there is no kernel `{kernel}`: choose foreach, loop or fused"
         techniques = (technique_of(other.technique) for other in others)
         replacing = next((one for one in techniques if isinstance(one, ReplacedOptimizer)), None)
         if replacing is not None and kernel not in replacing.kernels:
-            return f"{replacing.name} replaces the optimizer by one that has no `{kernel}` kernel to choose"
+            return f"{replacing.name} replaces the optimizer, and the new one has no `{kernel}` kernel to choose"
         return _obstacle(kernel, workload, setting.device)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Choose the kernel in every group; states that exist or come meanwhile fit the kernel in force."""
+        """Set the kernel in every parameter group, and place existing and loaded step counts for it."""
         optimizer, kernel = workload.optimizer, choice.options["kernel"]
         given = [{key: group.get(key, _MISSING) for key in ("foreach", "fused")} for group in optimizer.param_groups]
         defaults: dict[str, Any] = {
@@ -107,7 +107,7 @@ class OptimizerKernel(Technique):
             optimizer.register_load_state_dict_post_hook(choose),
             optimizer.register_state_dict_post_hook(say_given),
         ]
-        # The scaler unscales for every kernel: `loop` and `foreach` could not do it themselves.
+        # The scaler must unscale gradients for every kernel: `loop` and `foreach` cannot do it themselves.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         optimizer.defaults.update({key: chosen[key] for key in defaults})
         choose()
@@ -124,7 +124,7 @@ class OptimizerKernel(Technique):
 
 
 def kernel_of(group: dict[str, Any], device: Literal["cpu", "cuda"]) -> Kernel:
-    """The kernel that a parameter group of ``torch.optim`` uses; torch chooses where nothing is said."""
+    """Return the kernel that a parameter group of ``torch.optim`` uses, by its options or torch's defaults."""
     if group.get("fused"):
         return "fused"
     is_left_open = group.get("foreach") is None and group.get("fused") is None
@@ -133,7 +133,7 @@ def kernel_of(group: dict[str, Any], device: Literal["cpu", "cuda"]) -> Kernel:
 
 
 def _obstacle(kernel: Any, workload: Workload, device: Literal["cpu", "cuda"]) -> str | None:
-    """Why a kernel cannot be used, or ``None``."""
+    """Return why a kernel cannot be used, or ``None``."""
     optimizer = workload.optimizer
     groups, name = optimizer.param_groups, type(optimizer).__name__
     if not is_of_torch(optimizer) or ("fused" if kernel == "fused" else "foreach") not in optimizer.defaults:
@@ -141,21 +141,21 @@ def _obstacle(kernel: Any, workload: Workload, device: Literal["cpu", "cuda"]) -
     if kernel == "loop":
         return None
     if any(group.get("differentiable") for group in groups):
-        return "the update is to be differentiated, which only `loop` can be"
+        return "the update must be differentiable, which only `loop` supports"
     if kernel == "fused":
         return _obstacle_to_fused(workload, device)
     needs_loop = any(isinstance(group["lr"], Tensor) and not group.get("capturable") for group in groups)
-    return "the learning rate is a tensor, which `foreach` takes only with capturable=True" if needs_loop else None
+    return "the learning rate is a tensor, which `foreach` supports only with capturable=True" if needs_loop else None
 
 
 def _obstacle_to_fused(workload: Workload, device: Literal["cpu", "cuda"]) -> str | None:
     kind = type(workload.optimizer)
     parameters = (parameter for group in workload.optimizer.param_groups for parameter in group["params"])
     if not all(parameter.is_floating_point() for parameter in parameters):
-        return "some parameters are not of floating point, which `fused` does not take"
+        return "some parameters are not floating-point, which `fused` does not support"
     if any(getattr(module, "sparse", False) for module in workload.model.modules() if isinstance(module, _EMBEDDINGS)):
-        return "an embedding has sparse gradients, which `fused` does not take"
-    # Adagrad's came to CUDA later than to the CPU: a torch without it refuses parameters there by this argument.
+        return "an embedding has sparse gradients, which `fused` does not support"
+    # `fused` Adagrad was added for CUDA later than for the CPU. A torch without it passes this argument.
     if device == "cuda" and "cuda_unsupported=True" in inspect.getsource(inspect.getmodule(kind) or torch):
         return f"this torch ({torch.__version__}) has no `fused` {kind.__name__} for CUDA"
     return None
@@ -165,7 +165,7 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def _place_step_counts(optimizer: torch.optim.Optimizer) -> None:
-    """Put the count of steps of every state where the kernel of its group wants it."""
+    """Move the step count of every state to the device that the kernel of its group needs."""
     for group in optimizer.param_groups:
         is_beside = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
@@ -176,7 +176,7 @@ def _place_step_counts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _on_host(count: Tensor) -> Tensor:
-    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32  # as torch.optim makes it
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32  # the dtype of torch.optim
     return count.cpu().to(dtype)
 
 

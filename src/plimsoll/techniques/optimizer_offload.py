@@ -1,13 +1,13 @@
-"""Optimizer states off the device: in a mapped file (CPU), or in the host's memory and brought for the update (CUDA).
+"""Offloading of optimizer states: to a memory-mapped file (CPU), or to host memory with copies for updates (CUDA).
 
-States move right after the update that made them, so that fresh states of only one chunk
-(`plimsoll.step.update.commit`) are on the device. In a mapped file an update is in place. In the host's memory the
-states of a chunk are lent (`plimsoll.device.off_device.Lender`): copies come to the device, are updated there, and go
-back when the step keeps the chunk. Until then the states on the host are what they were, so that undoing needs no other
+States are moved right after the update that created them, so only the new states of one chunk
+(`plimsoll.step.update.commit`) are on the device. In a memory-mapped file, an update is in place. In host memory, the
+states of a chunk are lent (`plimsoll.device.off_device.Lender`). They are copied to the device, updated there, and
+copied back when the step keeps the chunk. Until then the states on the host are unchanged, so an undo needs no other
 copy of them.
 
-Numerics: bitwise, the same kernels on the same values. Does NOT cover states that an optimizer keeps elsewhere, and
-sparse ones.
+Numerics: bitwise, the same kernels on the same values. Does NOT cover sparse states, and states outside
+``optimizer.state``.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from plimsoll.techniques.mechanisms.side_stream import SideStream, Transfer
 from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique, by_deepspeed
 
 PLACES = {"cpu": "disk", "cuda": "host"}
-"""Where there is memory that a device's budget does not count."""
+"""For each device, a place whose memory its budget does not count."""
 
 DEEPSPEED_PLACES = {"host": "cpu", "disk": "nvme"}
-"""What DeepSpeed calls them."""
+"""DeepSpeed's names of these places."""
 
 
 class Pool(Protocol):
-    """Makes tensors off the device."""
+    """A source of tensors off the device."""
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Make a tensor like another, with arbitrary values."""
+        """Create an uninitialized tensor like another."""
         ...
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """Make a tensor like another, with its values."""
+        """Create a copy of a tensor."""
         ...
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made here."""
+        """Return whether a tensor is from this pool."""
         ...
 
 
 def _zero(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
     place = DEEPSPEED_PLACES[str(choice.options.get("to", PLACES[device]))]
-    stage = 3 if place == "nvme" else 2  # only stage 3 goes to a disk
+    stage = 3 if place == "nvme" else 2  # only stage 3 supports disks
     return Exported({"zero_optimization": {"stage": stage, "offload_optimizer": {"device": place}}})
 
 
 class OptimizerOffload(Technique):
-    """`Technique`: optimizer states off the device."""
+    """`Technique`: offload optimizer states."""
 
     name = "optimizer_offload"
     numerics = "bitwise"
-    summary = "optimizer states in a mapped file (CPU) or in the host's memory (CUDA)"
+    summary = "optimizer states are kept in a memory-mapped file (CPU) or in host memory (CUDA)"
     modifies = frozenset({"optimizer"})
     moves = frozenset({"states"})
     reaches = frozenset({"optimizer states"})
@@ -77,13 +77,13 @@ class OptimizerOffload(Technique):
     stage = "places"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """All states to the one place there is for the device."""
+        """Return one choice: offload all states to the place that the device has."""
         if resident_bytes(workload.model, workload.optimizer)["optimizer_states"] == 0:
-            return f"{type(workload.optimizer).__name__} as it is set up keeps no states"
+            return f"{type(workload.optimizer).__name__} keeps no states with its current settings"
         return (Choice(technique=self.name, options={"to": PLACES[setting.device]}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """The place must be one that the device does not count."""
+        """Return a reason if the place is wrong for the device."""
         place = PLACES[setting.device]
         if choice.options.get("to") != place:
             return (
@@ -93,7 +93,7 @@ class OptimizerOffload(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Move the states there are, and those to come; on exit they come back."""
+        """Offload existing and future states; on exit, move them back."""
         optimizer = workload.optimizer
         is_streamed = choice.options["to"] == "host"
         pool: Pool = PinnedPool() if is_streamed else _file_for(workload)
@@ -113,12 +113,12 @@ class OptimizerOffload(Technique):
             if not is_streamed:
                 unwrap()
             states.leave()
-            if is_streamed:  # else those that are left still need it
+            if is_streamed:  # otherwise states that did not fit still need it
                 unwrap()
 
 
 def _file_for(workload: Workload) -> MappedPool:
-    """A file as large as all the states, so that a disk that is too full is found before the training."""
+    """Return a pool with a file as large as all states, so that a full disk raises before the training starts."""
     pool = MappedPool()
     parameters = _parameters_of(workload.optimizer)
     num_bytes = resident_bytes(workload.model, workload.optimizer)["optimizer_states"]
@@ -128,7 +128,7 @@ def _file_for(workload: Workload) -> MappedPool:
 
 
 class _Lent(NamedTuple):
-    """A state of a parameter, the key in it, the tensor that is on the host, and the copy an update works on."""
+    """A lent state: the state of a parameter, the key, the tensor on the host, and its copy for an update."""
 
     state: dict[str, Any]
     key: str
@@ -137,7 +137,7 @@ class _Lent(NamedTuple):
 
 
 class _States:
-    """Where the states of an optimizer are, and how they get there; those in the host's memory are lent to updates."""
+    """The offloaded states of an optimizer. States in host memory are lent to updates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: Pool, is_streamed: bool) -> None:
         self._optimizer, self._pool, self._is_streamed = optimizer, pool, is_streamed
@@ -149,7 +149,7 @@ class _States:
         self._departures: list[Transfer] = []
 
     def update(self, step: Callable[[], Any]) -> Any:
-        """Do an update of the parameters that the optimizer sees now; if it fails, states are what they were."""
+        """Run an update of the optimizer's current parameters; if it fails, restore the states."""
         parameters = _parameters_of(self._optimizer)
         is_done = False
         try:
@@ -166,7 +166,7 @@ class _States:
         return result
 
     def send(self, parameters: list[nn.Parameter]) -> None:
-        """Move the states that are still on the device."""
+        """Offload the states that are still on the device."""
         for _, state, key, value in self._of(parameters):
             if not self._pool.holds(value):
                 state[key] = self._pool.copy_of(value)
@@ -175,11 +175,11 @@ class _States:
     # ------------------------------------------------------------------------
 
     def is_lent(self, parameter: Tensor, state: Tensor) -> bool:
-        """Whether a state is on the host, and an update works on a copy."""
+        """Return whether a state is on the host, so that an update works on a copy."""
         return not is_marked(parameter) and _moves(state) and self._pool.holds(state)
 
     def copies_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy tensors to the host, beside what the device does until the next update."""
+        """Copy tensors to the host, concurrently with work on the device until the next update."""
         copies = [self._pool.empty_like(tensor) for tensor in tensors]
         pairs = [(copy, tensor.detach()) for copy, tensor in zip(copies, tensors, strict=True)]
         self._departures += [side.send(some) for side, some in self._by_device(pairs, of_target=False)]
@@ -187,7 +187,7 @@ class _States:
 
     @contextmanager
     def holding_back(self) -> Iterator[None]:
-        """Let updates leave the states on the host as they are, until `keep` or `drop` is called."""
+        """Keep the states on the host unchanged by updates, until `keep` or `drop` is called."""
         self._holds_back = True
         try:
             yield
@@ -195,26 +195,26 @@ class _States:
             self._holds_back = False
 
     def keep(self) -> None:
-        """Copy what was lent back, and send the states that are new."""
+        """Copy the lent states back, and offload new states."""
         lent, self._lent = self._lent, []
         updated, self._updated = self._updated, []
-        if self._is_leaving:  # they are where they belong now
+        if self._is_leaving:  # states stay on the device from now on
             return
         pairs = [(one.kept, one.state[one.key]) for one in lent]
         for side, some in self._by_device(pairs, of_target=False):
-            side.send(some).synchronize()  # the host reads them: checkpoints, copies for an undo
+            side.send(some).synchronize()  # the host reads them for checkpoints and undo copies
         for one in lent:
             one.state[one.key] = one.kept
         self.send(updated)
 
     def drop(self) -> None:
-        """Forget what was lent."""
+        """Discard the lent copies."""
         for one in self._lent:
             one.state[one.key] = one.kept
         self._lent, self._updated, self._departures = [], [], []
 
     def _lend(self, parameters: list[nn.Parameter]) -> None:
-        """Put copies on the device in place of the states: all of them, or none if they do not fit."""
+        """Replace states with copies on the device: all of them, or none if they do not fit."""
         lent = [
             _Lent(state, key, value, _room_for(value, parameter))
             for parameter, state, key, value in self._of(parameters)
@@ -232,7 +232,7 @@ class _States:
     def _by_device(
         self, pairs: Sequence[tuple[Tensor, Tensor]], of_target: bool
     ) -> Iterator[tuple[SideStream, list[tuple[Tensor, Tensor]]]]:
-        """Copies by the device that they come from or go to."""
+        """Yield the pairs of copies of each device that they come from or go to, with its side stream."""
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for pair in pairs:
             by_device.setdefault(pair[not of_target].device, []).append(pair)
@@ -242,10 +242,10 @@ class _States:
             yield self._sides[device], some
 
     def leave(self) -> None:
-        """Move every state to where its parameter is, one by one, and no further ones away.
+        """Move every state to the device of its parameter, one by one, and stop offloading.
 
-        If memory runs out, the others can be used where they are; those in the host's memory come back with the next
-        update of their parameter.
+        If memory runs out, the remaining states are usable at their place. States in host memory are moved back by the
+        next update of their parameter.
         """
         self._is_leaving = True
         for parameter, state, key, value in self._of(self._optimizer.state):
@@ -253,9 +253,9 @@ class _States:
                 state[key] = _on_device(value, parameter)
 
     def before_loading(self, optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Keep the large tensors from being put on the device all at once, and copy the others.
+        """Set aside the large tensors, which torch would put on the device all at once, and copy the others.
 
-        torch would take a count of steps as it is, and what was loaded may be the checkpoint's file itself.
+        Torch would use a step count without a copy, and it may be part of the memory-mapped checkpoint.
         """
         self._set_aside = loaded["state"]
         small = {
@@ -269,7 +269,7 @@ class _States:
         return loaded | {"state": small}
 
     def after_loading(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move what was kept, one tensor at a time."""
+        """Offload the loaded tensors that were set aside, one at a time."""
         full, self._set_aside = self._set_aside, {}
         numbers = chain.from_iterable(group["params"] for group in optimizer.state_dict()["param_groups"])
         for number, parameter in zip(numbers, _parameters_of(optimizer), strict=True):
@@ -281,19 +281,19 @@ class _States:
                 }
 
     def _of(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, dict[str, Any], str, Tensor]]:
-        """The states of parameters that move."""
+        """Return the states of parameters that can be offloaded."""
         states = self._optimizer.state
         return [
             (parameter, states[parameter], key, value)
             for parameter in parameters
-            if parameter in states and not is_marked(parameter)  # whose states are where it is
+            if parameter in states and not is_marked(parameter)  # an offloaded parameter has its states at its place
             for key, value in states[parameter].items()
             if _moves(value)
         ]
 
 
 def _moves(value: Any) -> bool:
-    """Whether a state is worth moving, and can be: of floating-point numbers, or of bytes that stand for them."""
+    """Return whether a state can be offloaded and is worth it: floating-point numbers, or byte codes of them."""
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     return is_dense and (value.is_floating_point() or value.dtype == torch.uint8) and value.numel() > 1
 
@@ -312,8 +312,8 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _wrap_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Let ``run`` do each ``optimizer.step()``, which it is given; returns what undoes that."""
-    own = vars(optimizer).get("step")  # that of a learning rate schedule, which counts the steps
+    """Pass each ``optimizer.step()`` to ``run``, and return a function that undoes this."""
+    own = vars(optimizer).get("step")  # the wrapper of a learning rate schedule, which counts steps
     step = optimizer.step
 
     @functools.wraps(step)
@@ -326,5 +326,5 @@ def _wrap_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any
         else:
             optimizer.step = own  # type: ignore[method-assign]
 
-    optimizer.step = MethodType(wrapped, optimizer)  # type: ignore[method-assign]  # schedules ask for a method
+    optimizer.step = MethodType(wrapped, optimizer)  # type: ignore[method-assign]  # schedules require a method
     return unwrap

@@ -1,12 +1,12 @@
-"""Packed sequences of different lengths through the kernels for batches: a stretch of steps with equally many samples.
+"""Packed sequences of different lengths run as dense batches: one for each stretch of steps with equally many samples.
 
-On the CPU torch walks a `PackedSequence` whose samples differ in length step by step, and in backward each step makes
-zeros as large as the whole packed input: the time grows with the square of the length. Between two lengths, however,
-the rows are a dense batch of (steps, samples), and go through the kernels for these. It is offered for a model that
-says with ``packs_sequences = True`` in its class that it packs.
+On the CPU, torch processes a `PackedSequence` with different lengths step by step. In backward, each step allocates
+zeros as large as the whole packed input, so the time grows with the square of the length. Between two lengths, however,
+the rows are a dense batch of (steps, samples), for which the dense kernels can be used. It is offered for models whose
+class declares ``packs_sequences = True``.
 
-Numerics: the kernels add up in another order. Dropout between layers of one direction is drawn stretch by stretch. Does
-NOT cover layers with a forward of their own, layers whose forward `time_segments` has replaced, and compiled models.
+Numerics: the dense kernels sum in another order. Dropout between layers of one direction is drawn stretch by stretch.
+Does NOT cover layers with a custom forward, layers that `time_segments` has replaced, and compiled models.
 
 Shapes: B samples, N rows of a packed batch.
 """
@@ -33,51 +33,51 @@ from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 
 class PackedStretches(Technique):
-    """`Technique`: packed sequences as dense batches, from one length to the next."""
+    """`Technique`: run packed sequences as dense batches."""
 
     name = "packed_stretches"
     numerics = "reordered"
-    summary = "packed sequences through the kernels for batches, from one length to the next"
+    summary = "packed sequences of different lengths run as dense batches, which is faster on the CPU"
     modifies = frozenset({"model"})
     reaches = frozenset({"activations", "temporaries"})
-    not_captured = "what is packed has all kinds of shapes"
+    not_captured = "packed sequences have many different shapes"
     may_be_faster = True
     leaves_out_work = True
     stage = "time"
     turn = 2
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """One choice, on the CPU, for a model that says that it packs."""
+        """Return one choice, on the CPU, for a model that declares that it packs its sequences."""
         reason = _why_not(workload.model)
         if reason is not None:
             return reason
         if setting.device != "cpu":
-            return "cuDNN runs packed sequences as they are: only the CPU's kernels are slow with them"
+            return "cuDNN is fast on packed sequences: only the CPU kernels of torch are slow"
         if not setting.lengths_vary:
-            return "nothing says that the samples of a batch are of different lengths: only an attention_mask does"
+            return "no attention_mask shows that the samples of a batch have different lengths"
         if getattr(workload.model, "packs_sequences", False) is not True:
             return (
-                f"nothing says that {type(workload.model).__name__} packs its sequences (pack_padded_sequence): if it "
-                "does, say so with `packs_sequences = True` in its class, or pin packed_stretches"
+                f"it is unknown whether {type(workload.model).__name__} packs sequences (pack_padded_sequence): if it "
+                "does, set `packs_sequences = True` in its class, or pin packed_stretches"
             )
         return (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Options, of which there are none, and a model without recurrent layers."""
+        """Return a reason if options are given, or the model has no recurrent layers."""
         if choice.options:
             return f"its options are {', '.join(choice.options)}: it has none, leave them out"
         return _why_not(workload.model)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Replace the forward of recurrent layers, on the instances, but where it is replaced already.
+        """Replace the forward of recurrent layers, on the instances, except if it is replaced already.
 
         Raises:
             InputError: if the model has no such layer.
         """
         reason = _why_not(workload.model)
         if reason is not None:
-            raise InputError(f"{choice} has nothing to run in {type(workload.model).__name__}: {reason}; leave it out")
+            raise InputError(f"{choice} cannot be used with {type(workload.model).__name__}: {reason}; leave it out")
         with ExitStack() as stack:
             for layer in _layers(workload.model):
                 if "forward" not in vars(layer):
@@ -86,10 +86,10 @@ class PackedStretches(Technique):
 
 
 class StretchedLayer(ComposedLayer):
-    """The forward of a recurrent layer, with packed sequences of different lengths in stretches."""
+    """The forward of a recurrent layer that runs packed sequences of different lengths in stretches."""
 
     def __call__(self, input: Any, hx: Any = None) -> tuple[Any, Any]:
-        """As the layer's own forward."""
+        """Compute the same result as the forward of the layer."""
         if isinstance(input, PackedSequence):
             sizes = values_of(input.batch_sizes)
             if sizes[0] != sizes[-1]:
@@ -97,7 +97,7 @@ class StretchedLayer(ComposedLayer):
         return type(self._layer).forward(self._layer, input, hx)  # type: ignore[no-any-return]
 
     def _one_way(self, sequences: Sequences, state: State, layers: range, direction: int) -> tuple[Tensor, State]:
-        """Some layers in one direction; ``direction`` 1 goes from the last step to the first."""
+        """Run layers in one direction; ``direction`` 1 is from the last step to the first."""
         assert sequences.batch_sizes is not None
         weights = [self._weights(number, direction) for number in layers]  # once: a parametrization computes them
         shapes = [(len(list(steps)), num_samples) for num_samples, steps in groupby(sequences.batch_sizes)]
@@ -110,7 +110,7 @@ class StretchedLayer(ComposedLayer):
     def _to_the_last(
         self, stretches: Sequence[Tensor], state: State, weights: list[list[Tensor]]
     ) -> tuple[list[Tensor], State]:
-        """Samples end where a stretch has fewer than the one before."""
+        """Run stretches forward in time. Samples end when a stretch has fewer samples than the previous one."""
         outputs: list[Tensor] = []
         ended: list[State] = []
         for stretch in stretches:
@@ -125,7 +125,7 @@ class StretchedLayer(ComposedLayer):
     def _to_the_first(
         self, stretches: Sequence[Tensor], state: State, weights: list[list[Tensor]]
     ) -> tuple[list[Tensor], State]:
-        """Samples enter where a stretch has more than the one after it, with the first states that they were given."""
+        """Run stretches backward in time. Samples enter, with their initial states, when a stretch has more samples."""
         outputs: list[Tensor] = []
         back = stretches[::-1]
         counts = [0, *(stretch.shape[1] for stretch in back)]
@@ -137,17 +137,17 @@ class StretchedLayer(ComposedLayer):
         return outputs[::-1], state
 
     def _stretch(self, stretch: Tensor, state: State, weights: list[list[Tensor]]) -> tuple[Tensor, State]:
-        state = tuple(part.contiguous() for part in state)  # some samples of several layers are no single block
+        state = tuple(part.contiguous() for part in state)  # a slice of the samples is not contiguous
         with _without_onednn() if self._layer.mode == "LSTM" else nullcontext():
             return self._together(Sequences(stretch, 0, None), state, weights)
 
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Let torch run an LSTM by products of matrices, as it runs the other layers.
+    """Disable oneDNN, so that torch runs an LSTM as matrix products, as it runs the other layers.
 
-    oneDNN writes code for each number of steps and of samples that it meets and keeps a thousand of them. Stretches are
-    ever others: a small tagger was 250 MiB larger after 150 steps.
+    oneDNN compiles code for each combination of steps and samples, and caches a thousand of them. Stretches have ever
+    new shapes: a small tagger grew by 250 MiB in 150 steps.
     """
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property of a module
@@ -158,7 +158,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _split(state: State, counts: list[int]) -> list[State]:
-    """Cut the states of samples into those of so many each."""
+    """Split the states of samples into groups of `counts` samples."""
     return list(zip(*(part.split_with_sizes(counts, 1) for part in state), strict=True))
 
 
@@ -175,4 +175,4 @@ def _why_not(model: nn.Module) -> str | None:
         return "the model is compiled"
     if _layers(model):
         return None
-    return f"{type(model).__name__} has no recurrent layers of torch's (nn.LSTM, nn.GRU, nn.RNN)"
+    return f"{type(model).__name__} has no recurrent layers of torch (nn.LSTM, nn.GRU, nn.RNN)"

@@ -1,12 +1,11 @@
-"""Parameters, and with ``gradients`` their gradients, in a mapped file: for a CPU budget that cannot hold them.
+"""Parameters in a memory-mapped file, optionally with their gradients: for CPU budgets that cannot hold them.
 
-The parameters stay the objects that the model and the optimizer know; their memory is exchanged for a file's, storage
-by storage, so that what is tied or a view stays so. A model that was built in files (`plimsoll.models.in_files`) is
-taken over as it is. If memory runs out in the exit, the parameters that are not back yet stay in the file: they train
-and are saved as well.
+The parameter objects of the model and the optimizer stay the same. Their memory is replaced with a memory-mapped file,
+storage by storage, so tied parameters and views remain so. A model that was built in files (`plimsoll.models.in_files`)
+is used as it is. If memory runs out on exit, the remaining parameters stay in the file, and can be trained and saved
+there.
 
-Numerics: bitwise. Does NOT cover CUDA (see `layer_streaming`), parameters that are not plain dense tensors, and
-buffers.
+Numerics: bitwise. Does NOT cover CUDA (see `layer_streaming`), buffers, and parameters that are not dense tensors.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from plimsoll.techniques.mechanisms.allocators import blocks_mapped_from
 from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique, by_deepspeed
 from plimsoll.techniques.optimizer_offload import DEEPSPEED_PLACES, PLACES
 
-_NOT_ON_CUDA = "a GPU cannot read a file's pages: layer_streaming brings weights to it from the host, block by block"
+_NOT_ON_CUDA = "a GPU cannot read memory-mapped files: layer_streaming copies weights from the host, block by block"
 
 
 class ParameterOffload(Technique):
-    """`Technique`: parameters in a mapped file."""
+    """`Technique`: parameters in a memory-mapped file."""
 
     name = "parameter_offload"
     numerics = "bitwise"
-    summary = "parameters, and gradients as well, in a mapped file (CPU)"
+    summary = "parameters, optionally with gradients, are kept in a memory-mapped file (CPU)"
     moves = frozenset({"parameters"})
     reaches = frozenset({"parameters", "gradients"})
     excludes: ClassVar = {
-        Heap.name: "parameter_offload sets the heap up itself (blocks mapped from 128 KiB on), and heap cannot go with "
-        "it"
+        Heap.name: "parameter_offload sets the heap up itself (blocks mapped from 128 KiB on), so heap cannot be "
+        "combined with it"
     }
     sets_up_heap = True
-    not_captured = "parameters come to the device in each pass"
+    not_captured = "parameters are brought to the device in each pass"
     keeps_state_between_passes = False
     exports: ClassVar = {
         "deepspeed": lambda _, device: Exported({
@@ -54,24 +53,24 @@ class ParameterOffload(Technique):
     stage = "places"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """The parameters; the parameters and their gradients."""
+        """Return two choices: only parameters, and parameters with gradients."""
         if setting.device == "cuda":
             return _NOT_ON_CUDA
         return tuple(Choice(technique=self.name, options={"gradients": gradients}) for gradients in (False, True))
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """It is for the CPU, and sets the heap up itself."""
+        """Return a reason if the device is CUDA, or `heap` is chosen too."""
         return self.excluded(others) or (_NOT_ON_CUDA if setting.device == "cuda" else None)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Exchange the memory of the parameters; on exit it is exchanged again."""
+        """Move the parameters to the file; on exit, move them back."""
         pool = workload.files or MappedPool()
         parameters = [parameter for parameter in workload.model.parameters() if parameter.layout is torch.strided]
         here = [parameter for parameter in parameters if not pool.holds(parameter)]
         with ExitStack() as stack:
-            # What comes and goes meanwhile would fragment the heap, in which the parameters leave holes: up to 67 MiB
-            # more than live tensors explain were measured for small models. So large blocks are mapped by themselves.
+            # Parameters that move out leave holes in the heap, and temporary tensors would fragment it. For small
+            # models, up to 67 MiB more than all live tensors were measured. So large blocks get their own mappings.
             stack.enter_context(blocks_mapped_from(heap.TIGHT_BYTES))
             stack.callback(_bring_back, here, pool)
             if choice.options.get("gradients"):
@@ -89,7 +88,7 @@ class ParameterOffload(Technique):
 
 
 class _Mover:
-    """Moves the gradient of a parameter when it is complete; later micro-batches add to it in place."""
+    """A hook that moves a gradient to the file when it is accumulated. Later micro-batches add to it in place."""
 
     def __init__(self, pool: MappedPool) -> None:
         self._pool = pool
@@ -108,7 +107,7 @@ def _bring_back(parameters: list[nn.Parameter], pool: MappedPool) -> None:
 
 @torch.no_grad()
 def _exchange(parameters: list[nn.Parameter], copied: Callable[[Tensor], Tensor]) -> None:
-    """Give parameters the memory of copies, made one storage at a time; those of one storage still share it."""
+    """Replace the storages of parameters with copies, one at a time. Shared storages stay shared."""
     sharing: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:
         sharing.setdefault((parameter.untyped_storage()._cdata, parameter.dtype), []).append(parameter)

@@ -1,13 +1,15 @@
-"""Backpropagation through time in little memory: a sequence is cut into segments, each computed again in backward.
+"""Exact backpropagation through time in little memory: a sequence is cut into segments, recomputed in backward.
 
     Choice(technique="time_segments", options={"steps": 128, "kept": 0})
 
-``steps`` is the length of a segment, 0 the square root of the sequence's or up to 128; ``kept`` the number of states
-that are kept between segments, 0 all of them. For T steps in segments of S, T / S states and the activations of S steps
-are kept in place of those of T; fewer states cost more computation (`mechanisms.schedule`).
+``steps`` is the length of a segment. 0 is the square root of the sequence length, or a quarter of the sequence up to
+128 steps if that is longer. ``kept`` is the number of states kept between segments; 0 keeps all of them.
 
-Numerics: nothing is truncated. Dropout draws segment by segment, the same in backward as in forward. Does NOT cut loops
-over cells in a model's code (make them an `UnrolledCell`), and layers whose forward was replaced or is not torch's.
+With T steps in segments of S steps, T / S states and the activations of S steps are kept. Without segments, the
+activations of T steps are kept. Fewer states need more computation (`mechanisms.recompute_schedule`).
+
+Numerics: nothing is truncated. Dropout draws segment by segment, the same in backward as in forward. Does NOT cover
+loops over cells in a model's code (use `UnrolledCell`), and layers whose forward was replaced or is not torch's.
 """
 
 from __future__ import annotations
@@ -35,21 +37,21 @@ from plimsoll.techniques.mechanisms.segment_recompute import Walk, has_hook, ove
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 from plimsoll.techniques.mechanisms.uncuttable import counts_rows
 
-_FEWEST_STEPS = 16  # of a segment: with fewer, a kernel's own preparation takes longer than its steps
-_STEPS_PER_SEGMENT = 4  # the longest segments offered are a quarter of the sequence, the next a quarter of those
-_MOST_SEGMENTS_KEPT = 256  # where a plan may have more, it is also offered to keep fewer states
+_FEWEST_STEPS = 16  # of a segment: with fewer, the setup of a kernel takes longer than its steps
+_STEPS_PER_SEGMENT = 4  # ratio of the sequence to the longest segment, and of two lengths that are offered
+_MOST_SEGMENTS_KEPT = 256  # with more segments, a choice that keeps fewer states is offered too
 
 
 class TimeSegments(Technique):
-    """`Technique`: exact backpropagation through time, a segment at a time."""
+    """`Technique`: exact backpropagation through time, segment by segment."""
 
     name = "time_segments"
     numerics = "reordered"
-    summary = "recurrent layers over a segment of time at a time, computed again in backward"
+    summary = "recurrent layers run segment by segment, and each segment is recomputed in backward"
     modifies = frozenset({"model"})
     reaches = frozenset({"activations", "temporaries"})
     is_for_trainers = True
-    not_captured = "Python goes on from segment to segment"
+    not_captured = "Python loops over the segments"
     cuts_time = True
     may_be_faster = True
     unoffered: ClassVar = {"kept": 0}
@@ -57,7 +59,7 @@ class TimeSegments(Technique):
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Segments of a quarter of the sequence, a sixteenth, and so on; then fewer states between the shortest."""
+        """Return segments of a quarter of the sequence, a sixteenth, ...; last, the shortest with fewer states."""
         reason = _why_not(workload.model)
         if reason is not None:
             return reason
@@ -73,25 +75,25 @@ class TimeSegments(Technique):
         return tuple(choices)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Numbers that are none, a model without recurrent layers, and layers that are checkpointed as well."""
+        """Return a reason if an option is invalid, no layer can be cut, or checkpointing covers the same layers."""
         wrong = wrong_numbers(choice, {"steps": "the default", "kept": "all"})
         if wrong is not None:
             return wrong
         checkpointed = (other for other in others if other.technique == Checkpointing.name)
         if any(_is_checkpointed(workload.model, other) for other in checkpointed):
-            return "checkpointing computes the same layers again: leave one of the two out"
+            return "checkpointing recomputes the same layers: leave one of the two out"
         return _why_not(workload.model)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Replace the forward of what is cut, on the instances.
+        """Replace the forward of the recurrent parts, on the instances.
 
         Raises:
-            InputError: if there is nothing to cut.
+            InputError: if the model has no part to cut.
         """
         reason = _why_not(workload.model)
         if reason is not None:
-            raise InputError(f"cannot cut {type(workload.model).__name__} in segments: {reason}; leave {choice} out")
+            raise InputError(f"cannot cut {type(workload.model).__name__} into segments: {reason}; leave {choice} out")
         cut = Cut(int(choice.options["steps"]), int(choice.options.get("kept", 0)))
         with ExitStack() as stack:
             for part in parts_in_time(workload.model):
@@ -100,17 +102,17 @@ class TimeSegments(Technique):
 
 
 def time_segments_choice(steps: int, kept: int = 0) -> Choice:
-    """The choice of segments of so many steps; see the module's docstring for 0."""
+    """Return the choice of segments of `steps` steps; the module docstring explains 0."""
     options: dict[str, Value] = {"steps": steps, "kept": kept} if kept else {"steps": steps}
     return Choice(technique=TimeSegments.name, options=options)
 
 
 def wrong_numbers(choice: Choice, meanings: dict[str, str]) -> str | None:
-    """Say what is wrong with options that are numbers of steps or states; ``None`` if nothing is.
+    """Return why options for numbers of steps or states are invalid, or ``None``.
 
     Args:
-        choice: of a technique that cuts time; ``steps`` it needs.
-        meanings: what 0 stands for, by each option there is.
+        choice: A choice of a technique that cuts time; ``steps`` is required.
+        meanings: For each possible option, the meaning of 0.
     """
     if set(choice.options) - set(meanings) or "steps" not in choice.options:
         more = ", and kept if it is not all" if "kept" in meanings else " and nothing else"
@@ -123,7 +125,7 @@ def wrong_numbers(choice: Choice, meanings: dict[str, str]) -> str | None:
 
 
 def segment_lengths(num_steps: int) -> Iterator[int]:
-    """The lengths offered for a sequence, the longest first: powers of two, about a quarter of each other.
+    """Yield the segment lengths offered for a sequence, longest first: powers of two, each a quarter of the previous.
 
     >>> list(segment_lengths(1000)), list(segment_lengths(10_000)), list(segment_lengths(40))
     ([128, 32], [2048, 512, 128, 32], [])
@@ -135,10 +137,10 @@ def segment_lengths(num_steps: int) -> Iterator[int]:
 
 
 def parts_in_time(model: nn.Module) -> list[nn.Module]:
-    """What of a model is cut: the outermost parts that run in segments, and recurrent layers outside of these.
+    """Return the modules to cut: outermost modules that run in segments, and recurrent layers outside of these.
 
-    A part that runs in segments is cut with its embedding, output layer and loss; the input and the output of a layer
-    alone stay as long as the sequence.
+    A module that runs in segments is cut with its embedding, output layer and loss. If only a layer is cut, its input
+    and output are still as long as the sequence.
     """
     if runs_in_segments(model) or isinstance(model, UnrolledCell) or is_plain_layer(model):
         return [model]
@@ -152,7 +154,7 @@ def _why_not(model: nn.Module) -> str | None:
     if not parts:
         own = [type(part).__name__ for part in model.modules() if isinstance(part, nn.RNNBase)]
         if own:
-            return f"{own[0]} has a forward of its own, which may be anything"
+            return f"{own[0]} has a custom forward, which cannot be cut"
         return f"{type(model).__name__} has no recurrent layers (nn.LSTM, nn.GRU, nn.RNN or plimsoll.UnrolledCell)"
     if any(has_hook(parameter) for part in parts for parameter in part.parameters()):
         return "a parameter has a hook (register_hook), which would see each segment's part of its gradient"
@@ -177,27 +179,27 @@ def _in_segments(part: nn.Module, cut: Cut) -> Any:
 
 
 class SegmentedModel:
-    """The forward of a model that runs in segments; with ``truncates`` its gradients end where a segment begins."""
+    """The forward of a model in segments; with ``truncates``, gradients end at the beginning of a segment."""
 
     def __init__(self, model: nn.Module, cut: Cut, *, truncates: bool = False) -> None:
         functools.update_wrapper(self, type(model).forward)
         self._model, self._cut, self._truncates = model, cut, truncates
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own forward."""
+        """Compute the same result as the forward of the model."""
         unroll = Unrolled(self._model, self._cut, truncates=self._truncates and torch.is_grad_enabled())
         return self._model.in_segments(unroll, *args, **kwargs)  # type: ignore[operator]
 
 
 class Unrolled(NamedTuple):
-    """`Unroll` with a cut of time, for a model whose trainable parameters may all take part."""
+    """An `Unroll` that cuts time. It passes gradients to all trainable parameters of the model."""
 
     model: nn.Module
     cut: Cut
     truncates: bool
 
     def __call__(self, run: Run, sequences: Sequence[Tensor], state: State = (), dim: int = 1) -> Passed:
-        """Go through the sequences segment by segment."""
+        """Run the sequences segment by segment."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         kept_sparse = {
             id(part.weight) for part in self.model.modules() if isinstance(part, nn.Embedding) and part.sparse
@@ -214,7 +216,7 @@ class Unrolled(NamedTuple):
 
 
 def _purely(module: nn.Module, run: Run, segment: int, state: State, slices: tuple[Tensor, ...]) -> Passed:
-    """Compute a stretch of time, and refuse a module that keeps something of it."""
+    """Compute one segment, and raise if the module changes its attributes in it."""
     attributes = Attributes(module)
     passed = run(state, *slices)
     attributes.require_unchanged()

@@ -1,15 +1,16 @@
-"""Truncated backpropagation through time: the gradient ends where a segment of the sequence begins.
+"""Truncated backpropagation through time: the gradient ends at the beginning of a segment of the sequence.
 
     Choice(technique="truncated_bptt", options={"steps": 128})
 
-``steps`` is the length of a segment, 0 what it is in `time_segments`. The hidden state goes on from segment to segment,
-its gradient does not (Williams and Peng 1990, https://doi.org/10.1162/neco.1990.2.4.490): a loss sees what the
-parameters did in at most ``steps`` steps before it, in the mean half as many. The gradient is biased. `time_segments`
-is exact, needs as little memory, and takes longer: it computes segments twice.
+``steps`` is the length of a segment; 0 means the same as in `time_segments`. The hidden state passes from segment to
+segment, but its gradient does not (see Williams and Peng 1990, https://doi.org/10.1162/neco.1990.2.4.490).
 
-For models that run in segments and give nothing but their loss, as a sum over the segments
-(`plimsoll.models.recurrent.segments`); others are refused. Does NOT cover fp16: gradients are made before the scale of
-the loss arrives.
+The gradient of a loss reaches back at most ``steps`` steps, and half as many on average. It is biased. `time_segments`
+is exact and needs as little memory, but takes longer, because it computes segments twice.
+
+It is for models that run in segments and return only their loss, as a sum over the segments
+(`plimsoll.models.recurrent.segments`); other models are refused. Does NOT cover fp16: gradients are computed before the
+loss is scaled.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from plimsoll.techniques.time_segments import SegmentedModel, TimeSegments, segm
 
 
 class TruncatedBptt(Technique):
-    """`Technique`: gradients that reach back a segment."""
+    """`Technique`: gradients that reach back one segment."""
 
     name = "truncated_bptt"
     numerics = "lossy"
-    summary = "gradients through time end where a segment begins"
+    summary = "gradients through time end at the beginning of a segment"
     modifies = frozenset({"model"})
     reaches = frozenset({"activations", "temporaries"})
     is_for_the_run = True
@@ -47,7 +48,7 @@ class TruncatedBptt(Technique):
     stage = "time"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """The same lengths as `time_segments` offers."""
+        """Return the segment lengths that `time_segments` offers."""
         reason = _why_not(workload)
         if reason is not None:
             return reason
@@ -59,14 +60,14 @@ class TruncatedBptt(Technique):
         return tuple(Choice(technique=self.name, options={"steps": steps}) for steps in lengths)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """What is not allowed, a number of steps that is none, and fp16."""
+        """Return a reason if it is not allowed, the steps are invalid, the model cannot be cut, or it uses fp16."""
         if self.name not in setting.allow:
             return f"it is lossy: allow it with `allow: [{self.name}]`"
         wrong = wrong_numbers(choice, {"steps": "the default"})
         if wrong is not None:
             return wrong
         if workload.precision == "fp16" or any(other.options.get("dtype") == "fp16" for other in others):
-            return "its gradients are made before fp16's scale of the loss arrives: use bf16"
+            return "its gradients are computed before the loss is scaled for fp16: use bf16"
         return self.excluded(others) or _why_not(workload)
 
     @contextmanager
@@ -74,7 +75,7 @@ class TruncatedBptt(Technique):
         """Replace the forward of the model, on the instance.
 
         Raises:
-            InputError: if it cannot be cut.
+            InputError: if the model cannot be cut.
         """
         reason = _why_not(workload)
         if reason is not None:
@@ -86,7 +87,7 @@ class TruncatedBptt(Technique):
             yield
 
     def gradient_steps(self, choice: Choice, num_steps: int) -> int | None:
-        """Return the steps back to the beginning of a segment."""
+        """Return the length of the first segment: gradients reach back at most so far."""
         _, segment_steps = Cut(int(choice.options["steps"])).spans(num_steps)[0]
         return segment_steps
 
@@ -94,15 +95,15 @@ class TruncatedBptt(Technique):
 def _why_not(workload: Workload) -> str | None:
     model = workload.model
     if isinstance(workload.loss, Distillation):
-        return "a teacher is compared with what the model says of whole sequences: time_segments is exact"
+        return "a teacher is compared with the model's output for whole sequences: use time_segments, which is exact"
     if runs_in_segments(model) and not sums_its_loss(model):
         return (
-            f"the loss of {type(model).__name__} is of the end of the sequence (judges_the_end), whose gradient would "
-            "reach back a segment and no further: time_segments is exact"
+            f"the loss of {type(model).__name__} is computed at the end of the sequence (judges_the_end), and its "
+            "gradient would reach back only one segment: use time_segments, which is exact"
         )
     if not sums_its_loss(model):
         return (
-            f"{type(model).__name__} does not say how the loss of a stretch of time is computed: that takes "
+            f"{type(model).__name__} does not define how to compute the loss of one segment: it needs "
             "`in_segments`, which the recurrent language models have"
         )
     counted = counts_rows(model)

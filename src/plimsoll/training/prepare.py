@@ -113,7 +113,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
         prepared = prepared.model_copy(update={"vectors_folder": vectors.folder, "vectors_digest": vectors.digest})
     peak_bytes = max(peak.read(private_bytes()), made_bytes)
     prepared = with_rows(prepared, job).model_copy(update={"peak_bytes": peak_bytes})
-    if not again:
+    if not again and directory.plan.is_file():  # the data of `plimsoll shrink` is prepared without a plan
         require_prepared_for(Plan.load(directory.plan), texts_of(prepared))
     prepared.save(directory.prepared)
     if not quiet:

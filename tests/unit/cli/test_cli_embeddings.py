@@ -61,7 +61,7 @@ def test_what_is_wrong_is_also_said_where_there_is_an_output(call, folder):
     Path("bad.txt").write_text("a 1 2\nb 1\na 3 4\nc nan 1\n")
     done = call("embeddings", "convert", "bad.txt", "-o", "good.vec")
     assert done.code == 0
-    assert all(said in done.err for said in ("wrong dimension", "line 2: 'b 1', 1 numbers, not 2", "twice", "NaN"))
+    assert all(said in done.err for said in ("wrong dimension", "line 2: 'b 1', 1 numbers, not 2", "duplicate", "NaN"))
     Path("twice.txt").write_text("a 1 2\na 3 4\n")
     strict = call("embeddings", "info", "twice.txt", "--strict")
     assert (strict.code, "'a' is there more than once: remove all but one" in strict.err) == (2, True)

@@ -141,7 +141,7 @@ def test_a_job_that_does_not_fit_is_written_with_what_makes_it_fit(call, job_fil
     code, shown, err = call("explain", job_file, *ON_CARD, "--budget", "330MiB", "--apply", "-o", out)
     assert code == 1
     assert re.fullmatch(rf"{re.escape(str(out))}: the job for .*=.*; train it with `plimsoll train .*yaml`\n", err)
-    assert "What the peak is made of" in shown
+    assert "Parts of the peak" in shown
     assert "1. " in shown
     assert out.read_text(encoding="utf-8") == f"{JOB}budget: {{device: 330MiB}}\n"
 

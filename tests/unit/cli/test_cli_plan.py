@@ -30,7 +30,7 @@ def planning(standing_in):
     ("plan", "code", "words"),
     [
         (fitting_plan(), 0, "Fits: 1000.0 MiB of 2.0 GiB"),
-        (impossible_plan(), 1, "Impossible: at least 2.4 GiB are needed"),
+        (impossible_plan(), 1, "Impossible: at least 2.4 GiB is needed"),
     ],
 )
 def test_the_exit_code_says_whether_there_is_a_plan(call, job, planning, plan, code, words):
@@ -78,14 +78,14 @@ def test_each_strategy_is_printed_on_standard_error_when_it_is_planned_but_not_w
     module.compare_strategies = compare
     monkeypatch.setitem(sys.modules, "plimsoll.planning.strategies", module)
     told = call("plan", job, "--compare").err.splitlines()
-    assert told[1:] == ["full, weights streamed: fits, 1.5 GiB, 12.0 s a step", "LoRA: impossible"]
+    assert told[1:] == ["full, weights streamed: fits, 1.5 GiB, 12.0 s per step", "LoRA: impossible"]
     assert call("plan", job, "--compare", "--json").err == ""
 
 
 def test_a_comparison_has_pins_of_its_own(call, job):
     done = call("plan", job, "--compare", "--pin", "heap=never", "--forbid", "lora")
     assert done.code == 2
-    assert "--compare plans each way with pins of its own, not with heap=never, lora: leave one" in done.err
+    assert "--compare sets the pins of each strategy, and cannot use heap=never, lora: leave one" in done.err
 
 
 def test_every_option_arrives(call, job, planning, tmp_path):
@@ -131,7 +131,7 @@ def test_a_page_is_written_its_path_printed_and_the_headline_told_to_people(call
     page = tmp_path / "a.html"
     done = call("plan", job, "-o", page)
     assert (done.code, done.out) == (1, f"{page}\n")
-    assert done.err.startswith("Impossible: at least 2.4 GiB are needed")
+    assert done.err.startswith("Impossible: at least 2.4 GiB is needed")
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
@@ -257,7 +257,7 @@ def test_a_placement_goes_to_a_file_or_as_one_record(call, folder, placing, tmp_
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--inference", "--train"], "--train and --inference were given both"),
+        (["--inference", "--train"], "--train and --inference cannot be combined"),
         (["--inference", "--pin", "heap"], "--pin belongs to a plan with --train: leave it out, or give --train"),
         (["--task", "score"], "--task belongs to a plan with --inference"),
         (["--inference", "--dtype", "int3"], "--dtype int3 is not supported for weights: give one of stored"),
@@ -270,4 +270,4 @@ def test_options_of_the_other_plan_are_refused(refused, folder, placing, options
 
 def test_what_is_no_model_is_refused(refused, job, tmp_path):
     assert "there is no model folder" in refused("plan", tmp_path / "nowhere", "--inference")
-    assert "trains new weights ('lstm'), which cannot be applied yet: train it" in refused("plan", job, "--inference")
+    assert "trains new weights ('lstm'), which inference cannot use yet: " in refused("plan", job, "--inference")

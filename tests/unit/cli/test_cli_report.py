@@ -160,7 +160,7 @@ def test_json_says_what_went_wrong(tmp_path):
 
 def test_two_runs_are_compared(run, tmp_path):
     page = tmp_path / "two.html"
-    assert "Both have the same job." in invoke(run, run).stdout
+    assert "Both runs have the same job." in invoke(run, run).stdout
     assert json.loads(invoke(run, run, "--json").stdout)["record"] == "run-comparison"
     assert invoke(run, run, "-o", page).stdout == f"{page}\n"
     assert "ship (first) and ship (second)" in page.read_text(encoding="utf-8")

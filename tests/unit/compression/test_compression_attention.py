@@ -46,4 +46,4 @@ def test_a_layout_that_is_not_known_is_not_guessed():
     assert "4 heads of 4 in 4 groups need 48: its layout is unknown, leave this out" in attentions_of(model)
     with torch.device("meta"):
         t5 = transformers.T5Model(transformers.T5Config(d_model=8, d_kv=4, num_heads=2, num_layers=1, vocab_size=40))
-    assert "T5Model is an encoder-decoder, whose heads are not covered" in attentions_of(t5)
+    assert "T5Model is an encoder-decoder, whose heads are not supported" in attentions_of(t5)

@@ -119,7 +119,7 @@ def test_tokens_that_nobody_counted_are_not_taken_for_ones_that_are_not_there(pl
     job = job_of(place)
     data = job.data.model_copy(update={"on_the_fly": True, "long_texts": "truncate"})
     workshop = Workshop(place / "model", JobEvidence(job.model_copy(update={"data": data}), place / "cache"))
-    with pytest.raises(WeightsError, match="vocabulary needs the number of times .*: leave out data.on_the_fly"):
+    with pytest.raises(WeightsError, match="vocabulary needs token counts .*: leave out data.on_the_fly"):
         workshop.make(original(place), (VOCABULARY,), tmp_path / "small")
     assert workshop.make(original(place), (LAYERS,), tmp_path / "small").form == "plain"
 
@@ -129,7 +129,7 @@ def test_a_model_that_fails_on_the_data_is_said_with_what_was_done_to_it(tmp_pat
     (tmp_path / "x.txt").write_text("w80\n")
     workshop = Workshop(folder, TextEvidence(folder, tmp_path / "x.txt"))
     for chain, name in (((), "the original"), ((LAYERS,), r"layers\(?=?1?.*")):
-        with pytest.raises(InputError, match=f"after {name} fails to compute the evaluation data .IndexError: "):
+        with pytest.raises(InputError, match=f"after {name} fails on the evaluation data .IndexError: "):
             workshop.make(Source(folder=str(folder)), chain, None)
 
 
@@ -208,7 +208,7 @@ def test_a_model_beside_its_tokenizer_is_made_smaller_but_for_its_tokens(place, 
     workshop = Workshop(folder, JobEvidence(job, place / "cache"))
     offers = {offer.method: offer for offer in workshop.offers()}
     assert offers["layers"].choices
-    assert offers["vocabulary"].reason.startswith("there is no tokenizer to take tokens from")
+    assert offers["vocabulary"].reason.startswith("the model has no tokenizer to reduce")
     assert not workshop.make(Source(folder=str(folder)), (LAYERS,), tmp_path / "small").has_own_tokenizer
 
 
@@ -289,7 +289,7 @@ def test_what_a_process_measures_is_read_with_what_is_predicted_of_it(half, tmp_
 def test_a_model_that_cannot_be_applied_is_said_by_the_last_line(half, tmp_path, monkeypatch, said, why):
     monkeypatch.setattr("subprocess.run", lambda command, **_: subprocess.CompletedProcess(command, 3, "", said))
     answers = answers_of(ShrinkRequest(folder=str(half), cache=str(tmp_path), data=str(half.parent / "x.txt")))
-    with pytest.raises(InputError, match=rf"cannot be applied \({why}\): leave that method out with --forbid"):
+    with pytest.raises(InputError, match=rf"inference with .* fails \({why}\): leave that method out with --forbid"):
         answers["measured"](source={"folder": str(half)})
 
 

@@ -33,7 +33,7 @@ def test_what_cannot_be_cut_is_said():
     )
     assert "BertForSequenceClassification cannot be built with hidden_size 15: " in twin_of(model, {"hidden_size": 15})
     assert "Linear has no configuration" in twin_of(nn.Linear(1, 1), {})
-    with pytest.raises(WeightsError, match="it is so; see what `plimsoll shrink` offers"):
+    with pytest.raises(WeightsError, match="it is so; use a choice that `plimsoll shrink` offers"):
         checked("it is so")
 
 

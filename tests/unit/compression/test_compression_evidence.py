@@ -185,7 +185,7 @@ def test_without_validation_data_nothing_is_judged(place):
     job = job_of(place, data={"train": str(place / "x.jsonl"), "label": "label"})
     saved(place, job)
     evidence = JobEvidence(job.model_copy(update={"model": str(place / "model")}), place / "cache")
-    with pytest.raises(DataError, match="data.validation is None: nothing says what a smaller model is worth"):
+    with pytest.raises(DataError, match="data.validation is None, so smaller models cannot be evaluated"):
         evidence.calibration(None)
 
 
@@ -287,5 +287,5 @@ def test_vectors_of_another_size_cannot_be_compared(tmp_path):
 def test_a_file_without_texts_is_refused(tmp_path):
     folder = model_folder(tmp_path / "model", class_name="BertModel")
     evidence = TextEvidence(folder, write_rows(tmp_path / "x.jsonl", [""]))
-    with pytest.raises(DataError, match="has no row with a text"):
+    with pytest.raises(DataError, match="has no row with text"):
         evidence.quality(evidence.load(folder, None), None)

@@ -15,7 +15,7 @@ def test_the_same_command_goes_on_and_another_one_does_not(tmp_path):
     work = opened(tmp_path / "out", {"target": 1}, force=False)
     (work / "made").write_text("much")
     assert (opened(tmp_path / "out", {"target": 1}, force=False) / "made").is_file()
-    with pytest.raises(OutputError, match="begun with another model, data or options.*--force to begin anew"):
+    with pytest.raises(OutputError, match="started with another model, data or options.*--force to start again"):
         opened(tmp_path / "out", {"target": 2}, force=False)
     assert not (opened(tmp_path / "out", {"target": 2}, force=True) / "made").exists()
 
@@ -79,7 +79,7 @@ def test_a_model_that_is_done_is_not_overwritten_unless_forced(tmp_path, is_dama
     if is_damaged:
         (tmp_path / ".shrink").mkdir()
         (tmp_path / ".shrink" / "asked.json").write_text("{")
-    with pytest.raises(OutputError, match="holds a model that is done.*--force to make it anew"):
+    with pytest.raises(OutputError, match="holds a finished model.*--force to make it again"):
         opened(tmp_path, {"target": 1}, force=False)
     opened(tmp_path, {"target": 1}, force=True)
     assert not (tmp_path / SHRINK_RECORD).exists()
@@ -89,7 +89,7 @@ def test_what_is_done_is_gone_on_with_where_all_models_were_kept(tmp_path):
     opened(tmp_path, {"target": 1}, force=False)
     (tmp_path / SHRINK_RECORD).write_text("{}")
     assert opened(tmp_path, {"target": 1}, force=False).is_dir()
-    with pytest.raises(OutputError, match="begun with another model"):
+    with pytest.raises(OutputError, match="started with another model"):
         opened(tmp_path, {"target": 2}, force=False)
 
 

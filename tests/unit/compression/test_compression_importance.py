@@ -65,10 +65,10 @@ def test_activity_leaves_padding_out():
 def test_data_that_is_missing_is_said():
     model = Sums()
     for importance in ("taylor", "activation"):
-        with pytest.raises(WeightsError, match=f"by {importance} looks at data, and there are 0 batches: give some"):
+        with pytest.raises(WeightsError, match=f"={importance} needs data, but there are 0 batches: give some"):
             read_scores(model, importance, [Rows(model.layer, 1)], Calibration())
     without_labels = Calibration(lambda: iter([{"hidden": torch.ones(1, 1, 2), "is_judged": False}]))
-    with pytest.raises(WeightsError, match="a batch of hidden, is_judged gave none: give batches with labels"):
+    with pytest.raises(WeightsError, match="none for a batch of hidden, is_judged: give batches with labels"):
         first_order(model, [(model.layer.weight, 1, 1)], without_labels)
-    with pytest.raises(WeightsError, match="found 1 of 2 layers that no batch went through"):
+    with pytest.raises(WeightsError, match="cannot score 1 of 2 layers, since no batch goes through them"):
         activity(model, [model.layer, nn.Linear(1, 1)], Calibration(some))

@@ -52,4 +52,4 @@ def test_layers_that_share_a_weight_are_one():
 def test_recurrent_models_are_refused():
     model = build_recurrent({"architecture": "gru", "vocab_size": 20, "embedding_size": 8, "hidden_size": 8})
     fault = why_no_zeros(Bundle(model), choice_of("unstructured", share=0.5))
-    assert fault == "unstructured is for models of transformers, and this is a RecurrentLanguageModel: leave it out"
+    assert fault == "unstructured needs a transformers model, and this is a RecurrentLanguageModel: leave it out"

@@ -13,10 +13,10 @@ GOOD = {
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "5MiB", "methods": ["int8"]}, "--method int8 says what is done, and --target 5MiB searches"),
-        ({"methods": ["int8"], "forbids": ["heads"]}, "--method int8 says all that is done: leave out --forbid heads"),
-        ({"recover": -1}, "--recover -1 is no number of steps"),
-        ({"budget": "2GiB"}, "--budget 2GiB is of training: give --recover"),
+        ({"target": "5MiB", "methods": ["int8"]}, "--method int8 fixes the chain, --target 5MiB searches"),
+        ({"methods": ["int8"], "forbids": ["heads"]}, "--method int8 fixes the chain: leave out --forbid heads"),
+        ({"recover": -1}, "--recover -1 is not a number of steps"),
+        ({"budget": "2GiB"}, "--budget 2GiB applies only to training: give --recover"),
         ({"tries": 0}, "--tries 0 leaves nothing to measure"),
         ({"samples": 0}, "--samples 0 leaves nothing to measure"),
     ],

@@ -38,7 +38,7 @@ def asked(monkeypatch):
 
 
 def refused(place, source=Source(folder="small"), budget_bytes=None, teacher=None):
-    with pytest.raises(InputError, match=r"small cannot be trained \(there is no text\): set --recover 0"):
+    with pytest.raises(InputError, match=r"small cannot be trained \(there is no text\): correct this, or set"):
         train_again(JOB, source, place, place / "cache", 100, budget_bytes, teacher)
     return Job.from_yaml(place / "job.yaml")
 

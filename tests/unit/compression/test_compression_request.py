@@ -42,7 +42,7 @@ def test_a_run_brings_its_model_its_record_and_its_tokens(tmp_path):
     run = RunDirectory.create(tmp_path / "run", force=False)
     write_job(run.job)
     (run.path / "plan.json").write_text("{}")
-    with pytest.raises(JobError, match="has no model yet: finish it"):
+    with pytest.raises(JobError, match="has no model yet: run `plimsoll train --resume"):
         find_source(run.path)
     folder(run.model)
     assert find_source(run.path) == ShrinkSource(run.model, find_source(run.path).job)
@@ -127,7 +127,7 @@ def test_a_model_of_embeddings_is_judged_by_its_vectors(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "nothing says what smaller models of .* are worth: give texts with --data"),
+        ({}, "no data to evaluate smaller models of .* on: give texts with --data"),
         ({"data": "x.csv"}, "classification and needs the column of the labels: give --label"),
     ],
 )
@@ -144,9 +144,9 @@ def test_a_classifier_without_labelled_texts_is_refused(given, said, tmp_path):
         ({"architectures": ["BertModel"]}, {"label": "stars"}, "no labels and no job: leave out --label stars"),
         ({"architectures": ["BertModel"]}, {"changes": ("batch_size=4",)}, "leave out --set batch_size=4"),
         ({"architectures": ["BertModel"]}, {}, "there is no file .*x.csv: give --data a file"),
-        ({"architectures": ["BertForMaskedLM"]}, {}, "is a BertForMaskedLM, whose head nothing here judges"),
-        ({"architectures": ["BertForTokenClassification"]}, {}, "is a classifier of tokens: give a job file"),
-        ({"architecture": "lstm", "is_tagger": True}, {}, "is a classifier of tokens: give a job file"),
+        ({"architectures": ["BertForMaskedLM"]}, {}, "is a BertForMaskedLM, whose head is not supported"),
+        ({"architectures": ["BertForTokenClassification"]}, {}, "is a token classifier: give a job file"),
+        ({"architecture": "lstm", "is_tagger": True}, {}, "is a token classifier: give a job file"),
     ],
 )
 def test_what_does_not_go_with_a_folder_is_refused(config, given, said, tmp_path):
@@ -160,7 +160,7 @@ def test_data_beside_a_job_or_a_run_are_refused(tmp_path, given):
     run = RunDirectory.create(tmp_path / "run", force=False)
     write_job(run.job)
     for place in (write_job(tmp_path / "job.yaml"), run.path):
-        said = f"says itself what its data are: leave out --data {given.get('data')}, --column and --label"
+        said = f"already names its data: leave out --data {given.get('data')}, --column and --label"
         with pytest.raises(InputError, match=re.escape(said)):
             find_source(place, **given)
 
@@ -180,9 +180,9 @@ def test_a_damaged_configuration_is_refused(tmp_path):
 
 def test_a_job_without_weights_or_without_data_to_judge_by_is_refused(tmp_path):
     job = write_job(tmp_path / "job.yaml", model={"architecture": "bert"})
-    with pytest.raises(JobError, match="is no folder with weights.*train it first"):
+    with pytest.raises(JobError, match="is not a folder with weights.*train it first"):
         find_source(job)
-    with pytest.raises(JobError, match="is no folder with weights.*train it first"):
+    with pytest.raises(JobError, match="is not a folder with weights.*train it first"):
         find_source(write_job(tmp_path / "job.yaml"))  # a folder that is not there
     folder(tmp_path / "model")
     job = write_job(tmp_path / "job.yaml", data={"train": "train.jsonl", "label": "stars"})
@@ -198,7 +198,7 @@ def test_a_model_of_ones_own_that_was_trained_is_not_asked_to_be_finished(tmp_pa
     (run.path / "plan.json").write_text("{}")
     run.model.mkdir()
     (run.model / "model.safetensors").write_bytes(b"")
-    with pytest.raises(JobError, match="trained mine:build, a model of your own, .*: methods are for models of"):
+    with pytest.raises(JobError, match="trained mine:build, a model defined by your code, but .* support only"):
         find_source(tmp_path / "run")
 
 

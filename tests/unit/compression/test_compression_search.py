@@ -129,7 +129,7 @@ def test_the_smallest_that_was_made_is_said_where_no_size_can_be_looked_at(sourc
 
 def test_of_what_could_not_be_made_the_number_and_the_last_reason_are_said(source, tmp_path):
     MadeUp.refuses = ("layers", "heads", "int8")
-    with pytest.raises(InputError, match=r"\(3 could not be made, the last int8: int8 cannot be judged"):
+    with pytest.raises(InputError, match=r"\(3 failed, the last one int8: int8 cannot be judged"):
         shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=70))
 
 
@@ -176,10 +176,10 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(source, tmp_path):
     MadeUp.dies_at = "int8"
     with pytest.raises(KilledError):
         shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
-    with pytest.raises(OutputError, match="begun with another model, data or options"):
+    with pytest.raises(OutputError, match="started with another model, data or options"):
         shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250, most_samples=3))
     (tmp_path / "x.txt").write_text("another text\n")
-    with pytest.raises(OutputError, match="begun with another model, data or options"):
+    with pytest.raises(OutputError, match="started with another model, data or options"):
         shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
     MadeUp.dies_at = None
     assert shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250), force=True).target_bytes == 250
@@ -201,7 +201,7 @@ def test_options_that_change_a_model_begin_anew_and_others_go_on(source, tmp_pat
     if goes_on:
         shrink(source, tmp_path / "out", ShrinkOptions(**after))
     else:
-        with pytest.raises(OutputError, match="begun with another model, data or options"):
+        with pytest.raises(OutputError, match="started with another model, data or options"):
             shrink(source, tmp_path / "out", ShrinkOptions(**after))
     assert MadeUp.made == []
 
@@ -227,7 +227,7 @@ def test_what_cannot_be_made_is_said_and_the_others_are_tried(source, tmp_path):
 
 def test_a_place_that_holds_what_is_read_is_refused(source, tmp_path):
     for out in (tmp_path, tmp_path / "model", tmp_path / "x.txt"):
-        with pytest.raises(OutputError, match="is read while a smaller model is made, and lies in --out"):
+        with pytest.raises(OutputError, match="is an input and lies in --out"):
             shrink(source, out, ShrinkOptions(), force=True)
     assert (tmp_path / "model" / "config.json").is_file()
 
@@ -241,7 +241,7 @@ def test_where_nothing_was_made_nothing_is_left(source, tmp_path):
 
 def test_what_is_done_is_not_overwritten(source, tmp_path):
     shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
-    with pytest.raises(OutputError, match="holds a model that is done: give another --out, or --force"):
+    with pytest.raises(OutputError, match="holds a finished model: give another --out, or --force"):
         shrink(source, tmp_path / "out", ShrinkOptions(target_bytes=250))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
@@ -312,9 +312,7 @@ def test_what_cannot_be_applied_behind_its_training_is_not_taken_for_what_it_was
 
     monkeypatch.setattr(MadeUp, "measured", measured)
     forbids = ("heads", "int8", "int4")
-    with pytest.raises(
-        InputError, match=r"without heads, int8, int4 \(1 could not be made, the last layers: it cannot"
-    ):
+    with pytest.raises(InputError, match=r"without heads, int8, int4 \(1 failed, the last one layers: it cannot"):
         shrink(source, tmp_path / "out", ShrinkOptions(recover_steps=9, target_bytes=600, forbids=forbids))
 
 
@@ -411,7 +409,7 @@ def test_models_judged_by_other_texts_are_not_gone_on_with(source, tmp_path, mon
     shrink(given, tmp_path / "out", ShrinkOptions(), keep_all=True)
     assert MadeUp.made == []
     (tmp_path / "ship.txt").write_text("other words\n" * 900)
-    with pytest.raises(OutputError, match="are others than those that .* was begun with: give --force"):
+    with pytest.raises(OutputError, match="have changed since .* was started: give --force"):
         shrink(given, tmp_path / "out", ShrinkOptions())
 
 

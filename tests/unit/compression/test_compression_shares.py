@@ -30,7 +30,7 @@ def test_a_share_is_to_the_nearest_part(num_parts: int, share: float, removed: i
     [
         (12, 0.01, "a share of 0.01 of 12 heads is none of them: give a share from 0.0833 to 0.917"),
         (3, 0.9, "a share of 0.9 of 3 heads is all of them: give a share from 0.333 to 0.667"),
-        (1, 0.5, "there is 1 of heads, and none can be spared: leave this out"),
+        (1, 0.5, "the model has 1 heads, so none can be removed: leave this out"),
         (12, 0.25, None),
     ],
 )

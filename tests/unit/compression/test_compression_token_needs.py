@@ -80,5 +80,5 @@ def test_processors_with_pairs_are_renumbered(kind):
 
 def test_a_tokenizer_with_other_numbers_than_the_rows_is_refused():
     before = described(Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a")))
-    with pytest.raises(WeightsError, match="`b` another number than 0: .*; leave `vocabulary` out"):
+    with pytest.raises(WeightsError, match="`b` another id than 0, .*: leave `vocabulary` out"):
         _check_numbers(json.dumps(before), before, [1, 2])

@@ -88,13 +88,13 @@ def test_a_kill_that_the_process_tells_of_keeps_its_signal(process):
 
 
 def test_a_death_is_said_with_what_to_do(process):
-    with pytest.raises(KilledError, match="ended with -9 .*give the same command again, which goes on") as raised:
+    with pytest.raises(KilledError, match="ended with exit code -9 .*run the same command again, which") as raised:
         process.weight_bytes(chain("dies"))
     assert raised.value.exit_code == 137
 
 
 def test_an_error_of_another_kind_ends_the_process(process):
-    with pytest.raises(KilledError, match="ended with 1 while it was asked for predicted_training"):
+    with pytest.raises(KilledError, match="ended with exit code 1 during `predicted_training`"):
         process.predicted_training(Source(folder="x", tokenizer="y"))
 
 
@@ -121,13 +121,13 @@ def test_a_process_that_ends_with_an_error_has_no_signal_to_tell(process):
     with pytest.raises(KilledError) as raised:
         process.predicted_training(Source(folder="x", tokenizer="y"))
     assert raised.value.exit_code == 137  # as if it was killed: the same command goes on
-    with pytest.raises(KilledError, match="ended with 1 "):  # also where it is gone before it is asked
+    with pytest.raises(KilledError, match="ended with exit code 1 "):  # also where it is gone before it is asked
         process.offers()
 
 
 def test_a_process_that_another_signal_ended_tells_it(tmp_path):
     made = ShrinkProcess(tmp_path / "request.json")
     made._command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"]
-    with made, pytest.raises(KilledError, match=f"ended with -{signal.SIGUSR1} ") as raised:
+    with made, pytest.raises(KilledError, match=f"ended with exit code -{signal.SIGUSR1} ") as raised:
         made.offers()
     assert raised.value.exit_code == 128 + signal.SIGUSR1

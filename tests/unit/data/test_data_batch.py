@@ -96,7 +96,7 @@ def test_sizes_that_disagree_are_named():
 def test_what_cannot_be_cut_is_named():
     with pytest.raises(InputError, match="field inner of a batch: a object is not"):
         batch_size_of({"input_ids": torch.zeros(2), "inner": object()})
-    with pytest.raises(InputError, match="pieces of 0 samples"):
+    with pytest.raises(InputError, match="micro-batches of 0 samples"):
         split_batch(text_batch(), 0)
     with pytest.raises(InputError, match="holds no tensor"):
         batch_size_of({"name": "x", "scale": torch.tensor(1.0)})

@@ -95,12 +95,12 @@ def test_the_tokens_of_a_table_are_those_of_its_texts_and_not_of_its_other_colum
     [
         (
             {"data": {"long_texts": "stop"}},
-            "3 of 8 texts are longer than sequence_length = 16: data.long_texts = stop, which no training gets past: "
+            "3 of 8 texts are longer than sequence_length = 16: data.long_texts = stop, so training would stop: "
             "set data.long_texts=truncate, or a larger sequence_length.",
         ),
         (
             {"batch_size": 9, "data": {"long_texts": "truncate"}},
-            "The texts do not fill one batch of batch_size = 9, so no way is marked as that of this job: give more "
+            "The texts do not fill one batch of batch_size = 9, so no line is marked as this job: give more "
             "text, or set a smaller batch_size.",
         ),
     ],
@@ -128,8 +128,8 @@ def test_a_tag_table_that_has_no_entity_f1_for_some_of_its_tags_says_which(tmp_p
     fields = {"model": "gpt2", "task": "token-classification", "tokenizer": {"train": "words"}, "batch_size": 2}
     found = inspect_corpus(Job.from_fields(fields | {"data": str(tmp_path / "a.conll")}), tmp_path / "cache")
     assert found.notes == (
-        "Entity F1 is left out, because some tags have a prefix (B-, I-, E-, S-) and some have none: name 'PER' as "
-        "those, such as B-PER and I-PER, or O, to have it.",
+        "Entity F1 is left out, because some tags have a prefix (B-, I-, E-, S-) and some have none: name 'PER' with "
+        "a prefix, such as B-PER and I-PER, or O, to get entity F1.",
     )
 
 

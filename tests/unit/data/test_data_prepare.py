@@ -186,7 +186,7 @@ def test_a_validation_file_among_the_training_texts_is_refused(texts: Path, tmp_
 def test_a_held_out_share_of_too_little_text_says_what_is_too_short(texts: Path, tmp_path: Path):
     for path in texts.rglob("*.txt"):
         path.write_text("few words")
-    with pytest.raises(DataError, match=r"what is held out \(1 of 20 texts\) has \d+ tokens, but one sample"):
+    with pytest.raises(DataError, match=r"the held-out text \(1 of 20 texts\) has \d+ tokens, but one sample"):
         prepare(job_of(texts, data={"validation": 0.01}, sequence_length=40), tmp_path / "cache")
 
 

@@ -303,7 +303,7 @@ def test_weights_that_are_no_numbers_give_rows_that_say_so(tmp_path: Path, data:
     weights["transformer.ln_f.bias"][0] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     rows = applied(folder, data)
-    assert all(row["error"].startswith("the result is no finite number") for row in rows)
+    assert all(row["error"].startswith("the result is not a finite number") for row in rows)
 
 
 def test_a_tokenizer_of_another_vocabulary_is_named(tmp_path: Path) -> None:

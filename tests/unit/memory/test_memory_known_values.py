@@ -78,7 +78,7 @@ def test_an_unknown_answer_is_zero_and_said():
         assert not bool(loss > 1)
     texts = [assumption.text for assumption in place.trace().assumptions]
     assert len(texts) == 2
-    assert "the value of a float32 tensor was taken for 0" in texts[0]
+    assert "the value of a float32 tensor was assumed to be 0" in texts[0]
     assert "test_memory_known_values.py" in texts[0]
 
 
@@ -149,4 +149,4 @@ def test_a_value_that_was_overwritten_is_unknown_and_one_made_later_in_its_place
         overwritten = torch.ones(1, dtype=torch.int64)
         overwritten.add_(torch.empty(1, dtype=torch.int64))
         assert overwritten.item() == 0
-    assert [one.text[:40] for one in place.known.assumptions] == ["the value of a int64 tensor was taken fo"]
+    assert [one.text[:40] for one in place.known.assumptions] == ["the value of a int64 tensor was assumed "]

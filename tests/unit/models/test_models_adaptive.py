@@ -96,7 +96,7 @@ def test_a_word_beyond_the_vocabulary_is_refused():
         ((20, 20), "cutoffs are 20, 20: give one or more"),
         ((0, 20), "cutoffs are 0, 20: give one or more"),
         ((20, 300), "cutoffs are 20, 300, but the vocabulary has 300 words: give smaller ones"),
-        ((1, 2, 3), "3 clusters with 4 times fewer features each leave none of 16 for the last"),
+        ((1, 2, 3), "3 clusters with 4 times fewer features each leave no feature of 16 for the last"),
     ],
 )
 def test_clusters_that_are_none_are_named(cutoffs, fault):

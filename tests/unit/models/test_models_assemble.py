@@ -320,7 +320,7 @@ def test_a_batch_that_the_data_cannot_fill_is_refused(real):
         ({"model": LSTM, "precision": "fp16", "device": "cpu"}, "no float16 kernels"),
         ({"optimizer": {"name": "adamv"}}, "did you mean `adam"),
         ({"optimizer": {"weight_decoy": 1}}, "did you mean `weight_decay`"),
-        ({"optimizer": {"warmup_steps": 11}}, "does not end in 10 steps"),
+        ({"optimizer": {"warmup_steps": 11}}, "is longer than the training of 10 steps"),
     ],
     ids=str,
 )

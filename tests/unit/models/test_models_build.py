@@ -98,7 +98,7 @@ def test_resident_bytes_without_an_allocation(model, num_parameters):
     [
         ({"architecture": "gtp2"}, "no language model of architecture `gtp2`; did you mean `gpt2`"),
         ({"architecture": "lsmt"}, "did you mean `lstm`"),
-        ({"n_layer": 2}, "there is n_layer and no architecture; add one, for example `architecture: gpt2`"),
+        ({"n_layer": 2}, "it has the fields n_layer, but no architecture; add one, for example `architecture: gpt2`"),
         ({"architecture": "distilbert"}, "no language model of architecture `distilbert`"),
         ({"architecture": "lstm", "n_layer": 2}, "there is no field `n_layer`"),
         ("gpt2", "no folder gpt2; for a new model write `model: {architecture: gpt2}`"),
@@ -219,5 +219,5 @@ def test_a_tagger_has_logits_for_each_token_and_keeps_the_names_of_tags(model, t
     assert tuple(getattr(config, "label_names", None) or config.id2label.values()) == names
     with pytest.raises(JobError, match="the data have 2|was made for"):
         build_model(job.model_copy(update={"model": str(tmp_path / "saved")}), 50, 2, 0)
-    with pytest.raises(JobError, match="a token-classification needs at least 2 labels"):
+    with pytest.raises(JobError, match="model: token-classification needs at least 2 labels"):
         build_model(job, 50, None, 0)

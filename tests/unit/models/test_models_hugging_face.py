@@ -192,7 +192,7 @@ def test_a_tokenizer_far_smaller_than_the_checkpoint_is_named(tmp_path):
 
 def test_a_classifier_of_other_labels_is_named(tmp_path):
     save_hugging_face(build("bert", BERT, LABELS), tmp_path)
-    with pytest.raises(JobError, match="tells 3 labels apart, but the data have 2"):
+    with pytest.raises(JobError, match="has 3 labels, but the data have 2"):
         load_hugging_face(tmp_path, LABELS._replace(num_labels=2), "cpu")
 
 

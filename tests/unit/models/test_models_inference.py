@@ -186,7 +186,7 @@ def test_recurrent_models_have_tasks_too(tmp_path: Path) -> None:
     assert inference_task("classify", tmp_path / "classes") == Classify(("no", "yes"))
     assert inference_task("classify", tmp_path / "numbers") == Classify(("0", "1"))
     for task in ("generate", "embed"):
-        with pytest.raises(JobError, match="is a recurrent model, and these cannot"):
+        with pytest.raises(JobError, match="is a recurrent model, which cannot"):
             inference_task(task, tmp_path / "language")
     with pytest.raises(JobError, match="classifier of tokens"):
         default_task(tmp_path / "tagger")
@@ -196,7 +196,7 @@ def test_recurrent_models_have_tasks_too(tmp_path: Path) -> None:
     ("class_name", "task", "said"),
     [
         ("BertModel", "score", "use --task embed"),
-        ("BertLMHeadModel", "score", "reads texts from both sides"),
+        ("BertLMHeadModel", "score", "reads texts in both directions"),
         ("GPT2LMHeadModel", "classify", "language model, which cannot classify texts"),
         ("BertForSequenceClassification", "generate", "use --task classify or embed"),
         ("BertForTokenClassification", "embed", "classifier of tokens, which cannot embed texts: use a model"),
@@ -217,7 +217,7 @@ def test_a_model_that_predicts_another_token_than_the_next_is_refused(tmp_path: 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"is_encoder_decoder": True, "architectures": ["T5Model"]}))
-    with pytest.raises(JobError, match="encoder-decoder, which no task is for"):
+    with pytest.raises(JobError, match="encoder-decoder, which no task supports"):
         default_task(tmp_path)
 
 

@@ -93,7 +93,7 @@ def test_heads_are_chosen_by_name(tmp_path):
     names = {head: type(load_model(tmp_path, head=head).model).__name__ for head in ("none", "language-modeling")}
     assert names == {"none": "GPT2Model", "language-modeling": "GPT2LMHeadModel"}
     saved("opt", tmp_path / "opt")
-    with pytest.raises(WeightsError, match="`opt`, which transformers has no model for token-classification of"):
+    with pytest.raises(WeightsError, match="`opt`, for which transformers has no token-classification model"):
         load_model(tmp_path / "opt", head="token-classification")
 
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_is_refused(tmp_path):
         load_model(tmp_path, place="mapped", device="meta")
     with pytest.raises(WeightsError, match="dtype torch.int8 is no floating-point type: give fp32"):
         load_model(tmp_path, dtype=torch.int8)
-    with pytest.raises(WeightsError, match="makes integers of them: load with 1 adapters, save"):
+    with pytest.raises(WeightsError, match="not together with quantize int8: load with 1 adapters, save"):
         load_model(tmp_path, quantize="int8", adapters=[tmp_path])
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
@@ -301,11 +301,11 @@ def test_the_peak_is_the_model_and_its_largest_tensor_and_weights_that_are_mappe
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"quantize": "int3"}, WeightsError, "quantize 'int3' is none that there is: give one of None, int8, int4"),
-        ({"place": "disk"}, WeightsError, "place 'disk' is none that there is: give one of memory, mapped, read-only"),
+        ({"quantize": "int3"}, WeightsError, "quantize is 'int3', which is not known: give one of None, int8, int4"),
+        ({"place": "disk"}, WeightsError, "place is 'disk', which is not known: give one of memory, mapped, read-only"),
         ({"dtype": "fp33"}, WeightsError, "dtype 'fp33' is no floating-point type: give fp32, bf16, fp16, fp64, or"),
-        ({"head": "lm"}, WeightsError, "head 'lm' is none that there is: give one of None, language-modeling"),
-        ({"vocab_size": 0}, WeightsError, "vocab_size 0 leaves no token: give 1 or more"),
+        ({"head": "lm"}, WeightsError, "head is 'lm', which is not known: give one of None, language-modeling"),
+        ({"vocab_size": 0}, WeightsError, "vocab_size is 0, but must be at least 1: give"),
         ({"device": "tpu"}, DeviceError, "no device 'tpu'"),
         ({"device": "cpu:x"}, DeviceError, "no device 'cpu:x'"),
         ({"device": "cuda:99"}, DeviceError, "cannot use cuda:99"),

@@ -99,8 +99,8 @@ def test_a_field_that_sources_do_not_tell_is_left_to_transformers(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "task", "message"),
     [
-        ({"n_layer": 2}, "language-modeling", "there is n_layer and no architecture"),
-        ({}, "language-modeling", "there is nothing and no architecture"),
+        ({"n_layer": 2}, "language-modeling", "it has the fields n_layer, but no architecture"),
+        ({}, "language-modeling", "it has the fields none, but no architecture"),
         (
             {"architecture": "gtp2"},
             "language-modeling",
@@ -131,7 +131,7 @@ def test_a_warm_up_must_end_in_the_steps():
     choice = OptimizerChoice(warmup_steps=5)
     require_optimizer(choice)
     require_optimizer(choice, 5)
-    with pytest.raises(JobError, match="a warm-up of 5 steps does not end in 4 steps"):
+    with pytest.raises(JobError, match="a warm-up of 5 steps is longer than the training of 4 steps"):
         require_optimizer(choice, 4)
 
 

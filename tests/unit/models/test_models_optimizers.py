@@ -92,7 +92,9 @@ def test_cosine_falls_to_zero_after_the_last_step():
 
 def test_a_warm_up_may_fill_the_training_but_not_exceed_it():
     assert factors(4, schedule="linear", warmup_steps=4)[:4] == [0.25, 0.5, 0.75, 1]
-    with pytest.raises(JobError, match=r"warm-up of 5 steps does not end in 4 steps: set optimizer.warmup_steps to 4"):
+    with pytest.raises(
+        JobError, match=r"warm-up of 5 steps is longer than the training of 4 steps: set optimizer.warmup_steps to 4"
+    ):
         factors(4, warmup_steps=5)
 
 

@@ -96,11 +96,11 @@ def test_a_folder_that_does_not_say_pools_by_the_mean(tmp_path: Path) -> None:
     [
         (modules("Transformer", "Pooling", "Dense"), {}, "Transformer, Pooling, Dense"),
         (modules("WordEmbeddings", "Pooling"), {}, "WordEmbeddings, Pooling"),
-        ([], None, "joins"),
+        ([], None, "lists"),
         ("{", None, "cannot be read"),
         ({"a": 1}, None, "is not a list of modules"),
         (modules("Transformer", "Pooling"), {"pooling_mode": "median"}, "'median'"),
-        (modules("Transformer", "Pooling"), [1], "is not an object"),
+        (modules("Transformer", "Pooling"), [1], "is not a JSON object"),
         (modules("Transformer", "Pooling"), None, "cannot be read"),
     ],
 )

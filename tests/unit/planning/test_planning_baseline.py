@@ -57,7 +57,7 @@ def test_what_reads_a_baseline_ends_where_nobody_waits_for_it():
 def test_a_process_that_ended_without_a_word_is_said_to_have():
     with StartedBaseline(Job.from_fields({"model": "lstm", "data": "nowhere.txt"})) as started:
         os.kill(started._child.pid, signal.SIGKILL)
-        with pytest.raises(DeviceError, match=r"before it has a model \(exit -9: no message\): check that"):
+        with pytest.raises(DeviceError, match=r"without a model \(exit -9: no message\): check that"):
             started.wait()
 
 
@@ -131,4 +131,4 @@ with baseline.begin_baseline(job, load_training) as started:
 
 
 def test_a_fork_that_ended_without_a_word_is_said_to_have():
-    assert "before it has a model (exit -9: no message): check that" in run_program(KILLED).stdout
+    assert "without a model (exit -9: no message): check that" in run_program(KILLED).stdout

@@ -68,7 +68,7 @@ def test_a_plan_that_fits_is_let_through_and_one_that_does_not_is_refused(made):
 
 
 def test_what_another_run_measured_is_not_said_of_one_that_has_its_plan():
-    told = "it is the plan of another run, taken as it is"
+    told = "it is the plan of another run, used unchanged"
     plan = without_trial(tried_plan())
     assert (plan.trial, plan.candidates, plan.fallbacks) == (Trial(left_out=told), (), tried_plan().fallbacks)
     assert without_trial(plan) == plan

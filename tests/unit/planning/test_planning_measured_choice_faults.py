@@ -95,7 +95,7 @@ class Stubborn:
 
 def test_a_candidate_that_cannot_be_undone_does_not_count_as_failed():
     step = paced(fallbacks=(configuration(8),), extra_state=[Stubborn()])
-    with pytest.raises(TornStepError, match=r"not put back \(ValueError: no way back\): reload the last checkpoint"):
+    with pytest.raises(TornStepError, match=r"not restored \(ValueError: no way back\): reload the last checkpoint"):
         try_plan(step, plan_of(configuration(8), configuration(4)), BATCH)
 
 

@@ -142,7 +142,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_budget_that_would(impossib
     with pytest.raises(BudgetError) as caught:
         require_that_fits(impossible)
     message = str(caught.value)
-    assert message.startswith("a budget of 150.0 MiB cannot hold this training: what needs least, micro_batch=")
+    assert message.startswith("a budget of 150.0 MiB cannot hold this training: the smallest combination, micro_batch=")
     assert f"give --budget {smallest_mib}MiB or more" in message
     for alternative in impossible.lossy_alternatives:
         opened_mib = -(-alternative.peak.high_bytes // MIB)
@@ -150,8 +150,8 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_budget_that_would(impossib
             " ".join(map(str, alternative.choices)),
             next(choice.technique for choice in alternative.choices if choice.technique in LOSSY),
         )
-        assert f"; {combination} would do with {opened_mib}MiB if the job had `allow: [{lossy}]`" in message
-        assert f"the only combination with {lossy} that was looked at" in message
+        assert f"; {combination} would fit a budget of {opened_mib}MiB if the job had `allow: [{lossy}]`" in message
+        assert f"the only combination with {lossy} that was evaluated" in message
         assert opened_mib < smallest_mib
     assert message.count("allow: [") == len(LOSSY)
 
@@ -257,7 +257,7 @@ def code_of(name):
 @pytest.mark.parametrize(
     ("changes", "made_for", "message"),
     [
-        ({"batch_size": 8}, {}, "of another training: batch_size was 16, is 8; make it again with `plimsoll plan`"),
+        ({"batch_size": 8}, {}, "for another training: batch_size was 16, is 8; make it again with `plimsoll plan`"),
         ({"sequence_length": 32}, {}, "sequence_length was 64, is 32"),
         ({"tokenizer": {"vocab_size": 400}}, {}, "vocabulary was 8000, is 400"),
         ({"model": LSTM | {"hidden_size": 32}}, {}, 'model was .*is .*"hidden_size": 32'),

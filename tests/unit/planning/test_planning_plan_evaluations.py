@@ -84,7 +84,7 @@ def test_a_combination_within_half_a_percent_of_the_limit_is_not_chosen():
         for share in (0.994, 0.996)
     ]
     assert reasons[0].startswith("slower")
-    assert "too near" in reasons[1]
+    assert "too close" in reasons[1]
 
 
 def test_a_larger_peak_in_evaluation_is_seen_and_another_combination_chosen():
@@ -188,7 +188,7 @@ def test_a_plan_for_the_processor_says_what_of_its_budget_is_kept_back():
     assert plan.lossy_alternatives
     for alternative in plan.lossy_alternatives:
         opened_mib = -(-(alternative.peak.high_bytes + 16 * MIB) // MIB)
-        assert alternative.reason.startswith(f"would do with {opened_mib}MiB if the job had `allow: [")
+        assert alternative.reason.startswith(f"would fit a budget of {opened_mib}MiB if the job had `allow: [")
 
 
 def test_half_precision_that_is_chosen_is_what_the_prediction_is_of():

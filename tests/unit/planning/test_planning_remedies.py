@@ -135,11 +135,11 @@ def test_what_cannot_fit_names_the_smallest_budget_of_a_plan():
     found = find_remedies(alone, device="rtx3060", limit_bytes=110 * MIB, most_seconds=-1.0)
     smallest_mib = -(-plan_job(alone, device="rtx3060", limit_bytes=110 * MIB).smallest_budget_bytes // MIB)
     assert found.notes[-1] == (
-        "Nothing that leaves the training as it is fits: the smallest budget for which a plan was found is "
+        "No combination that keeps the training unchanged fits: the smallest budget for which a plan was found is "
         f"{smallest_mib}.0 MiB (`--budget {smallest_mib}MiB`)."
     )
     assert [(one.fits, one.text) for one in found.remedies] == [
-        (False, "what needs least of all combinations that were looked at")
+        (False, "the evaluated combination that needs the least memory")
     ]
 
 
@@ -237,7 +237,7 @@ def test_a_run_is_looked_at_with_what_it_had_in_force():
 def test_what_cannot_fit_names_the_smallest_budget():
     found = find_remedies(job(), device="rtx3060", limit_bytes=150 * MIB)
     assert not any(one.fits and not one.changes_training for one in found.remedies)
-    assert found.notes[-1].startswith("Nothing that leaves the training as it is fits: the smallest budget")
+    assert found.notes[-1].startswith("No combination that keeps the training unchanged fits: the smallest budget")
 
 
 @pytest.mark.long

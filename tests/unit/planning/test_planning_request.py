@@ -15,7 +15,7 @@ JOB = Path("job.yaml")
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (PlanRequest(input_path=JOB, train=True, inference=True), "were given both, and a plan of job.yaml is for one"),
+        (PlanRequest(input_path=JOB, train=True, inference=True), "cannot be combined in a plan of job.yaml"),
         (
             PlanRequest(input_path=JOB, inference=True, pins=("heap",), compare=True),
             "--pin, --compare belongs to a plan",

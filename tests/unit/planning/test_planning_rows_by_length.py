@@ -54,7 +54,7 @@ def test_what_cannot_be_is_said_in_numbers(training):
             rows_by_length(*training, batch_of(2, LONGEST), lengths=lengths, budget="1GiB")
     without_mask = {"input_ids": torch.ones(2, LONGEST, dtype=torch.int64)}
     with pytest.raises(
-        InputError, match="nothing says which of the fields input_ids of the batch are along time: give one with"
+        InputError, match="cannot tell which fields of the batch have a time dimension, of input_ids: give one with"
     ):
         rows_by_length(*training, without_mask, lengths=[8], budget="1GiB")
 

@@ -160,14 +160,14 @@ def test_what_does_not_fit_is_said_before_anything_is_loaded(folders: dict[str, 
 
 def test_hidden_states_need_layers_that_show_them_and_one_size(folders: dict[str, Path]) -> None:
     hidden = {"distill": {"hidden": 1.0}}
-    with pytest.raises(JobError, match="which a recurrent teacher .* does not show"):
+    with pytest.raises(JobError, match="which a recurrent teacher .* does not return"):
         require_teacher(job_of(folders["lstm"], **hidden), TEXTS["language-modeling"])
     job = job_of(folders["gpt2"], **hidden)
     teacher = require_teacher(job, TEXTS["language-modeling"])
     require_alike(job, model_of("gpt2", 0), teacher)
     with pytest.raises(JobError, match="have 16 numbers in the teacher and 8 in the model"):
         require_alike(job, model_of("gpt2", 0, width=8), teacher)
-    with pytest.raises(JobError, match="a RecurrentLanguageModel does not show"):
+    with pytest.raises(JobError, match="a RecurrentLanguageModel does not return"):
         require_alike(job, model_of("lstm", 0), teacher)
     require_alike(job_of(folders["gpt2"]), model_of("gpt2", 0, width=8), teacher)
 

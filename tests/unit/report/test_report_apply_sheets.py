@@ -13,7 +13,7 @@ def test_rows_and_rates():
     assert rows.title == "classify with models/reviews on reviews.jsonl"
     assert facts_of(rows) == {
         "Rows": "1,000",
-        "Done before": "200 of them",
+        "Done earlier": "200 of them",
         "Without a result": "2",
         "Truncated": "5, to 128 tokens",
         "Tokens": "50,000",
@@ -22,7 +22,7 @@ def test_rows_and_rates():
     found = facts_of(passes)
     assert found["Time"] == "10.0 s, 80.0 rows/s, 4,000 tokens/s"  # 800 rows and 40,000 tokens
     assert found["Padding"] == "10.0% of the tokens computed"  # 4,444 of 44,444
-    assert found["Errors of memory"] == "1, survived"
+    assert found["OOM events"] == "1, survived"
     assert faults.title == "Rows without a result, 2 of 2"
     assert len(errors.rows) == 1
 
@@ -31,8 +31,8 @@ def test_what_there_is_none_of_is_not_shown():
     sheets = apply_sheets(plain_apply_facts())
     assert len(sheets) == 2
     rows, passes = map(facts_of, sheets)
-    assert (rows["Without a result"], rows["Truncated"], "Done before" in rows) == ("none", "none", False)
-    assert (passes["Budget"], passes["Peak"], passes["Errors of memory"]) == ("none", "unknown", "none")
+    assert (rows["Without a result"], rows["Truncated"], "Done earlier" in rows) == ("none", "none", False)
+    assert (passes["Budget"], passes["Peak"], passes["OOM events"]) == ("none", "unknown", "none")
 
 
 def test_no_rows_have_no_rates():

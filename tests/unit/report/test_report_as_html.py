@@ -55,7 +55,7 @@ class Page(HTMLParser):
 def test_the_page_of_an_eventful_run_tells_its_story():
     page = Page(as_html.run_page(eventful_run()))
     words = [word for word in page.words if word]
-    assert "Peak 768.0 MiB of a 1.0 GiB budget (75 %): the run stayed under the line." in words
+    assert "Peak 768.0 MiB of a 1.0 GiB budget (75 %): the run stayed within budget." in words
     for label, value in sheets.key_numbers(eventful_run()):
         assert words[words.index(label) + 1] == value
     assert "undone, took fallback 1" in words
@@ -145,7 +145,7 @@ def test_headings_are_in_order_and_wide_tables_take_the_focus():
             as_html.machine_page(machine()),
             ["Machine", "Example CPU", "Example GPU", "cgroup v2 memory.max", "no swap", "2.13.0"],
         ),
-        (as_html.device_page(gpu()), ["Example GPU", "24.0 GiB, bounded by hardware"]),
+        (as_html.device_page(gpu()), ["Example GPU", "24.0 GiB, limited by hardware"]),
     ],
     ids=["machine", "device"],
 )

@@ -88,7 +88,7 @@ def test_no_screen_is_wider_than_80_columns(name):
 
 def test_an_odd_number_of_key_numbers_leaves_the_last_place_empty():
     lines = as_text.plain(as_text.run_table(eventful_run(preparation_bytes=3 * MIB))).splitlines()
-    row = next(line for line in lines if "Peak of preparing" in line)
+    row = next(line for line in lines if "Preparation peak" in line)
     assert "3.0 MiB" in row
 
 

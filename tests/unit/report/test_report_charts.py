@@ -64,7 +64,7 @@ def test_memory_known_only_per_step_and_without_a_budget():
     assert "shapes" not in chart.figure["layout"]
     assert (
         chart.caption
-        == "Allocated memory, measured, known only as the peak of each step. Highest 610.0 MiB in step 1, no budget."
+        == "Allocated memory, measured, only the peak of each step is known. Highest 610.0 MiB in step 1, no budget."
     )
 
 
@@ -75,7 +75,7 @@ def test_of_several_ranks_each_has_a_line_also_where_their_number_changed():
     )
     chart = charts.ranks_chart(empty_run(steps=steps))
     assert lines(chart) == {"rank 0": ([1, 2], [600, 640]), "rank 1": ([1, 2], [700, 650]), "rank 2": ([1], [500])}
-    assert chart.caption == "Private memory of each of 3 processes at its highest, step by step."
+    assert chart.caption == "Peak private memory of each of 3 ranks, per step."
     assert [one.key for one in charts.run_charts(empty_run(steps=steps))][:2] == ["memory", "ranks"]
 
 

@@ -13,10 +13,12 @@ def rows(sheet):
 
 def test_the_headline_says_what_changed():
     assert comparison_sheets.headline(comparison()) == (
-        "second against first: peak -250.0 MiB (-50.0\u00a0%), time of a step +1.0 s (+50.0\u00a0%)."
+        "second compared with first: peak -250.0 MiB (-50.0\u00a0%), step time +1.0 s (+50.0\u00a0%)."
     )
     bare = side(peak_bytes=None, step_seconds=None)
-    assert comparison_sheets.headline(comparison(first=bare)) == ("second against first: nothing was measured of both.")
+    assert comparison_sheets.headline(comparison(first=bare)) == (
+        "second compared with first: no value was measured in both."
+    )
 
 
 def test_runs_of_one_name_are_told_apart():
@@ -50,7 +52,7 @@ def test_the_job_is_compared_in_words():
     assert sheet.rows == (("batch_size", "8", "4"),)
     budget = JobDifference(field="budget.device_bytes", first=MIB, second=None)
     assert comparison_sheets.job_sheet(comparison(job=(budget,))).rows == ((budget.field, "1.0 MiB", "not given"),)
-    assert comparison_sheets.job_sentence(comparison(job=())) == "Both have the same job."
+    assert comparison_sheets.job_sentence(comparison(job=())) == "Both runs have the same job."
     assert "differ in 1 field," in comparison_sheets.job_sentence(comparison())
 
 

@@ -44,20 +44,20 @@ def test_growth_is_said_where_it_is_steady():
 def test_what_it_saves(changes, saves):
     (finding,) = evidence_records.diagnosis().findings
     rows = dict(finding_sheets(finding.model_copy(update=changes))[0].rows)
-    assert (rows["Saves"], rows["Where"]) == (saves, "model.py:7")
-    assert rows.get("Is") == (None if "peak_share" in changes else "10.0% of the peak")
+    assert (rows["Saves"], rows["Location"]) == (saves, "model.py:7")
+    assert rows.get("Share") == (None if "peak_share" in changes else "10.0% of the peak")
 
 
 def test_a_technique_as_a_remedy_is_written_as_it_is_pinned():
     (finding,) = evidence_records.diagnosis().findings
     choice = finding.model_copy(update={"remedy": micro_batch_choice(8)})
-    assert dict(finding_sheets(choice)[0].rows)["Do"] == "micro_batch=8"
+    assert dict(finding_sheets(choice)[0].rows)["Remedy"] == "micro_batch=8"
 
 
 def test_the_page_has_the_findings_and_no_markup_of_the_user():
     page = diagnosis_page(evidence_records.unknown_diagnosis())
     assert "hidden state not detached" in page
-    assert "<h1>What used the memory of tiny</h1>" in page
+    assert "<h1>Memory diagnosis: tiny</h1>" in page
     assert "Too few steps." in page
 
 
@@ -83,12 +83,12 @@ def test_shares_add_up_to_the_peak():
 def test_what_did_not_run_is_said_to_fit_or_not():
     fields = {"num_steps": 0, "shares": shares(activations=300), "limit_bytes": 200 * MIB}
     needs = evidence_records.diagnosis(**fields)
-    assert headline(needs) == "It does not fit: the peak is 300.0 MiB of 200.0 MiB."
+    assert headline(needs) == "It does not fit: the peak is 300.0 MiB, the limit is 200.0 MiB."
     may = needs.model_copy(update={"limit_bytes": 300 * MIB, "remedies": (tried("heap"),)})
     assert headline(may).startswith("It may not fit: ")
     assert headline(may.model_copy(update={"findings": (), "remedies": ()})).startswith("It fits: ")
     titles = [sheet.title for sheet in sheets_of(may)]
-    assert titles[:2] == ["Remedies", "What the peak is made of"]
+    assert titles[:2] == ["Remedies", "Parts of the peak"]
     page = diagnosis_page(may)
-    assert "What the peak is made of" in page
+    assert "Parts of the peak" in page
     assert "1. heap=1" in page

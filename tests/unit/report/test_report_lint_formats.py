@@ -27,7 +27,7 @@ def test_lines_have_place_rule_code_and_remedy():
     text = as_lines(REPORT)
     assert "c.py:1:1: half_model_with_gradscaler: half\n    | m.half()\n    = float\n" in text
     assert "d.py: not checked: line 7: bad\n" in text
-    assert text.endswith("2 findings in 2 files, 1,200 lines. 1 not checked. 1 can be mended by --fix.")
+    assert text.endswith("2 findings in 2 files, 1,200 lines. 1 not checked. 1 fixable with --fix.")
     assert as_lines(NOTHING) == sentence(NOTHING) == "Nothing found in 1 file, 1 lines."
 
 

@@ -10,7 +10,7 @@ import prediction_records
 from plimsoll.report.notebook import notebook_html
 
 RECORDS = {
-    "run": (eventful_run(), "Peak 768.0 MiB of a 1.0 GiB budget (75 %): the run stayed under the line."),
+    "run": (eventful_run(), "Peak 768.0 MiB of a 1.0 GiB budget (75 %): the run stayed within budget."),
     "empty run": (empty_run(), "tiny: running"),
     "plan": (plan_records.fitting_plan(), "micro_batch"),
     "empty plan": (plan_records.bare_plan(), "Plan"),

@@ -30,28 +30,28 @@ def test_what_needs_too_much_says_what_would_do():
 def test_a_host_that_is_too_small_is_named():
     plan = linked_plan(smallest_budget_bytes=516 * MIB, host_free_bytes=300 * MIB)
     assert placement_sheets.sentences(plan)[-1] == (
-        "The host's memory has room for 300.0 MiB of weights: the others have to stay on the device, or be read from "
-        "the disk with --device cpu."
+        "Host memory can hold 300.0 MiB of weights; the others must stay on the device, or be read from disk: give "
+        "--device cpu."
     )
     assert len(placement_sheets.sentences(linked_plan(host_free_bytes=900 * MIB))) == 2
 
 
 def test_the_places_are_told_by_their_bytes():
     assert placement_sheets.sentences(streamed_plan())[0] == (
-        "Of 710.0 MiB of weights 210.0 MiB in memory, 500.0 MiB on disk."
+        "Of 710.0 MiB of weights, 210.0 MiB is in memory and 500.0 MiB is on disk."
     )
     assert placement_sheets.sentences(resident_plan()) == ("All 710.0 MiB of the weights stay in memory.",)
-    assert "in the host's memory" in placement_sheets.sentences(linked_plan())[0]
+    assert "in host memory" in placement_sheets.sentences(linked_plan())[0]
 
 
 def test_a_pass_says_what_it_waits_for():
     assert placement_sheets.sentences(streamed_plan())[1].endswith(
-        "at 125.0 MiB/s, measured: 4.0 s, while it computes 8.0 s; compute is the limit."
+        "at 125.0 MiB/s (measured) in 4.0 s while it computes for 8.0 s; bottleneck: compute."
     )
-    assert placement_sheets.sentences(streamed_plan(read_seconds=9.0))[1].endswith("disk is the limit.")
-    assert placement_sheets.sentences(linked_plan())[1].endswith("link is the limit.")
+    assert placement_sheets.sentences(streamed_plan(read_seconds=9.0))[1].endswith("bottleneck: disk.")
+    assert placement_sheets.sentences(linked_plan())[1].endswith("bottleneck: link.")
     cached = placement_sheets.sentences(streamed_plan(read_bytes=0, read_seconds=0.0, cached_bytes=470 * MIB))
-    assert "only the first pass reads it" in cached[1]
+    assert "only the first pass reads them" in cached[1]
 
 
 def test_blocks_that_lie_alike_are_one_row():
@@ -64,7 +64,7 @@ def test_blocks_that_lie_alike_are_one_row():
         "the rest",
     ]
     assert rows[0][1:] == ("on disk, streamed", "4", "400.0 MiB")
-    assert rows[3][1] == "on disk, read by row"
+    assert rows[3][1] == "on disk, read row by row"
 
 
 def test_one_block_is_called_by_its_name():

@@ -22,10 +22,10 @@ def points(trace):
 def test_every_configuration_is_a_point_of_its_kind():
     """The unit is that of the largest, GiB: 5120 MiB are 5, 1000 MiB are 0.9766."""
     found = traces(fallback_chart(fitting_plan()))
-    assert list(found) == ["rejected, too large", "rejected", "plain loop", "plan and fallbacks"]
+    assert list(found) == ["rejected, too large", "rejected", "no technique", "plan and fallbacks"]
     assert points(found["rejected, too large"]) == [(2.5, 1.6), (3.0, 1.75)]
     assert points(found["rejected"]) == [(0.8789, 2.5), (0.7812, 2.1)]
-    assert points(found["plain loop"]) == [(5.0, 1.5)]
+    assert points(found["no technique"]) == [(5.0, 1.5)]
     assert points(found["plan and fallbacks"]) == [(0.9766, 1.9), (0.6836, 2.25), (0.3906, 4.0)]
 
 
@@ -42,7 +42,7 @@ def test_the_limit_is_upright_and_in_sight():
     assert low < 0.3906
     assert high > 5.0
     assert chart.caption == (
-        "Predicted, for 8 ways to run the same step. What lies left of the limit of 2.0 GiB fits. Lower is faster."
+        "Predicted for 8 ways to run the same step. Points left of the limit of 2.0 GiB fit. Lower is faster."
     )
 
 
@@ -50,12 +50,15 @@ def test_without_a_limit_there_is_no_line():
     chart = fallback_chart(fitting_plan(limit_bytes=None, budget=Budget(), prediction=None))
     assert "shapes" not in chart.figure["layout"]
     assert "rejected, too large" not in traces(chart)
-    assert chart.caption == "Predicted, for 8 ways to run the same step. Lower is faster."
+    assert chart.caption == "Predicted for 8 ways to run the same step. Lower is faster."
 
 
 @pytest.mark.parametrize("nothing", [plan(), bare_plan(), bare_plan(budget=Budget(device_bytes=5))])
 def test_without_numbers_there_is_no_chart(nothing):
-    assert (fallback_chart(nothing).figure, fallback_chart(nothing).caption) == (None, "Nothing was predicted.")
+    assert (fallback_chart(nothing).figure, fallback_chart(nothing).caption) == (
+        None,
+        "No configuration was predicted.",
+    )
 
 
 def labels(chart):
@@ -65,7 +68,7 @@ def labels(chart):
 def test_the_first_fallbacks_have_their_numbers():
     assert labels(fallback_chart(fitting_plan())) == ["plan", "1", "2"]
     assert labels(fallback_chart(constrained_plan())) == ["plan"]
-    assert labels(fallback_chart(impossible_plan())) == ["needs least"]
+    assert labels(fallback_chart(impossible_plan())) == ["lowest peak"]
     many = tuple(configuration(micro_batch_choice(64 - i), mib=1000 - i, seconds=2 + i) for i in range(20))
     assert labels(fallback_chart(fitting_plan(fallbacks=many))) == ["plan", "1", "2", "3", "4", "5", "6"]
 
@@ -81,4 +84,4 @@ def test_a_point_tells_what_it_is_and_its_text_is_no_markup():
     hostile = Choice(technique="checkpointing", options={"blocks": "<b>&"})
     chart = fallback_chart(fitting_plan(rejected=(rejected(hostile, reason="", mib=512, seconds=3.0),)))
     (text,) = traces(chart)["rejected"]["text"]
-    assert text == "checkpointing=&lt;b&gt;&amp;<br>512.0 MiB, 3.0 s a step"
+    assert text == "checkpointing=&lt;b&gt;&amp;<br>512.0 MiB, 3.0 s per step"

@@ -34,40 +34,40 @@ TIGHT = configuration(micro_batch_choice(16), mib=2040, seconds=1.0, spread_mib=
         (
             {},
             "fits",
-            "Fits: 1000.0 MiB of 2.0 GiB (range 960.0 MiB to 1.0 GiB) on NVIDIA GeForce RTX 3060, about 1.9 s a step "
+            "Fits: 1000.0 MiB of 2.0 GiB (range 960.0 MiB to 1.0 GiB) on NVIDIA GeForce RTX 3060, about 1.9 s per step "
             "(range 1.5 to 2.3 s).",
         ),
         (
             {"fallbacks": (TIGHT,)},
             "probably fits",
-            "Probably fits: 2.0 GiB of 2.0 GiB on NVIDIA GeForce RTX 3060, about 1.0 s a step.",
+            "Probably fits: 2.0 GiB of 2.0 GiB on NVIDIA GeForce RTX 3060, about 1.0 s per step.",
         ),
         (
             {"fallbacks": (TIGHT,), "limit_bytes": None, "budget": Budget(), "prediction": None},
             "fits",
-            "Fits: 2.0 GiB, about 1.0 s a step.",
+            "Fits: 2.0 GiB, about 1.0 s per step.",
         ),
         (
             {"fallbacks": (Configuration(choices=(micro_batch_choice(16),)),)},
             "not predicted",
-            "Nothing was predicted: what memory allows is found while it trains.",
+            "Not predicted: training takes a fallback when memory runs out.",
         ),
         (
             {"fallbacks": (), "smallest_budget_bytes": 13 << 30},
             "impossible",
-            "Impossible: at least 13.0 GiB are needed, 11.0 GiB more than the budget of 2.0 GiB on NVIDIA GeForce RTX "
+            "Impossible: at least 13.0 GiB is needed, 11.0 GiB more than the budget of 2.0 GiB on NVIDIA GeForce RTX "
             "3060, which has 12.0 GiB: choose a larger device.",
         ),
         (
             {"fallbacks": (), "smallest_budget_bytes": 2049 * MIB + 1},
             "impossible",
-            "Impossible: at least 2.0 GiB are needed, 1.0 MiB more than the budget of 2.0 GiB on NVIDIA GeForce RTX "
+            "Impossible: at least 2.0 GiB is needed, 1.0 MiB more than the budget of 2.0 GiB on NVIDIA GeForce RTX "
             "3060: give --budget 2050MiB.",
         ),
         (
             {"fallbacks": (), "smallest_budget_bytes": 5 * MIB, "limit_bytes": None, "prediction": None},
             "impossible",
-            "Impossible: at least 5.0 MiB are needed, 0 B more than the budget of 2.0 GiB: give --budget 5MiB.",
+            "Impossible: at least 5.0 MiB is needed, 0 B more than the budget of 2.0 GiB: give --budget 5MiB.",
         ),
     ],
 )
@@ -104,15 +104,15 @@ def test_the_limit_is_that_of_the_plan_or_of_its_prediction_or_the_budget():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({}, "The plain loop would need 5.0 GiB, 3.0 GiB too much, about 1.5 s a step."),
-        ({"limit_bytes": 6000 * MIB}, "The plain loop would need 5.0 GiB, about 1.5 s a step."),
+        ({}, "Without techniques: 5.0 GiB, 3.0 GiB too much, about 1.5 s per step."),
+        ({"limit_bytes": 6000 * MIB}, "Without techniques: 5.0 GiB, about 1.5 s per step."),
         (
             {"plain": configuration(micro_batch_choice(64), mib=2000, seconds=1.0, spread_mib=60)},
-            "The plain loop would need 2.0 GiB, which may be 12.0 MiB too much, about 1.0 s a step.",
+            "Without techniques: 2.0 GiB, up to 12.0 MiB too much, about 1.0 s per step.",
         ),
         ({"plain": None}, ""),
         ({"plain": Configuration(choices=())}, ""),
-        ({"plain": fitting_plan().fallbacks[0]}, "This is the plain loop: no technique is needed."),
+        ({"plain": fitting_plan().fallbacks[0]}, "The plan needs no technique."),
     ],
 )
 def test_the_plain_loop_is_compared(changes, sentence):
@@ -134,7 +134,7 @@ def test_a_range_of_seconds_has_its_unit_once_if_it_is_the_same(time, text):
 
 def test_the_first_lossy_alternative_that_fits_is_printed_with_what_to_type():
     assert plan_sheets.alternative_sentence(impossible_plan()) == (
-        "With what changes the training it would fit: 1.9 GiB with --set 'allow=[adafactor]'."
+        "It would fit with a technique that changes the training: 1.9 GiB with --set 'allow=[adafactor]'."
     )
     assert plan_sheets.alternative_sentence(impossible_plan(limit_bytes=1)) == ""
     assert plan_sheets.alternative_sentence(fitting_plan()) == ""
@@ -156,15 +156,15 @@ def test_what_lies_outside_of_the_budget_is_said_and_what_a_step_moves_of_it():
     kept = OffDevice(kept_bytes=2 << 30, moved_bytes=9 << 30)
     on_cpu = plan.model_copy(update={"off_device": kept, "prediction": None})
     assert plan_sheets.off_device_sentence(on_cpu) == (
-        "Outside of the budget 2.0 GiB lie in files on the disk; a step reads and writes 9.0 GiB there, from memory as "
-        "long as the machine has room to keep them."
+        "Outside the budget, 2.0 GiB is kept in files on disk; each step reads and writes 9.0 GiB there, in the page "
+        "cache while the machine has enough free memory."
     )
     slow = on_cpu.model_copy(update={"off_device": kept.model_copy(update={"disk_bytes_per_second": float(100 << 20)})})
-    assert plan_sheets.off_device_sentence(slow).endswith("so every step waits for the disk, at 100.0 MiB a second.")
+    assert plan_sheets.off_device_sentence(slow).endswith("so every step waits for the disk, at 100.0 MiB/s.")
     assert plan.prediction is not None
     prediction = plan.prediction.model_copy(update={"device_kind": "cuda"})
     on_cuda = plan.model_copy(update={"off_device": kept, "prediction": prediction})
-    assert "2.0 GiB lie in the host's memory; a step" in plan_sheets.off_device_sentence(on_cuda)
+    assert "2.0 GiB is offloaded to host memory; each step" in plan_sheets.off_device_sentence(on_cuda)
 
 
 def test_what_training_the_tokenizer_takes_is_said_where_it_is_trained():
@@ -173,7 +173,7 @@ def test_what_training_the_tokenizer_takes_is_said_where_it_is_trained():
     assert plan_sheets.preparing_sentence(plan.model_copy(update={"tokenizer_bytes": 1 << 20})) == ""
     trained = plan.model_copy(update={"tokenizer_bytes": 230 << 20})
     assert plan_sheets.preparing_sentence(trained) == (
-        "Preparing the data trains a tokenizer first, in up to 230.0 MiB."
+        "Data preparation trains a tokenizer and needs up to 230.0 MiB for it."
     )
 
 
@@ -183,13 +183,13 @@ def test_a_chosen_technique_says_what_it_does_and_what_the_plan_would_need_witho
             "checkpointing=6",
             "bitwise",
             "activations of these blocks are computed again in backward, not kept",
-            "Without it 2.5 GiB, 512.0 MiB too much, about 1.6 s a step",
+            "Without it: 2.5 GiB, 512.0 MiB too much, about 1.6 s per step",
         ),
         (
             "micro_batch=16",
             "reordered",
-            "the batch in pieces, whose gradients add up to the whole batch's",
-            "Without it 3.0 GiB, 1.0 GiB too much, about 1.8 s a step",
+            "the batch in micro-batches, whose gradients are summed",
+            "Without it: 3.0 GiB, 1.0 GiB too much, about 1.8 s per step",
         ),
     )
 
@@ -197,8 +197,8 @@ def test_a_chosen_technique_says_what_it_does_and_what_the_plan_would_need_witho
 def test_why_is_what_the_planner_says_and_that_it_was_pinned():
     whys = [row[-1] for row in plan_sheets.chosen_sheet(constrained_plan()).rows]
     assert whys == [
-        "Pinned. Without it 2.5 GiB, 512.0 MiB too much, about 1.6 s a step",
-        "7 pieces of it would not be faster",
+        "Pinned. Without it: 2.5 GiB, 512.0 MiB too much, about 1.6 s per step",
+        "7 micro-batches are not faster",
     ]
 
 
@@ -223,18 +223,18 @@ def test_a_fallback_without_numbers_is_unknown_beside_others_that_have_some():
 
 
 def test_what_needs_least_is_no_plan():
-    assert plan_sheets.fallback_sheet(impossible_plan()).rows[0][0] == "needs least"
-    assert plan_sheets.chosen_sheet(impossible_plan()).title == "What needs least"
+    assert plan_sheets.fallback_sheet(impossible_plan()).rows[0][0] == "lowest peak"
+    assert plan_sheets.chosen_sheet(impossible_plan()).title == "Combination with the lowest peak"
 
 
 def test_a_job_that_decides_its_own_batch_has_no_sizes():
     numbers = dict(plan_sheets.key_numbers(fitting_plan(prediction=fitting(batch_size=None, micro_batch=None))))
-    assert (numbers["Batch size"], numbers["Micro-batch"]) == ("its own", "its own")
+    assert (numbers["Batch size"], numbers["Micro-batch"]) == ("set in code", "set in code")
 
 
 def test_choices_are_written_as_on_a_command_line():
     assert plan_sheets.choices_text((HALF_CHECKPOINTS, OFFLOAD)) == "checkpointing=6 + offload"
-    assert plan_sheets.choices_text(()) == "nothing installed"
+    assert plan_sheets.choices_text(()) == "no technique"
 
 
 def test_rejected_is_what_fits_fastest_first_then_what_is_nearly_small_enough_then_what_cannot_be_done():
@@ -295,7 +295,7 @@ def test_fallbacks_are_told_by_their_number_and_not_by_their_micro_batch():
     steps = (step_line(1, num_samples=16, micro_batch=16), step_line(2, micro_batch=16, fallback=1))
     sheet = plan_sheets.plan_in_force_sheet(eventful_run(plan=fitting_plan(), steps=steps))
     assert [row[-1] for row in sheet.rows] == ["1", "1", "0"]
-    assert [column.title for column in sheet.columns] == ["Order", "Choices", "Peak", "A step", "Steps in force"]
+    assert [column.title for column in sheet.columns] == ["Order", "Choices", "Peak", "Step time", "Steps run"]
 
 
 def test_after_a_resume_only_the_steps_since_then_are_counted_and_a_restart_is_none():
@@ -305,7 +305,7 @@ def test_after_a_resume_only_the_steps_since_then_are_counted_and_a_restart_is_n
     starts = (begun, begun.model_copy(update={"step": 2}), begun.model_copy(update={"step": 4, "restarts": 1}))
     sheet = plan_sheets.plan_in_force_sheet(eventful_run(plan=fitting_plan(), steps=steps, starts=starts))
     assert [row[-1] for row in sheet.rows] == ["2", "3", "0"]
-    assert sheet.columns[-1].title == "Of the last 5 steps"
+    assert sheet.columns[-1].title == "Last 5 steps"
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_after_a_resume_only_the_steps_since_then_are_counted_and_a_restart_is_n
     [
         (Budget(device_bytes=1024 * MIB, host_bytes=4096 * MIB), "Budget: device 1.0 GiB, host 4.0 GiB."),
         (Budget(host_bytes=4096 * MIB), "Budget: host 4.0 GiB."),
-        (Budget(), "No budget was set: the limit is what the machine has."),
+        (Budget(), "No budget was set: the limit is the memory of the machine."),
     ],
 )
 def test_the_budget_is_said(budget, sentence):
@@ -327,20 +327,20 @@ def test_what_a_plan_was_made_for_is_listed():
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
-        (fitting_plan(), "Untried: no other plan that was traced is about as fast."),
+        (fitting_plan(), "No trial: no other traced plan is about as fast."),
         (
             untried_plan(),
-            "Untried: on its device, `plimsoll train` runs it and one other that is about as fast for a few passes, "
-            "and takes the fastest.",
+            "No trial yet: `plimsoll train` first times this plan and one other plan of about the same speed on the "
+            "device, and takes the fastest.",
         ),
-        (untried_plan().model_copy(update={"trial": Trial(left_out="2 ranks train")}), "Untried: 2 ranks train."),
+        (untried_plan().model_copy(update={"trial": Trial(left_out="2 ranks train")}), "No trial: 2 ranks train."),
         (
             tried_plan(),
-            "Tried: checkpointing=all + micro_batch=8 is the fastest of 2 plans, 2.1 s a step measured in 6.5 s.",
+            "Trial: checkpointing=all + micro_batch=8 is the fastest of 2 plans, 2.1 s per step. The trial took 6.5 s.",
         ),
         (
             tried_plan().model_copy(update={"trial": Trial(tried=tried_plan().trial.tried[2:])}),
-            "Tried: none of 1 plans held, so it begins with a fallback.",
+            "Trial: none of 1 plans passed, so training starts with a fallback.",
         ),
         (impossible_plan(), ""),
         (bare_plan(), ""),
@@ -351,9 +351,9 @@ def test_it_is_said_whether_a_plan_was_tried(plan, sentence):
 
 
 def test_a_measured_step_is_said_first_and_what_was_predicted_beside_it():
-    assert plan_sheets.headline(tried_plan()).endswith(", 2.1 s a step measured, 2.2 s predicted.")
+    assert plan_sheets.headline(tried_plan()).endswith(", 2.1 s per step measured, 2.2 s predicted.")
     fallen_back = tried_plan().model_copy(update={"fallbacks": tried_plan().fallbacks[1:]})
-    assert plan_sheets.headline(fallen_back).endswith(", about 4.0 s a step.")
+    assert plan_sheets.headline(fallen_back).endswith(", about 4.0 s per step.")
 
 
 def test_what_was_tried_is_listed_with_what_was_predicted_and_measured():

@@ -59,7 +59,7 @@ def test_the_limit_is_a_line_unless_it_would_leave_the_chart_flat(limit_mib, is_
 def test_the_caption_says_what_the_chart_shows():
     assert prediction_chart(too_large()).caption == (
         "Predicted, in the order of allocations and frees; backward and evaluation are shaded. "
-        "Most in use 800.0 MiB, limit 2.0 GiB."
+        "Highest use 800.0 MiB, limit 2.0 GiB."
     )
 
 
@@ -102,7 +102,7 @@ def test_a_training_of_thousands_of_phases_names_only_the_wide_ones():
 
 def test_without_a_timeline_there_is_a_sentence_in_place_of_a_chart():
     chart = prediction_chart(bare())
-    assert (chart.figure, chart.caption) == (None, "No timeline was kept.")
+    assert (chart.figure, chart.caption) == (None, "No timeline was recorded.")
 
 
 @pytest.mark.parametrize("prediction", [fitting(), too_large()])

@@ -30,7 +30,7 @@ RTX = "on NVIDIA GeForce RTX 3060"
         (
             fitting(runs_out_at=moment(), answers=()),
             f"Probably does not fit: 1000.0 MiB of 2.0 GiB (range 960.0 MiB to 1.0 GiB) {RTX}, "
-            "but the allocator finds no room for one of the requests.",
+            "but the allocator has no free block large enough for one request.",
         ),
         (bare(), f"Fits: 1000.0 MiB of 2.0 GiB {RTX}."),
     ],
@@ -86,7 +86,7 @@ def test_a_share_is_not_rounded_to_nothing_or_to_all(part, whole, text):
 
 
 def test_how_the_peak_is_known():
-    assert sheets.known_how_sentence(fitting()) == ("How the peak is known: 80 % traced, 15 % measured, 5 % modelled.")
+    assert sheets.known_how_sentence(fitting()) == ("Sources of the peak: 80 % traced, 15 % measured, 5 % modelled.")
     assert sheets.known_how(Estimate(likely_bytes=1, low_bytes=1, high_bytes=1)) == "unknown"
 
 
@@ -98,14 +98,14 @@ def exchange(kept, **sizes):
 def test_what_ranks_exchange_is_said_with_what_the_library_keeps_for_it():
     sharded = exchange(estimate(6, 2, modelled=6), gathered=80, scattered=40, largest_gathered=7, largest_scattered=7)
     assert sheets.exchange_sentences(on_cpu(exchange=sharded)) == (
-        "Each of 4 ranks gathers parameters of 80.0 MiB (the largest, whole at once, 7.0 MiB), scatters gradients of "
-        "40.0 MiB (the largest, whole at once, 7.0 MiB) in a step.",
-        "Beside the peak's tensors gloo keeps 6.0 MiB (range 4.0 to 8.0 MiB, 100 % modelled), which the peak includes.",
+        "In each step, each of 4 ranks all-gathers parameters of 80.0 MiB (largest tensor 7.0 MiB), reduce-scatters "
+        "gradients of 40.0 MiB (largest tensor 7.0 MiB).",
+        "The peak includes 6.0 MiB for buffers of gloo (range 4.0 to 8.0 MiB, 100 % modelled).",
     )
     added = exchange(estimate(256, 192, assumed=256), added_up=40, largest_added_up=4)
     first, second = sheets.exchange_sentences(fitting(exchange=added))
-    assert first == ("Each of 4 ranks adds up gradients of 40.0 MiB (the largest, whole at once, 4.0 MiB) in a step.")
-    assert second.startswith("Beside the peak's tensors NCCL keeps 256.0 MiB (range 64.0 to 448.0 MiB, 100 % assumed)")
+    assert first == ("In each step, each of 4 ranks all-reduces gradients of 40.0 MiB (largest tensor 4.0 MiB).")
+    assert second.startswith("The peak includes 256.0 MiB for buffers of NCCL (range 64.0 to 448.0 MiB, 100 % assumed)")
     assert sheets.exchange_sentences(fitting()) == ()
 
 
@@ -207,6 +207,6 @@ def test_key_numbers_are_an_even_number_of_them():
         "Precision": "bf16",
         "Limit": "2.0 GiB",
         "Limit from": "--budget",
-        "The device has": "12.0 GiB",
+        "Device memory": "12.0 GiB",
         "Predicted in": "12.3 s",
     }

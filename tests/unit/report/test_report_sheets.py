@@ -20,18 +20,18 @@ def run_at(peak_bytes: int, limit_bytes: int | None):
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [
-        (run_at(768 * MIB, 1024 * MIB), "Peak 768.0 MiB of a 1.0 GiB budget (75 %): the run stayed under the line."),
+        (run_at(768 * MIB, 1024 * MIB), "Peak 768.0 MiB of a 1.0 GiB budget (75 %): the run stayed within budget."),
         (
             run_at(1024 * MIB - 1, 1024 * MIB),
-            "Peak 1.0 GiB of a 1.0 GiB budget (99 %): the run stayed under the line.",
+            "Peak 1.0 GiB of a 1.0 GiB budget (99 %): the run stayed within budget.",
         ),
-        (run_at(1024 * MIB, 1024 * MIB), "Peak 1.0 GiB of a 1.0 GiB budget (100 %): the run stayed under the line."),
+        (run_at(1024 * MIB, 1024 * MIB), "Peak 1.0 GiB of a 1.0 GiB budget (100 %): the run stayed within budget."),
         (
             run_at(1280 * MIB, 1024 * MIB),
-            "Peak 1.2 GiB of a 1.0 GiB budget (125 %): the run went past the line by 256.0 MiB.",
+            "Peak 1.2 GiB of a 1.0 GiB budget (125 %): the run went over budget by 256.0 MiB.",
         ),
         (run_at(768 * MIB, None), "Peak 768.0 MiB; no budget was set."),
-        (empty_run(), "Nothing was measured against the budget of 1.0 GiB."),
+        (empty_run(), "No memory was measured; the budget is 1.0 GiB."),
         (empty_run(plan=Plan(budget=Budget(), fallbacks=())), "Peak unknown; no budget was set."),
     ],
 )
@@ -113,7 +113,7 @@ def test_of_several_ranks_the_least_and_the_most_are_named_and_where_memory_ran_
     )
     numbers = dict(sheets.key_numbers(empty_run(steps=steps)))
     assert numbers["Ranks"] == "2"
-    assert numbers["Peaks of ranks"] == "640.0 MiB (rank 0) to 650.0 MiB (rank 1)"
+    assert numbers["Peak per rank"] == "640.0 MiB (rank 0) to 650.0 MiB (rank 1)"
     assert numbers["Peak memory"] == "900.0 MiB"
     assert "Ranks" not in dict(sheets.key_numbers(eventful_run()))
     event = OomEvent(family="memory-error", rank=2)
@@ -136,9 +136,9 @@ def test_an_oom_event_shows_what_was_done():
 def test_what_the_plan_said_stands_beside_what_was_measured():
     """The steps after the first take 2 s each; those of another fallback do not count."""
     numbers = dict(sheets.key_numbers(eventful_run(plan=fitting_plan())))
-    assert (numbers["Predicted peak"], numbers["Predicted step"]) == ("1000.0 MiB", "1.9 s, measured 2.0 s")
+    assert (numbers["Predicted peak"], numbers["Predicted step time"]) == ("1000.0 MiB", "1.9 s, measured 2.0 s")
     steps = (step_line(1), step_line(2, fallback=1))
-    assert dict(sheets.key_numbers(eventful_run(plan=fitting_plan(), steps=steps)))["Predicted step"] == "1.9 s"
+    assert dict(sheets.key_numbers(eventful_run(plan=fitting_plan(), steps=steps)))["Predicted step time"] == "1.9 s"
 
 
 @pytest.mark.parametrize(("num_steps", "shown"), [(0, 0), (1, 1), (20, 20), (21, 11), (1000, 21)])
@@ -152,8 +152,8 @@ def test_the_table_of_steps_is_thinned_and_keeps_first_and_last(num_steps, shown
 
 
 def test_a_device_is_bounded_by_the_limit_of_its_size_or_by_the_hardware():
-    assert ("Usable", "4.0 GiB, bounded by cgroup v2 memory.max") in sheets.device_sheet(cpu()).rows
-    assert ("Usable", "24.0 GiB, bounded by hardware") in sheets.device_sheet(gpu()).rows
+    assert ("Usable", "4.0 GiB, limited by cgroup v2 memory.max") in sheets.device_sheet(cpu()).rows
+    assert ("Usable", "24.0 GiB, limited by hardware") in sheets.device_sheet(gpu()).rows
 
 
 def test_a_step_shorter_than_the_clock_has_no_speed():
@@ -163,5 +163,5 @@ def test_a_step_shorter_than_the_clock_has_no_speed():
 
 
 def test_what_preparing_took_is_said_beside_the_peak_of_training():
-    assert dict(sheets.key_numbers(eventful_run(preparation_bytes=3 << 20)))["Peak of preparing"] == "3.0 MiB"
-    assert "Peak of preparing" not in dict(sheets.key_numbers(eventful_run()))
+    assert dict(sheets.key_numbers(eventful_run(preparation_bytes=3 << 20)))["Preparation peak"] == "3.0 MiB"
+    assert "Preparation peak" not in dict(sheets.key_numbers(eventful_run()))

@@ -9,14 +9,14 @@ from shrink_records import language_model, shrunk, survey
 
 def test_the_sentence_says_what_was_saved_and_what_it_cost():
     assert headline(shrunk()) == (
-        "layers=2 > int8: 16.0 MiB -> 3.0 MiB (19%), accuracy 90.0% -> 88.0% after 100 more steps (the original, which "
-        "had none, might be better after as many); written to small."
+        "layers=2 > int8: 16.0 MiB -> 3.0 MiB (19%), accuracy 90.0% -> 88.0% after 100 more steps (the original was "
+        "not trained further and might improve too); written to small."
     )
     original, *others = shrunk().models
     trained = original.model_copy(update={"recovered": others[0].quality, "recovery_steps": 100})
     assert "accuracy 90.0% -> 88.0%, both after 100 more steps" in headline(shrunk(models=(trained, *others)))
-    assert headline(shrunk(is_complete=False)).startswith("stopped after 3 ways to make runs/a/model smaller")
-    assert headline(survey()).startswith("3 ways to make runs/a/model smaller, each measured on 10% of")
+    assert headline(shrunk(is_complete=False)).startswith("Stopped after 3 smaller versions of runs/a/model")
+    assert headline(survey()).startswith("3 smaller versions of runs/a/model, each measured on 10% of")
 
 
 def test_a_choice_that_is_slow_on_this_machine_is_said_to_be_so():
@@ -27,7 +27,7 @@ def test_a_choice_that_is_slow_on_this_machine_is_said_to_be_so():
     models = tuple(slow if number == record.best else one for number, one in enumerate(record.models))
     said = headline(record.model_copy(update={"models": models}))
     assert said.startswith(headline(record))
-    assert said.endswith("it takes 8.0 times as long as the original: --forbid leaves out a method that is slow here.")
+    assert said.endswith("it takes 8.0 times as long as the original: give --forbid to leave out a slow method.")
 
 
 def test_models_are_listed_by_quality_behind_the_original():
@@ -51,7 +51,7 @@ def test_training_is_shown_of_what_can_be_trained():
     rows = shrink_sheets(shrunk())[2].rows
     assert rows == (
         ("original", "700.0 MiB", "690.0 MiB", "-", "none"),
-        ("* layers=2 > int8", "500.0 MiB", "480.0 MiB", "250 ms", "its passes too"),
+        ("* layers=2 > int8", "500.0 MiB", "480.0 MiB", "250 ms", "included"),
     )
 
 

@@ -40,7 +40,7 @@ def test_what_to_give_is_a_line_each_that_a_terminal_does_not_break():
 
 def test_a_planned_strategy_is_a_line():
     assert [done_line(strategy) for strategy in strategies().strategies] == [
-        "full: needs 3100MiB, 2.8 to 3.0 GiB, 1.0 to 2.0 s a step",
-        "full, weights streamed: fits, 1.5 GiB, 12.0 s a step",
+        "full: needs 3100MiB, 2.8 to 3.0 GiB, 1.0 to 2.0 s per step",
+        "full, weights streamed: fits, 1.5 GiB, 12.0 s per step",
         "LoRA: impossible",
     ]

@@ -13,9 +13,9 @@ def test_the_sentences_say_how_much_how_it_ended_and_what_was_near():
         "Near its limit: cgroup v2 memory.max of /job.",
     )
     assert sentences(growing(1)) == (
-        "1 sample in 0 ms; highest private memory 150.0 MiB, at 0 ms.", "The recording breaks off.",
+        "1 sample in 0 ms; highest private memory 150.0 MiB, at 0 ms.", "The recording is incomplete.",
     )  # fmt: skip
-    assert sentences(growing(0)) == ("Nothing was seen of process 7.", "The recording breaks off.")
+    assert sentences(growing(0)) == ("No sample of process 7 was recorded.", "The recording is incomplete.")
 
 
 def test_each_limit_has_its_highest_and_when_it_first_warned():

@@ -12,8 +12,8 @@ def test_a_line_has_memory_the_run_each_limit_and_the_warning():
     assert sample_line(RUN.samples[1]) == (
         "2.0 s · 2 processes · private 440.0 MiB · step 12 of 200, loss 5.250, 12,345 tokens/s, 96.4 samples/s, "
         "micro-batch 8, 1 out-of-memory error, killed 1 time · budget of the run 380.0 MiB of 400.0 MiB · "
-        "WARNING: reached in about 20.0 s · memory of the machine 400.0 MiB of 1000.0 MiB · "
-        "the kernel has killed a process for memory"
+        "WARNING: limit reached in about 20.0 s · memory of the machine 400.0 MiB of 1000.0 MiB · "
+        "the kernel's OOM killer has killed a process"
     )
 
 
@@ -28,7 +28,7 @@ def test_the_panel_of_a_run_has_all_of_it_within_80_columns():
     shown = plain(watch_panel(RUN.subject, RUN.samples))
     for words in (
         "run a, 4.0 s", "step 12 of 200", "budget of the run", "380.0 MiB of 400.0 MiB", "reached in about 20.0 s",
-        "killed a process for memory", "swap", "GPU", "64.0 MiB",
+        "OOM killer has killed a process", "swap", "GPU", "64.0 MiB",
     ):  # fmt: skip
         assert words in shown
     assert "Predicted at the peak: activations 200.0 MiB, parameters 100.0 MiB" in shown

@@ -34,8 +34,8 @@ SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
         (nn.Linear(2, 2).half(), SGD, "fp16", None, "but 2 of this one are float16.*use model.float"),
         (MODEL, torch.optim.LBFGS(MODEL.parameters()), "fp32", None, "needs a closure"),
         (MODEL, SGD, "fp32", 0, "at least 1"),
-        (MODEL, SGD, "fp32", 2.0, "micro_batch is 2.0, a float, but samples are counted"),
-        (MODEL, SGD, "fp32", True, "micro_batch is True, a bool, but samples are counted"),
+        (MODEL, SGD, "fp32", 2.0, "micro_batch is 2.0, a float, but must count samples"),
+        (MODEL, SGD, "fp32", True, "micro_batch is True, a bool, but must count samples"),
     ],
 )
 def test_what_cannot_be_stepped_is_refused_with_the_reason(model, optimizer, precision, micro_batch, text):
@@ -133,20 +133,20 @@ def test_a_model_on_no_device_or_two_is_refused():
 @pytest.mark.parametrize(
     ("batch", "what"),
     [
-        ({"labels": torch.zeros(3, 4)}, r"labels of shape \(3, 4\) are several for each sample"),
+        ({"labels": torch.zeros(3, 4)}, r"labels of shape \(3, 4\) have several values for each sample"),
         ({"labels": torch.tensor([1, -100, -100])}, "2 of 3 labels are -100, ignored"),
-        ({"ids": torch.zeros(3, 4), "y": torch.zeros(3)}, r"without a tensor `labels` \(it has ids, y\)"),
+        ({"ids": torch.zeros(3, 4), "y": torch.zeros(3)}, r"no tensor `labels` \(fields: ids, y\)"),
     ],
 )
 def test_where_a_sample_is_not_one_term_of_the_mean_units_are_needed(batch, what):
     refuse_unclear_labels({"labels": torch.zeros(3)})
     refuse_unclear_labels({"labels": torch.zeros(3, 1)})
-    with pytest.raises(InputError, match=f"{what}: what the loss averages over .* give units="):
+    with pytest.raises(InputError, match=f"{what}: the units .* give units="):
         refuse_unclear_labels(batch)
 
 
 def test_a_loss_of_the_users_needs_units():
-    with pytest.raises(InputError, match="loss= was given without units=: what the loss averages over"):
+    with pytest.raises(InputError, match="loss= was given without units=: the units"):
         refuse(MODEL, SGD, "fp32", None, loss=lambda model, batch: model(batch).mean())
 
 

@@ -46,7 +46,7 @@ def test_evaluation_turns_dropout_off_and_leaves_each_part_of_the_model_as_it_wa
 
 
 def test_there_must_be_something_to_evaluate():
-    with pytest.raises(DataError, match="of 0 samples none has a target; give at least one that has"):
+    with pytest.raises(DataError, match="none of 0 samples has a target; give at least one with a target"):
         step_of().evaluate([])
 
 
@@ -75,7 +75,7 @@ def test_where_single_samples_do_not_fit_it_ends_and_all_is_as_it_was():
     step.position.phase = "clip"
     with (
         armed("evaluation", *range(1, 30)),
-        pytest.raises(OutOfMemoryError, match="micro-batch 1 is the smallest there is"),
+        pytest.raises(OutOfMemoryError, match="micro-batch 1 is the smallest possible"),
     ):
         step.evaluate([line_through(4)])
     assert step.position.phase == "clip"

@@ -118,7 +118,7 @@ def test_without_fallbacks_no_technique_is_installed_and_the_plain_step_is_in_fo
 
 
 def test_fallbacks_that_train_something_else_are_refused(notes):
-    with pytest.raises(InputError, match=r"differ in what changes the training \(lasting=4 \| none\): give the same"):
+    with pytest.raises(InputError, match=r"differ in choices that change the training \(lasting=4 \| none\): give"):
         InstalledFallbacks(workload(), [configuration(8, lasting=4), configuration(4)])
     assert notes == []
 
@@ -475,7 +475,7 @@ def test_closing_takes_every_technique_back_also_where_one_runs_out_of_memory(no
     TECHNIQUES["noted"] = Broken("noted", notes, is_for_the_run=False)
     step = step_with(configuration(8, 0, lasting=2))
     step(CASE.batches()[0])
-    with pytest.warns(UserWarning, match="while the techniques of the plan were taken back"):
+    with pytest.warns(UserWarning, match="while the techniques of the plan were removed"):
         step.close()
     assert notes == ["+lasting=2", "+noted=0", "-noted=0", "-lasting=2"]
 

@@ -167,7 +167,7 @@ def test_where_lengths_decide_the_rank_with_most_micro_batches_says_how_many():
 @pytest.mark.parametrize(
     ("phase", "whole", "remedy"),
     [
-        ("forward", None, "micro-batch 1 is the smallest there is: give a larger budget, shorter sequences"),
+        ("forward", None, "micro-batch 1 is the smallest possible: give a larger budget, shorter sequences"),
         (
             "backward",
             Reason("its cells touch", "part them"),

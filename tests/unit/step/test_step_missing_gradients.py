@@ -61,9 +61,9 @@ BATCH = torch.arange(10)
 @pytest.mark.parametrize(
     ("how", "num_steps", "cause"),
     [
-        (reentrant, 1, "use_reentrant=True on inputs that need no gradient"),
+        (reentrant, 1, "use_reentrant=True on inputs that require no gradient"),
         (without_grad, 1, r"run under torch.no_grad\(\)"),
-        (detached, 5, "detached or not used"),
+        (detached, 5, "detached or unused"),
         (lambda block, hidden: hidden, 5, "not called"),
     ],
 )

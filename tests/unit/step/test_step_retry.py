@@ -113,7 +113,7 @@ def test_state_that_is_not_seen_is_named_and_an_error_is_raised_in_place_of_a_re
     with pytest.warns(PlimsollWarning, match="state that is not put back.*the first module.* is 1"):
         step(batch_of())
     before = [value.clone() for value in model.parameters()]
-    with pytest.raises(OutOfMemoryError, match=r"not done again.*extra_state=\[.*allow_hidden_state=True"):
+    with pytest.raises(OutOfMemoryError, match=r"not retried.*extra_state=\[.*allow_hidden_state=True"):
         step(batch_of(1))
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -142,7 +142,7 @@ def test_extra_state_is_saved_with_the_step():
     noise()
     step.load_state_dict(state)
     assert noise.state_dict() == {"count": 1}
-    with pytest.raises(InputError, match="the state of 0 objects was saved"):
+    with pytest.raises(InputError, match="has the state of 0 objects, but extra_state has"):
         step.load_state_dict(state | {"extra_state": []})
 
 

@@ -258,7 +258,7 @@ def test_what_a_technique_tidies_up_is_after_each_step_that_happened():
 def test_closing_says_what_stays_where_it_is_in_the_line_that_closes():
     step = step_of()
     step._fallbacks.close = exhaust_memory
-    with pytest.warns(UserWarning, match="memory ran out while the techniques of the plan were taken back") as caught:
+    with pytest.warns(UserWarning, match="memory ran out while the techniques of the plan were removed") as caught:
         step.close()
     assert caught[0].filename == __file__
 
@@ -282,7 +282,7 @@ def test_a_batch_without_a_target_is_refused():
     [
         ({"precision": "fp8"}, "precision 'fp8' is unknown: choose fp32, bf16 or fp16"),
         ({"micro_batch": 0}, "micro_batch is 0 samples, but a pass needs at least 1"),
-        ({"micro_batch": 1.5}, "micro_batch is 1.5, a float, but samples are counted"),
+        ({"micro_batch": 1.5}, "micro_batch is 1.5, a float, but must count samples"),
         ({"units": "sample"}, "units 'sample' is unknown: choose samples, tokens or next-tokens"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS .* needs a closure: use another optimizer"),
     ],

@@ -39,16 +39,16 @@ def test_chunked_loss_does_not_go_with_it_nor_after_it():
     workload, chunks = made(), Choice(technique="chunked_loss", options={"chunk_tokens": 64})
     assert "the output layer that it replaces" in AdaptiveSoftmax().conflicts(AUTO, (chunks,), workload, ALLOWED)
     with installed(workload, [AUTO]):
-        assert "never has all logits itself" in ChunkedLoss().choices(workload, ALLOWED)
+        assert "never computes all logits" in ChunkedLoss().choices(workload, ALLOWED)
 
 
 @pytest.mark.parametrize(
     ("workload", "reason"),
     [
-        (made(num_labels=2), "a RecurrentClassifier is not a recurrent language model of ours"),
+        (made(num_labels=2), "a RecurrentClassifier is not a recurrent language model of Plimsoll"),
         (made(tie_weights=True), "shares the embedding's weights (tie_weights)"),
         (made(adaptive_cutoffs=(100,)), "the model has an adaptive softmax"),
-        (made(vocab_size=1023), "a vocabulary of 1023 words is not large"),
+        (made(vocab_size=1023), "a vocabulary of 1023 words is small"),
     ],
     ids=["classifier", "tied", "adaptive", "small"],
 )

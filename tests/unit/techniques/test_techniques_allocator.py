@@ -59,7 +59,7 @@ def test_what_the_user_has_set_is_left_alone(monkeypatch):
         (choice(backend="cudaMallocAsync"), CUDA, "it is given backend: give one of"),
         (choice(expandable_segments=True, max_split_size_mb=128), CUDA, "leak together (pytorch#193400)"),
         (choice(max_split_size_mb=5), CUDA, "max_split_size_mb is '5': give a whole number of MiB from 20 on"),
-        (choice(roundup_power2_divisions=3), CUDA, "is no power of two"),
+        (choice(roundup_power2_divisions=3), CUDA, "is not a power of two"),
     ],
 )
 def test_what_cannot_be_is_refused(asked, setting, reason):

@@ -32,7 +32,7 @@ def setting(precision="auto", device="cuda"):
         (setting(device="cpu"), (BF16,)),
         (setting("bf16"), (BF16,)),
         (setting("fp16", "cpu"), (FP16,)),
-        (setting("fp32"), "the job says precision: fp32; `precision: auto` leaves it to the plan"),
+        (setting("fp32"), "the job sets precision: fp32; `precision: auto` leaves it to the plan"),
     ],
 )
 def test_the_choices_follow_the_job_and_the_device(asked, expected):
@@ -42,7 +42,7 @@ def test_the_choices_follow_the_job_and_the_device(asked, expected):
 def test_a_precision_that_the_step_has_already_needs_no_technique():
     made = workload()
     made.precision = "bf16"
-    assert "which the step has by itself" in Autocast().choices(made, setting("bf16"))
+    assert "which the step uses already" in Autocast().choices(made, setting("bf16"))
 
 
 def test_an_lstm_is_refused_where_plain_autocast_fails_and_runs_elsewhere():
@@ -82,8 +82,8 @@ def test_weights_in_half_precision_have_nothing_to_gain():
             setting(device="cpu"),
             "on a CPU float16 is slower than float32 and overflows, and bf16 needs as little",
         ),
-        (BF16, setting("fp32"), "the job says precision: fp32; change it to auto or to bf16"),
-        (BF16, setting("fp16"), "the job says precision: fp16; change it to auto or to bf16"),
+        (BF16, setting("fp32"), "the job sets precision: fp32; change it to auto or to bf16"),
+        (BF16, setting("fp16"), "the job sets precision: fp16; change it to auto or to bf16"),
         (Choice(technique="autocast", options={"dtype": "int8"}), setting(), "dtype is int8: give bf16 or fp16"),
     ],
 )

@@ -186,13 +186,17 @@ def fnet():
 @pytest.mark.parametrize(
     ("workload", "setting", "reason"),
     [
-        (lambda: made("bert")[0], Setting("cpu", 8), "nothing says that the samples of a batch are of different"),
+        (
+            lambda: made("bert")[0],
+            Setting("cpu", 8),
+            "no attention_mask shows that the samples of a batch have different",
+        ),
         (lambda: workload_of(Net()), VARYING, "BatchNorm"),
         (lambda: workload_of(fnet()), VARYING, "padding changes the result of fnet: it mixes all positions"),
         (
             lambda: workload_of(nn.Linear(1, 1)),
             VARYING,
-            "nothing is known of how Linear treats padding: if padding on the right",
+            "it is unknown whether Linear ignores padding on the right",
         ),
         (lambda: workload_of(classifier(), units=len), VARYING, "may count padding"),
         (lambda: workload_of(classifier(), loss=len), VARYING, "may count padding"),

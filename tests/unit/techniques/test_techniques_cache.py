@@ -34,8 +34,8 @@ def test_it_is_offered_on_cuda_to_be_pinned():
     [
         (choice(line_bytes=0), CUDA, None),
         (choice(line_bytes=1 << 30), CPU, "there is no such cache on a CPU; `heap` gives free pages back"),
-        (choice(), CUDA, "line_bytes is None: give the bytes reserved above which the cache is emptied, 0 or more"),
-        (choice(line_bytes=-1), CUDA, "line_bytes is -1: give the bytes reserved above which the cache is emptied"),
+        (choice(), CUDA, "line_bytes is None: give the reserved bytes above which the cache is emptied, 0 or more"),
+        (choice(line_bytes=-1), CUDA, "line_bytes is -1: give the reserved bytes above which the cache is emptied"),
     ],
 )
 def test_a_pin_must_have_a_line(asked, setting, reason):

@@ -245,7 +245,7 @@ def test_why_nothing_applies():
     wide = gpt2_with(n_layer=1, n_embd=2, n_head=1, vocab_size=20_000)
     trace = dry_run(wide, {"input_ids": torch.ones(2, 4, dtype=int), "labels": torch.ones(2, 4, dtype=int)})
     reason = choices_of(workload_of(wide), Setting(device="cpu", batch_size=2, trace=trace))
-    assert reason.startswith("the 1 blocks keep ")
+    assert reason.startswith("the 1 blocks save ")
     assert "of activations" in reason
 
 
@@ -254,7 +254,7 @@ def test_dropout_of_a_recurrent_layer_on_cuda_is_refused():
     model.layers = nn.ModuleList([nn.LSTM(4, 4, num_layers=2, dropout=0.1) for _ in range(2)])
     choices_of = Checkpointing().choices
     assert choices_of(workload_of(model), Setting(device="cuda", batch_size=8)) == (
-        "layers.0 has a recurrent layer whose dropout cuDNN would draw anew"
+        "layers.0 has a recurrent layer, and cuDNN would draw another dropout mask in backward"
     )
     assert not isinstance(choices_of(workload_of(model), CPU), str)
 

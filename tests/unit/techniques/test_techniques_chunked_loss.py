@@ -301,8 +301,8 @@ def test_the_head_is_the_declared_one_or_the_largest_layer():
     ("model", "reason"),
     [
         (nn.Embedding(3, 3), "the model has no nn.Linear"),
-        (nn.Linear(16, 100), "the largest layer, ``, has 100 outputs of 16 inputs"),
-        (nn.Linear(1024, 2048), "chunks pay from 1024 outputs and 4 times the inputs on"),
+        (nn.Linear(16, 100), "the largest layer, ``, has 100 outputs and 16 inputs"),
+        (nn.Linear(1024, 2048), "chunks pay off from 1024 outputs, and 4 outputs per input"),
         (nn.Sequential(nn.Linear(16, 2048), nn.Linear(2048, 16), nn.Linear(16, 2048)), "2 layers have 2048 outputs"),
     ],
 )
@@ -317,12 +317,12 @@ def test_models_without_a_large_head_say_so(model, reason):
 def test_a_head_whose_forward_is_replaced_is_left_alone():
     model = Plain()
     model.head.forward = lambda hidden: hidden
-    assert "`head` has a forward of its own" in choices_of(workload_of(model))
+    assert "`head` has a custom forward" in choices_of(workload_of(model))
 
 
 def test_a_chunk_has_a_token():
     reason = TECHNIQUES["chunked_loss"].conflicts(chunks_of(0), (), workload_of(Plain()), SETTING)
-    assert reason == "a chunk of 0 tokens is none: give 1 or more"
+    assert reason == "chunk_tokens is 0: give 1 or more"
 
 
 def squared(model, batch):
@@ -336,7 +336,9 @@ def with_trace(workload, choices=()):
 
 def test_the_trace_tells_whether_the_loss_is_a_cross_entropy():
     workload = workload_of(Plain(), squared)
-    assert choices_of(workload, with_trace(workload)) == "the loss takes no cross entropy of the 1200 outputs of `head`"
+    assert (
+        choices_of(workload, with_trace(workload)) == "the loss computes no cross entropy of the 1200 outputs of `head`"
+    )
     for case in ("gpt2", "label smoothing, [B, V, T], a temperature"):
         build, loss = CASES[case]
         workload = workload_of(build(), loss)

@@ -47,9 +47,9 @@ def test_it_is_offered_on_cuda_alone():
 @pytest.mark.parametrize(
     ("made", "setting", "why"),
     [
-        (workload(), Setting("cuda", batch_size=8, num_ranks=2), "where 2 ranks train together"),
+        (workload(), Setting("cuda", batch_size=8, num_ranks=2), "this training has 2"),
         (workload(), Setting("cuda", batch_size=8, lengths_vary=True), "a graph has one shape"),
-        (workload(nn.LSTM(4, 4, num_layers=2, dropout=0.5)), CUDA, "1 has a dropout of cuDNN's"),
+        (workload(nn.LSTM(4, 4, num_layers=2, dropout=0.5)), CUDA, "1 uses dropout of cuDNN"),
         (workload(nn.Embedding(4, 4, sparse=True)), CUDA, "1 has sparse gradients"),
         (workload(nn.LSTM(4, 4, num_layers=2), nn.Embedding(4, 4)), CUDA, None),
     ],

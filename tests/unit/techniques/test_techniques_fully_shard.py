@@ -44,7 +44,7 @@ def test_shards_are_offered_to_several_ranks_the_one_that_exchanges_less_first()
     ("workload", "reason"),
     [
         (workload_of(nn.Linear(6, 3)), "no repeated blocks"),
-        (workload_of(optimizer=torch.optim.Adafactor), "Adafactor may look at more than one number at a time"),
+        (workload_of(optimizer=torch.optim.Adafactor), "an update of Adafactor may depend on other rows"),
     ],
 )
 def test_a_reason_is_said_where_a_model_cannot_be_shared_out(workload, reason):
@@ -60,7 +60,7 @@ def test_parameters_are_gathered_in_the_precision_of_the_job():
     either = SHARD.choices(workload_of(), replace(SHARED, precision="auto"))
     assert [choice.options.get("dtype") for choice in either] == [None] * 3 + ["bf16"] * 3
     reason = SHARD.conflicts(either[-1], (), workload_of(), replace(SHARED, precision="auto"))
-    assert reason == "parameters are gathered in bf16 where the job computes in it: say `precision: bf16`"
+    assert reason == "dtype is bf16, and the job does not compute in it: set `precision: bf16`"
     cast = Choice(technique="autocast", options={"dtype": "bf16"})
     assert SHARD.conflicts(either[-1], (cast,), workload_of(), replace(SHARED, precision="auto")) is None
 
@@ -84,7 +84,7 @@ def shared_between(one: str, other: str) -> nn.Module:
     [
         (Single(), "scale is a single number and has no rows"),
         (shared_between("blocks.0.up", "blocks.1.up"), "blocks.0 and blocks.1 share a weight"),
-        (shared_between("last", "blocks.1.up"), "a block shares a weight with what is in none"),
+        (shared_between("last", "blocks.1.up"), "a block shares a weight with a module outside the blocks"),
     ],
 )
 def test_a_model_that_torch_cannot_share_out_is_refused_before_it_is_tried(model, reason):

@@ -230,10 +230,13 @@ def reason_of(model, batch_size=8, loss=tied):
 
 
 def test_why_nothing_applies():
-    assert reason_of(Encoder(), batch_size=1) == "a batch of one sample has no slices"
-    assert reason_of(nn.Sequential(Encoder(), nn.BatchNorm1d(8))) == "BatchNorm's statistics would be those of a slice"
+    assert reason_of(Encoder(), batch_size=1) == "a batch of one sample cannot be sliced"
+    assert (
+        reason_of(nn.Sequential(Encoder(), nn.BatchNorm1d(8)))
+        == "BatchNorm would compute its statistics from one slice"
+    )
     assert "compiled" in reason_of(torch.compile(Encoder(), backend="eager"))
-    assert "no part that could embed" in reason_of(nn.Linear(3, 3))
+    assert "no module that could embed" in reason_of(nn.Linear(3, 3))
     counting = nn.Sequential(nn.Embedding(9, 3, scale_grad_by_freq=True), nn.Linear(3, 3))
     assert "scale_grad_by_freq" in reason_of(counting)
 
@@ -260,8 +263,8 @@ class Classified(Encoder):
     [
         (micro_batch_choice(4), "micro-batches of 4 of 8 samples cut the batch already"),
         (Choice(technique="by_length"), "by_length cuts the batch"),
-        (Choice(technique="optimizer_in_backward"), "complete in the last one only"),
-        (Choice(technique="layer_streaming", options={"blocks": "all"}), "for each slice anew"),
+        (Choice(technique="optimizer_in_backward"), "complete only after the last one"),
+        (Choice(technique="layer_streaming", options={"blocks": "all"}), "again for each slice"),
     ],
 )
 def test_what_it_does_not_go_with(other, reason):
@@ -297,7 +300,7 @@ def test_it_says_that_it_saved_nothing():
     workload = workload_of("similarities")
     named = Choice(technique="gradient_cache", options={"samples": 4, "part": ""})
     with (
-        pytest.warns(UserWarning, match="saved nothing: no part of Towers returns one row"),
+        pytest.warns(UserWarning, match="saved nothing: no module of Towers returns one row"),
         installed(workload, [named]),
     ):
         workload.loss(workload.model, batches(1)[0])

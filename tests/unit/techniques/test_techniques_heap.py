@@ -55,9 +55,9 @@ def test_there_are_choices_for_the_processor_only():
         (
             choice(mapped_from="never", trim=True),
             "cpu",
-            "mapped_from=never keeps what trim=true gives back: leave one of them out",
+            "mapped_from=never keeps the memory that trim=true returns: leave one of them out",
         ),
-        (choice(), "cuda", "the heap is the host's, and this training is on cuda"),
+        (choice(), "cuda", "it is for the heap of a CPU, and this training is on cuda"),
     ],
 )
 def test_a_threshold_that_was_not_measured_is_refused(asked, device, reason):

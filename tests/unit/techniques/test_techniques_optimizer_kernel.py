@@ -60,7 +60,7 @@ def test_the_choices_have_fused_or_what_is_not_in_force(name):
 @pytest.mark.parametrize("setting", [CPU, CUDA])
 def test_there_is_no_choice_beside_fused(setting):
     answer = KERNEL.choices(workload_of(made(fused=True)), setting)
-    assert answer == "AdamW uses its `fused` kernel, the fastest and the one that needs least"
+    assert answer == "AdamW uses its `fused` kernel, the fastest with the least memory"
 
 
 def test_without_choices_the_reason_is_given():
@@ -73,8 +73,8 @@ def test_without_choices_the_reason_is_given():
         "Muon has one"
     )
     assert KERNEL.choices(workload_of(made(differentiable=True)), CUDA) == (
-        "AdamW uses its `loop` kernel, and for `foreach` the update is to be differentiated, which only `loop` can be "
-        "and for `fused` the update is to be differentiated, which only `loop` can be"
+        "AdamW uses its `loop` kernel, and for `foreach` the update must be differentiable, which only `loop` supports "
+        "and for `fused` the update must be differentiable, which only `loop` supports"
     )
 
 
@@ -90,7 +90,7 @@ def test_what_a_kernel_cannot_do_is_a_conflict():
     assert "learning rate is a tensor" in conflict(
         torch.optim.Adam([nn.Parameter(torch.zeros(2))], lr=torch.tensor(0.1)), "foreach"
     )
-    assert "floating point" in conflict(torch.optim.Adam([nn.Parameter(torch.zeros(2, dtype=torch.cfloat))]), "fused")
+    assert "floating-point" in conflict(torch.optim.Adam([nn.Parameter(torch.zeros(2, dtype=torch.cfloat))]), "fused")
     assert "adafactor replaces the optimizer" in conflict(made(), "fused", Choice(technique="adafactor"))
     assert conflict(made(), "loop", Choice(technique="adafactor")) is None
 

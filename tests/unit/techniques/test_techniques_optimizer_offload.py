@@ -251,7 +251,7 @@ def test_a_sentence_says_why_not():
     technique = TECHNIQUES["optimizer_offload"]
     model = nn.Linear(2, 2)
     plain = workload_of(model, torch.optim.SGD(model.parameters(), lr=1))
-    assert technique.choices(plain, Setting("cpu", 8)) == "SGD as it is set up keeps no states"
+    assert technique.choices(plain, Setting("cpu", 8)) == "SGD keeps no states with its current settings"
     adam = workload_of(model, torch.optim.Adam(model.parameters()))
     assert technique.choices(adam, Setting("cpu", 8)) == (DISK,)
     assert technique.choices(adam, Setting("cuda", 8)) == (HOST,)

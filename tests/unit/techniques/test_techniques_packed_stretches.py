@@ -302,19 +302,19 @@ def test_it_is_offered_to_models_that_say_that_they_pack(build):
 @pytest.mark.parametrize(
     ("build", "setting", "reason"),
     [
-        (Packs, Setting("cuda", 4, lengths_vary=True), "cuDNN runs packed sequences as they are"),
-        (Packs, Setting("cpu", 4), "nothing says that the samples of a batch are of different lengths"),
+        (Packs, Setting("cuda", 4, lengths_vary=True), "cuDNN is fast on packed sequences"),
+        (Packs, Setting("cpu", 4), "no attention_mask shows that the samples of a batch have different lengths"),
         (
             lambda: build_recurrent(FIELDS | {"is_tagger": True, "architecture": "lstm"}),
             VARYING,
-            "say so with `packs_sequences = True`",
+            "set `packs_sequences = True`",
         ),
         (
             lambda: build_recurrent(FIELDS | {"architecture": "lstm", "num_labels": None}),
             VARYING,
-            "nothing says that RecurrentLanguageModel packs its sequences",
+            "it is unknown whether RecurrentLanguageModel packs sequences",
         ),
-        (lambda: fresh("gpt2")[0], VARYING, "has no recurrent layers of torch's"),
+        (lambda: fresh("gpt2")[0], VARYING, "has no recurrent layers of torch"),
     ],
 )
 def test_where_it_is_not_it_says_why(build, setting, reason):

@@ -137,7 +137,7 @@ class Stacked(nn.Module):
 
 def test_layers_are_not_recomputed_twice():
     choices = (time_segments_choice(4), checkpointing_choice("all"))
-    assert "checkpointing computes the same layers again" in conflict_among(choices, workload_of(Stacked()), LONG)
+    assert "checkpointing recomputes the same layers" in conflict_among(choices, workload_of(Stacked()), LONG)
 
 
 def test_a_replaced_forward_is_refused():

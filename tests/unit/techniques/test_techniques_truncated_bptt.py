@@ -138,8 +138,11 @@ def test_what_cannot_be_is_refused(choice, setting, precision, reason):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: nn.LSTM(2, 2), "LSTM does not say how the loss of a stretch of time is computed"),
-        (lambda: build_recurrent(FIELDS | {"num_labels": 2}), "is of the end of the sequence (judges_the_end)"),
+        (lambda: nn.LSTM(2, 2), "LSTM does not define how to compute the loss of one segment"),
+        (
+            lambda: build_recurrent(FIELDS | {"num_labels": 2}),
+            "is computed at the end of the sequence (judges_the_end)",
+        ),
     ],
 )
 def test_a_model_without_a_loss_for_each_stretch_is_refused(model, reason):
@@ -170,8 +173,12 @@ class Saying(Ending):
 
 
 def test_a_model_of_ones_own_whose_loss_is_of_the_end_says_so():
-    assert "the loss of Saying is of the end of the sequence" in TruncatedBptt().choices(workload_of(Saying()), ALLOWED)
-    assert "the loss of Saying is of the end" in conflict_among((choice_of(5),), workload_of(Saying()), ALLOWED)
+    assert "the loss of Saying is computed at the end of the sequence" in TruncatedBptt().choices(
+        workload_of(Saying()), ALLOWED
+    )
+    assert "the loss of Saying is computed at the end" in conflict_among(
+        (choice_of(5),), workload_of(Saying()), ALLOWED
+    )
 
 
 def test_one_that_does_not_say_so_is_refused_in_its_first_step():

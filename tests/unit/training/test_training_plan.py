@@ -115,7 +115,7 @@ def test_a_plan_that_is_given_is_kept_and_its_first_configuration_printed(
     plan.model_copy(update={"trial": Trial(seconds=6.5)}).save(tmp_path / "tried.json")
     plan_run(directory.path, tmp_path / "tried.json", (), (), quiet=True)
     assert Plan.load(directory.plan).trial.left_out
-    said = "plan: micro_batch=4. Nothing was predicted: what memory allows is found while it trains.\n"
+    said = "plan: micro_batch=4. Not predicted: training takes a fallback when memory runs out.\n"
     assert capsys.readouterr().err == ("" if quiet else said)
     with pytest.raises(CheckpointError):
         plan_run(directory.path, tmp_path / "plan.json", (), (), quiet, goes_on=True)

@@ -1,4 +1,4 @@
-"""Ways to make a model smaller, one a module; `SHRINKERS` lists them in the order in which a chain applies them."""
+"""Compression methods, one per module. `SHRINKERS` lists them in the order in which a chain applies them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""All weights in bfloat16: half the bytes of float32, and products in it.
+"""All weights and their arithmetic in bfloat16: half the bytes of float32.
 
-The exponent stays as wide as in float32, the fraction falls from 23 bits to 7. Folders load by ``from_pretrained``,
-which reads the type from the configuration; a recurrent model is of the type that its file has. Does NOT cover models
-that are in 16 bits already, and those with quantized weights, which decode to the type that they had.
+The exponent is as wide as in float32; the fraction has 7 instead of 23 bits. ``from_pretrained`` reads the type from
+the configuration. A recurrent model has the type of its file.
+
+Not handled: models that are already in 16 bits, and models with quantized weights, which decode to their previous type.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from plimsoll.weights.parts import cast_saved, is_made_of_parts
 
 
 class Bf16(Shrinker):
-    """See the module."""
+    """Conversion of all weights to bfloat16."""
 
     name = "bf16"
     saves = (
-        "the file and the memory of all weights, and of what is computed with them, fall to a half of float32; the "
-        "time of a pass falls where the processor multiplies in bfloat16, and rises where it does not"
+        "the file and the memory of weights and activations fall to half of float32; the time of a pass falls if the "
+        "processor multiplies in bfloat16, and rises if it does not"
     )
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse models of which nothing is wider."""
+        """Return why the weights cannot be converted, such as no weight wider than 16 bits; else ``None``."""
         model = bundle.model
         if not hasattr(model, "config"):
-            return f"{type(model).__name__} has no configuration that could say its type: looked for `config`"
+            return f"{type(model).__name__} has no configuration to store its type: looked for `config`"
         coded = [name for name, one in model.named_parameters() if is_made_of_parts(one)]
         if coded:
             return (
-                f"{self.name}: {coded[0]} is quantized and stays as it is: do {self.name} before that, or leave it out"
+                f"{self.name}: {coded[0]} is quantized and cannot be converted: use {self.name} first, or leave it out"
             )
         wide = [one for one in model.parameters() if one.dtype in {torch.float32, torch.float64}]
         return None if wide else f"no weight of {type(model).__name__} is wider than 16 bits: leave it out"
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Round all weights."""
+        """Round all weights to bfloat16."""
         model: Any = bundle.model
         cast_saved(model, torch.bfloat16)
-        if hasattr(model, "base_model_prefix"):  # of transformers; a recurrent model is of the type of its file
+        if hasattr(model, "base_model_prefix"):  # a recurrent model has the type of its file
             model.config.dtype = torch.bfloat16

@@ -1,10 +1,10 @@
-"""Fewer channels inside the feed-forward layers: rows of what widens a token, columns of what narrows it again.
+"""Fewer channels in the feed-forward layers: rows of the layer that expands a token, columns of the next layer.
 
-Which parts these are follows from the configuration: they are what changes when the width in it does
-(`plimsoll.compression.changed_config`). Each block keeps its own best channels, all the same number of them, since the
-configuration has one. Fused gates (two halves in one layer) lose the same channels in both.
+These layers follow from the configuration: their shapes change with the width in it
+(`plimsoll.compression.changed_config`). Each block keeps its own most important channels. All keep the same number,
+since the configuration has only one. Fused gates (two halves in one layer) lose the same channels in both halves.
 
-Does NOT cover experts, whose weights are neither Linear nor Conv1D, and architectures whose width is no number in their
+Not handled: experts, whose weights are neither Linear nor Conv1D, and architectures without a width in their
 configuration.
 """
 
@@ -33,39 +33,39 @@ _WIDTHS = (
     "ffn_hidden_size",
     "n_inner",
 )
-"""How configurations call the width of feed-forward layers."""
+"""Names of the width of feed-forward layers in configurations."""
 
 
 @dataclass
 class FeedForward:
-    """The layers of one block that write its channels, and the one that reads them."""
+    """The layers of one block that write its channels, and the layer that reads them."""
 
     writers: list[Cut] = field(default_factory=list)
     readers: list[Cut] = field(default_factory=list)
 
     @property
     def width(self) -> int:
-        """How many channels there are."""
+        """The number of channels."""
         return self.readers[0].num_rows
 
 
 class Channels(Shrinker):
-    """Takes channels out of feed-forward layers."""
+    """Removal of channels from feed-forward layers."""
 
     name = "channels"
     saves = (
         "the file, the memory of weights, gradients and optimizer states, the activations of these layers and the time "
-        "of a pass become smaller in proportion; embeddings and attention stay as they are"
+        "of a pass, in proportion; embeddings and attention do not change"
     )
     tried = ({"share": 0.125}, {"share": 0.25}, {"share": 0.5})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse models without such layers."""
+        """Return why channels cannot be removed; ``None`` if they can."""
         found = _planned(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Keep the best channels of each block."""
+        """Keep the most important channels of each block."""
         model = bundle.model
         fields, twin, parts = checked(_planned(model, share_of(choice)))
         scores: list[Tensor | None] = [None] * len(parts)
@@ -81,12 +81,12 @@ class Channels(Shrinker):
 
 
 def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Module, list[FeedForward]] | str:
-    """The changed fields of the configuration, the model that they make, and what becomes smaller for it."""
+    """Return the changed fields of the configuration, the twin, and the layers to cut; or a sentence on why not."""
     widths = widths_of(getattr(model, "config", None))
     if not widths:
         return (
             f"{type(model).__name__} has no feed-forward pair: looked for two linear layers x -> intermediate_size -> "
-            f"x in each block, and in its configuration for {', '.join(_WIDTHS)}"
+            f"x in each block, and for {', '.join(_WIDTHS)} in its configuration"
         )
     for width in widths.values():
         fault = removal_fault("channels", width, share)
@@ -102,11 +102,11 @@ def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Modu
 
 
 def widths_of(config: Any) -> dict[str, int]:
-    """Return the widths of feed-forward layers that a configuration has, by the names of its fields."""
+    """Return the widths of feed-forward layers in a configuration, by the names of its fields."""
     if config is None or hasattr(config, "model_dump"):
         return {}
     widths = {name: getattr(config, name) for name in _WIDTHS if isinstance(getattr(config, name, None), int)}
-    if not widths:  # GPT-2 and GPT-Neo have None, which stands for this
+    if not widths:  # in GPT-2 and GPT-Neo, None means this
         widths = {name: 4 * config.hidden_size for name in _WIDTHS if getattr(config, name, 0) is None}
     return widths
 
@@ -119,7 +119,7 @@ def _parts(model: nn.Module, cuts: tuple[Cut, ...]) -> list[FeedForward] | str:
         if inward is None:
             return (
                 f"`{cut.name}` has channels in a {type(module).__name__}: looked for two linear layers "
-                f"x -> {cut.num_rows} -> x in each block (experts are not covered)"
+                f"x -> {cut.num_rows} -> x in each block (experts are not supported)"
             )
         reads = cut.name.endswith(".weight") and cut.dim == inward
         (part.readers if reads else part.writers).append(cut)
@@ -144,7 +144,7 @@ def _scores(model: nn.Module, parts: list[FeedForward], importance: str, calibra
 
 
 def _written(model: nn.Module, part: FeedForward) -> Tensor:
-    """How much is written into each channel: the product over the layers that do, of gates as well."""
+    """Return the norm of the weights that write each channel, as a product over these layers, gates included."""
     squares: dict[str, Tensor] = {}
     for cut in part.writers:
         size = norms(model.get_parameter(cut.name), cut.dim).square().reshape(-1, part.width)

@@ -1,9 +1,10 @@
-"""Linear layers that compute in 8 bits: weights with a scale for each row, inputs with one for each token, made anew.
+"""Linear layers that compute in 8 bits: weights with a scale per row, inputs with a scale per token.
 
-torchao's ``Int8DynamicActivationInt8WeightConfig``: the product is one of integers, so no layer is decoded. On a CPU
-without instructions for it (VNNI) such products can overflow; there the integers have 7 bits (torchao's
-``reduce_range``), which the file keeps. The products are int32, and float32 before they are scaled; here some rows go
-through a layer after the other (`plimsoll.weights.coded_layers`). Does NOT cover the head and embeddings.
+This is torchao's ``Int8DynamicActivationInt8WeightConfig``, which quantizes inputs in every pass. The products are
+integers, so no layer is decoded. On a CPU without VNNI instructions, such products can overflow. The integers then have
+7 bits (torchao's ``reduce_range``), also in the file. The products are int32, and float32 before they are scaled. To
+limit this memory, rows go through a layer in parts (`plimsoll.weights.coded_layers`). Not handled: the head and
+embeddings.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from plimsoll.weights.torchao_layers import Config, plain_layers, quantize_layer
 
 
 class DynamicInt8(Shrinker):
-    """See the module."""
+    """Quantization of linear layers and their inputs to 8 bits."""
 
     name = "dynamic_int8"
     saves = (
         "the file and the memory of the linear weights fall to a quarter of float32; whether a pass is faster depends "
-        "on the processor and the size of the layers; without Plimsoll a pass also makes int32 and float32 products "
-        "of a whole layer's output, so that with many tokens its peak may rise; it cannot be trained"
+        "on the processor and the size of the layers; without Plimsoll, a pass also allocates int32 and float32 "
+        "products of a whole layer's output, so with many tokens its peak may rise; it cannot be trained"
     )
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse models without linear layers, and what torchao cannot do."""
+        """Return why layers cannot be quantized; ``None`` if they can."""
         return why_not_linear(bundle.model, self.name)
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
@@ -39,5 +40,5 @@ class DynamicInt8(Shrinker):
 def _config() -> Config:
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig
 
-    reduced = not torch.cpu._is_vnni_supported()  # also beside a GPU: models are judged on the CPU
+    reduced = not torch.cpu._is_vnni_supported()  # even if there is a GPU: models are evaluated on the CPU
     return Int8DynamicActivationInt8WeightConfig(set_inductor_config=False, reduce_range=reduced)

@@ -1,7 +1,7 @@
-"""Linear weights in 8 bits with a floating point (torchao's ``Float8WeightOnlyConfig``), or computing in them.
+"""Linear weights in 8-bit floating point (torchao's ``Float8WeightOnlyConfig``).
 
-``dynamic=true`` has inputs in float8 too and multiplies in it, which needs a GPU of compute capability 8.9 (Ada,
-Hopper); without it weights are decoded in every pass, as those of ``int8`` are. Does NOT cover the head and
+With ``dynamic=true``, inputs are in float8 too, and so is the multiplication. This needs a GPU of compute capability
+8.9 (Ada, Hopper). Without it, weights are decoded in every pass, as with ``int8``. Not handled: the head and
 embeddings.
 """
 
@@ -18,24 +18,24 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 class Float8(Shrinker):
-    """See the module."""
+    """Quantization of linear weights to float8."""
 
     name = "float8"
     saves = (
         "the file and the memory of the linear weights fall to a quarter of float32; a pass is faster only with "
-        "dynamic=true on a GPU that multiplies in float8, and slower elsewhere, where a layer is decoded whole while "
-        "it computes and the peak falls by less than the weights; it cannot be trained"
+        "dynamic=true on a GPU that multiplies in float8; otherwise it is slower, and each layer is decoded while it "
+        "computes, so the peak falls less than the weights do; it cannot be trained"
     )
-    tried = ({"dynamic": True},)  # without a device for it int8 is as small and closer
+    tried = ({"dynamic": True},)  # without a suitable GPU, int8 is as small and more accurate
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse ``dynamic`` without a device for it, models without linear layers, and what torchao cannot do."""
+        """Return why weights cannot be quantized, such as ``dynamic`` without a suitable GPU; else ``None``."""
         fault = why_not_linear(bundle.model, self.name)
         if fault is None and _is_dynamic(choice) and not _multiplies_in_float8():
             return (
                 f"{choice.in_full} multiplies in float8, which needs a GPU of compute capability "
-                f"{'.'.join(map(str, _LEAST_CAPABILITY))} or more, and there is none here: use int8, which is as small "
-                "and closer to the weights, or float8(dynamic=false), which decodes them in every pass"
+                f"{'.'.join(map(str, _LEAST_CAPABILITY))} or more, but this machine has none: use int8, which is as "
+                "small and more accurate, or float8(dynamic=false), which decodes weights in every pass"
             )
         return fault
 

@@ -1,11 +1,11 @@
-"""Fewer attention heads: the same number in each block, the best ones of each.
+"""Fewer attention heads: the same number in each block, and the most important heads of each.
 
-Where the configuration has the width of a head (Llama, Qwen, Mistral, Gemma, Phi-3) it says how many are left, and
-plain ``from_pretrained`` loads the folder. Where the width follows from the number (BERT, GPT-2, GPT-NeoX, OPT) it
-cannot, and what was changed is noted (`plimsoll.weights.structure`). Query heads that share keys and values
-go together with these.
+If the configuration has the width of a head (Llama, Qwen, Mistral, Gemma, Phi-3), it expresses the remaining number,
+and plain ``from_pretrained`` loads the folder. If the width follows from the number (BERT, GPT-2, GPT-NeoX, OPT), it
+cannot, and the change is recorded (`plimsoll.weights.structure`). Query heads that share keys and values are removed
+together with them.
 
-Does NOT cover encoder-decoders, and models in which more than the attention depends on the number of heads (ALiBi).
+Not handled: encoder-decoders, and models in which more than attention depends on the number of heads (ALiBi).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from plimsoll.records.plan import Choice
 from plimsoll.weights.structure import keep, note, sizes_of
 
 Kept = Mapping[tuple[str, bool], Tensor]
-"""Of a linear layer, by its name and whether it is its inputs: what is kept."""
+"""The rows to keep, by the name of a linear layer and whether they are inputs."""
 
 
 class Heads(Shrinker):
-    """Leaves attention heads out."""
+    """Removal of attention heads."""
 
     name = "heads"
     saves = (
         "the weights, gradients and optimizer states of attention, its activations, its cache of keys and values and "
-        "its time become smaller in proportion; feed-forward layers and embeddings stay as they are"
+        "its time, in proportion; feed-forward layers and embeddings do not change"
     )
     tried = ({"share": 0.25}, {"share": 0.5})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse models without heads, and shares that are no whole groups of heads."""
+        """Return why heads cannot be removed, such as a share without a whole group of heads; else ``None``."""
         found = attentions_of(bundle.model)
         if isinstance(found, str):
             return found
@@ -51,7 +51,7 @@ class Heads(Shrinker):
         return None if _plain(bundle.model, found, num_kept) else _outside(bundle.model, found, num_kept)
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Keep the best heads of each block."""
+        """Keep the most important heads of each block."""
         model: Any = bundle.model
         attentions = checked(attentions_of(model))
         num_kept = _num_kept(attentions[0], choice)
@@ -76,7 +76,7 @@ class Heads(Shrinker):
 def kept_groups(
     model: nn.Module, attentions: list[Attention], num_kept: int, importance: str, calibration: Calibration
 ) -> Kept:
-    """Return what is kept of the layers of each attention if so many groups are."""
+    """Return the rows to keep of each attention layer if ``num_kept`` groups are kept."""
     scores: list[Tensor | None] = [None] * len(attentions)
     if not is_meta(model):
         scores = [*group_scores(model, attentions, importance, calibration)]
@@ -95,10 +95,10 @@ def _num_kept(attention: Attention, choice: Choice) -> int:
 def _plain(
     model: nn.Module, attentions: list[Attention], num_kept: int
 ) -> tuple[Mapping[str, Any], nn.Module, tuple[Cut, ...]] | None:
-    """The fields and the twin with so many groups, if the configuration can say that."""
+    """Return fields, twin and cuts for ``num_kept`` groups; ``None`` if the configuration cannot express them."""
     config: Any = model.config
     if getattr(config, "shrunk", None) and any(one.parent in config.shrunk.get("attributes", ()) for one in attentions):
-        return None  # it was noted once, and is again
+        return None  # the configuration could not express an earlier removal either
     fields = {"num_attention_heads": num_kept * attentions[0].heads_per_group, "head_dim": head_width_of(config)}
     if getattr(config, "num_key_value_heads", None) is not None:
         fields["num_key_value_heads"] = num_kept
@@ -111,29 +111,29 @@ def _plain(
         (name, False): len(one.rows(role, everything)) for one in attentions for role, name in one.writers.items()
     }
     wanted |= {(one.reader, True): len(one.rows("reader", everything)) for one in attentions}
-    # of what is joined the numbers above begin elsewhere, but are as many
+    # in joined layers, the kept rows start elsewhere, but their number is the same
     found = {side_of(model, cut): cut.num_kept for cut in cuts}
     return (fields, twin, cuts) if found == wanted else None
 
 
 def side_of(model: nn.Module, cut: Cut) -> tuple[str, bool]:
-    """Return the layer that is cut, and whether it is its inputs, or else its outputs."""
+    """Return the layer that is cut, and whether its inputs are cut, not its outputs."""
     return cut.module, cut.name.endswith(".weight") and cut.dim == input_dim(model.get_submodule(cut.module))
 
 
 def _narrower(model: nn.Module, attentions: list[Attention], num_kept: int) -> nn.Module | str:
-    """A model as wide as so many heads, whose attention has the numbers that are looked for."""
+    """Return a twin as wide as the kept heads. Only the numbers of its attention modules are used."""
     num_heads = num_kept * attentions[0].heads_per_group
     fields = {"num_attention_heads": num_heads, "hidden_size": num_heads * attentions[0].head_width}
     return twin_of(model, fields | ({"shrunk": {}} if getattr(model.config, "shrunk", None) else {}))
 
 
 def _outside(model: nn.Module, attentions: list[Attention], num_kept: int) -> str | None:
-    """A sentence where more than the attention depends on how many heads there are."""
+    """Return a sentence if more than attention depends on the number of heads."""
     if attentions[0].heads_per_group > 1:
         return (
-            f"{type(model).__name__} cannot have fewer groups of {attentions[0].heads_per_group} heads: its "
-            "configuration has no head_dim, leave this out"
+            f"{type(model).__name__} cannot have fewer groups of {attentions[0].heads_per_group} heads, since its "
+            "configuration has no head_dim: leave this out"
         )
     if "shared" in (getattr(model.config, "shrunk", None) or {}):
         return f"{len(attentions)} layers of {type(model).__name__} share their weights: use heads before shared_layers"
@@ -144,14 +144,14 @@ def _outside(model: nn.Module, attentions: list[Attention], num_kept: int) -> st
     for name, attribute, value in _numbers(model, twin):
         if name not in parents and "head" in attribute:
             return (
-                f"`{name}` of {type(model).__name__} has {attribute} too, which would be {value}: leave this out, for "
-                "more than attention depends on the number of heads"
+                f"in {type(model).__name__}, more than attention depends on the number of heads: {attribute} of "
+                f"`{name}` would become {value}; leave this out"
             )
     return None
 
 
 def _attributes(model: nn.Module, attentions: list[Attention], num_kept: int) -> dict[str, dict[str, Any]]:
-    """The numbers that each attention keeps of its heads, as they are with fewer."""
+    """Return the numbers that each attention module stores about its heads, after the removal."""
     twin = checked(_narrower(model, attentions, num_kept))
     numbers: dict[str, dict[str, Any]] = {one.parent: {} for one in attentions}
     for name, attribute, value in _numbers(model, twin):

@@ -1,12 +1,11 @@
-"""A smaller hidden size: the same dimensions leave everywhere a token's vector is read or written.
+"""A smaller hidden size: the same dimensions are removed wherever a token's vector is read or written.
 
-Where the configuration has the width of a head (Llama, Qwen, Gemma), attention keeps its heads. Where that width is the
-hidden size over the number of heads (BERT, GPT-2, GPT-NeoX, OPT), whole heads leave too, the best of each block stay,
-and a share must be one of whole heads. A norm over fewer dimensions is another norm, so this is never exact, not even
-where the dimensions were zero.
+If the configuration has the width of a head (Llama, Qwen, Gemma), attention keeps its heads. If this width is the
+hidden size divided by the number of heads (BERT, GPT-2, GPT-NeoX, OPT), whole heads are removed too. The most important
+heads of each block stay, and a share must correspond to whole heads. A norm over fewer dimensions differs, so the
+result is never exact, even if the removed dimensions were zero.
 
-Does NOT cover encoder-decoders, and models that were given other structures before
-(`plimsoll.weights.structure`).
+Not handled: encoder-decoders, and models whose structure was changed before (`plimsoll.weights.structure`).
 """
 
 from __future__ import annotations
@@ -29,12 +28,15 @@ from plimsoll.compression.shares import importance_of, num_removed, removal_faul
 from plimsoll.records.plan import Choice
 
 _EQUALS = ("embedding_size", "word_embed_proj_dim", "pooler_hidden_size")
-"""Other widths that stay equal to the hidden size where they are: then there is no layer between the two."""
+"""Other widths. A width equal to the hidden size stays so, since the model has no projection between them."""
 
 
 @dataclass(frozen=True)
 class Narrowing:
-    """What a smaller hidden size changes: fields of the configuration, the twin, and its cuts of two kinds."""
+    """The changes for a smaller hidden size: fields of the configuration, the twin, and two kinds of cuts.
+
+    ``inner`` cuts remove whole heads; ``residual`` cuts remove dimensions of the vectors between the layers.
+    """
 
     fields: Mapping[str, Any]
     twin: nn.Module
@@ -45,18 +47,18 @@ class Narrowing:
 
 
 class Hidden(Shrinker):
-    """Takes dimensions out of the vectors between the layers."""
+    """Removal of dimensions from the vectors between the layers."""
 
     name = "hidden"
     saves = (
-        "everything becomes smaller in proportion, embeddings as well: the file, the memory of weights, gradients, "
-        "optimizer states and activations, and the time of a pass"
+        "everything in proportion, including embeddings: the file, the memory of weights, gradients, optimizer states "
+        "and activations, and the time of a pass"
     )
 
     def worth_trying(self, bundle: Bundle) -> tuple[Options, ...]:
-        """Return about an eighth, a quarter and a half; where heads leave with it, shares that are whole heads.
+        """Return about an eighth, a quarter and a half, rounded to whole heads if heads are removed too.
 
-        They are judged by activations, which lost far less than the size of weights (docs/LOG.md).
+        The importance is ``activation``, which lost far less than ``magnitude`` (docs/LOG.md).
         """
         shares = [0.125, 0.25, 0.5]
         found = attentions_of(bundle.model)
@@ -66,12 +68,12 @@ class Hidden(Shrinker):
         return tuple({"share": share, "importance": "activation"} for share in shares)
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse other structures, and shares that are no whole heads where they must be."""
+        """Return why the model cannot be narrowed, such as a share without whole heads; else ``None``."""
         found = _narrowed(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Keep the best dimensions, and with them the best heads where some must leave."""
+        """Keep the most important dimensions, and the most important heads if heads are removed too."""
         model, importance = bundle.model, importance_of(choice)
         found: Narrowing = checked(_narrowed(model, share_of(choice)))
         inner: Kept = {}
@@ -87,39 +89,39 @@ def _narrowed(model: nn.Module, share: float) -> Narrowing | str:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "model_dump") or not isinstance(getattr(config, "hidden_size", None), int):
         return (
-            f"{type(model).__name__} has no hidden size between blocks: looked for hidden_size in its configuration, "
-            "as transformers have it"
+            f"{type(model).__name__} has no hidden size between blocks: looked for hidden_size in the configuration of "
+            "a transformers model"
         )
     attentions = attentions_of(model)
     if isinstance(attentions, str):
         return attentions
     if getattr(config, "shrunk", None):
         return (
-            f"{type(model).__name__} has {', '.join(config.shrunk)} layers, whose sizes do not follow its hidden size: "
-            "use hidden before other methods"
+            f"{type(model).__name__} has {', '.join(config.shrunk)} layers, whose sizes are independent of its hidden "
+            "size: use hidden before other methods"
         )
     if _has_head_width(model):
-        # Some configurations (Llama's) want a multiple of the heads, though nothing depends on it.
+        # Some configurations (Llama) require a multiple of the heads, though the model does not.
         step = math.gcd(config.hidden_size, config.num_attention_heads)
         num_steps = config.hidden_size // step
-        fault = removal_fault(f"times {step} dimensions", num_steps, share)
+        fault = removal_fault(f"blocks of {step} dimensions", num_steps, share)
         new_width = (num_steps - num_removed(num_steps, share)) * step
         return fault or _plan(model, attentions, new_width, attentions[0].num_groups)
-    # Of whole heads, what is left inside a head stays exact, and rotations keep their frequencies.
+    # With whole heads, the remaining heads stay exact, and rotary embeddings keep their frequencies.
     whole, width = attentions[0].num_groups, attentions[0].head_width * attentions[0].heads_per_group
     removed = num_removed(whole, share)
     if not 0 < removed < whole or abs(removed / whole - share) > 0.5 / config.hidden_size:
         possible = ", ".join(f"{number / whole:.4g}" for number in range(1, whole))
         return (
-            f"a share of {share:g} of {config.hidden_size} dimensions does not leave whole heads of {width}, which "
-            f"{type(model).__name__} has {whole} of: "
-            + (f"give one of {possible}" if possible else "leave this out, for it can spare none")
+            f"a share of {share:g} of {config.hidden_size} dimensions does not leave whole heads of {width}; "
+            f"{type(model).__name__} has {whole}: "
+            + (f"give one of {possible}" if possible else "leave this out, since none can be removed")
         )
     return _plan(model, attentions, (whole - removed) * width, whole - removed)
 
 
 def _has_head_width(model: nn.Module) -> bool:
-    """Whether the configuration can say how wide heads are, whatever the hidden size."""
+    """Return whether the configuration can set the width of heads independently of the hidden size."""
     config: Any = model.config
     if not isinstance(getattr(config, "hidden_size", None), int):
         return False
@@ -148,14 +150,14 @@ def _plan(model: nn.Module, attentions: list[Attention], new_width: int, num_gro
     odd = [cut for cut in residual if (cut.num_rows, cut.num_kept) != (config.hidden_size, new_width)]
     if odd:
         return (
-            f"`{odd[0].name}` has {odd[0].num_rows} rows that depend on the hidden size of {config.hidden_size} in a "
-            "way that is unknown: leave this out"
+            f"`{odd[0].name}` has {odd[0].num_rows} rows, which depend on the hidden size of {config.hidden_size} in "
+            "an unknown way: leave this out"
         )
     return Narrowing(fields, twin, attentions, num_groups, inner, residual)
 
 
 def _scores(model: nn.Module, cuts: tuple[Cut, ...], importance: str, calibration: Calibration) -> Tensor:
-    """How much each dimension matters, over all that reads or writes it; what is tied counts once."""
+    """Return the importance of each dimension, over all weights that read or write it. Tied weights count once."""
     once = {(id(model.get_parameter(cut.name)), cut.dim): cut for cut in cuts}.values()
     if importance == "activation":
         readers = [
@@ -168,5 +170,5 @@ def _scores(model: nn.Module, cuts: tuple[Cut, ...], importance: str, calibratio
         weights = [(model.get_parameter(cut.name), cut.dim, 1) for cut in once]
         return torch.stack(first_order(model, weights, calibration)).sum(0)
     sizes = [norms(model.get_parameter(cut.name), cut.dim).square() for cut in once]
-    # A module has one vote: an embedding of many words would have them all.
+    # Each weight counts equally: otherwise a large embedding would outweigh all others.
     return torch.stack([one / one.sum() for one in sizes if one.sum() > 0]).sum(0)

@@ -1,10 +1,11 @@
-"""Linear weights in 4 bits, a scale and a zero point for each group of a row (``group=32``, 64 or 128).
+"""Linear weights in 4 bits, with a scale and a zero point per group of a row (``group=32``, 64 or 128).
 
-On the CPU torchao's prototype computes with them (``PrototypeInt4WeightOnlyConfig``, 0.18; the kernel is torch's
-own), and they are saved as the tensors of its ``Int4WeightOnlyConfig`` (`plimsoll.weights.int4` says why). The kernel
-is fast in bfloat16 and some fifty times slower in float32, so all of the model is made bfloat16; ``compute=fp32``
-leaves it, for the numbers that training with ``quantization_aware`` saw. Does NOT cover the head, embeddings, and
-layers whose sizes the kernel does not have: they stay dense.
+On the CPU, torchao's prototype computes with them (``PrototypeInt4WeightOnlyConfig``, 0.18; the kernel is torch's).
+They are saved as the tensors of its ``Int4WeightOnlyConfig`` (see `plimsoll.weights.int4` for the reason). The kernel
+is fast in bfloat16 and some fifty times slower in float32, so the whole model is cast to bfloat16. ``compute=fp32``
+prevents this, to reproduce the numbers of training with ``quantization_aware``.
+
+Not handled: the head, embeddings, and layers with sizes that the kernel does not support. They stay dense.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ _LARGEST_GROUP = 128
 
 
 class Int4(Shrinker):
-    """See the module."""
+    """Quantization of linear weights to 4 bits."""
 
     name = "int4"
     saves = (
-        "the file and the memory of the linear weights fall to a sixth of float32 (0.62 bytes a weight in groups of "
-        "32, 0.53 of 128), those of all others to half (bfloat16); a pass on the CPU is slower than in dense "
-        "bfloat16; without Plimsoll the folder computes on a GPU only; it cannot be trained"
+        "the file and the memory of the linear weights fall to a sixth of float32 (0.62 bytes per weight in groups of "
+        "32, 0.53 in groups of 128), and of all other weights to half (bfloat16); a pass on the CPU is slower than in "
+        "dense bfloat16; without Plimsoll the model runs only on a GPU; it cannot be trained"
     )
     tried = ({"group": SMALLEST_INT4_GROUP}, {"group": _LARGEST_GROUP})
     easiest = 0
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse groups that the kernel has not, and models none of whose layers it has."""
+        """Return why weights cannot be quantized, such as a group that fits no layer; else ``None``."""
         fault = why_not_linear(bundle.model, self.name)
         if fault is not None:
             return fault
@@ -55,17 +56,17 @@ class Int4(Shrinker):
             sizes = sorted({tuple(sizes_of(one)) for one in plain_layers(bundle.model).values()})
             shown = ", ".join(f"{width} x {rows}" for width, rows in sizes[:3])
             fault = (
-                f"{choice.in_full}: no linear layer reads a multiple of {group} numbers and gives a multiple of "
-                f"{INT4_ROWS} ({shown}): use int8"
+                f"{choice.in_full}: no linear layer has a multiple of {group} inputs and a multiple of {INT4_ROWS} "
+                f"outputs ({shown}): use int8"
             )
         fault = fault or _decodes_to_another(bundle.model, choice)
         device = next(bundle.model.parameters()).device.type
         if fault is None and device not in ("cpu", "meta"):
-            fault = f"{choice.in_full} is made on the CPU, and the model is on {device}: move it, or use int8"
+            fault = f"{choice.in_full} quantizes on the CPU, but the model is on {device}: move it, or use int8"
         return fault
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Quantize the linear layers of the base model that the kernel has."""
+        """Quantize the linear layers of the base model that the kernel supports."""
         group = _group(choice)
         cast_saved(bundle.model, _COMPUTE[_compute(choice)])
         names = int4_layers(bundle.model, group)
@@ -75,15 +76,15 @@ class Int4(Shrinker):
 
 
 def _decodes_to_another(model: nn.Module, choice: Choice) -> str | None:
-    """Why what is quantized already would not go with the type that all else is given."""
+    """Return a sentence if an already quantized weight decodes to another type than ``compute``."""
     wanted = _COMPUTE[_compute(choice)]
     others = {name: one.dtype for name, one in model.named_parameters() if is_made_of_parts(one)}
     for name, dtype in others.items():
         if dtype != wanted:
             known = [f"give compute={word}" for word, one in _COMPUTE.items() if one == dtype]
             decoded = str(dtype).removeprefix("torch.")
-            remedy = " or ".join([*known, "do int4 alone"])
-            return f"{choice.in_full}: {name} is quantized and decodes to {decoded}: {remedy}"
+            remedy = " or ".join([*known, "use int4 alone"])
+            return f"{choice.in_full}: {name} is already quantized and decodes to {decoded}: {remedy}"
     return None
 
 

@@ -1,7 +1,7 @@
-"""Linear weights in 8 bits, a scale for each row (torchao's ``Int8WeightOnlyConfig``); the arithmetic stays as it is.
+"""Linear weights in 8 bits, with a scale per row (torchao's ``Int8WeightOnlyConfig``). The arithmetic does not change.
 
-The integers are decoded again in every pass, a layer after the other: a quarter of the file and of the memory that
-weights lie in, and no less time. Does NOT cover the head and embeddings.
+Each layer's integers are decoded in every pass. The file and the memory of the weights fall to a quarter; the time does
+not fall. Not handled: the head and embeddings.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from plimsoll.weights.torchao_layers import int8_config, plain_layers, quantize_
 
 
 class Int8(Shrinker):
-    """See the module."""
+    """Quantization of linear weights to 8 bits."""
 
     name = "int8"
     saves = (
-        "the file and the memory of the linear weights fall to a quarter of float32; a pass is no faster, since "
-        "a layer is decoded whole while it computes, so that with many tokens the peak falls by less than the weights; "
-        "the head and the embeddings stay; it cannot be trained"
+        "the file and the memory of the linear weights fall to a quarter of float32; a pass does not become faster; "
+        "each layer is decoded while it computes, so with many tokens the peak falls less than the weights do; "
+        "the head and the embeddings do not change; it cannot be trained"
     )
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse models without linear layers, and what torchao cannot do."""
+        """Return why weights cannot be quantized; ``None`` if they can."""
         return why_not_linear(bundle.model, self.name)
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:

@@ -1,8 +1,10 @@
-"""The table of token embeddings in 8 bits, a scale for each token (the tensor of torchao's ``Int8WeightOnlyConfig``).
+"""The token embedding in 8 bits, with a scale per token (the tensor of torchao's ``Int8WeightOnlyConfig``).
 
-Plain transformers with torchao reads the folder and gives the same numbers, but torchao decodes the whole table in
-every pass: its memory then rises by the dense table. Loaded by Plimsoll only the rows of the batch are decoded
-(`plimsoll.weights.coded_layers`). Does NOT cover a table that is the output layer too, and tables of positions.
+Plain transformers with torchao reads the folder and gives the same numbers. But torchao decodes the whole embedding in
+every pass, so its memory rises by the dense embedding. Loaded by Plimsoll, only the rows of the batch are decoded
+(`plimsoll.weights.coded_layers`).
+
+Not handled: an embedding that is also the output layer, and position embeddings.
 """
 
 from __future__ import annotations
@@ -19,35 +21,34 @@ from plimsoll.weights.torchao_layers import int8_config, num_holders, say_quanti
 
 
 class Int8Embeddings(Shrinker):
-    """See the module."""
+    """Quantization of the token embedding to 8 bits."""
 
     name = "int8_embeddings"
     saves = (
         "the file and the memory of the token embeddings fall to a little over a quarter of float32; loaded without "
-        "Plimsoll the table is decoded whole in every pass, and the peak of memory rises; it cannot be trained"
+        "Plimsoll, the whole embedding is decoded in every pass, and the peak rises; it cannot be trained"
     )
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse tables that are shared with the output, are none of torch, or are quantized."""
+        """Return why the embedding cannot be quantized, such as a tied output; else ``None``."""
         fault = why_not(bundle.model, self.name)
         if fault is not None:
             return fault
         model: Any = bundle.model
         table = model.get_input_embeddings()
         if not isinstance(table, nn.Embedding) or table.max_norm is not None:
-            return f"{self.name} looked for an nn.Embedding and found a {type(table).__name__}: use another method"
+            return f"{self.name} needs an nn.Embedding, but found {type(table).__name__}: use another method"
         if is_made_of_parts(table.weight):
-            return f"{self.name}: the {len(table.weight)} token embeddings are quantized already: leave it out"
+            return f"{self.name}: the {len(table.weight)} token embeddings are already quantized: leave it out"
         if num_holders(model, table.weight) > 1:
             return (
-                f"{self.name}: the table of {len(table.weight)} tokens is shared with another layer, such as the "
-                "output, which would need a dense copy of its own: more bytes, not fewer; use vocabulary or low_rank_"
-                "embeddings"
+                f"{self.name}: the embedding of {len(table.weight)} tokens is shared with another layer, such as the "
+                "output, which would need a dense copy, so the model would grow: use vocabulary or low_rank_embeddings"
             )
         return None
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Quantize the table, and decode only what is looked up."""
+        """Quantize the embedding, and decode only the rows that are looked up."""
         from torchao.quantization import quantize_
 
         model: Any = bundle.model

@@ -1,11 +1,11 @@
-"""Fewer layers: whole blocks are left out.
+"""Fewer layers: whole blocks are removed.
 
-``importance=even`` (the default) leaves layers out evenly. ``magnitude`` is the size of what a layer adds to its input,
-from its weights; ``taylor`` what the loss would change without it, to first order; ``activation`` how much it changes
-its input, as one less the cosine between the two (ShortGPT, Men et al. 2024, arXiv:2403.03853).
+``importance=even`` (the default) removes layers evenly. ``magnitude`` is the norm of a layer's weights. ``taylor`` is
+the change of the loss without the layer, to first order. ``activation`` is one minus the cosine between a layer's input
+and output (ShortGPT, Men et al. 2024, arXiv:2403.03853).
 
-Does NOT cover layers that share their weights (ALBERT), encoder-decoders, and layers that compute something else at
-another place.
+Not handled: layers that share their weights (ALBERT), encoder-decoders, and layers whose computation depends on their
+position.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from plimsoll.weights.structure import FIELD, LISTS, refresh_ties
 
 
 class Layers(Shrinker):
-    """Leaves layers out."""
+    """Removal of layers."""
 
     name = "layers"
     saves = (
-        "the file, the memory of weights, gradients, optimizer states and activations, and the time of a pass become "
-        "smaller by what the layers had of them; embeddings stay as they are"
+        "the file, the memory of weights, gradients, optimizer states and activations, and the time of a pass, by the "
+        "share of the removed layers; embeddings do not change"
     )
     easiest = 0
 
     def worth_trying(self, bundle: Bundle) -> tuple[Options, ...] | str:
-        """Return to keep three quarters and a half of the layers."""
+        """Return options that keep three quarters and half of the layers."""
         found = _lists(bundle.model)
         if isinstance(found, str):
             return found
@@ -46,7 +46,7 @@ class Layers(Shrinker):
         return tuple({"keep": number} for number in sorted(numbers, reverse=True))
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse models whose layers cannot be left out."""
+        """Return why layers cannot be removed; ``None`` if they can."""
         found = _lists(bundle.model)
         if isinstance(found, str):
             return found
@@ -58,7 +58,7 @@ class Layers(Shrinker):
         return fault or _other_places(bundle.model, _kept_evenly(num_layers, _num_kept(choice, num_layers)))
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Keep the best layers."""
+        """Keep the most important layers."""
         model = bundle.model
         lists = checked(_lists(model))
         importance, num_layers = importance_of(choice), len(lists[0][1])
@@ -86,9 +86,9 @@ def _num_kept(choice: Choice, num_layers: int) -> int:
 
 
 def _kept_evenly(num_layers: int, num_kept: int) -> list[int]:
-    """The first, the last, and those between at equal distances, as DistilBERT was made.
+    """Return the first and last layer, and others at equal distances between, as in DistilBERT (Sanh et al. 2019).
 
-    It needs no data, and the size of weights says little about a layer (Sanh et al. 2019, arXiv:1910.01108).
+    It needs no data, and the norm of weights is a poor measure of a layer (arXiv:1910.01108).
 
     >>> _kept_evenly(12, 6), _kept_evenly(6, 2), _kept_evenly(4, 1)
     ([0, 2, 4, 7, 9, 11], [0, 5], [0])
@@ -99,16 +99,16 @@ def _kept_evenly(num_layers: int, num_kept: int) -> list[int]:
 
 
 def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]] | str:
-    """The lists of modules that a smaller number of layers makes shorter; all are of one length."""
+    """Return the module lists that are shorter with fewer layers, by name; all have the same length."""
     config = getattr(model, "config", None)
     number = None if hasattr(config, "model_dump") else getattr(config, "num_hidden_layers", None)
     if not isinstance(number, int) or getattr(config, "is_encoder_decoder", False):
         return (
-            f"{type(model).__name__} has no one stack of layers: looked for lists of modules as long as "
+            f"{type(model).__name__} has no single stack of layers: looked for module lists of the length "
             "num_hidden_layers in its configuration"
         )
     if number < 2:
-        return f"{type(model).__name__} has {number} layer, and none can be spared: leave this out"
+        return f"{type(model).__name__} has {number} layer, which cannot be removed: leave this out"
     twin = twin_of(model, _fields(config, list(range(number - 1)), number))
     if isinstance(twin, str):
         return twin
@@ -120,24 +120,24 @@ def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]] | str:
     ]
     if not lists:
         return (
-            f"no list of modules in {type(model).__name__} has the {number} layers of its configuration: they may "
-            "share their weights, of which leaving layers out would save none"
+            f"no module list in {type(model).__name__} has the {number} layers of its configuration: they may share "
+            "their weights, and removing layers would then save nothing"
         )
     return lists
 
 
 def _fields(config: Any, kept: list[int], num_layers: int) -> Mapping[str, Any]:
-    """What a configuration says with these layers alone."""
+    """Return the changed fields of the configuration if only these layers are kept."""
     fields: dict[str, Any] = {"num_hidden_layers": len(kept)}
     for name, value in vars(config).items():
-        # What it says of each layer, such as `layer_types`.
+        # A value for each layer, such as `layer_types`.
         if isinstance(value, list) and len(value) == num_layers and not name.startswith("_") and "token_id" not in name:
             fields[name] = [value[place] for place in kept]
     return fields
 
 
 def _with_notes(config: Any, kept: list[int], lists: list[tuple[str, nn.ModuleList]]) -> Mapping[str, Any]:
-    """What a configuration says with these layers alone, also of their structures."""
+    """Return the changed fields, including the recorded structures of layers, if only these layers are kept."""
     fields = dict(_fields(config, kept, len(lists[0][1])))
     shrunk = getattr(config, "shrunk", None)
     if shrunk:
@@ -148,7 +148,7 @@ def _with_notes(config: Any, kept: list[int], lists: list[tuple[str, nn.ModuleLi
 
 
 def _other_places(model: nn.Module, kept: list[int]) -> str | None:
-    """A sentence that says which layer would compute something else at its new place."""
+    """Return a sentence if a layer would compute something else at its new position."""
     lists = _lists(model)
     if isinstance(lists, str):
         return lists
@@ -179,7 +179,7 @@ def _scores(model: nn.Module, blocks: list[list[nn.Module]], importance: str, ca
 
 
 def _changes(model: nn.Module, blocks: list[nn.Module], calibration: Calibration) -> Tensor:
-    """How much each block changes its input: the mean of one less the cosine, over tokens that are no padding."""
+    """Return how much each block changes its input: the mean of one minus the cosine, over tokens except padding."""
     changes = torch.zeros(len(blocks), dtype=torch.float64)
     counts = [0] * len(blocks)
 
@@ -194,12 +194,12 @@ def _changes(model: nn.Module, blocks: list[nn.Module], calibration: Calibration
 
 
 def renumber(model: Any, layers: str, kept: list[int]) -> None:
-    """Rename what is noted of layers after some of them were taken away.
+    """Rename the recorded structures of layers after some layers were removed.
 
     Args:
-        model: whose configuration is changed.
+        model: the model whose configuration is changed.
         layers: the name of the list of layers.
-        kept: the numbers, before, of those that are left.
+        kept: the previous indices of the remaining layers.
     """
     before = getattr(model.config, FIELD, None)
     if before:
@@ -208,7 +208,7 @@ def renumber(model: Any, layers: str, kept: list[int]) -> None:
 
 
 def renumbered(shrunk: Mapping[str, Any], layers: str, kept: list[int]) -> dict[str, Any]:
-    """Return what is noted of layers after some of them were taken away."""
+    """Return the recorded structures of layers after some layers were removed; see `renumber`."""
     renamed = functools.partial(_renamed, layers=layers, kept=kept)
     return {kind: _renamed_changes(kind, changes, renamed) for kind, changes in shrunk.items()}
 
@@ -226,7 +226,7 @@ def _renamed_changes(kind: str, changes: Any, renamed: Callable[[str], str | Non
     if kind != "shared":
         return {name: value for old, value in changes.items() if (name := renamed(old)) is not None}
     after: dict[str, str] = {}
-    heirs: dict[str, str] = {}  # where the layer that had the parameters is gone, the first that is left has them
+    heirs: dict[str, str] = {}  # if the layer with the parameters was removed, the first remaining one has them
     for old, source in changes.items():
         name = renamed(old)
         if name is not None:

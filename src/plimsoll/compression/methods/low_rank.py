@@ -1,14 +1,13 @@
-"""Two factors in the place of a linear layer: less weight, and fewer operations, where the rank is small.
+"""Two factors in place of a linear layer: fewer weights and operations, if the rank is small.
 
-Of all matrices of a rank the one is taken whose outputs differ least, in the sum of squares, on the inputs that the
-layer has on calibration data: ``W' = U Uᵀ W`` with the first left singular vectors U of ``W L``, where ``L Lᵀ`` is the
-sum of ``x xᵀ`` over the inputs (SVD-LLM, Wang et al. 2024, arXiv:2403.07378: truncation-aware whitening by Cholesky). A
-ridge lets directions that no input has count a little, as a plain SVD counts them; without ``aware``, that is all there
-is. Blocks are done in order, each on what the ones before it, already in factors, give it: one block's sums are in
-memory at a time.
+The product of the factors is the matrix of this rank whose outputs differ least, in the sum of squares, on the layer's
+inputs from calibration data: ``W' = U Uᵀ W`` with the first left singular vectors U of ``W L``. ``L Lᵀ`` is the sum of
+``x xᵀ`` over the inputs (SVD-LLM, Wang et al. 2024, arXiv:2403.07378: truncation-aware whitening by Cholesky). A ridge
+gives directions without inputs a small weight. With ``aware=false``, a plain SVD is used. Blocks are factored in order,
+each on the outputs of the factored blocks before it. The sums of one block are in memory at a time.
 
-The linear layers of blocks are covered, each by itself. It does NOT cover layers outside of blocks (embedding, output,
-classifier), experts kept as one tensor, and recurrent layers, whose matrices torch's kernels take whole.
+Covers the linear layers of blocks, each by itself. Not handled: layers outside blocks (embedding, output, classifier),
+experts stored as one tensor, and recurrent layers, whose matrices torch's kernels take whole.
 """
 
 from __future__ import annotations
@@ -29,46 +28,44 @@ from plimsoll.records.shrink import options_of
 from plimsoll.weights.structure import factored, note, put, sizes_of, use_parameters_of
 
 _DEFAULT_SHARE = 0.25
-_RIDGE_SHARE = 1e-6  # of the mean of the diagonal
+_RIDGE_SHARE = 1e-6  # times the mean of the diagonal
 
 Group = list[str]
 """Names of layers that have the same weight."""
 
 
 class LowRank(Shrinker):
-    """Linear layers of blocks become two factors."""
+    """Factorization of the linear layers of blocks."""
 
     name = "low_rank"
     saves = (
-        "the file, the memory of the weights and of a training's gradients and optimizer states, and operations, by "
-        "the share of the factored layers; a training keeps one more activation for each of them, and small layers "
-        "are no faster"
+        "the file, the memory of weights, gradients and optimizer states, and operations, by the share of the factored "
+        "layers; training saves one more activation for each of them, and small layers do not become faster"
     )
     tried = ({"share": 0.25}, {"share": 0.5})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why this cannot be: no such layers, or no rank that pays."""
+        """Return why this is impossible: no such layers, or no rank that saves weights; else ``None``."""
         model = bundle.model
         names = linears_of_blocks(model)
         if not is_of_transformers(model) or not names:
             return (
-                f"no linear layers in blocks: looked for nn.Linear and Conv1D in the numbered layers of a "
-                f"{type(model).__name__}, and found none that its configuration can say to be in factors; use "
-                "`units` for recurrent layers"
+                f"no linear layers in blocks: looked for nn.Linear and Conv1D in the numbered layers of "
+                f"{type(model).__name__}, which must be a transformers model; use `units` for recurrent layers"
             )
         if not any(_rank(model.get_submodule(name), choice) for name in names):
             sizes = sorted({tuple(sizes_of(model.get_submodule(name))) for name in names})
             return (
-                f"no rank of `{choice.in_full}` makes a layer of {', '.join(f'{a} x {b}' for a, b in sizes)} smaller: "
+                f"`{choice.in_full}` makes no layer of {', '.join(f'{a} x {b}' for a, b in sizes)} smaller: "
                 "give a smaller rank or share"
             )
         return None
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Put factors in the place of layers.
+        """Replace layers by factors.
 
         Raises:
-            WeightsError: if it needs batches and there are none.
+            WeightsError: if the choice needs batches and gets none.
         """
         model = bundle.model
         is_aware = bool(options_of(choice)["aware"]) and not next(model.parameters()).is_meta
@@ -81,18 +78,18 @@ class LowRank(Shrinker):
 
 
 def best_factors(weight: Tensor, rank: int, second_moment: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the factors (out, rank) and (rank, in) whose product differs least from a matrix in what it gives.
+    """Return the factors (out, rank) and (rank, in) whose product has the least output error.
 
     Args:
         weight: (out, in).
-        rank: of the product.
-        second_moment: the sum of ``x xᵀ`` over inputs, (in, in); ``None``: all directions count alike.
+        rank: the rank of the product.
+        second_moment: the sum of ``x xᵀ`` over inputs, (in, in); ``None``: all directions have equal weight.
     """
     matrix = weight.detach().double()
     left, _, _ = torch.linalg.svd(_whitened(matrix, second_moment), full_matrices=False)
     left = left[:, :rank]
     right = left.t() @ matrix
-    # Both factors get half of the size, as a training from here on would have them.
+    # Both factors get equal norms, which suits further training.
     scale = right.norm(dim=1).clamp(min=torch.finfo(right.dtype).tiny).sqrt()
     return tuple(one.to(weight.dtype).contiguous() for one in (left * scale, right / scale[:, None]))
 
@@ -109,7 +106,7 @@ def _whitened(matrix: Tensor, second_moment: Tensor | None) -> Tensor:
 
 
 def _rank(module: nn.Module, choice: Choice) -> int:
-    """The rank for a layer; 0 where factors would not be smaller."""
+    """Return the rank for a layer; 0 if factors would not be smaller."""
     num_in, num_out = sizes_of(module)
     options: Any = options_of(choice)
     share = options["share"] or _DEFAULT_SHARE
@@ -118,12 +115,12 @@ def _rank(module: nn.Module, choice: Choice) -> int:
 
 
 def rank_for(num_in: int, num_out: int, share: float) -> int:
-    """Return the largest rank of which two factors have so much less than the matrix."""
+    """Return the largest rank whose two factors have fewer weights than the matrix by ``share``."""
     return int((1 - share) * num_in * num_out / (num_in + num_out))
 
 
 def _blocks(model: nn.Module) -> Iterator[list[Group]]:
-    """The layers, those with the same weight as one, by the block of the first of them."""
+    """Yield the layers of each block. Layers with the same weight form a group, in the block of the first."""
     by_weight: dict[int, Group] = {}
     for name in linears_of_blocks(model):
         by_weight.setdefault(id(model.get_submodule(name).weight), []).append(name)
@@ -154,11 +151,11 @@ def _factor(model: nn.Module, group: Group, rank: int, second_moment: Tensor | N
 
 
 def _second_moments(model: nn.Module, groups: list[Group], calibration: Calibration) -> dict[str, Tensor]:
-    """Sum ``x xᵀ`` over the inputs of layers, by the first name of a group; padding does not count."""
+    """Sum ``x xᵀ`` over the inputs of layers, by the first name of a group. Padding does not count."""
     if next(iter(calibration.batches()), None) is None:
         raise WeightsError(
-            f"`low_rank` looks at what goes into {len(groups)} layers of each block, and there are no batches: give "
-            "data, or set aware=false"
+            f"`low_rank` needs the inputs of {len(groups)} layers of each block, but there are no batches: give data, "
+            "or set aware=false"
         )
     sums: dict[str, Tensor] = {}
     layers = [(group[0], model.get_submodule(name)) for group in groups for name in group]

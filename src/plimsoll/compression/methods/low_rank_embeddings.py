@@ -1,11 +1,11 @@
-"""Two factors in the place of the table of tokens: rows as wide as the rank, and a matrix to the width.
+"""Two factors in place of the token embedding: rows as wide as the rank, and a matrix to the full width.
 
-By an SVD of the table, as ALBERT trains it from the start (Lan et al. 2019, arXiv:1909.11942). Where the output over
-the vocabulary is tied to the table it becomes two factors as well, the hidden states times a matrix and then the same
-rows, which stay tied; the matrix of the output is its own, so that both can learn. An output that is not tied is left.
+The factors come from an SVD of the embedding. ALBERT trains them from the start (Lan et al. 2019, arXiv:1909.11942). An
+output tied to the embedding becomes two factors as well: a matrix, then the same rows, which stay tied. The output has
+its own matrix, so that both can learn. An untied output does not change.
 
-It does NOT cover tables that several parts of a model read (encoder-decoders), scaled ones (Gemma), and recurrent
-models of ours, whose configuration has no field for it.
+Not handled: embeddings that several parts of a model read (encoder-decoders), scaled embeddings (Gemma), and recurrent
+models of Plimsoll, whose configuration has no field for factors.
 """
 
 from __future__ import annotations
@@ -26,37 +26,39 @@ _DEFAULT_SHARE = 0.5
 
 
 class LowRankEmbeddings(Shrinker):
-    """The table of tokens becomes two factors."""
+    """Factorization of the token embedding."""
 
     name = "low_rank_embeddings"
     saves = (
-        "the file, the memory of the weights and of a training's gradients and optimizer states, by the share of the "
-        "table; a pass takes a small product more, and a tied output fewer operations"
+        "the file, and the memory of weights, gradients and optimizer states, by the share of the embedding; a pass "
+        "has one more small matrix product, and a tied output fewer operations"
     )
     tried = ({"share": 0.5}, {"share": 0.75})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why this cannot be: no such table, or no rank that pays."""
+        """Return why this is impossible: no such embedding, or no rank that saves weights; else ``None``."""
         model: Any = bundle.model
         if not is_of_transformers(model):
             return (
-                f"the configuration of a {type(model).__name__} has no field for a table in factors: looked for a "
-                "model of transformers; train it with a smaller `model.embedding_size` instead"
+                f"the configuration of {type(model).__name__} has no field for a factored embedding, since it is not a "
+                "transformers model: train it with a smaller `model.embedding_size` instead"
             )
         table = model.get_input_embeddings()
         if type(table) is not nn.Embedding:
-            return f"the table of tokens of a {type(model).__name__} is a {type(table).__name__}, not an nn.Embedding"
+            return f"the token embedding of {type(model).__name__} is a {type(table).__name__}, not an nn.Embedding"
         readers = [name for name, module in model.named_modules() if _has(module, table) and module is not table]
         if len(readers) > (model.get_output_embeddings() is not None and _is_tied(model)):
-            return f"the table of tokens is read by {len(readers) + 1} modules ({', '.join(readers)}): leave it whole"
+            return f"{len(readers) + 1} modules share the token embedding ({', '.join(readers)}): leave this out"
         num_rows, width = table.weight.shape
         rank = _rank(num_rows, width, choice)
         if rank < 1 or rank * (num_rows + width) >= num_rows * width:
-            return f"rank {rank} does not make a table of {num_rows} x {width} smaller: give a smaller rank or share"
+            return (
+                f"rank {rank} does not make an embedding of {num_rows} x {width} smaller: give a smaller rank or share"
+            )
         return None
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Put factors in the place of the table, and of an output that is tied to it."""
+        """Replace the embedding, and an output that is tied to it, by factors."""
         model: Any = bundle.model
         table: Any = model.get_input_embeddings()
         rank = _rank(table.num_embeddings, table.embedding_dim, choice)
@@ -95,12 +97,12 @@ def _is_tied(model: Any) -> bool:
 
 
 def _has(module: Any, table: Any) -> bool:
-    """Whether a module has the table's weight as its own."""
+    """Return whether the embedding's weight is a direct parameter of a module."""
     return any(value is table.weight for value in module._parameters.values())
 
 
 def _directions(weight: Tensor, rank: int) -> Tensor:
-    """The first right singular vectors of a table, (width, rank)."""
+    """Return the first right singular vectors of an embedding, (width, rank)."""
     rows = weight.detach().double()
     _, vectors = torch.linalg.eigh(rows.t() @ rows)
     return cast(Tensor, vectors[:, -rank:].flip(1).contiguous())

@@ -1,12 +1,12 @@
-"""Layers that share their parameters, as ALBERT's do: neighbours become a group that is saved once.
+"""Layers that share their parameters, as in ALBERT: neighbouring layers form a group that is saved once.
 
-The parameters of a group are those of its first layer, or the mean of all (``start=mean``, which was worse in most of
-what was measured: docs/shrink/shared_layers.md). A model that was trained with layers of its own can lose nearly all
-that it has learned by this, and needs to be trained on (Lan et al. 2019, arXiv:1909.11942 train from the start). The
-module objects stay apart, so caches of keys and values work.
+The parameters of a group are its first layer's, or the mean of all layers (``start=mean``, which was worse in most
+measurements: docs/shrink/shared_layers.md). A model that was trained with separate layers can lose nearly all of its
+quality, and needs further training. Lan et al. 2019 (arXiv:1909.11942) share from the start. The module objects stay
+separate, so caches of keys and values work.
 
-It does NOT make a pass or its activations smaller: as many layers are computed as before. It does not cover models
-whose layers differ in their sizes, and recurrent layers.
+Does NOT reduce the time or activations of a pass, since the number of computed layers does not change. Not handled:
+models with layers of different sizes, and recurrent layers.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from plimsoll.weights.structure import note, use_parameters_of
 
 
 class SharedLayers(Shrinker):
-    """Neighbouring layers get one set of parameters."""
+    """Sharing of parameters by neighbouring layers."""
 
     name = "shared_layers"
     saves = (
-        "the file, the memory of the weights and of a training's gradients and optimizer states, by the layers that "
-        "have none of their own; not activations, and not time: as many layers are computed as before"
+        "the file, and the memory of weights, gradients and optimizer states, by the share of layers that reuse "
+        "parameters; neither activations nor time, since as many layers are computed as before"
     )
     tried = ({"groups": 2}, {"groups": 1})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why this cannot be: no layers, or layers of several shapes."""
+        """Return why layers cannot be shared: no layers, or layers of different shapes; else ``None``."""
         model = bundle.model
         found = layer_list(model) if is_of_transformers(model) else None
         if found is None:
             return (
-                f"no list of layers: looked for an nn.ModuleList of modules of one class in a {type(model).__name__} "
-                "of transformers; use `units` for recurrent models"
+                f"{type(model).__name__} has no list of layers: looked for an nn.ModuleList of modules of one class in "
+                "a transformers model; use `units` for recurrent models"
             )
         name, layers = found
         groups: Any = options_of(choice)["groups"]
         if len(layers) <= groups:
-            return f"{name} has {len(layers)} layers, which {groups} groups do not make fewer: give fewer groups"
+            return f"{name} has {len(layers)} layers, so {groups} groups save nothing: give fewer groups"
         return _layers_fault(name, layers)
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Give the layers of each group one set of parameters."""
+        """Share one set of parameters in each group of layers."""
         found = layer_list(bundle.model)
         assert found is not None, "it was not refused"
         name, layers = found
@@ -68,14 +68,14 @@ class SharedLayers(Shrinker):
 def _layers_fault(name: str, layers: nn.ModuleList) -> str | None:
     shapes = [[(inner, value.shape) for inner, value in layer.named_parameters()] for layer in layers]
     if any(one != shapes[0] for one in shapes):
-        return f"the {len(layers)} layers of {name} have not all the same sizes: use `layers` to take some away"
+        return f"the {len(layers)} layers of {name} differ in size: use `layers` to remove some"
     if len({id(value) for value in layers.parameters()}) < sum(map(len, shapes)):
-        return f"the {len(layers)} layers of {name} share parameters already: leave `shared_layers` out"
+        return f"the {len(layers)} layers of {name} already share parameters: leave `shared_layers` out"
     return None
 
 
 def _groups(num_layers: int, num_groups: int) -> list[list[int]]:
-    """Neighbours, as many in each group as can be; the first groups have those that are left over."""
+    """Return neighbouring layers in groups of nearly equal size; the first groups get the remainder."""
     least, more = divmod(num_layers, num_groups)
     begins = [number * least + min(number, more) for number in range(num_groups + 1)]
     return [[*range(begin, end)] for begin, end in itertools.pairwise(begins)]

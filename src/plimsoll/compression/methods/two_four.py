@@ -1,8 +1,8 @@
-"""Of four weights in a row of a linear layer the two smallest become zero: the pattern that some GPUs multiply faster.
+"""2:4 sparsity: the two smallest of every four weights in a row become zero, a pattern that some GPUs multiply faster.
 
-What is saved stays dense. On a GPU of compute capability 8.0 or more ``torch.sparse.to_sparse_semi_structured`` makes
-of such a weight, in 16 bits, one of half the bytes: that is left to who runs it there. Does NOT cover the head,
-embeddings and recurrent layers.
+The saved weights stay dense. On a GPU of compute capability 8.0 or more, ``torch.sparse.to_sparse_semi_structured``
+converts such a 16-bit weight to half the bytes. Users call it themselves. Not handled: the head, embeddings and
+recurrent layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GROUP = 4
 
 
 class TwoFour(Shrinker):
-    """See the module."""
+    """Zeros in the 2:4 pattern."""
 
     name = "two_four"
     saves = (
@@ -30,21 +30,19 @@ class TwoFour(Shrinker):
     )
 
     def worth_trying(self, bundle: Bundle) -> str:
-        """Return why it is not worth it."""
+        """Return why the search does not try it."""
         return f"{self.name} saves {self.saves}: ask for {self.name} by name if you want the zeros"
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse models none of whose layers has rows of fours."""
+        """Return why weights cannot be set to zero, such as no layer with a multiple of four inputs; else ``None``."""
         fault = why_no_zeros(bundle, choice)
         if fault is None and not _of_fours(bundle.model):
             widths = sorted({sizes_of(one)[0] for one in dense_layers(bundle.model).values()})
-            return (
-                f"{choice.in_full}: no linear layer reads a multiple of {_GROUP} numbers ({widths}): use another method"
-            )
+            return f"{choice.in_full}: no linear layer has a multiple of {_GROUP} inputs ({widths}): use another method"
         return fault
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Set the two smallest of each four to zero."""
+        """Set the two smallest of every four weights to zero."""
         with torch.no_grad():
             for layer in _of_fours(bundle.model).values():
                 if not layer.weight.is_meta:
@@ -56,7 +54,7 @@ def _of_fours(model: Any) -> dict[str, Any]:
 
 
 def _thin_out(weight: Tensor) -> None:
-    """Write zeros into a weight, (out, in); of equals the first stay."""
+    """Write zeros into a weight, (out, in). Ties keep the first."""
     fours = weight.reshape(-1, _GROUP)
     smallest = fours.abs().sort(dim=1, stable=True, descending=True).indices[:, _GROUP // 2 :]
     weight.copy_(fours.scatter(1, smallest, 0).view(weight.shape))

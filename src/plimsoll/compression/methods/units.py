@@ -1,11 +1,14 @@
-"""Fewer units in the layers of an LSTM, a GRU or a plain RNN: the best ones of each layer and direction.
+"""Fewer hidden units in the layers of an LSTM, a GRU or a plain RNN: each direction keeps its most important ones.
 
-A unit is a row of each gate, a column of what leads back, and a column of what reads the layer: the next one or the
-output. All layers keep as many, since the configuration has one number. Importance is by what reads a unit, also the
-layer itself a step later; ``magnitude`` has what writes it as a factor.
+A unit is a row of each gate, a column of the recurrent weights, and a column of the weights that read the layer: the
+next layer or the output. All layers keep the same number, since the configuration has only one. Importance is measured
+on the weights that read a unit, including the recurrent weights. ``magnitude`` also multiplies by the norm of the
+weights that write it.
 
-Does NOT cover an adaptive softmax, whose rare words have features whose number follows the hidden size, and recurrent
-layers in other models than those of Plimsoll. Shapes: H units, D directions, G gates.
+Not handled: an adaptive softmax, since the feature sizes of its rare words depend on the hidden size, and recurrent
+layers in models other than Plimsoll's.
+
+Shapes: H units, D directions, G gates.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from plimsoll.records.plan import Choice
 
 
 class Direction(NamedTuple):
-    """The units of one layer in one direction."""
+    """One layer in one direction, with its units."""
 
     layer: int
     direction: int
@@ -39,23 +42,23 @@ class Reading(NamedTuple):
 
 
 class Units(Shrinker):
-    """Takes units out of recurrent layers."""
+    """Removal of hidden units from recurrent layers."""
 
     name = "units"
     saves = (
-        "the weights that lead back become smaller with the square of what is left, with their gradients and optimizer "
-        "states; activations and what reads the layers in proportion, the time of a pass with both; the embedding "
-        "stays, unless the output shares its weights"
+        "the recurrent weights, their gradients and optimizer states with the square of the remaining share; "
+        "activations and the weights that read the layers in proportion; the time of a pass with both; the embedding "
+        "only if the output shares its weights"
     )
     tried = ({"share": 0.125}, {"share": 0.25}, {"share": 0.5})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse models without recurrent layers."""
+        """Return why units cannot be removed; ``None`` if they can."""
         found = _planned(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Keep the best units of each layer and direction."""
+        """Keep the most important units of each layer and direction."""
         model: Any = bundle.model
         fields, twin, cuts = checked(_planned(model, share_of(choice)))
         layers, before = model.recurrent, model.config.hidden_size
@@ -75,24 +78,24 @@ class Units(Shrinker):
 
 
 def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Module, tuple[Cut, ...]] | str:
-    """The changed fields of the configuration, the model that they make, and what becomes smaller for it."""
+    """Return the changed fields of the configuration, the twin, and the cuts; or a sentence on why not."""
     config: Any = getattr(model, "config", None)
     layers = getattr(model, "recurrent", None)
     if not isinstance(layers, nn.RNNBase) or not hasattr(config, "model_dump"):
         return (
-            f"{type(model).__name__} has no recurrent layers: looked for an LSTM, GRU or RNN named `recurrent`, as the "
-            "recurrent models of Plimsoll have it"
+            f"{type(model).__name__} has no recurrent layers: looked for an LSTM, GRU or RNN named `recurrent`, as in "
+            "Plimsoll's recurrent models"
         )
     if getattr(config, "adaptive_cutoffs", None):
         return (
-            f"the rare words of an adaptive softmax with cutoffs {list(config.adaptive_cutoffs)} have features whose "
-            "number follows the hidden size: train a model without adaptive_cutoffs to take units away"
+            f"in an adaptive softmax with cutoffs {list(config.adaptive_cutoffs)}, the feature sizes of rare words "
+            "depend on the hidden size: train a model without adaptive_cutoffs to remove units"
         )
     fault = removal_fault("units", config.hidden_size, share)
     if fault is not None:
         return fault
     fields: dict[str, Any] = {"hidden_size": config.hidden_size - num_removed(config.hidden_size, share)}
-    if config.tie_weights:  # the units of the last layer leave with the dimensions of the embedding, which is as wide
+    if config.tie_weights:  # the embedding loses the same dimensions as the last layer
         fields["embedding_size"] = fields["hidden_size"]
     found = twin_and_cuts(model, fields)
     return found if isinstance(found, str) else (fields, *found)
@@ -112,7 +115,10 @@ def _layer(directions: list[Direction], number: int) -> tuple[Direction, ...]:
 
 
 def _readings(model: Any) -> list[Reading]:
-    """What reads units: each direction its own, the next layer those of both, the output those of the last."""
+    """Return the weights that read units.
+
+    Each direction reads its own units, the next layer the units of both directions, and the output the last layer's.
+    """
     layers, directions = model.recurrent, _directions(model.recurrent)
     found = [Reading(f"recurrent.weight_hh_{_suffix(direction)}", (direction,)) for direction in directions]
     found += [
@@ -121,13 +127,13 @@ def _readings(model: Any) -> list[Reading]:
         if direction.layer
     ]
     found.append(Reading("head.weight", _layer(directions, layers.num_layers - 1)))
-    if model.config.tie_weights:  # the first layer reads the embedding, whose dimensions are the last layer's units
+    if model.config.tie_weights:  # the embedding's dimensions are the last layer's units
         found.append(Reading("recurrent.weight_ih_l0", _layer(directions, layers.num_layers - 1)))
     return found
 
 
 def _directions_by_cut(model: Any) -> dict[tuple[str, int], tuple[Direction, ...]]:
-    """Whose units are along each dimension of each weight that has some."""
+    """Return the directions with units along each dimension of each weight."""
     found = {(one.name, 1): one.directions for one in _readings(model)}
     for direction in _directions(model.recurrent):
         for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
@@ -138,10 +144,10 @@ def _directions_by_cut(model: Any) -> dict[tuple[str, int], tuple[Direction, ...
 
 
 def _scores(model: Any, importance: str, calibration: Calibration) -> dict[Direction, Tensor]:
-    """How much each unit of each direction matters, (H,)."""
+    """Return the importance of each unit of each direction, (H,)."""
     width, readings = model.config.hidden_size, _readings(model)
     if model.config.tie_weights:
-        readings.pop()  # it reads the embedding, which is judged as the output's weights
+        readings.pop()  # it reads the embedding, which is scored as the output's weight
     scores = {direction: torch.zeros(width, dtype=torch.float64) for direction in _directions(model.recurrent)}
     weights = [model.get_parameter(one.name) for one in readings]
     if importance == "taylor":
@@ -158,7 +164,7 @@ def _scores(model: Any, importance: str, calibration: Calibration) -> dict[Direc
 
 
 def _written(model: Any) -> dict[Direction, Tensor]:
-    """How much is written into each unit: the norm over its rows in all gates."""
+    """Return the norm of the weights that write each unit, over all gates."""
     width, written = model.config.hidden_size, {}
     for direction in _directions(model.recurrent):
         names = [f"recurrent.{kind}_{_suffix(direction)}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
@@ -168,7 +174,7 @@ def _written(model: Any) -> dict[Direction, Tensor]:
 
 
 def _activity(model: Any, calibration: Calibration) -> dict[Direction, Tensor]:
-    """The mean size of each unit's output, over tokens that are no padding where sequences are packed."""
+    """Return the mean absolute output of each unit; padding does not count if sequences are packed."""
     width = model.config.hidden_size
     sums = {direction: torch.zeros(width, dtype=torch.float64) for direction in _directions(model.recurrent)}
     alone = [_single(model.recurrent, number) for number in range(model.recurrent.num_layers)]
@@ -186,7 +192,7 @@ def _activity(model: Any, calibration: Calibration) -> dict[Direction, Tensor]:
 
 
 def _single(layers: Any, number: int) -> nn.Module:
-    """One of several layers, with their weights."""
+    """Return one layer of a multi-layer module, with the same weights."""
     inward = layers.input_size if number == 0 else layers.hidden_size * (1 + layers.bidirectional)
     options = {"bias": layers.bias, "batch_first": layers.batch_first, "bidirectional": layers.bidirectional}
     with torch.device("meta"):

@@ -1,8 +1,8 @@
-"""The smallest weights of each linear layer become zero: done when it is asked for by name, since it saves nothing.
+"""The smallest weights of each linear layer become zero. The search never tries this, since it saves nothing.
 
-Zeros are stored and multiplied like any number. Magnitude within each layer is torch's ``prune.l1_unstructured``, made
-permanent. Does NOT cover the head, embeddings and recurrent layers, and makes no tensor of torch's sparse formats: on
-the CPU these are slower than dense ones below some 90 % of zeros.
+Zeros are stored and multiplied like any number. The weights are selected by torch's ``prune.l1_unstructured`` within
+each layer, and zeroed permanently. Not handled: the head, embeddings, recurrent layers, and torch's sparse formats. On
+the CPU, these are slower than dense tensors below some 90 % of zeros.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from plimsoll.records.shrink import options_of
 
 
 class Unstructured(Shrinker):
-    """See the module."""
+    """Zeros without a pattern."""
 
     name = "unstructured"
     saves = (
         "nothing: zeros are stored and multiplied like any number, 0 bytes of the file, 0 bytes of memory, 0 seconds; "
-        "only what packs the file (zip) makes it smaller"
+        "only a compressed archive (zip) of the file becomes smaller"
     )
 
     def worth_trying(self, bundle: Bundle) -> str:
-        """Return why it is not worth it."""
+        """Return why the search does not try it."""
         return f"{self.name} saves {self.saves}: ask for {self.name}(share=0.5) by name if you want the zeros"
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Refuse shares that leave all or nothing, and models without linear layers."""
+        """Return why weights cannot be set to zero; ``None`` if they can."""
         return why_no_zeros(bundle, choice)
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Set the share of each layer that is smallest to zero."""
+        """Set the smallest weights of each layer to zero, up to ``share``."""
         share: Any = options_of(choice)["share"]
         for layer in dense_layers(bundle.model).values():
             if not layer.weight.is_meta:

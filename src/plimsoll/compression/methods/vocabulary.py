@@ -1,12 +1,12 @@
-"""Only the tokens that a corpus has: fewer rows in the embedding and in the output over the vocabulary.
+"""Only the tokens of a corpus: fewer rows in the embedding and in the output over the vocabulary.
 
-Exact on that corpus: with the new tokenizer its texts have the same tokens (`token_needs` says why), with other
-numbers, and the logits of the kept tokens are bitwise what they were. Perplexity is lower than before, for there are
-fewer tokens to divide among: that is no better model.
+It is exact on that corpus. With the new tokenizer, its texts have the same tokens under other ids (see `token_needs`).
+The logits of the kept tokens are bitwise equal. Perplexity falls, since the probability is divided among fewer tokens.
+This is not a better model.
 
-It does NOT cover the adaptive softmax, whose clusters are ranks of frequency, tables that count tokens otherwise
-(hashed or several vocabularies), and slow tokenizers. Abdaoui et al. 2020 (arXiv:2010.05609) keep the rows of some
-languages of multilingual BERT in the same way.
+Not handled: the adaptive softmax, whose clusters are frequency ranks; tables not indexed by one vocabulary (hashed, or
+several); and slow tokenizers. Abdaoui et al. 2020 (arXiv:2010.05609) reduce multilingual BERT to some languages in this
+way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plimsoll.weights.structure import class_for, tell_sizes
 
 
 class Slot(NamedTuple):
-    """A parameter or buffer with a number for each token along one of its dimensions."""
+    """A parameter or buffer with one entry per token along ``dim``."""
 
     module: nn.Module
     name: str
@@ -38,31 +38,30 @@ class Slot(NamedTuple):
 
 
 class Vocabulary(Shrinker):
-    """Rows of tokens that the corpus does not have are taken away."""
+    """Removal of tokens that the corpus does not contain."""
 
     name = "vocabulary"
     saves = (
-        "the file, the memory of the weights and of a training's optimizer states and gradients by the rows that are "
-        "taken away, and of a language model the time and memory of its logits; an embedding's lookups take the same "
-        "time"
+        "the file, and the memory of weights, gradients and optimizer states, by the removed rows; in a language model "
+        "also the time and memory of its logits; the time of embedding lookups does not change"
     )
     reads_corpus = True
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why this cannot be: no fast tokenizer, or weights that are not found by their number of rows."""
+        """Return why tokens cannot be removed: no fast tokenizer, or no weights with a row per token."""
         if bundle.tokenizer is None:
-            return "there is no tokenizer to take tokens from: give a model folder that has its tokenizer.json"
+            return "the model has no tokenizer to reduce: give a model folder that has its tokenizer.json"
         backend = getattr(bundle.tokenizer, "backend_tokenizer", None)
         kind = type(bundle.tokenizer).__name__ if backend is None else type(backend.model).__name__
         if kind not in KINDS:
-            return f"the tokenizer is a {kind}, and only {', '.join(KINDS)} are known: use one of these"
+            return f"the tokenizer is a {kind}, but only {', '.join(KINDS)} are supported: use one of these"
         return _refusal_of_model(bundle.model)
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Take the rows away, and the tokens; without counts, as for sizes alone, those are taken that none can have.
+        """Remove rows and tokens. Without counts, for sizes only, remove only rows without a token.
 
         Raises:
-            WeightsError: if what the corpus has is not of this model's tokens.
+            WeightsError: if the corpus has token ids that the model does not have.
         """
         tokenizer: Any = bundle.tokenizer
         described = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -91,8 +90,8 @@ def _occurring(counts: NDArray[np.int64], min_count: int, num_rows: int, num_tok
     beyond = [one for one in found if one >= num_rows]
     if beyond:
         raise WeightsError(
-            f"the corpus has the token {min(beyond)}, but the model has {num_rows} rows and its tokenizer {num_tokens} "
-            "tokens: count the corpus with the model's own tokenizer, use the one in its folder"
+            f"the corpus has the token id {min(beyond)}, but the model has {num_rows} rows and its tokenizer "
+            f"{num_tokens} tokens: use the tokenizer in the model's folder to count the corpus"
         )
     return {one for one in found if one < num_tokens}
 
@@ -107,27 +106,27 @@ def _refusal_of_model(model: Any) -> str | None:
     config: Any = getattr(model, "config", None)
     if not isinstance(getattr(config, "vocab_size", None), int):
         return (
-            f"a {type(model).__name__} has no `vocab_size` in its configuration, so nothing says which rows are those "
-            "of tokens: use a model of transformers, or a recurrent one of plimsoll"
+            f"{type(model).__name__} has no `vocab_size` in its configuration, so its token rows are unknown: use a "
+            "transformers model, or a recurrent model of Plimsoll"
         )
     if getattr(config, "adaptive_cutoffs", None) is not None:
         return (
-            f"the output is an adaptive softmax, whose clusters {config.adaptive_cutoffs} are ranks of frequency: "
-            "train with `model.vocab_size` of fewer tokens instead"
+            f"the output is an adaptive softmax, whose clusters {config.adaptive_cutoffs} are frequency ranks: "
+            "train with a smaller `tokenizer.vocab_size` instead"
         )
     if getattr(config, "is_encoder_decoder", False) and "shared" not in dict(model.named_children()):
-        return f"a {type(model).__name__} has tables of several vocabularies: use a model with one"
+        return f"{type(model).__name__} has embeddings for several vocabularies: use a model with one"
     try:
         tables = [slot for slot in _slots(model) if isinstance(slot.module, nn.Embedding)]
     except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError) as error:
-        return f"a {type(model).__name__} cannot be built with one token more ({error}): leave `vocabulary` out"
+        return f"{type(model).__name__} cannot be built with one more token ({error}): leave `vocabulary` out"
     if not tables:
-        return f"a {type(model).__name__} has no nn.Embedding with {config.vocab_size} rows: leave `vocabulary` out"
+        return f"{type(model).__name__} has no nn.Embedding with {config.vocab_size} rows: leave `vocabulary` out"
     return None
 
 
 def _slots(model: Any) -> Iterator[Slot]:
-    """Find what has a number for each token: it is one longer in a model that has one token more."""
+    """Yield the tensors with one entry per token: they are larger in a model with one more token."""
     larger = dict(_tensors(_with_tokens(model, _num_tokens(model) + 1)))
     for name, tensor in _tensors(model):
         dims = [
@@ -144,9 +143,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _with_tokens(model: Any, num_tokens: int) -> nn.Module:
-    """The same sort of model on the meta device, with so many tokens."""
+    """Build the same kind of model with ``num_tokens`` tokens, on the meta device."""
     with torch.device("meta"):
-        if hasattr(model.config, "model_copy"):  # pydantic's: a recurrent model of ours
+        if hasattr(model.config, "model_copy"):  # pydantic: a recurrent model of Plimsoll
             return type(model)(model.config.model_copy(update={"vocab_size": num_tokens}))  # type: ignore[no-any-return]
         config = copy.deepcopy(model.config)
         config.get_text_config().vocab_size = num_tokens
@@ -155,7 +154,7 @@ def _with_tokens(model: Any, num_tokens: int) -> nn.Module:
 
 
 def _from_padding_on(model: Any, kept: list[int]) -> list[int]:
-    """Where positions are counted from the padding's number on, as in RoBERTa, that number stays what it is."""
+    """Keep all ids up to the padding id if positions are counted from it, as in RoBERTa."""
     tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     first = max((table.padding_idx or 0 for table in tables if isinstance(table, nn.Embedding)), default=0)
     return sorted({*kept, *range(first + 1)}) if first else kept
@@ -163,9 +162,9 @@ def _from_padding_on(model: Any, kept: list[int]) -> list[int]:
 
 def _keep_rows(slots: list[Slot], kept: Tensor) -> None:
     new: dict[int, Tensor] = {}
-    tensors = [getattr(slot.module, slot.name) for slot in slots]  # kept, so that no other gets the number of one
+    tensors = [getattr(slot.module, slot.name) for slot in slots]  # kept alive, so that no id is reused
     for (module, name, dim), before in zip(slots, tensors, strict=True):
-        if id(before) not in new:  # what is tied stays tied
+        if id(before) not in new:  # tied tensors stay tied
             values = before.detach().index_select(dim, kept.to(before.device))
             is_parameter = isinstance(before, nn.Parameter)
             new[id(before)] = nn.Parameter(values, requires_grad=before.requires_grad) if is_parameter else values
@@ -183,7 +182,7 @@ def _special_numbers(model: Any) -> set[int]:
 
 
 def _number_fields(model: Any) -> Iterator[tuple[Any, str, list[int]]]:
-    """The fields of configurations that hold numbers of tokens, such as those of padding, begin and end."""
+    """Yield the fields of configurations that hold token ids, such as padding, begin and end."""
     config = model.config
     if hasattr(config, "model_copy"):
         return
@@ -211,7 +210,7 @@ def _renumber_config(model: Any, kept: list[int]) -> None:
 
 
 def _with_backend(tokenizer: Any, text: str) -> Any:
-    """The same tokenizer of transformers with another backend."""
+    """Return a copy of a transformers tokenizer with another backend."""
     from tokenizers import Tokenizer
 
     made = copy.deepcopy(tokenizer)

@@ -1,1 +1,1 @@
-"""Shuffled batches read ahead by workers, with a cursor that moves only when told to."""
+"""Shuffled batches that workers read ahead, with a cursor that moves only on request."""

@@ -1,10 +1,12 @@
-"""Tokens masked, deleted and swapped as samples are read: other ones in each epoch, the same for the same seed.
+"""Augmentation of tokens when samples are read: masking, deletion and swaps, different in each epoch.
 
-Vectorised over the tokens of a batch, whose composition changes nothing: every draw is a function of the seed, the
-epoch, the sample's number and the place in it (`plimsoll.data.batches.order`). Of words with tags whole words are
-deleted and swapped. Special tokens, the end token among them, are neither changed nor moved, and no sample becomes
-empty. Words and synonyms are in `plimsoll.data.batches.augment_text`. NOT covered: labels of single tokens other than
-the token itself.
+The same seed gives the same changes. Each draw is a function of the seed, the epoch, the sample and the position in it
+(`plimsoll.data.batches.order`). The rest of the batch has no influence. Operations are vectorized over the tokens of a
+batch. If words have tags, whole words are deleted and swapped. Special tokens, including the end token, are neither
+changed nor moved, and no sample becomes empty.
+
+Augmentation of words and synonyms is in `plimsoll.data.batches.augment_text`. Not handled: labels of single tokens
+other than the token itself.
 
 Shapes: B samples, N tokens of all of them (fewer after deletion).
 """
@@ -24,7 +26,7 @@ from plimsoll.data.samples import ragged
 from plimsoll.errors import DataError
 from plimsoll.records.augmentation import Augmentation
 
-_DELETE, _SWAP, _DISTANCE, _MASK = range(4)  # what a number is drawn for
+_DELETE, _SWAP, _DISTANCE, _MASK = range(4)  # purposes of draws
 
 Ints = NDArray[np.int64]
 
@@ -33,14 +35,14 @@ class TokenAugmentation:
     """The part of an `Augmentation` that changes tokens; picklable.
 
     Args:
-        config: what to do.
+        config: the changes.
         seed: another seed draws other changes.
-        special_ids: tokens that stay as and where they are: the end token, padding, and others of the tokenizer's.
-        mask_id: what masked tokens become.
-        sequence_length: the most tokens that a sample may have after ``token_function``.
+        special_ids: tokens that are not changed or moved: the end token, padding, and others of the tokenizer.
+        mask_id: the token that replaces masked tokens.
+        sequence_length: the maximum tokens of a sample after ``token_function``.
 
     Raises:
-        DataError: if there is no mask token to mask with, or the function cannot be imported.
+        DataError: if masking has no mask token, or the function cannot be imported.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class TokenAugmentation:
         if config.mask and mask_id is None:
             raise DataError(
                 f"mask = {config.mask:g} needs a mask token and this tokenizer has none: name one of its tokens as "
-                f"`mask_token` in the tokenizer_config.json beside it, or use `delete`"
+                f"`mask_token` in its tokenizer_config.json, or use `delete`"
             )
         self.config, self._seed = config, seed
         self._special_ids, self._sequence_length = np.array(special_ids, np.int64), sequence_length
@@ -68,15 +70,16 @@ class TokenAugmentation:
         """Return the changed tokens, labels and lengths. Labels move with their tokens, but are never masked.
 
         Args:
-            tokens_N: of all samples, end to end.
-            labels_N: one for each token, if there are any.
-            lengths_B: of the samples, none 0.
-            ids: the numbers of the samples.
+            tokens_N: the tokens of all samples, end to end, int64.
+            labels_N: one label for each token, or ``None``.
+            lengths_B: the lengths of the samples, none of them 0.
+            ids: the indices of the samples.
             epoch: another epoch draws other changes.
-            begins_N: which tokens begin a word, where words are deleted and swapped whole; the first of a sample does.
+            begins_N: which tokens begin a word, if whole words are deleted and swapped. The first token of a sample
+                must.
 
         Raises:
-            DataError: if ``token_function`` returns something else than tokens.
+            DataError: if ``token_function`` does not return tokens.
         """
         keys_B = sample_keys(self._seed, epoch, ids)
         is_free_N = ~np.isin(tokens_N, self._special_ids)
@@ -98,7 +101,7 @@ class TokenAugmentation:
         return tokens_N, labels_N, lengths_B
 
     def _order(self, keys_B: NDArray[np.uint64], is_free_N: NDArray[np.bool_], lengths_B: Ints) -> tuple[Ints, Ints]:
-        """Return which of the elements stand where after deletion and swaps, and how many are left of each sample."""
+        """Return the index of the element at each place after deletion and swaps, and the new length of each sample."""
         order_N = np.arange(len(is_free_N))
         if self.config.delete:
             kept_N = ~is_free_N | spared(uniform(keys_B, _DELETE, lengths_B), self.config.delete, is_free_N, lengths_B)
@@ -126,7 +129,7 @@ class TokenAugmentation:
 
 
 class UserFunction:
-    """A function named ``module:function``, called with the sample and, if it has a parameter ``seed``, a number of it.
+    """A function named ``module:function``. It is called with a sample and, if it has a parameter ``seed``, a seed.
 
     Raises:
         DataError: if it cannot be imported.
@@ -148,14 +151,14 @@ class UserFunction:
         return UserFunction, (self._name, self._field)
 
     def __call__(self, sample: Any, key: int) -> Any:
-        """Return what it makes of the sample; ``key`` belongs to the sample and the epoch."""
+        """Return the result for a sample; ``key`` is the seed, which depends on the sample and the epoch."""
         return self._function(sample, seed=key) if self._takes_seed else self._function(sample)
 
 
 def spared(
     draws_N: NDArray[np.float64], share: float, is_free_N: NDArray[np.bool_], lengths_B: Ints
 ) -> NDArray[np.bool_]:
-    """Return which free elements (N,) are not deleted: of each sample with any, at least that of the highest draw."""
+    """Return which free elements (N,) are not deleted. At least one free element of each sample is kept."""
     draws_N = np.where(is_free_N, draws_N, -1.0)
     highest_N = np.repeat(np.maximum.reduceat(draws_N, _begins(lengths_B)), lengths_B)
     is_spared_N: NDArray[np.bool_] = is_free_N & ((draws_N >= share) | (draws_N == highest_N))
@@ -165,14 +168,16 @@ def spared(
 def swap_places(
     keys_B: NDArray[np.uint64], is_free_N: NDArray[np.bool_], lengths_B: Ints, share: float, distance: int
 ) -> Ints:
-    """Return which element stands at each place (N,) once a share of the free ones moved behind one of their next.
+    """Return the index of the element at each place (N,) after swaps.
+
+    A share of the free elements moves behind one of the next free elements of the sample.
 
     Args:
-        keys_B: of the samples.
-        is_free_N: which elements may move; the others keep their places.
-        lengths_B: of the samples.
+        keys_B: the keys of the samples.
+        is_free_N: which elements may move; the others stay in place.
+        lengths_B: the lengths of the samples.
         share: the probability that an element moves.
-        distance: behind how many of the next free ones of its sample it moves at most.
+        distance: the maximum number of free elements that an element moves past.
     """
     free = np.flatnonzero(is_free_N)
     is_hit = uniform(keys_B, _SWAP, lengths_B)[free] < share

@@ -1,12 +1,14 @@
-"""Words deleted, swapped and replaced by synonyms before a text is tokenized: other ones in each epoch.
+"""Augmentation of text before it is tokenized: words are deleted, swapped and replaced by synonyms.
 
-Words stand between white space, which stays as it is; a synonym replaces a word without its punctuation and takes over
-its case. Every draw is a function of the seed, the epoch and the sample's number (`plimsoll.data.batches.order`). A
-table of synonyms is a file of the user's: ``.json``, an object from words to lists of words; or lines of tab-separated
-words, the first of which is replaced by one of the others. NOT covered: inflection, words of several parts, languages
-that write without spaces, where a text is one word.
+Changes differ in each epoch. Each draw is a function of the seed, the epoch and the index of the sample
+(`plimsoll.data.batches.order`). Words are separated by white space, which is kept. A synonym replaces a word without
+its punctuation and takes its case.
 
-Shapes: B texts; flat arrays have one element for each word of all of them.
+A table of synonyms is a user's file: a ``.json`` object from words to lists of words, or lines of tab-separated words.
+One of the other words of a line replaces the first word. Not handled: inflection, words of several parts, languages
+written without spaces, in which a text is one word.
+
+Shapes: B texts; flat arrays have one element for each word of all texts.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from plimsoll.data.batches.order import sample_keys, uniform
 from plimsoll.errors import DataError
 from plimsoll.records.augmentation import Augmentation
 
-_DELETE, _REPLACE, _CHOOSE = range(8, 11)  # other purposes than those of tokens
+_DELETE, _REPLACE, _CHOOSE = range(8, 11)  # purposes of draws, different from the purposes for tokens
 _PARTS = re.compile(r"(\S+)")
 _CORE = re.compile(r"\w(?:.*\w)?")  # a word without the punctuation around it
 
@@ -45,14 +47,14 @@ class TextAugmentation:
         self._function = UserFunction(config.function, "function") if config.function else None
 
     def apply(self, text: str, sample_id: int, epoch: int) -> str:
-        """Return the changed text; see `apply_all`, which takes far less time per text."""
+        """Return the changed text. `apply_all` is much faster per text."""
         return self.apply_all([text], np.array([sample_id]), epoch)[0]
 
     def apply_all(self, texts: Sequence[str], ids: NDArray[np.int64], epoch: int) -> list[str]:
-        """Return the changed texts, each as if it were alone; one with a word keeps at least one.
+        """Return the changed texts. Each is independent of the others, and keeps at least one word if it has one.
 
         Raises:
-            DataError: if ``function`` returns something else than a text.
+            DataError: if ``function`` does not return a text.
         """
         keys_B = sample_keys(self._seed, epoch, ids)
         changed = list(texts)
@@ -108,10 +110,10 @@ class TextAugmentation:
 
 
 def read_synonyms(path: Path) -> Synonyms:
-    """Read a table of synonyms; a word that stands in several lines has the synonyms of all.
+    """Read a table of synonyms. A word on several lines has the synonyms of all of them.
 
     Raises:
-        DataError: if the file is missing, is not UTF-8, holds nothing or has a line that is no words.
+        DataError: if the file is missing, is not UTF-8, has no words, or has an invalid line.
     """
     try:
         text = path.read_text(encoding="utf-8")

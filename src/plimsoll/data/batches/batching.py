@@ -1,11 +1,11 @@
-"""The batches of an epoch as a function of (seed, epoch, place), for data of any size: nothing is drawn and stored.
+"""The batches of an epoch, computed from (seed, epoch, position). No list of samples is stored, so any data size works.
 
-`FixedBatches` cuts the order of the samples as it is. `BucketBatches` sorts a *pool* of some ten thousand samples by
-length, cuts it into batches, and draws the order of the pool's batches, so that little is padded. Its `Cursor` is
-enough to find a batch: the batch's pool is planned, and no earlier batch is made. Both are also batch samplers of
-`torch.utils.data`: lists of sample numbers of one epoch (`set_epoch`). Lengths are asked for, never stored.
+`FixedBatches` cuts the order of the samples as it is. `BucketBatches` sorts a *pool* of tens of thousands of samples
+by length, so that there is little padding. It cuts the pool into batches, and shuffles these. A `Cursor` is enough to
+find a batch: only its pool is planned, and earlier batches are not made. Both classes are also batch samplers of
+`torch.utils.data`: they yield lists of sample indices of one epoch (`set_epoch`).
 
-It does NOT sort over the whole epoch: batches would come in the order of their lengths.
+Does not sort the whole epoch, because batches would then come in the order of their lengths.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from plimsoll.data.batches.order import BlockShuffle, Drawn, derived_seed, drawn
 from plimsoll.errors import CheckpointError, DataError
 
 _SAMPLES_PER_PASS = 1 << 20
-_FIXED_POOL_SAMPLES = 1 << 14  # drawn at a time
+_FIXED_POOL_SAMPLES = 1 << 14  # samples whose order is computed at a time
 _NAMES_OF_STATE = ("epoch", "position", "num_samples", "order")
-_OTHER_NAMES_OF_STATE = ("batch", "plan", "data")  # of buckets, and of data whose content is known
-_WHAT_IS_A_STATE = "what state_dict() of the loader returned"
-_MOST_EPOCHS = 10**9  # more than any training reads, so that the state is damaged
-_HELD_POOLS = 2  # where workers are ahead of the cursor, they can be in the next one
+_OTHER_NAMES_OF_STATE = ("batch", "plan", "data")  # for buckets, and for data with a known content
+_WHAT_IS_A_STATE = "the dict that state_dict() of the loader returned"
+_MOST_EPOCHS = 10**9  # more than any training runs, so a larger number means that the state is damaged
+_HELD_POOLS = 2  # workers that read ahead of the cursor may already be in the next pool
 
 Lengths: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.integer]]
 
 
 class Cursor(NamedTuple):
-    """The place of a batch: the epoch, the position in its order where the batch's pool begins, the batch's number."""
+    """The place of a batch: its epoch, the position of its pool in the epoch, and its number in the pool."""
 
     epoch: int = 0
     position: int = 0
@@ -51,17 +51,19 @@ class Pool(NamedTuple):
 
 @dataclass(frozen=True)
 class Buckets:
-    """How samples of like length become batches; exactly one of the first three is given.
+    """A rule that groups samples of similar length into batches. Exactly one of the first three arguments is required.
 
     Args:
         batch_size: samples of a batch.
-        max_tokens: the most tokens of a batch, padding included: its longest sample times its samples.
-        rows_for: entry n is the most samples of a batch that is padded to n tokens, as predicted memory allows; or a
-            mapping from some lengths, each of which counts for the shorter ones too (`plimsoll.rows_by_length`).
-        pool_samples: how many samples of the order are sorted at a time: the more, the less padding, the less random.
-        pad_multiple: a batch is padded to a multiple of this; by default what the data set says it pads to, or 1.
-        longest_first: whether the batch of the longest sample comes first in epoch 0.
-        allow_longer: whether a sample that is over the budget is a batch of its own; it is an error otherwise.
+        max_tokens: the maximum tokens of a batch including padding, that is, the longest sample times the samples.
+        rows_for: entry n is the maximum number of samples of a batch that is padded to n tokens, as predicted memory
+            allows. Or a mapping from lengths to maximum samples; each also holds for shorter lengths down to the next
+            smaller key (`plimsoll.rows_by_length`).
+        pool_samples: the number of samples sorted at a time. More samples give less padding, and less random batches.
+        pad_multiple: the length of a batch is padded to a multiple of this; by default to the multiple of the data set,
+            or 1.
+        longest_first: whether the batch with the longest sample comes first in epoch 0.
+        allow_longer: whether a sample over the budget becomes a batch of one sample; otherwise it is an error.
     """
 
     batch_size: int | None = None
@@ -85,10 +87,10 @@ class Buckets:
 
 
 class Batches(ABC):
-    """The batches of every epoch by their cursors; also a batch sampler of one epoch for `torch.utils.data`."""
+    """The batches of every epoch, found by their cursors; also a `torch.utils.data` batch sampler of one epoch."""
 
     drop_last = False
-    batch_size: int | None  # None: batches are of many sizes, which Accelerate knows how to treat
+    batch_size: int | None  # None: batch sizes vary, which Accelerate supports
 
     def __init__(self, order: Drawn) -> None:
         self._order = order
@@ -97,11 +99,11 @@ class Batches(ABC):
 
     @property
     def sampler(self) -> Batches:
-        """What Lightning calls `set_epoch` of."""
+        """The object on which Lightning calls `set_epoch`."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be of another epoch."""
+        """Set the epoch of the next iteration."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -114,12 +116,12 @@ class Batches(ABC):
         return self.num_batches(self._epoch)
 
     def ids(self, cursor: Cursor) -> NDArray[np.int64]:
-        """Return the samples of the batch at a cursor."""
+        """Return the indices of the samples of the batch at a cursor."""
         pool = self._pool_at(cursor)
         return pool.ids[pool.starts[cursor.batch] : pool.stops[cursor.batch]]
 
     def following(self, cursor: Cursor) -> Cursor:
-        """Return the cursor of the next batch; after an epoch's last that is the first of the next epoch."""
+        """Return the cursor of the next batch; after the last batch of an epoch, the first of the next epoch."""
         pool = self._pool_at(cursor)
         if cursor.batch + 1 < len(pool.starts):
             return cursor._replace(batch=cursor.batch + 1)
@@ -127,12 +129,12 @@ class Batches(ABC):
         return Cursor(cursor.epoch, position) if position < self._order.num_samples else Cursor(cursor.epoch + 1)
 
     def num_samples_before(self, cursor: Cursor) -> int:
-        """Return how many samples of the epoch come in the batches before this one."""
+        """Return the number of samples in the earlier batches of the epoch."""
         pool = self._pool_at(cursor)
         return cursor.position + int((pool.stops - pool.starts)[: cursor.batch].sum())
 
     def state(self, cursor: Cursor) -> dict[str, int]:
-        """Return a cursor as a few integers, and what tells the order of these samples from others."""
+        """Return a cursor as integers, with a hash that identifies the order of the samples."""
         order = zlib.crc32(repr(self._order.identity).encode())
         return self._place(cursor) | {"num_samples": self._order.num_samples, "order": order}
 
@@ -140,10 +142,10 @@ class Batches(ABC):
     def _place(self, cursor: Cursor) -> dict[str, int]: ...
 
     def cursor(self, state: dict[str, int]) -> Cursor:
-        """Return the cursor that `state` was called with.
+        """Return the cursor for a state that `state` returned.
 
         Raises:
-            CheckpointError: if it is no such state, or there is no such place in these batches.
+            CheckpointError: if it is not such a state, or these batches have no such place.
         """
         _require_state(state)
         cursor = Cursor(state["epoch"], state["position"], state.get("batch", 0))
@@ -159,7 +161,7 @@ class Batches(ABC):
             raise CheckpointError(
                 f"the checkpoint is in the middle of epoch {cursor.epoch}, whose batches were made with other buckets, "
                 f"another seed or another shuffle (plan {state.get('plan')}, now {self.state(cursor).get('plan')}): "
-                f"resume with those of that run"
+                f"resume with the buckets, seed and shuffle of that run"
             )
         if not self._is_place(cursor):
             raise CheckpointError(
@@ -177,19 +179,19 @@ class Batches(ABC):
         then, now = (one["num_samples"] for one in (state, own))
         if then != now:
             raise CheckpointError(
-                f"the checkpoint is of data of {then:,} samples, and this has {now:,}, so it is not the data of that "
-                "run: resume with the same text, sequence_length and share"
+                f"the checkpoint belongs to data with {then:,} samples, but this data has {now:,}: resume with the "
+                "same text, sequence_length and share"
             )
         if state["order"] != own["order"]:
             own_order = " ".join(map(str, self._order.identity))
             raise CheckpointError(
-                f"the checkpoint is in the middle of a run (epoch {state['epoch']}) whose samples came in another "
-                f"order than {own_order}: resume with the seed and the shuffle of that run"
+                f"the checkpoint is in the middle of a run (epoch {state['epoch']}) whose samples had another order "
+                f"than {own_order}: resume with the seed and the shuffle of that run"
             )
 
     @abstractmethod
     def num_batches(self, epoch: int) -> int:
-        """Return how many batches an epoch has."""
+        """Return the number of batches of an epoch."""
 
     @abstractmethod
     def _pool(self, epoch: int, position: int) -> Pool: ...
@@ -204,18 +206,18 @@ class Batches(ABC):
 
 
 class FixedBatches(Batches):
-    """The order cut into batches of ``batch_size``, the last of an epoch smaller; any position can be gone on from."""
+    """The order cut into batches of ``batch_size``; the last batch may be smaller. Any position can be resumed from."""
 
     def __init__(self, order: Drawn, batch_size: int) -> None:
         super().__init__(order)
         self.batch_size: int = batch_size
 
     def num_batches(self, epoch: int) -> int:
-        """Return how many batches an epoch has, the smaller last one included."""
+        """Return the number of batches of an epoch, including a smaller last one."""
         return -(-self._order.num_samples // self.batch_size)
 
     def _place(self, cursor: Cursor) -> dict[str, int]:
-        """Return the epoch and how many of its samples come before the cursor, whatever the size of the batches is."""
+        """Return the epoch and the number of its samples before the cursor, which do not depend on the batch size."""
         return {"epoch": cursor.epoch, "position": cursor.position + cursor.batch * self.batch_size}
 
     def _is_place(self, cursor: Cursor) -> bool:
@@ -229,10 +231,10 @@ class FixedBatches(Batches):
 
 
 class BucketBatches(Batches):
-    """Batches of samples of like length.
+    """Batches of samples of similar length.
 
     Raises:
-        DataError: if a sample alone is over the budget, or the table does not reach the longest sample.
+        DataError: if a single sample is over the budget, or ``rows_for`` does not reach the longest sample.
     """
 
     def __init__(
@@ -250,13 +252,13 @@ class BucketBatches(Batches):
         if buckets.batch_size:
             self._pool_samples = -(-buckets.pool_samples // buckets.batch_size) * buckets.batch_size
         self._longest_first = buckets.longest_first
-        self._exchange: tuple[Cursor, int] | None = None  # what comes first in epoch 0, by so many samples larger
+        self._exchange: tuple[Cursor, int] | None = None  # the first batch of epoch 0, and how many more samples it has
         self._counted: tuple[int, int] | None = None
         probe = [*order.ids(0, 0, min(order.num_samples, 16)).tolist(), order.num_samples, self._pool_samples]
         self._plan = zlib.crc32(repr([probe, self._longest_first]).encode() + self._rows.tobytes())
 
     def num_batches(self, epoch: int) -> int:
-        """Return how many batches an epoch has; by planning all of it unless they are of one size."""
+        """Return the number of batches of an epoch. If batch sizes vary, this plans the whole epoch."""
         if self.batch_size:
             return -(-self._order.num_samples // self.batch_size)
         if self._counted is None or self._counted[0] != epoch:
@@ -264,18 +266,18 @@ class BucketBatches(Batches):
         return self._counted[1]
 
     def ids(self, cursor: Cursor) -> NDArray[np.int64]:
-        """Return the samples of the batch at a cursor."""
+        """Return the indices of the samples of the batch at a cursor."""
         return super().ids(self._exchanged(cursor))
 
     def num_samples_before(self, cursor: Cursor) -> int:
-        """Return how many samples of the epoch come in the batches before this one."""
+        """Return the number of samples in the earlier batches of the epoch."""
         number = super().num_samples_before(cursor)
         if self._longest_first and Cursor() < cursor <= (exchange := self._exchange_of_first())[0]:
             number += exchange[1]
         return number
 
     def _place(self, cursor: Cursor) -> dict[str, int]:
-        """Return the cursor, and what tells these batches from others."""
+        """Return the cursor, with a hash that identifies these batches."""
         return cursor._asdict() | {"plan": self._plan}
 
     def _is_place(self, cursor: Cursor) -> bool:
@@ -283,7 +285,7 @@ class BucketBatches(Batches):
         return is_begin and 0 <= cursor.batch < len(self._pool_at(cursor).starts)
 
     def _exchanged(self, cursor: Cursor) -> Cursor:
-        """Return the place whose batch comes at a cursor: that of the longest sample changes places with the first."""
+        """Return the place of the batch at a cursor. In epoch 0, the first and the largest batch are swapped."""
         if cursor.epoch or not self._longest_first:
             return cursor
         heaviest, _ = self._exchange_of_first()
@@ -296,10 +298,10 @@ class BucketBatches(Batches):
         return self._exchange
 
     def _heaviest(self) -> Cursor:
-        """Return the place of the batch that comes first, so that memory that does not suffice is found at step 1.
+        """Return the place of the batch that comes first, so that a memory shortage is found in the first step.
 
-        A full batch of the longest sample has the largest attention, and its elements are within one sample of the
-        most. It is not full if its pool ends there.
+        A full batch with the longest sample has the largest attention, and nearly the most elements: less than one
+        sample is missing. The batch may not be full if its pool ends there.
         """
         position = int(self._order.positions(0, np.array([self._longest_sample]))[0])
         begin = position - position % self._pool_samples
@@ -311,7 +313,7 @@ class BucketBatches(Batches):
         return self._largest()
 
     def _largest(self) -> Cursor:
-        """Plan the whole of epoch 0 and find the batch with the most elements, the longest of these."""
+        """Plan all of epoch 0; return the batch with the most elements, or the longest one if several have as many."""
         best, found = (0, 0), Cursor()
         for begin, _, tokens, starts in self._cuts(0):
             longest = tokens[starts]
@@ -337,10 +339,10 @@ class BucketBatches(Batches):
             yield (position, *self._cut(epoch, position))
 
     def _cut(self, epoch: int, position: int) -> tuple[NDArray[np.int64], NDArray[np.integer], NDArray[np.int64]]:
-        """Return the samples of a pool, longest first, how many tokens each has, and where each batch starts."""
+        """Return the samples of a pool, longest first, the number of tokens of each, and the start of each batch."""
         ids = self._order.ids(epoch, position, min(position + self._pool_samples, self._order.num_samples))
         tokens = self._lengths(ids)
-        # Numbers of 16 bits are sorted by their digits, in a tenth of the time.
+        # numpy sorts 16-bit numbers by radix sort, in a tenth of the time.
         ranks = np.argsort(
             (self._longest_tokens - tokens).astype(np.min_scalar_type(self._longest_tokens)), kind="stable"
         )
@@ -351,7 +353,7 @@ class BucketBatches(Batches):
         return ids[ranks], tokens, np.array(starts)
 
     def _most_rows(self, buckets: Buckets) -> NDArray[np.int64]:
-        """Return the most samples of a batch by its longest sample's tokens."""
+        """Return the maximum number of samples of a batch, indexed by the tokens of its longest sample."""
         if buckets.batch_size:
             return np.full(len(self._padded), buckets.batch_size)
         if buckets.max_tokens:
@@ -374,27 +376,27 @@ class BucketBatches(Batches):
 
 
 def _require_state(state: Any) -> None:
-    """Refuse what is no state of batches: other names, and values that are no whole numbers.
+    """Raise if this is not a state of batches, that is, a mapping from known names to integers.
 
     Raises:
-        CheckpointError: if it is none.
+        CheckpointError: if it is not.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"the state of a loader is a dict of whole numbers, and this is {type(state).__name__} ({state!r:.60}): "
+            f"the state of a loader is a dict of whole numbers, but this is {type(state).__name__} ({state!r:.60}): "
             f"give {_WHAT_IS_A_STATE}"
         )
     missing = [name for name in _NAMES_OF_STATE if name not in state]
     others = [name for name in state if name not in {*_NAMES_OF_STATE, *_OTHER_NAMES_OF_STATE}]
     if missing or others:
-        what = f"has no {', '.join(missing)}" if missing else f"has {others[0]!r}, which is none of its names"
+        what = f"has no {', '.join(missing)}" if missing else f"has {others[0]!r}, which is not one of its names"
         raise CheckpointError(
             f"the state of a loader {what} (it has {', '.join(map(str, state)) or 'nothing'}): give {_WHAT_IS_A_STATE}"
         )
     for name, value in state.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise CheckpointError(
-                f"{name} = {value!r:.60} in the state of a loader is no whole number: give {_WHAT_IS_A_STATE}"
+                f"{name} = {value!r:.60} in the state of a loader is not a whole number: give {_WHAT_IS_A_STATE}"
             )
     if state["epoch"] >= _MOST_EPOCHS:
         raise CheckpointError(
@@ -410,25 +412,26 @@ def batches_of(
     shuffle: bool | BlockShuffle = True,
     lengths: Lengths | NDArray[np.integer] | None = None,
 ) -> Batches:
-    """Return the batches of a data set, also for use as the ``batch_sampler`` of any `torch.utils.data.DataLoader`.
+    """Return the batches of a data set, which any `torch.utils.data.DataLoader` also accepts as ``batch_sampler``.
 
     Args:
-        dataset: what is sampled; only its length and, for buckets, its ``lengths`` and ``pad_multiple`` are asked for.
-        batches: the samples of a batch, or how batches are made of samples of like length.
+        dataset: the data set. Only its length and, for buckets, its ``lengths`` and ``pad_multiple`` are used.
+        batches: the samples of a batch, or the rule that groups samples of similar length into batches.
         seed: another seed draws another order.
-        shuffle: whether each epoch comes in a new order; `BlockShuffle` to read large files in large blocks.
-        lengths: for buckets, the tokens of every sample, or a function of sample numbers, if the data set has none.
+        shuffle: whether each epoch has a new order; `BlockShuffle` reads large files in large blocks.
+        lengths: for buckets, the tokens of each sample, or a function from sample indices to tokens. By default, the
+            data set has them.
 
     Raises:
-        DataError: if the data does not fill one batch, its lengths do not go with the buckets, or it is a stream whose
-            windows would come in another order.
+        DataError: if the data does not fill one batch, or its lengths do not fit the buckets. Also if the data is a
+            stream, and its windows would come in another order.
     """
     batch_size = batches if isinstance(batches, int) else batches.batch_size or 1
-    num_slots = getattr(dataset, "num_slots", None)  # of windows that go on from those of the batch before
+    num_slots = getattr(dataset, "num_slots", None)  # set for streams: windows continue the batch before
     if num_slots is not None and (shuffle or batches != num_slots):
         raise DataError(
-            f"windows of {num_slots} stream slots make batches in their order only, one window of each slot, and "
-            f"these are {'shuffled' if shuffle else f'of {batches}'}: give {num_slots} as the batch, and shuffle=False"
+            f"windows of {num_slots} stream slots make batches in their order only, one window of each slot, but these "
+            f"are {'shuffled' if shuffle else f'of {batches}'}: give {num_slots} as the batch, and shuffle=False"
         )
     if len(dataset) < batch_size:
         raise DataError(
@@ -446,7 +449,7 @@ def batches_of(
             )
         lengths = dataset.lengths
     known: Any = lengths if callable(lengths) else np.asarray(lengths).__getitem__
-    most_tokens = getattr(dataset, "sequence_length", None)  # to which no batch is padded beyond
+    most_tokens = getattr(dataset, "sequence_length", None)  # the upper bound for padding
     return BucketBatches(order, known, batches, getattr(dataset, "pad_multiple", 1), most_tokens)
 
 
@@ -459,7 +462,7 @@ def _table_of(rows_for: ArrayLike | Mapping[int, int] | None) -> NDArray[np.int6
 
 
 def longest_sample(num_samples: int, lengths: Lengths) -> tuple[int, int]:
-    """Return the first of the longest samples, and its tokens."""
+    """Return the index of the longest sample (the first of several), and its tokens."""
     sample, tokens = 0, -1
     for begin in range(0, num_samples, _SAMPLES_PER_PASS):
         some = lengths(np.arange(begin, min(begin + _SAMPLES_PER_PASS, num_samples)))

@@ -1,13 +1,15 @@
-"""Batches with a cursor that moves only when told to, so a step that was undone gets the same samples again.
+"""Batches with a cursor that moves only on request, so that an undone step gets the same samples again.
 
-A batch is a pure function of (seed, epoch, place): `Loader.peek` may be called any number of times, in any process, and
-a loader resumed at a cursor goes on exactly as one that was never stopped, whatever its workers, ranks and prefetch are
-(`plimsoll.data.batches.batching` says what the batches are, `plimsoll.data.batches.workers` who reads them). None
-spills into the next epoch and no sample is dropped. Ranks see the same batches: rank r of R takes every R-th sample of
-each, from the r-th on; where a batch has fewer samples than there are ranks, the fields of some are empty.
+A batch is a pure function of (seed, epoch, place). So `Loader.peek` may be called any number of times, in any process.
+A resumed loader continues exactly like a loader that was never stopped, with any number of workers, ranks and
+prefetched batches. No batch spans two epochs, and no sample is dropped. `plimsoll.data.batches.batching` defines the
+batches, and `plimsoll.data.batches.workers` reads them.
 
-It keeps the batch at the cursor, and with a CUDA device the next one, which is copied while this one is computed with.
-It does NOT wait for other ranks, and knows no sample but by its number.
+All ranks see the same batches: rank r of R takes every R-th sample of each batch, starting at sample r. If a batch has
+fewer samples than there are ranks, some ranks get empty fields.
+
+The loader keeps the batch at the cursor. With a CUDA device it also keeps the next batch, which is copied during
+computation. Does not wait for other ranks, and knows samples only by their index.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ from plimsoll.errors import CheckpointError, DataError, PlimsollWarning
 
 
 def warn(text: str) -> None:
-    """Warn of something that was survived."""
+    """Warn about a failure that was handled."""
     warnings.warn(text, PlimsollWarning, stacklevel=2)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples: their tensors, their numbers in the dataset, and how many of the epoch came before them."""
+    """Some samples: their tensors, their indices in the data set, and the number of earlier samples in the epoch."""
 
     fields: dict[str, torch.Tensor]
     sample_ids: NDArray[np.int64]
@@ -47,26 +49,29 @@ class Batch:
 
 
 class Loader:
-    """Endless batches of a dataset, epoch after epoch; iterating gives the fields of those left in the epoch.
+    """Endless batches of a data set. Iteration yields the fields of the remaining batches of the epoch.
 
     Args:
-        dataset: samples by number, in batches; or any map-style data set of `torch.utils.data`.
-        batches: the samples of a batch, or how batches are made of samples of like length.
+        dataset: samples by index, in batches; or any map-style data set of `torch.utils.data`.
+        batches: the samples of a batch, or the rule that groups samples of similar length into batches.
         seed: another seed draws another order.
-        shuffle: whether each epoch comes in a new order; `BlockShuffle` to read large files in large blocks.
-        lengths: for buckets, the tokens of every sample if the dataset has no ``lengths``.
-        collate: for map-style data sets, makes a batch of a list of samples; by default the data set's or torch's.
-        workers: processes that read ahead; ``"auto"`` by cores and ``host_budget_bytes``, none for a memory map.
-        prefetch: how many batches each worker reads ahead.
-        device: where the fields are to be.
-        rank: which of ``world_size`` parts of each batch this is, from 0.
-        world_size: how many processes share each batch.
-        host_budget_bytes: what ``"auto"`` workers may take in all.
-        on_event: told in a sentence what was survived; a warning by default.
-        oom_kills: how many processes the kernel has killed for memory so far, to tell such a kill from others.
+        shuffle: whether each epoch has a new order; `BlockShuffle` reads large files in large blocks.
+        lengths: for buckets, the tokens of each sample if the data set has no ``lengths``.
+        collate: for map-style data sets, makes a batch from a list of samples. By default, ``collate`` of the data set,
+            or the default of torch.
+        workers: processes that read ahead. ``"auto"`` depends on cores and ``host_budget_bytes``, and is 0 for data in
+            memory-mapped files.
+        prefetch: the number of batches that each worker reads ahead.
+        device: the device of the fields.
+        rank: the index of this process among the ``world_size`` processes that share each batch.
+        world_size: the number of processes that share each batch.
+        host_budget_bytes: the memory limit for ``"auto"`` workers in bytes.
+        on_event: called with a sentence for each failure that was handled; by default, a warning.
+        oom_kills: returns the number of processes that the kernel has killed for memory so far, to identify such a
+            kill.
 
     Raises:
-        DataError: if the dataset does not fill one batch, or its lengths do not go with the buckets.
+        DataError: if the data set does not fill one batch, or its lengths do not fit the buckets.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class Loader:
         oom_kills: Callable[[], int | None] = lambda: None,
     ) -> None:
         if not 0 <= rank < world_size:
-            raise DataError(f"rank {rank} is none of {world_size}: give a rank from 0 to {world_size - 1}")
+            raise DataError(f"rank {rank} is not among {world_size} ranks: give a rank from 0 to {world_size - 1}")
         if workers != "auto" and workers < 0:
             raise DataError(f"there cannot be {workers} workers: give 0 for none, a number, or 'auto'")
         self._dataset, self._workers = dataset, workers
@@ -109,7 +114,7 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """Return how many batches the epoch has in which the cursor is."""
+        """Return the number of batches of the current epoch."""
         return self._batches.num_batches(self._cursor.epoch)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -120,7 +125,7 @@ class Loader:
             yield fields
 
     def peek(self) -> Batch:
-        """Return the next batch and leave the cursor where it is."""
+        """Return the next batch, and leave the cursor in place."""
         cursor = self._cursor
         moving = self._moved(cursor)
         if self._transfer.is_overlapped:
@@ -134,24 +139,24 @@ class Loader:
         self._cursor = self._batches.following(self._cursor)
 
     def state_dict(self) -> dict[str, int]:
-        """Return a few integers: the epoch, how many of its samples are done, what tells data and order from others.
+        """Return the position as integers: the epoch, its samples that are done, and hashes of the data and the order.
 
-        Of data whose content is not known, see `plimsoll.data.samples.fingerprint`, its length is all that is told.
+        The hash of the data is missing if its content cannot be determined (`plimsoll.data.samples.fingerprint`).
         """
         return self._batches.state(self._cursor) | ({} if self._mark is None else {"data": self._mark})
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Move the cursor to where `state_dict` was called.
+        """Move the cursor to the position at which `state_dict` was called.
 
         Raises:
-            CheckpointError: if it is none, or was with another seed, order, data or length, or in other buckets; the
-                cursor stays where it is.
+            CheckpointError: if it is not such a state, or had another seed, order, data, length or buckets. The cursor
+                does not move.
         """
         cursor = self._batches.cursor(state)
         if cursor != Cursor() and None not in {self._mark, state.get("data")} and self._mark != state["data"]:
             raise CheckpointError(
-                f"the checkpoint is of other data with as many samples ({state['num_samples']:,}), as some of them "
-                "show: resume with the data of that run"
+                f"the checkpoint belongs to other data with as many samples ({state['num_samples']:,}): resume with "
+                "the data of that run"
             )
         self._cursor = cursor
         self._moving.clear()
@@ -161,7 +166,7 @@ class Loader:
         return mark_of(self._dataset, self._workers)
 
     def close(self) -> None:
-        """End the worker processes; the next batch begins them again."""
+        """End the worker processes. They are started again for the next batch."""
         self._feed.close()
 
     def _moved(self, cursor: Cursor) -> Moving:
@@ -171,7 +176,7 @@ class Loader:
 
 
 class _Share:
-    """One rank's part of the batches."""
+    """One rank's share of the batches."""
 
     def __init__(self, batches: Batches, rank: int, world_size: int) -> None:
         self._batches, self._rank, self._world_size = batches, rank, world_size
@@ -189,7 +194,7 @@ def _read(dataset: Any, task: Task) -> dict[str, torch.Tensor]:
 
 
 class _MapStyle:
-    """A map-style data set of `torch.utils.data`, by batches."""
+    """A map-style data set of `torch.utils.data`, read in batches."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], dict[str, Any]] | None) -> None:
         self._dataset = dataset
@@ -205,9 +210,9 @@ class _MapStyle:
 
 
 def iterate_once(dataset: Dataset, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-    """Yield every sample once, in the order of the dataset; the last batch may be smaller.
+    """Yield every sample once, in the order of the data set; the last batch may be smaller.
 
-    Of ``world_size`` ranks each gets every so many-th sample of a batch, and no fields where it has none.
+    Each of ``world_size`` ranks gets every ``world_size``-th sample of a batch, or empty fields if it has none.
     """
     for start in range(0, len(dataset), batch_size):
         ids = np.arange(start, min(start + batch_size, len(dataset)))[rank::world_size]

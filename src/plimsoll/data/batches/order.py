@@ -1,11 +1,11 @@
-"""The shuffled order of every epoch as a function of (seed, epoch, position): no list, no state, any size.
+"""The shuffled order of every epoch, computed from (seed, epoch, position) without a list or a state.
 
-`Order` draws every sample from the whole; `BlockOrder` draws blocks of neighbours, for files that are larger than the
-page cache: a file is read once, and not a page for every sample. `uniform` draws numbers for the elements of a sample,
-which depend on the number of the sample alone, not on its batch, worker or order.
+`Order` draws every sample from the whole data set. `BlockOrder` draws blocks of consecutive samples, for files larger
+than the page cache. Then a file is read once per epoch, instead of one page per sample. `uniform` draws numbers for the
+elements of a sample. They depend on the index of the sample, not on its batch, worker or order.
 
-All arithmetic is in unsigned 64-bit integers, so the order is the same on every machine. It is as good as random for
-training, and NOT for cryptography.
+All arithmetic is in unsigned 64-bit integers, so the order is the same on every machine. It is random enough for
+training, but NOT for cryptography.
 
 Shapes: B samples, N elements of all of them.
 """
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from plimsoll.data.samples import ragged
 
-_ROUNDS = 12  # of half a domain each; with 8, some orders of 5 samples are twice as frequent as others
-_NUMBERS_PER_PASS = 1 << 14  # what a pass works on stays in the L2 cache
+_ROUNDS = 12  # each changes one half of the bits; with 8, some orders of 5 samples are twice as frequent as others
+_NUMBERS_PER_PASS = 1 << 14  # so that the arrays of a pass stay in the L2 cache
 _POSITIONS_PER_PASS = 1 << 16
 MASK64 = (1 << 64) - 1
 # The finaliser and the increment of SplitMix64: Steele, Lea, Flood, OOPSLA 2014, https://doi.org/10.1145/2660193.2660195
@@ -36,15 +36,15 @@ class Drawn(Protocol):
 
     @property
     def identity(self) -> tuple[str | int, ...]:
-        """What tells this order of so many samples from another."""
+        """Values that differ from those for other orders of the same number of samples."""
         ...
 
     def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the samples at positions ``start`` to ``stop`` (not included) of the epoch's order."""
+        """Return the samples at positions ``start`` to ``stop`` (exclusive) in the order of the epoch."""
         ...
 
     def positions(self, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where some samples come in the epoch's order."""
+        """Return the positions of samples in the order of the epoch."""
         ...
 
 
@@ -58,27 +58,27 @@ class Order:
 
     @property
     def identity(self) -> tuple[str | int, ...]:
-        """What tells this order from another."""
+        """Values that identify this order."""
         return "shuffled", self.seed
 
     def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the samples at positions ``start`` to ``stop`` (not included) of the epoch's order."""
+        """Return the samples at positions ``start`` to ``stop`` (exclusive) in the order of the epoch."""
         assert 0 <= start <= stop <= self.num_samples, (start, stop, self.num_samples)
         return self.at(epoch, np.arange(start, stop))
 
     def at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at some positions, from 0 to less than `num_samples`, of the epoch's order."""
+        """Return the samples at positions, from 0 to less than `num_samples`, in the order of the epoch."""
         keys = _round_keys(self.seed, epoch)
         return self._network.forth(positions.astype(np.uint64), keys).astype(np.int64)
 
     def positions(self, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where some samples come in the epoch's order: the inverse of `at`."""
+        """Return the positions of samples in the order of the epoch, which is the inverse of `at`."""
         keys = _round_keys(self.seed, epoch)
         return self._network.back(samples.astype(np.uint64), keys).astype(np.int64)
 
 
 class Unshuffled:
-    """The samples as they are numbered, in every epoch."""
+    """The samples in the order of their indices, in every epoch."""
 
     identity: tuple[str | int, ...] = ("as numbered",)
 
@@ -87,7 +87,7 @@ class Unshuffled:
         self.seed = seed
 
     def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the numbers from ``start`` to ``stop`` (not included)."""
+        """Return the indices from ``start`` to ``stop`` (exclusive)."""
         return np.arange(start, stop)
 
     def at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -101,10 +101,10 @@ class Unshuffled:
 
 @dataclass(frozen=True)
 class BlockShuffle:
-    """A shuffle that reads a file once: blocks of ``block_samples`` neighbours, ``pool_blocks`` of them at a time.
+    """A shuffle that reads a file once per epoch, in blocks of ``block_samples`` consecutive samples.
 
-    The page cache must hold a pool: by default, for texts of 128 bytes, 256 blocks of 64 KiB or 16 MiB in all. Powers
-    of two are the fastest.
+    Samples are shuffled within a pool of ``pool_blocks`` blocks, which the page cache must hold. By default, for texts
+    of 128 bytes, a pool is 256 blocks of 64 KiB, or 16 MiB in all. Powers of two are fastest.
     """
 
     block_samples: int = 512
@@ -112,11 +112,11 @@ class BlockShuffle:
 
 
 class BlockOrder:
-    """A permutation for each epoch: blocks of neighbours in a drawn order, and the samples of each pool shuffled.
+    """A permutation for each epoch that shuffles blocks of consecutive samples, then the samples of each pool.
 
-    Samples ``b * block_samples`` to ``(b + 1) * block_samples`` are block b; the last may be short. The blocks come in
-    the order of a permutation, each ``pool_blocks`` of them are a pool, and a second permutation, another one for each
-    pool, shuffles the samples in it. Where the short block comes is found by the inverse of the first.
+    Samples ``b * block_samples`` to ``(b + 1) * block_samples`` are block b; the last block may be short. A permutation
+    sets the order of the blocks. Each ``pool_blocks`` of them form a pool, and another permutation shuffles the samples
+    of the pool. The inverse of the first permutation gives the place of the short block.
     """
 
     def __init__(self, num_samples: int, seed: int, blocks: BlockShuffle) -> None:
@@ -126,16 +126,16 @@ class BlockOrder:
         num_blocks = -(-num_samples // blocks.block_samples)
         self._blocks = Order(num_blocks, derived_seed(seed, 1))
         self._pool_seed = derived_seed(seed, 2)
-        self._num_missing = num_blocks * blocks.block_samples - num_samples  # of the short block
+        self._num_missing = num_blocks * blocks.block_samples - num_samples  # from the short block
         self._pool_places = blocks.pool_blocks * blocks.block_samples
 
     @property
     def identity(self) -> tuple[str | int, ...]:
-        """What tells this order from another."""
+        """Values that identify this order."""
         return "shuffled in blocks", self.seed, self._block_samples, self._pool_blocks
 
     def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the samples at positions ``start`` to ``stop`` (not included) of the epoch's order."""
+        """Return the samples at positions ``start`` to ``stop`` (exclusive) in the order of the epoch."""
         assert 0 <= start <= stop <= self.num_samples, (start, stop, self.num_samples)
         ids = np.empty(stop - start, np.int64)
         hole = self._hole(epoch)
@@ -148,7 +148,7 @@ class BlockOrder:
         return ids
 
     def at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at some positions, from 0 to less than `num_samples`, of the epoch's order."""
+        """Return the samples at positions, from 0 to less than `num_samples`, in the order of the epoch."""
         hole = self._hole(epoch)
         pools = (positions + self._num_missing * (positions >= hole)) // self._pool_places
         ids = np.empty(len(positions), np.int64)
@@ -158,7 +158,7 @@ class BlockOrder:
         return ids
 
     def positions(self, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where some samples come in the epoch's order: the inverse of `at`."""
+        """Return the positions of samples in the order of the epoch, which is the inverse of `at`."""
         hole = self._hole(epoch)
         places = self._blocks.positions(epoch, samples // self._block_samples) * self._block_samples
         places += samples % self._block_samples
@@ -170,12 +170,15 @@ class BlockOrder:
         return positions
 
     def _hole(self, epoch: int) -> int:
-        """Return where the short block ends in the epoch; a *place* is a position if it were as long as the others."""
+        """Return the position at which the short block ends in the epoch.
+
+        A *place* is the position that a sample would have if the short block had full length.
+        """
         slot = int(self._blocks.positions(epoch, np.array([self._blocks.num_samples - 1]))[0])
         return (slot + 1) * self._block_samples - self._num_missing
 
     def _begin(self, pool: int, hole: int) -> int:
-        """Return the first position of a pool; that of the pool after the last is the number of samples."""
+        """Return the first position of a pool. For the index after the last pool, this is the number of samples."""
         place = min(pool * self._pool_places, self._blocks.num_samples * self._block_samples)
         return place - self._num_missing * (place > hole)
 
@@ -195,14 +198,14 @@ class BlockOrder:
 
 
 def drawn(num_samples: int, seed: int, shuffle: bool | BlockShuffle = True) -> Drawn:
-    """Return the order of a data set: shuffled as a whole, by blocks, or not."""
+    """Return the order of a data set: shuffled as a whole, shuffled in blocks, or not shuffled."""
     if isinstance(shuffle, BlockShuffle):
         return BlockOrder(num_samples, seed, shuffle)
     return Order(num_samples, seed) if shuffle else Unshuffled(num_samples, seed)
 
 
 def derived_seed(seed: int, *numbers: int) -> int:
-    """Return a seed for one of the many things that are drawn with ``seed``, told apart by ``numbers``."""
+    """Return a seed that is derived from ``seed`` and ``numbers``, which identify the purpose."""
     state = np.array([seed & MASK64], np.uint64)
     for number in numbers:
         state = mixed(state + np.uint64((number + 1) * INCREMENT & MASK64))
@@ -210,15 +213,15 @@ def derived_seed(seed: int, *numbers: int) -> int:
 
 
 def shuffled(number: int, seed: int) -> NDArray[np.int64]:
-    """Return a permutation of so few numbers that their list is small: they are sorted by a hash."""
+    """Return a permutation of ``number`` indices, sorted by a hash. It is a list, so ``number`` must be small."""
     return np.argsort(mixed(np.arange(number, dtype=np.uint64) + np.uint64(seed & MASK64)), kind="stable")
 
 
 class _Feistel:
     """A keyed bijection of the numbers below ``num_numbers``, and its inverse.
 
-    A Feistel network is a bijection of the numbers of b bits, whatever its round function is; b is the fewest bits that
-    hold ``num_numbers``.
+    A Feistel network is a bijection of the numbers with b bits, for any round function. Here b is the smallest number
+    of bits that holds ``num_numbers`` values.
     """
 
     def __init__(self, num_numbers: int) -> None:
@@ -235,7 +238,7 @@ class _Feistel:
         return self._walked(numbers, list(enumerate(keys))[::-1])
 
     def _walked(self, numbers: NDArray[np.uint64], rounds: list[tuple[int, np.uint64]]) -> NDArray[np.uint64]:
-        # Cycle walking: results beyond the last number go through again, on average fewer than two passes (Black and
+        # Cycle walking: results beyond the last number are passed again, on average fewer than two passes (Black and
         # Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, https://doi.org/10.1007/3-540-45760-7_9).
         results = self._passed(numbers, rounds)
         outside = np.flatnonzero(results >= self._num_numbers)
@@ -264,14 +267,14 @@ def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
 
 
 def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return numbers that look drawn at random, each a function of one of these."""
+    """Return pseudorandom numbers, each a function of one of the given numbers."""
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(multiplier)
     return numbers ^ (numbers >> np.uint64(_SHIFTS[-1]))
 
 
 def sample_keys(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a number for each sample (B,), another one in each epoch and for each seed."""
+    """Return a pseudorandom number for each sample (B,), which differs for each epoch and seed."""
     of_epoch = mixed(np.array([epoch + 1], np.uint64)) + np.uint64(seed * INCREMENT & MASK64)
     return mixed(mixed(of_epoch) + (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(INCREMENT))
 
@@ -279,12 +282,12 @@ def sample_keys(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.uin
 def uniform(keys_B: NDArray[np.uint64], purpose: int, lengths_B: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return a number from 0 to less than 1 for each element of each sample (N,).
 
-    It takes some 10 ns a number; to make a numpy generator for each sample would take 10 us.
+    This takes about 10 ns per number. A numpy generator for each sample would take 10 us.
 
     Args:
-        keys_B: of the samples.
-        purpose: what it is for: another purpose draws other numbers.
-        lengths_B: how many each sample needs.
+        keys_B: the keys of the samples, from `sample_keys`.
+        purpose: another purpose draws other numbers.
+        lengths_B: the number of elements of each sample.
     """
     keys_B = mixed(keys_B + np.uint64((purpose + 1) * INCREMENT & MASK64))
     numbers_N = mixed(

@@ -1,10 +1,10 @@
-"""Batches on their way to the device: copied on a stream of their own while the device computes.
+"""Transfer of batches to the device, on a separate CUDA stream during computation.
 
-On CUDA a batch is copied to pinned memory, of which there is never more than for the batches on their way (the caller
-keeps two: the current and the next), and from there without waiting. The tensors are made in the memory of the side
-stream; the stream that uses them waits for the copy, and the allocator is told of the use, so that their memory is not
-given to the next copy while it is still read (`torch.Tensor.record_stream`). On every other device a batch is moved
-where it is asked for; on the CPU that is no copy. What is no tensor is passed on as it is.
+On CUDA, a batch is copied to pinned memory, and from there asynchronously. Pinned memory is used only by batches in
+transfer (the caller keeps two: the current and the next). The tensors are allocated on the side stream, and the stream
+that uses them waits for the copy. `torch.Tensor.record_stream` tells the allocator of the use, so that it does not
+reuse their memory too early. On other devices, a batch is moved when it is requested; on the CPU, this copies nothing.
+Values that are not tensors are passed through.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 
 class Moving(NamedTuple):
-    """A batch that may still be on its way."""
+    """A batch whose transfer may be unfinished."""
 
     fields: dict[str, Any]
     arrival: torch.cuda.Event | None
 
 
 class Transfer:
-    """Moves batches to one device."""
+    """A transfer of batches to one device."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -30,7 +30,7 @@ class Transfer:
         self._side: Any = torch.cuda.Stream(self._device) if self.is_overlapped else None  # type: ignore[no-untyped-call]
 
     def begin(self, fields: dict[str, Any]) -> Moving:
-        """Start moving a batch."""
+        """Start the transfer of a batch."""
         if self._side is None:
             return Moving(_each(fields, lambda tensor: tensor.to(self._device)), None)
         with torch.cuda.stream(self._side):
@@ -38,7 +38,7 @@ class Transfer:
             return Moving(moved, self._side.record_event())
 
     def finish(self, moving: Moving) -> dict[str, Any]:
-        """Let the current stream wait until a batch has arrived, and return it."""
+        """Make the current stream wait until a batch has arrived, and return the batch."""
         if moving.arrival is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(moving.arrival)

@@ -1,12 +1,13 @@
-"""Batches read ahead by worker processes, in order; what happens to a worker is told, and loses and repeats nothing.
+"""Batches that worker processes read ahead, in order. If a worker dies, no sample is lost or repeated.
 
-The processes, their queues and the watch they keep on this process are those of `torch.utils.data.DataLoader`. Where a
-worker is killed, crashes or fails, all are begun again at the cursor with half as many, in the end with none; fewer
-stay fewer for the life of the `Feed`. An error that also occurs without workers is raised as it is.
+The processes, their queues and their check that this process is alive come from `torch.utils.data.DataLoader`. If a
+worker is killed, crashes or fails, all workers are restarted at the cursor with half as many, and finally without
+workers. The number stays reduced for the lifetime of the `Feed`. An error that also occurs without workers is raised
+as it is.
 
-A batch in flight is in shared memory: (workers x prefetch + 1) x its bytes, exact in 12 of 12 measured cases. The data
-set is not read in this process before the workers are forked, so a file that it opens when it is first read is not
-shared among them. NOT covered: start methods other than fork, with which each worker imports torch (226 MiB of it).
+Batches in flight are in shared memory: (workers x prefetch + 1) x bytes per batch, exact in 12 of 12 measured cases.
+This process does not read the data set before the workers are forked. So a file that is opened at the first read is
+not shared between them. Not handled: start methods other than fork, with which each worker imports torch (226 MiB).
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from plimsoll.processes.children import end_with
 from plimsoll.records.units import format_bytes
 
 _SHARED_MEMORY = "/dev/shm"
-_WORKER_BYTES = 12 << 20  # of a forked worker, before its batches; measured, torch 2.13
-_FAILURES = (RuntimeError, OSError, EOFError, MemoryError)  # of a process, of what it is connected by, of memory
+_WORKER_BYTES = 12 << 20  # of a forked worker, without batches; measured with torch 2.13
+_FAILURES = (RuntimeError, OSError, EOFError, MemoryError)  # of a process, of its connection, of memory
 _CRASHES = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 _NO_SPACE = os.strerror(errno.ENOSPC)
-_KEYS = count()  # torch takes each but once
-_SECONDS_TO_DIE = 1.0  # a connection breaks a little before its process has ended
+_KEYS = count()  # torch accepts each key only once
+_SECONDS_TO_DIE = 1.0  # a connection breaks shortly before its process ends
 
-Task = tuple[int, NDArray[np.int64]]  # an epoch and some samples
+Task = tuple[int, NDArray[np.int64]]  # an epoch and the indices of samples
 
 
 class Places(Protocol):
-    """The batches that there are to read."""
+    """A sequence of batches to read."""
 
     def task(self, cursor: Cursor) -> Task:
-        """Return what is read at a cursor."""
+        """Return the task to read at a cursor."""
         ...
 
     def following(self, cursor: Cursor) -> Cursor:
@@ -59,17 +60,17 @@ Read = Callable[[Task], dict[str, Any]]
 
 
 class Feed:
-    """The batches at cursors, read here or ahead in worker processes.
+    """The batches at cursors, read in this process, or ahead in worker processes.
 
     Args:
         read: reads some samples; called in the workers.
-        places: which they are.
-        workers: how many processes, or ``"auto"``: by cores and ``budget_bytes``, none if ``reads_fast``.
-        prefetch: how many batches each worker reads ahead.
-        reads_fast: whether reading takes no longer than handing over what a worker has read.
-        budget_bytes: what all workers and their batches may take in all; ``None`` for no limit.
-        on_event: told in a sentence of everything that was survived.
-        oom_kills: how many processes the kernel has killed for memory so far; ``None`` where it is not known.
+        places: the batches to read.
+        workers: the number of processes. ``"auto"`` depends on cores and ``budget_bytes``, and is 0 if ``reads_fast``.
+        prefetch: the number of batches that each worker reads ahead.
+        reads_fast: whether reading takes no longer than the transfer from a worker.
+        budget_bytes: the memory limit for all workers and their batches, in bytes; ``None`` for no limit.
+        on_event: called with a sentence for each failure that was handled.
+        oom_kills: returns the number of processes that the kernel has killed for memory so far; ``None`` if unknown.
     """
 
     def __init__(
@@ -92,15 +93,15 @@ class Feed:
         self._num_workers, self._prefetch = wanted, prefetch
         self._batch_bytes: int | None = None
         self._ahead: _Ahead | None = None
-        self._kills: int | None = None  # before these workers began
+        self._kills: int | None = None  # before these workers started
 
     @property
     def num_workers(self) -> int:
-        """How many worker processes there are, or will be with the first batch."""
+        """The number of worker processes, or the number that will start with the first batch."""
         return self._num_workers
 
     def fields(self, cursor: Cursor) -> dict[str, Any]:
-        """Return the batch at a cursor; one that follows the last is ready, or being read.
+        """Return the batch at a cursor. If cursors are consecutive, the batch is read ahead.
 
         Raises:
             KilledError: if reading crashes the last worker.
@@ -109,12 +110,12 @@ class Feed:
             try:
                 return self._read_ahead(cursor)
             except _FAILURES as error:
-                said = (str(error).splitlines() or [type(error).__name__])[-1]  # first comes where it was raised
-            self._go_on_with_fewer(said)  # outside of except: the error holds the frames, and they the batches
+                said = (str(error).splitlines() or [type(error).__name__])[-1]  # the first lines are a traceback
+            self._go_on_with_fewer(said)  # not in the except block, where the error keeps frames and batches alive
         return self._read(self._places.task(cursor))
 
     def close(self) -> None:
-        """End the workers; the next batch begins them again."""
+        """End the workers. They are started again for the next batch."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -122,7 +123,7 @@ class Feed:
     def _read_ahead(self, cursor: Cursor) -> dict[str, Any]:
         if self._ahead is not None and self._ahead.cursor != cursor:
             self.close()
-        is_first = self._batch_bytes is None  # a single worker reads it, and its size says how many may follow
+        is_first = self._batch_bytes is None  # one worker reads it, and its size limits the number of workers
         if self._ahead is None:
             self._ahead = self._begin(cursor, *((1, 1) if is_first else (self._num_workers, self._prefetch)))
         fields = self._ahead.take()
@@ -139,13 +140,13 @@ class Feed:
         return _Ahead(self._read, self._places, cursor, num_workers, prefetch)
 
     def _fit(self) -> None:
-        """Take fewer workers, or read less ahead, if there is too little memory for what is asked."""
+        """Reduce workers and prefetching to fit the memory limit and shared memory."""
         batch_bytes = max(self._batch_bytes or 0, 1)
         if self._is_auto and self._budget_bytes is not None:
             of_one = _WORKER_BYTES + (self._prefetch + 1) * batch_bytes
             self._num_workers = min(self._num_workers, self._budget_bytes // of_one)
         free_bytes = shared_memory_free_bytes()
-        need_bytes = self._num_workers * self._prefetch * batch_bytes  # beside the one that is there already
+        need_bytes = self._num_workers * self._prefetch * batch_bytes  # without the first batch, which exists already
         if free_bytes is None or need_bytes <= free_bytes:
             return
         most_batches = free_bytes // batch_bytes
@@ -154,26 +155,26 @@ class Feed:
         self._prefetch = min(self._prefetch, most_batches // max(self._num_workers, 1)) or 1
         self._on_event(
             f"{_SHARED_MEMORY} has {format_bytes(free_bytes)} free, but {asked} need {format_bytes(need_bytes)} of it "
-            f"({format_bytes(batch_bytes)} a batch): going on with {_workers(self._num_workers)} that read "
+            f"({format_bytes(batch_bytes)} a batch): continuing with {_workers(self._num_workers)} that read "
             f"{self._prefetch} ahead (in a container, --shm-size gives more)"
         )
 
     def _go_on_with_fewer(self, said: str) -> None:
-        deaths = self._ahead.deaths() if self._ahead is not None else []  # None: it could not be forked
+        deaths = self._ahead.deaths() if self._ahead is not None else []  # None: workers could not be forked
         self.close()
         causes = [self._cause_of_death(pid, code) for pid, code in deaths] or [said]
         cause = "; ".join(causes) + (self._shared_memory() if _NO_SPACE in said else "")
         crash = next((-code for _, code in deaths if -code in _CRASHES), None)
-        if crash and self._num_workers == 1:  # such as a bus error where a mapped file has become shorter
+        if crash and self._num_workers == 1:  # for example a bus error if a memory-mapped file has become shorter
             raise KilledError(
-                f"the worker that reads the data crashed: {cause}; it is not read in this process, which would crash "
-                f"too: check that no file of the data has become shorter, or see where it crashes with workers=0",
+                f"the worker that reads the data crashed: {cause}; the data is not read in this process, which would "
+                f"crash too: check that no file of the data has become shorter, or see where it crashes with workers=0",
                 crash,
             )
         asked, self._num_workers = self._num_workers, self._num_workers // 2
         self._on_event(
-            f"reading with {_workers(asked)} failed: {cause}. Going on at the same batch with "
-            f"{_workers(self._num_workers)}: no sample is lost or comes twice"
+            f"reading with {_workers(asked)} failed: {cause}. Continuing at the same batch with "
+            f"{_workers(self._num_workers)}: no sample is lost or repeated"
         )
 
     def _cause_of_death(self, pid: int, exit_code: int) -> str:
@@ -184,7 +185,7 @@ class Feed:
         if number == signal.SIGKILL:
             kills = self._oom_kills()
             if kills is None or self._kills is None:
-                return f"worker {pid} was killed ({name}), by the kernel for lack of memory or by somebody"
+                return f"worker {pid} was killed ({name}), by the kernel for lack of memory or by a user"
             of_memory = "" if kills > self._kills else "not "
             return f"worker {pid} was killed ({name}), {of_memory}by the kernel for lack of memory"
         return f"worker {pid} died of {name}" + (self._shared_memory() if number == signal.SIGBUS else "")
@@ -198,7 +199,7 @@ class Feed:
 
 
 class _Tasks(Sampler[Task]):
-    """What is read from a cursor on, without an end, so that the workers stay over the epochs."""
+    """The endless tasks from a cursor, so that workers are kept over the epochs."""
 
     def __init__(self, places: Places, cursor: Cursor) -> None:
         self._places, self._cursor = places, cursor
@@ -211,7 +212,7 @@ class _Tasks(Sampler[Task]):
 
 
 class _Reading(Dataset[dict[str, Any] | PlimsollError]):
-    """Batches by what is to be read."""
+    """Batches, indexed by their tasks."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -219,10 +220,10 @@ class _Reading(Dataset[dict[str, Any] | PlimsollError]):
     def __getitem__(self, task: Task) -> dict[str, Any] | PlimsollError:
         try:
             fields = self._read(task)
-        except PlimsollError as error:  # torch would make a traceback of its message
+        except PlimsollError as error:  # torch would replace its message by a traceback
             return error
-        # An overflow of /dev/shm is an error like any other here. In the thread of the queue torch 2.13 prints it and
-        # drops the batch, and the training waits for it for ever.
+        # Here an overflow of /dev/shm is an ordinary error. In the thread of the queue, torch 2.13 would print it and
+        # drop the batch, and the training would wait for the batch forever.
         for field in fields.values():
             if isinstance(field, torch.Tensor):
                 field.share_memory_()  # type: ignore[no-untyped-call]
@@ -230,7 +231,7 @@ class _Reading(Dataset[dict[str, Any] | PlimsollError]):
 
 
 class _Ahead:
-    """Some workers that read the batches from a cursor on; ``cursor`` is of the next, ``None`` after a failure."""
+    """Workers that read batches ahead. ``cursor`` is the cursor of the next batch, or ``None`` after a failure."""
 
     def __init__(self, read: Read, places: Places, cursor: Cursor, num_workers: int, prefetch: int) -> None:
         self.cursor: Cursor | None = cursor
@@ -244,16 +245,16 @@ class _Ahead:
             prefetch_factor=prefetch,
             worker_init_fn=partial(_begin_worker, os.getpid()),
             multiprocessing_context="fork",
-            generator=torch.Generator(),  # or it takes a number from the default one, and the dropout masks are others
+            generator=torch.Generator(),  # to draw from the default generator would change dropout masks
         )
         iterator: Any = iter(loader)
-        self._iterator = iterator  # its private names are used in this class only
+        self._iterator = iterator  # only this class uses its private attributes
         self._workers: list[BaseProcess] = iterator._workers
         torch._C._remove_worker_pids(id(self._iterator))
         iterator._worker_pids_set = False
 
     def take(self) -> dict[str, Any]:
-        """Return the next batch; the cursor moves on.
+        """Return the next batch, and advance the cursor.
 
         Raises:
             RuntimeError: if a worker has died.
@@ -270,23 +271,23 @@ class _Ahead:
         return fields
 
     def deaths(self) -> list[tuple[int, int]]:
-        """Return the process number and exit code of the workers that have died."""
+        """Return the process id and exit code of the workers that have died."""
         ended = wait([worker.sentinel for worker in self._workers], _SECONDS_TO_DIE)
         for worker in self._workers:
             if worker.sentinel in ended:
-                worker.join()  # it ends a little after its files are closed
+                worker.join()  # a process ends shortly after its files are closed
         return [(worker.pid or 0, worker.exitcode) for worker in self._workers if worker.exitcode is not None]
 
     def close(self) -> None:
         """End the workers.
 
-        One that was killed may have held a lock that torch takes to end the others, and waits for without end: these
-        have nothing to lose, and are killed too.
+        A killed worker may have held a lock that torch waits for without limit to end the others. Then the others are
+        killed too, which loses nothing.
         """
         if self._are_alive():
             self._iterator._shutdown_workers()
         else:
-            self._iterator._shutdown = True  # as torch notes that it has done that
+            self._iterator._shutdown = True  # as torch does after its own shutdown
             for worker in self._workers:
                 worker.kill()
             for queue in self._iterator._index_queues:
@@ -300,9 +301,9 @@ class _Ahead:
 
     @contextmanager
     def _deaths_interrupt(self) -> Iterator[None]:
-        """Let torch raise what happens to a worker while this process waits for it, and never in the middle of a step.
+        """Let torch raise the death of a worker only while this process waits for a batch, not during a step.
 
-        Torch raises it in its handler of SIGCHLD, wherever the process is at that moment.
+        Torch raises it in its handler of SIGCHLD, regardless of the code that runs at that moment.
         """
         key = next(_KEYS)
         torch._C._set_worker_pids(key, tuple(worker.pid for worker in self._workers if worker.pid))
@@ -313,7 +314,7 @@ class _Ahead:
 
 
 def shared_memory_free_bytes() -> int | None:
-    """Return how much /dev/shm has free, ``None`` where there is none."""
+    """Return the free bytes of /dev/shm, or ``None`` if it does not exist."""
     if not os.path.isdir(_SHARED_MEMORY):
         return None
     status = os.statvfs(_SHARED_MEMORY)
@@ -321,19 +322,19 @@ def shared_memory_free_bytes() -> int | None:
 
 
 def _spare_cores() -> int:
-    """Return how many cores this process may use beside its own, and beside those of the other ranks of the machine."""
+    """Return the number of cores for workers: the cores of this rank except one, but at least 1."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun sets it
     return max(len(os.sched_getaffinity(0)) // num_ranks - 1, 1)
 
 
 def _begin_worker(parent: int, worker: int) -> None:
-    """Set up a worker, and let the kernel end it with the thread that began it.
+    """Set up a worker, and let the kernel kill it when the thread that started it ends.
 
-    Torch checks every 5 s for the process that is the parent when the worker is ready: a worker whose parent was killed
-    before that stays for ever.
+    Torch checks every 5 s whether the parent has changed since the worker became ready. If the parent is killed before
+    that, the worker would never end.
     """
     end_with(parent)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a forked process hang; torch's are one already
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads hang in a forked process; torch already uses one
 
 
 def _as_it_is(fields: Any) -> Any:

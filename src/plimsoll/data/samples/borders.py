@@ -1,11 +1,11 @@
-"""Windows that end where a sentence or a paragraph does, found in the text before a tokenizer changes it.
+"""Windows that end at a sentence or paragraph, whose borders are found in the text before it is tokenized.
 
-So it does not matter whether the tokenizer keeps capitals, spaces and line breaks. The token that holds the first
-character of a sentence or paragraph is marked, in a file beside the tokens (`plimsoll.data.tokens.store`); windows are
-cut by these marks alone. A wrong border moves the end of a window and loses nothing.
+So it does not matter whether the tokenizer keeps capitals, spaces and line breaks. The token with the first character
+of a sentence or paragraph is marked, in a file next to the tokens (`plimsoll.data.tokens.store`). Windows are cut at
+these marks. A wrong border moves the end of a window, but loses no token.
 
-NOT covered: abbreviations before a capital letter ("Mr. Smith" is cut), texts without capitals, headings and lists
-without a blank line, languages without such signs, and a sentence that begins inside of a token.
+Not handled: abbreviations before a capital letter ("Mr. Smith" is cut), texts without capitals, headings and lists
+without a blank line. Also not handled: languages without such punctuation, and sentences that begin inside a token.
 
 Shapes: N tokens, C places where a window may begin or end.
 """
@@ -23,14 +23,15 @@ from plimsoll.data.samples import ragged
 
 BorderKind = Literal["sentence", "paragraph"]
 MARKS: dict[BorderKind, int] = {"sentence": 1, "paragraph": 2}
-"""The bits of a mark. A paragraph begins a sentence, too."""
+"""The bits of a mark. A paragraph also begins a sentence, so it sets both bits."""
 
 _TOKENS_PER_PASS = 1 << 20
-_CONTEXT_CHARACTERS = 256  # beside a piece of a text: longer runs of signs and white space hold no border there
+_CONTEXT_CHARACTERS = 256  # before and after a piece; borders in longer runs of punctuation and white space are missed
 
 # A sentence ends after `. ! ? …` and closing quotes and brackets if white space follows, or after full-width signs.
-_CLOSERS = r")\]}»”’›」』）】"  # these close, whatever stands before them; straight quotes only right after a word
-# Each begins only where a run of signs or white space does and goes back nowhere, so the time is that of reading.
+_CLOSERS = r")\]}»”’›」』）】"  # these always close; straight quotes close only if they directly follow the punctuation
+
+# A match can begin only at the start of a run, and the quantifiers are possessive, so matching takes linear time.
 _SENTENCE = re.compile(
     rf"""(?<![.!?…])[.!?…]++[\"'{_CLOSERS}]*+(?:\s++[{_CLOSERS}][\"'{_CLOSERS}]*+)*\s++(?=\S)"""
     rf"""|(?<![。！？])[。！？]++[\"'{_CLOSERS}]*+\s*+(?=\S)"""
@@ -43,26 +44,26 @@ Marks = NDArray[np.uint8]
 
 
 class Marked(Protocol):
-    """Tokens of texts end to end with the marks of those that begin a sentence or a paragraph."""
+    """Concatenated tokens of texts, with a mark on each token that begins a sentence or a paragraph."""
 
     @property
     def tokens(self) -> NDArray[np.integer]:
-        """The tokens of all texts, the end token after each."""
+        """The tokens of all texts, with an end token after each text."""
         ...
 
     @property
     def ends(self) -> Ints:
-        """The place of the end token of each text."""
+        """The index of the end token of each text."""
         ...
 
     @property
     def marks(self) -> Marks:
-        """What begins at each token."""
+        """The mark of each token: bits of `MARKS`, or 0."""
         ...
 
 
 class Begin(NamedTuple):
-    """A sentence or paragraph: its first character, the end of what was before it, and its mark."""
+    """A sentence or paragraph: the index of its first character, the end of the preceding one, and its mark."""
 
     place: int
     end_before: int
@@ -70,11 +71,13 @@ class Begin(NamedTuple):
 
 
 def begins_in(text: str, context: tuple[str, str] = ("", "")) -> list[Begin]:
-    """Return where sentences and paragraphs begin in a text, or in a piece of one, in order; not with its own begin.
+    """Return the sentences and paragraphs that begin in a text, or in a piece of one, in order.
+
+    The beginning of the text itself is not included.
 
     Args:
         text: the piece.
-        context: what stands before and behind it.
+        context: the characters before and after the piece, in the same text.
     """
     offset, whole = len(context[0]), "".join((context[0], text, context[1])) if any(context) else text
     found = {
@@ -89,7 +92,7 @@ def begins_in(text: str, context: tuple[str, str] = ("", "")) -> list[Begin]:
 
 
 def _ends_a_sentence(text: str, match: re.Match[str]) -> bool:
-    """Whether it does, which it does not in "e.g. this", "3. 14" and "U.S. Army"."""
+    """Return whether a match ends a sentence, which it does not in "e.g. this", "3. 14" and "U.S. Army"."""
     sign, before, following = match[0], text[max(match.start() - 2, 0) : match.start()], text[match.end()]
     if sign[0] in "。！？":
         return True
@@ -103,7 +106,7 @@ def _ends_a_sentence(text: str, match: re.Match[str]) -> bool:
 
 
 class Piece(NamedTuple):
-    """A text, or a part of a longer one, whether it is the first or the last of that, and what begins in it."""
+    """A text or a part of one, whether it is the first or last part, and the sentences that begin in it."""
 
     text: str
     is_first: bool
@@ -112,9 +115,13 @@ class Piece(NamedTuple):
 
 
 def marked_pieces(pieces: Iterable[tuple[str, bool]], with_borders: bool) -> Iterator[Piece]:
-    """Yield the pieces of texts, each of which comes with whether it is the last, as `Corpus.pieces` has them.
+    """Yield the pieces of texts with the sentences and paragraphs that begin in them, if ``with_borders``.
 
-    What begins in one is found with what stands before and behind it in the same text.
+    Borders are found with the surrounding characters of the same text.
+
+    Args:
+        pieces: pairs of a piece and whether it is the last of its text, as from `Corpus.pieces`.
+        with_borders: whether to find borders.
     """
     before, is_first = "", True
     waiting: Piece | None = None
@@ -134,12 +141,12 @@ def _with_begins(piece: Piece, before: str, behind: str, with_borders: bool) -> 
 
 
 def marks_of(offsets: Sequence[tuple[int, int]], begins: Sequence[Begin], num_before: int = 0) -> Marks:
-    """Return the marks of the tokens of a piece (N,).
+    """Return the marks of the tokens of a piece, (N,) uint8.
 
     Args:
-        offsets: from which to which character each token is.
-        begins: in the piece.
-        num_before: how many characters stand before the piece in what was encoded.
+        offsets: the first and last character (exclusive) of each token.
+        begins: the sentences and paragraphs that begin in the piece.
+        num_before: the number of characters that were encoded before the piece.
     """
     marks = np.zeros(len(offsets), np.uint8)
     if not begins or not offsets:
@@ -157,16 +164,16 @@ def marks_of(offsets: Sequence[tuple[int, int]], begins: Sequence[Begin], num_be
 def cut_at_borders(
     store: Marked, kind: BorderKind, room: int, with_end: bool, keeps_empty: bool = False
 ) -> Iterator[tuple[tuple[Ints, Ints], int]]:
-    """Yield the starts and lengths of the windows of all texts, and how many of these end where no border fitted.
+    """Yield the starts and lengths of windows of all texts, and the number of them that end without a border.
 
-    A window ends at the last border at most ``room`` tokens from its begin, or there if there is none.
+    A window ends at the last border within ``room`` tokens, or after ``room`` tokens if there is no border.
 
     Args:
         store: the texts.
-        kind: what the borders are between.
-        room: the most tokens of a window.
+        kind: the borders to use.
+        room: the maximum tokens of a window.
         with_end: whether the end token belongs to its text.
-        keeps_empty: whether a text without a token is a window without one; else it is its end token.
+        keeps_empty: whether an empty text gives a window of length 0; otherwise the window is its end token.
     """
     begin, num_tokens = 0, len(store.tokens)
     while begin < num_tokens:
@@ -187,9 +194,9 @@ def cut_at_borders(
 def _cuts(
     store: Marked, kind: BorderKind, room: int, with_end: bool, reach: tuple[int, int]
 ) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Return where windows may meet (C,) in ``reach``, where they must, and which of the former are hard.
+    """Return the possible edges of windows in ``reach`` (C,), the beginnings of texts, and which edges are hard.
 
-    Hard ones are for want of a border: where two others are too far apart, each full length from the first.
+    A hard edge is not a border. It is inserted every ``room`` tokens if two borders are farther apart than that.
     """
     begin, stop = reach
     marked = begin + 1 + np.flatnonzero(store.marks[begin + 1 : stop] & np.uint8(MARKS[kind]))
@@ -204,7 +211,10 @@ def _cuts(
 
 
 def _path(cuts_C: Ints, texts: Ints, room: int, stop: int | None) -> list[int]:
-    """Return the cuts from the first on that windows end at, as far as tokens up to ``stop`` (``None``: all) tell."""
+    """Return the indices of the edges between windows, chosen greedily from the first one.
+
+    ``stop`` is the end of the tokens that were read. ``None`` means that these are the last tokens.
+    """
     furthest = np.searchsorted(cuts_C, cuts_C + room, "right") - 1
     must = np.append(np.searchsorted(cuts_C, texts), len(cuts_C) - 1)
     bound = must[np.minimum(np.searchsorted(must, np.arange(len(cuts_C)), "right"), len(must) - 1)]
@@ -217,6 +227,6 @@ def _path(cuts_C: Ints, texts: Ints, room: int, stop: int | None) -> list[int]:
 
 
 def _merged(*parts: Ints) -> Ints:
-    """Return the numbers of some sorted parts, sorted, each once: several times as fast as ``np.unique``."""
+    """Return the distinct numbers of sorted arrays, sorted. This is several times as fast as ``np.unique``."""
     merged = np.sort(np.concatenate(parts), kind="stable")
     return np.delete(merged, np.flatnonzero(merged[1:] == merged[:-1]))

@@ -1,10 +1,12 @@
-"""A number that tells the content of a data set from another of the same length, for who goes on in the middle of it.
+"""A number that identifies the content of a data set, to check on resume in mid-epoch that the data is unchanged.
 
-It is made of what the data set says of itself (``fingerprint``, or ``_fingerprint`` of Hugging Face `datasets`), else
-of its samples: all where they are few and small, else some from all over the data, with the first and the last. These
-are read where that has no effect but reading: of data sets with ``batch``, which gives the same for the same samples,
-and of tensors; and only where no worker processes are to be the first to read. NOT covered: other data sets, which may
-draw what they give, and changes that miss these samples.
+It is a hash of the fingerprint of the data set, if it has one: ``fingerprint``, or ``_fingerprint`` of Hugging Face
+`datasets`. Otherwise it is a hash of samples: all of them if they are few and small, else a selection from the whole
+data set with the first and the last. Samples are read only if reading has no side effect. That holds for data sets
+with ``batch``, which returns the same samples each time, and for tensors. If worker processes are to read first,
+samples are not read.
+
+Not handled: other data sets, which may return random samples, and changes that miss the selected samples.
 """
 
 from __future__ import annotations
@@ -19,12 +21,17 @@ from numpy.typing import NDArray
 
 from plimsoll.data.batches.order import shuffled
 
-_MOST_SAMPLES, _MOST_BYTES = 4096, 16 << 20  # read in some 50 ms where samples are in memory
+_MOST_SAMPLES, _MOST_BYTES = 4096, 16 << 20  # takes about 50 ms to read from memory
 _SAMPLES_AT_ONCE = 16
 
 
 def mark_of(dataset: Any, workers: Any) -> int | None:
-    """Return the number, or ``None`` where nothing is known; ``workers`` is 0 if no other process reads."""
+    """Return a number that identifies the content of a data set, or ``None`` if its content cannot be determined.
+
+    Args:
+        dataset: the data set.
+        workers: the number of worker processes that read it; 0 or ``None`` if this process does.
+    """
     named = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
     if isinstance(named, str):
         return zlib.crc32(named.encode())
@@ -49,7 +56,7 @@ def mark_of(dataset: Any, workers: Any) -> int | None:
 
 
 def _spread(num_samples: int) -> Iterator[NDArray[np.int64]]:
-    """Yield the numbers of the samples to look at, a few at a time: the first, the last, and others from all over."""
+    """Yield the indices of the samples to hash, in groups: the first and last, then others from the whole data set."""
     numbers = np.unique(np.linspace(0, num_samples - 1, min(num_samples, _MOST_SAMPLES)).astype(np.int64))
     numbers = np.concatenate(([0, num_samples - 1], numbers[shuffled(len(numbers), 0)]))
     for begin in range(0, len(numbers), _SAMPLES_AT_ONCE):
@@ -57,5 +64,5 @@ def _spread(num_samples: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _former(field: str) -> str:
-    """The name of a field in the release before, whose checkpoints keep the number."""
+    """Return the name that a field had in the previous release, because checkpoints hold the number."""
     return {"slots": "lanes"}.get(field, field)

@@ -1,7 +1,7 @@
-"""The classes of texts: from a column with labels, or from the folders their files are in: ``data/<label>/*.txt``.
+"""The classes of texts, from a column with labels or from the names of their folders, as in ``data/<label>/*.txt``.
 
-Covers one class per text (of plain text: per file; with ``unit: line`` all lines of a file share it). Columns are read
-and numbered when the corpus is indexed. NOT covered: several labels per text.
+Each text has one class. Plain text has one class per file, which all lines of the file share with ``unit: line``.
+Columns are read and numbered when the corpus is indexed. Not handled: several labels per text.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from plimsoll.errors import DataError
 
 
 def labels_of(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], NDArray[Any]]:
-    """Return the names of the classes, and the number of its class for every text: of the column, or of the folders.
+    """Return the names of the classes and the class index of every text, from the label column or the folders.
 
     Args:
         corpus: the texts.
-        names: the classes to number by, where they are known already (those of the training texts).
+        names: the classes in the order of their indices, if known (the classes of the training texts).
+
+    Returns:
+        the names, and the class indices (number of texts,).
 
     Raises:
-        DataError: if there are fewer than 2 classes, or one that is not among ``names``; see `labels_from_folders`.
+        DataError: if there are fewer than 2 classes, or one is not in ``names``; see also `labels_from_folders`.
     """
     return labels_from_folders(corpus, names) if corpus.labels is None else labels_from_column(corpus, names)
 
 
 def names_of_checkpoint(folder: Path) -> tuple[str, ...] | None:
-    """Return the names of the classes that the model in a folder tells apart, in its order; ``None`` if it has none.
+    """Return the class names of the model in a folder, in the order of its outputs, or ``None`` if it has none.
 
-    Names that transformers gives by itself (LABEL_0, ...) are none.
+    Names that transformers generates (LABEL_0, ...) do not count.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -50,9 +53,9 @@ def names_of_checkpoint(folder: Path) -> tuple[str, ...] | None:
 
 
 def names_to_number_by(corpus: Corpus, model: str | dict[str, Any]) -> tuple[str, ...] | None:
-    """Return the classes of the checkpoint that a job begins with, if the texts have these, or some of them.
+    """Return the classes of the checkpoint that a job starts from, if they include all classes of the texts.
 
-    What a classifier has learned is then what its outputs mean, in whatever order it has them.
+    Numbering by these names keeps the meaning of the outputs of a trained classifier.
     """
     own = names_of_checkpoint(Path(model)) if isinstance(model, str) else None
     found = corpus.label_names if corpus.labels is not None else {path.parent.name for path in corpus.paths}
@@ -60,14 +63,17 @@ def names_to_number_by(corpus: Corpus, model: str | dict[str, Any]) -> tuple[str
 
 
 def labels_from_column(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], NDArray[Any]]:
-    """Return the names in the column of labels, sorted (whole numbers by value), and the number of each text's.
+    """Return the sorted names in the label column (integers by value), and the class index of every text.
 
     Args:
         corpus: texts that were opened with ``Reading(label=...)``.
-        names: the classes to number by, where they are known already.
+        names: the classes in the order of their indices, if known.
+
+    Returns:
+        the names, and the class indices (number of texts,).
 
     Raises:
-        DataError: if there are fewer than 2 classes, or one that is not among ``names``.
+        DataError: if there are fewer than 2 classes, or one is not in ``names``.
     """
     assert corpus.labels is not None
     known = corpus.label_names if names is None else tuple(names)
@@ -84,14 +90,17 @@ def labels_from_column(corpus: Corpus, names: Sequence[str] | None = None) -> tu
 
 
 def labels_from_folders(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], NDArray[Any]]:
-    """Return the names of the classes in alphabetical order, and the number of its class for every text.
+    """Return the names of the folders in alphabetical order, and the class index of every text.
 
     Args:
         corpus: the texts.
-        names: the classes to number by, where they are known already (those of the training texts).
+        names: the classes in the order of their indices, if known (the classes of the training texts).
+
+    Returns:
+        the names, and the class indices (number of texts,).
 
     Raises:
-        DataError: if there are fewer than 2 classes, one that has no text, or one that is not among ``names``.
+        DataError: if there are fewer than 2 classes, one has no text, or one is not in ``names``.
     """
     folders = [path.parent.name for path in corpus.paths]
     known = tuple(sorted(set(folders)) if names is None else names)
@@ -105,12 +114,12 @@ def labels_from_folders(corpus: Corpus, names: Sequence[str] | None = None) -> t
     if names is None and (without_text := sorted({path.parent.name for path in corpus.left_out} - set(known))):
         raise DataError(
             f"the classes {', '.join(without_text)} have no text (their files are empty or not UTF-8), but the model "
-            f"would have to tell them from {', '.join(known)}: put text into these folders, or remove them"
+            f"would have to distinguish them from {', '.join(known)}: put text into these folders, or remove them"
         )
     if unknown := sorted(set(folders) - set(known)):
         raise DataError(
             f"the validation data has the classes {', '.join(unknown)}, but the training data only "
-            f"{', '.join(known)}: name its folders like those of the training data"
+            f"{', '.join(known)}: name its folders like the folders of the training data"
         )
     numbers = {name: number for number, name in enumerate(known)}
     of_files = np.array([numbers[folder] for folder in folders], np.min_scalar_type(len(known) - 1))

@@ -1,9 +1,10 @@
-"""Attention that stops at the border of two texts in a row, told from positions that begin anew with each text.
+"""Attention masks that separate the texts of a packed row, derived from ``position_ids`` that restart with each text.
 
-Most causal language models of transformers derive it from ``position_ids`` by themselves, if they are given no
-``attention_mask`` and keep no cache (``use_cache=False``; ``masking_utils.find_packed_sequence_indices``): with eager,
-SDPA and FlexAttention for any number of rows, with FlashAttention for one row only. These masks are for other models.
-NOT covered: sliding windows, attention between two inputs (encoder-decoder).
+Most causal language models of transformers derive the separation from ``position_ids``
+(``masking_utils.find_packed_sequence_indices``). They need no ``attention_mask`` and ``use_cache=False`` for that. It
+works for any number of rows with eager attention, SDPA and FlexAttention, and for one row with FlashAttention. The
+masks of this module are for other models. Not handled: sliding windows, attention between two inputs
+(encoder-decoder).
 
 Shapes: B rows, T tokens of a row, D texts of all rows.
 """
@@ -20,17 +21,20 @@ if TYPE_CHECKING:
 
 
 class VarlenLengths(NamedTuple):
-    """What ``torch.nn.attention.varlen.varlen_attn`` takes: where texts begin and end (D + 1,), and the longest."""
+    """Arguments of ``torch.nn.attention.varlen.varlen_attn``: cumulative text lengths (D + 1,) and the longest text."""
 
     cumulative_D: Tensor
     longest: int
 
 
 def block_diagonal_mask(position_ids_BT: Tensor, causal: bool = True, dtype: torch.dtype | None = None) -> Tensor:
-    """Return which tokens each may look at, (B, 1, T, T): those of its text, if ``causal`` only up to itself.
+    """Return a mask (B, 1, T, T) that allows attention only within a text, and only to earlier tokens if ``causal``.
 
-    Without ``dtype`` it is boolean, for ``scaled_dot_product_attention``; with one it is 0 or its lowest number, to be
-    added to scores.
+    Args:
+        position_ids_BT: positions that restart at 0 with each text, (B, T) int64.
+        causal: whether a token attends only to itself and earlier tokens.
+        dtype: ``None`` for a boolean mask, as for ``scaled_dot_product_attention``. With a dtype the mask is added to
+            scores: 0 where attention is allowed, else the lowest number of the dtype.
     """
     texts_BT = _texts(position_ids_BT)
     mask_BTT = texts_BT[:, :, None] == texts_BT[:, None, :]
@@ -41,7 +45,7 @@ def block_diagonal_mask(position_ids_BT: Tensor, causal: bool = True, dtype: tor
 
 
 def flex_mask(position_ids_BT: Tensor, causal: bool = True) -> BlockMask:
-    """Return the same mask for ``flex_attention``, which skips blocks of two texts altogether."""
+    """Return the same mask for ``flex_attention``, which skips blocks of the mask that allow no attention."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     texts_BT = _texts(position_ids_BT)
@@ -55,7 +59,7 @@ def flex_mask(position_ids_BT: Tensor, causal: bool = True) -> BlockMask:
 
 
 def varlen_lengths(position_ids_BT: Tensor) -> VarlenLengths:
-    """Return where texts begin and end in the rows laid end to end (one sequence of B * T tokens)."""
+    """Return the cumulative lengths of texts in the concatenated rows (one sequence of B * T tokens)."""
     begins_D = torch.nonzero(position_ids_BT.flatten() == 0).flatten()
     total = torch.tensor([position_ids_BT.numel()], device=begins_D.device)
     cumulative_D = torch.cat((begins_D, total)).to(torch.int32)
@@ -63,5 +67,5 @@ def varlen_lengths(position_ids_BT: Tensor) -> VarlenLengths:
 
 
 def _texts(position_ids_BT: Tensor) -> Tensor:
-    """Return a number for each token that is the same for those of one text."""
+    """Return the number of the text of each token, (B, T), counted from 1 in each row."""
     return (position_ids_BT == 0).cumsum(1)

@@ -1,9 +1,9 @@
-"""The ways to make samples of texts, what of a batch is padding with each, and which of them is that of a job.
+"""Ways to make samples and batches of texts, with the padding of each, for a comparison with the setting of a job.
 
-Texts are known by their lengths alone. Samples and batches are counted by the functions that cut, pack and batch those
-of a training (`plimsoll.data.samples.text_windows`, `plimsoll.data.samples.packing`, `plimsoll.data.batches.batching`),
-so that the row of the job says what `plimsoll train` will say. All texts are counted, those that are held out for
-validation too. NOT covered: what augmentation does to lengths.
+Only the lengths of texts are used. Samples and batches are counted by the functions that a training uses
+(`plimsoll.data.samples.text_windows`, `plimsoll.data.samples.packing`, `plimsoll.data.batches.batching`). So the
+numbers for the setting of the job agree with the report of `plimsoll train`. All texts are counted, including those
+held out for validation. Not handled: the effect of augmentation on lengths.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ Ints = NDArray[np.int64]
 
 
 class Texts(NamedTuple):
-    """Some texts of a corpus, each of which stands for ``scale`` of them, and what a job makes of them.
+    """Lengths of some texts of a corpus, and the job that trains on them. Each text represents ``scale`` texts.
 
-    ``lengths`` are in tokens of the text alone, and ``num_bytes`` in bytes of the files; ``at_borders`` are the tokens
-    of the windows that the texts are cut into where the job wants these to end at borders. ``template`` is put around
-    each text, or each window of it.
+    Args:
+        job: the job.
+        lengths: tokens of each text, without special tokens.
+        scale: the number of texts of the corpus per text in ``lengths``.
+        num_bytes: bytes of each text in its file.
+        at_borders: tokens of each window, if the job cuts texts at sentences or paragraphs.
+        template: the special tokens around each text, or each window.
     """
 
     job: Job
@@ -43,17 +47,17 @@ class Texts(NamedTuple):
 
     @property
     def whole(self) -> Ints:
-        """The tokens of each text as one sample: with what is around it, and its end token where that is learned."""
+        """The tokens of each text as one sample, with special tokens, and an end token if the model predicts it."""
         has_end = not (self.job.is_labelled or self.template.suffix)
         return np.maximum(self.lengths + has_end + self.template.num_tokens, 1)
 
     @property
     def num_long(self) -> int:
-        """How many are longer than a sample."""
+        """The number of texts that are longer than a sample."""
         return round(int(np.count_nonzero(self.whole > self.job.sequence_length)) * self.scale)
 
     def fillings(self) -> Iterator[Filling]:
-        """Compare the ways to make batches of them."""
+        """Yield a record for each method to make samples and batches of the texts."""
         if not self.job.is_labelled:
             yield from self._streams()
             yield self._packed()
@@ -78,7 +82,7 @@ class Texts(NamedTuple):
         return ("shuffle", "by_length", *((own,) if way.is_this_job and own in {"blocks", "as_is"} else ()))
 
     def _streams(self) -> Iterator[Filling]:
-        """Windows of all texts end to end; with the stride of the job, and without it."""
+        """Yield windows of all texts end to end, with the stride of the job and without overlap."""
         longest, stride = self.job.sequence_length, self.job.data.stride
         steps = [longest] if checked_stride(stride, longest) == longest else [longest, checked_stride(stride, longest)]
         is_stream = not (self.job.data.pack or self._are_samples or self.job.data.order == "streams")
@@ -87,7 +91,7 @@ class Texts(NamedTuple):
             yield self._slots(StreamSlots(0, num_tokens, self.job.batch_size, longest))
         for step in steps:
             num_samples = num_windows(num_tokens, longest, step)
-            # A token that an earlier window predicts has no label in the later one.
+            # A token that an earlier window predicts has no label in a later window.
             num_predicted = longest + (num_samples - 1) * step if num_samples else 0
             yield Filling(
                 name=f"windows of {longest}" + (f", stride {step}" if step < longest else ""),
@@ -100,7 +104,7 @@ class Texts(NamedTuple):
             )
 
     def _slots(self, slots: StreamSlots) -> Filling:
-        """Windows of contiguous stream slots; each token but the first is predicted."""
+        """Return the record for windows of contiguous stream slots. Every token except the first is predicted."""
         return Filling(
             name=f"streams of {slots.sequence_length}",
             num_samples=slots.num_samples,
@@ -112,7 +116,7 @@ class Texts(NamedTuple):
         )
 
     def _packed(self) -> Filling:
-        from plimsoll.data.samples.packing import num_packed_rows  # it imports torch, which little else here needs
+        from plimsoll.data.samples.packing import num_packed_rows  # imports torch
 
         data, longest = self.job.data, self.job.sequence_length
         truncated = _Way("packed texts", np.minimum(self.whole, longest), self._num_beyond)
@@ -124,11 +128,11 @@ class Texts(NamedTuple):
 
     @property
     def _num_beyond(self) -> int:
-        """How many tokens truncation would lose."""
+        """The number of tokens that truncation would lose."""
         return round(int(np.maximum(self.whole - self.job.sequence_length, 0).sum()) * self.scale)
 
     def _ways(self) -> Iterator[_Way]:
-        """Texts as samples of their own: as they are, or with the long ones cut into windows, or truncated."""
+        """Yield texts as separate samples: whole if none is too long, else cut into windows, and truncated."""
         data, longest = self.job.data, self.job.sequence_length
         truncated = np.minimum(self.whole, longest)
         num_bytes = self.num_bytes if data.on_the_fly else None
@@ -136,7 +140,7 @@ class Texts(NamedTuple):
             yield _Way("texts", truncated, 0, self._are_samples, num_bytes)
             return
         name, step = "windows of texts", self.template.room(longest)
-        if self.job.is_labelled:  # in language modelling a stride is that of the stream
+        if self.job.is_labelled:  # in language modelling, the stride applies to windows of all texts end to end
             step = checked_stride(data.stride, step)
             name += f", stride {step}" if data.stride and data.stride < self.template.room(longest) else ""
         windows = self._cut(step)
@@ -147,13 +151,13 @@ class Texts(NamedTuple):
         yield _Way("truncated texts", truncated, self._num_beyond, is_this_job, num_bytes)
 
     def _cut(self, step: int) -> Ints:
-        """Return the lengths of the windows that texts are cut into."""
+        """Return the lengths of the windows that texts are cut into, with special tokens."""
         around, room = self.template.num_tokens, self.template.room(self.job.sequence_length)
         windows = windows_of(self.whole - around, room, step)
         return np.concatenate([lengths_N for _, _, lengths_N in windows]) + around
 
     def _padded(self, name: str, way: _Way, num_rows: int | None = None) -> Filling:
-        """Every row is of the greatest length; without ``num_rows`` each sample is one."""
+        """Return the record for rows that are all padded to ``sequence_length``; by default, a sample is one row."""
         longest, size = self.job.sequence_length, self.job.batch_size
         full = int(way.lengths.sum()) / ((num_rows or len(way.lengths)) * longest)
         return Filling(
@@ -167,7 +171,7 @@ class Texts(NamedTuple):
         )
 
     def _planned(self, way: _Way, order: str, batches: int | Buckets) -> Filling:
-        """Go over the batches of an epoch and count what of them is padding."""
+        """Count the padding in the batches of an epoch."""
         samples = _Samples(way, self.job.sequence_length)
         num_batches, num_elements = 0, 0
         for ids in _epoch(batches_of(samples, batches, self.job.seed, self._shuffle(order))):
@@ -188,12 +192,12 @@ class Texts(NamedTuple):
     def _shuffle(self, order: str) -> bool | BlockShuffle:
         if order != "blocks":
             return order != "as_is"
-        # Of the neighbours in a block, only one in `scale` is known.
+        # The lengths are a sample of one text in `scale`, so a block has fewer of them.
         return BlockShuffle(max(round(BlockShuffle.block_samples / self.scale), 1))
 
 
 class _Way(NamedTuple):
-    """Samples by their tokens, and by the bytes of their texts where nothing else is known as they are batched."""
+    """Samples known by their tokens, and by the bytes of their texts if only these are known when batches are made."""
 
     name: str
     lengths: Ints
@@ -203,9 +207,9 @@ class _Way(NamedTuple):
 
 
 class _Samples:
-    """Samples of which nothing is known but their lengths, padded as in a training.
+    """Samples that have only lengths, padded as in training.
 
-    That is what `plimsoll.data.samples.texts.DocumentDataset` does, or `plimsoll.data.tokens.on_the_fly.TextDataset`.
+    They stand for `plimsoll.data.samples.texts.DocumentDataset` or `plimsoll.data.tokens.on_the_fly.TextDataset`.
     """
 
     def __init__(self, way: _Way, sequence_length: int) -> None:
@@ -214,7 +218,7 @@ class _Samples:
         if way.num_bytes is None:
             self.pad_multiple = ragged.pad_multiple_for(way.lengths[some])
         else:
-            from plimsoll.data.tokens.on_the_fly import bytes_that_sort, pad_multiple_for_bytes  # they import torch
+            from plimsoll.data.tokens.on_the_fly import bytes_that_sort, pad_multiple_for_bytes  # these import torch
 
             self._lengths = bytes_that_sort(way.num_bytes, sequence_length)
             self.pad_multiple = pad_multiple_for_bytes(way.num_bytes[some], sequence_length)

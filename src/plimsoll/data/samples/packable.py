@@ -1,9 +1,10 @@
-"""Whether a model keeps the texts of a packed row apart, found out by trying: no list of names that would be outdated.
+"""A test that a model keeps the texts of a packed row apart. It runs the model, so no list of models has to be kept.
 
-A packed row of two texts goes through the model, with other tokens in the first: what comes out for the second must not
-change, and must be what comes out for it alone. That finds recurrent and state-space layers, convolutions, attention
-that ignores ``position_ids`` or a mask, and a cache that switches the packing off. It costs four forwards of 24 tokens.
-NOT covered: whether gradients are right (they follow from the outputs), models without an output per token.
+The test runs packed rows of two texts, with different tokens in the first text. The outputs for the second text must
+not change, and must equal its outputs without the first. This detects recurrent and state-space layers,
+convolutions, attention that ignores ``position_ids`` or a mask, and a cache that disables packing. It costs four
+forward passes of 24 tokens. Not handled: gradients (they follow from the outputs), models without an output per
+token.
 
 Shapes: B rows, T tokens of a row, O outputs per token.
 """
@@ -20,23 +21,23 @@ from torch import Tensor, nn
 
 from plimsoll.data.samples.masks import block_diagonal_mask
 
-_FIRST_LENGTHS, _ROW_TOKENS = (5, 7), 12  # two rows, for attention that is right for one row only
-_TOLERANCE_SHARE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the effect that a token of its own text has
-_COARSE_TOLERANCE_SHARE = 0.1  # for bf16 and fp16, whose rounding depends on the shape
+_FIRST_LENGTHS, _ROW_TOKENS = (5, 7), 12  # two rows, because some attention is correct only for one row
+_TOLERANCE_SHARE = {torch.float32: 1e-3, torch.float64: 1e-6}  # relative to the effect of a token of the same text
+_COARSE_TOLERANCE_SHARE = 0.1  # for bf16 and fp16, because rounding depends on the shape
 
 
 def packing_fault(model: nn.Module, mask: Literal["causal", "bidirectional"] | None = None) -> str | None:
-    """Return why packed rows would give other results with this model, or ``None`` if they give the same.
+    """Return why packed rows would change the results of this model, or ``None`` if they would not.
 
     Args:
-        model: called as the models of transformers are; it is left as it was.
-        mask: what `plimsoll.data.samples.packing.PackedDataset` is to give it as ``attention_mask``.
+        model: a model with the call signature of transformers. Its training mode is restored.
+        mask: the ``attention_mask`` that `plimsoll.data.samples.packing.PackedDataset` will add, or ``None``.
     """
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     needed = ["position_ids"] if mask is None else ["position_ids", "attention_mask"]
     if missing := [name for name in needed if name not in parameters and not takes_any]:
-        return f"{_kind(model)} takes no {' and no '.join(missing)}, so it cannot know where a text of a row begins"
+        return f"{_kind(model)} takes no {' and no '.join(missing)}, so it cannot tell where a text of a row begins"
     input_ids, position_ids = _rows(next(model.parameters()).device)
     other_first, other_own = input_ids.clone(), input_ids.clone()
     for row, length in enumerate(_FIRST_LENGTHS):
@@ -59,16 +60,16 @@ def packing_fault(model: nn.Module, mask: Literal["causal", "bidirectional"] | N
         return f"the outputs of {_kind(model)} do not depend on its inputs, so its texts cannot be told apart"
     if (leak := _difference(outputs, after_first)) > most:
         return (
-            f"in {_kind(model)}, a text changes with the text before it in its row (by {leak:.1e}, with a token of its "
-            f"own by {own:.1e}): {_reason(model)}"
+            f"in {_kind(model)}, the output for a text changes with the text before it in the row (by {leak:.1e}; a "
+            f"token of the same text changes it by {own:.1e}): {_reason(model)}"
         )
     if (shift := _difference(outputs, alone)) > most:
-        return f"{_kind(model)} gives a text another output behind another one than alone (by {shift:.1e})"
+        return f"{_kind(model)} returns other outputs for a text after another text than alone (by {shift:.1e})"
     return None
 
 
 def _rows(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two rows of two texts each: small numbers that every vocabulary has, and positions."""
+    """Return token ids and positions (B, T) of two rows with two texts each. All vocabularies have these small ids."""
     places_T = torch.arange(_ROW_TOKENS, device=device)
     firsts_B = torch.tensor(_FIRST_LENGTHS, device=device)[:, None]
     return 3 + (places_T + firsts_B) * 3 % 7, torch.where(places_T < firsts_B, places_T, places_T - firsts_B)
@@ -102,10 +103,10 @@ def _kind(model: nn.Module) -> str:
 def _reason(model: nn.Module) -> str:
     recurrent = next((_kind(module) for module in model.modules() if isinstance(module, nn.RNNBase)), None)
     if recurrent is not None:
-        return f"its {recurrent} carries its state from one into the other"
+        return f"its {recurrent} carries its state from one text into the next"
     if getattr(getattr(model, "config", None), "use_cache", False):
-        return "with a cache it does not look where texts begin; set use_cache=False in its config"
-    return "its layers carry a state over, or its attention does not stop where position_ids begin anew"
+        return "with a cache it ignores where texts begin; set use_cache=False in its config"
+    return "its layers carry a state over, or its attention does not stop where position_ids restart"
 
 
 @contextmanager

@@ -1,12 +1,16 @@
-"""Whole texts packed into rows of one length, so that next to nothing of a batch is padding, and no text sees another.
+"""Whole texts packed into rows of one length, with almost no padding and without attention between texts.
 
-Rows are filled by best-fit decreasing over pools of 65,536 spans: the longest first, each into the row it fills best.
-It works on the histogram of lengths (rows of one kind are one entry), so the time does not grow with the rows; which
-spans share a row is kept as a table of 8 bytes a span. Positions begin anew with each text, from which the models of
-transformers derive that attention stops there (`plimsoll.data.samples.masks` makes masks for others,
-`plimsoll.data.samples.packable` finds out which model needs what). The shifted loss predicts no first token, as in a
-row of its own, so a loss averaged over tokens is that of the same texts unpacked. NOT covered: classification, where
-each row has one label; recurrent networks, whose state runs from one text into the next.
+Rows are filled by best-fit decreasing over pools of 65,536 spans. Longer spans come first, and each goes into the row
+with the least space that fits it. The algorithm works on the histogram of lengths, with one entry per kind of row. So
+its time does not grow with the number of rows. The assignment of spans to rows is a table of 8 bytes per span.
+
+Positions restart with each text. Models of transformers derive from them that attention stops there. For other
+models, `plimsoll.data.samples.masks` makes masks, and `plimsoll.data.samples.packable` tests whether a model needs
+them. The shifted loss never predicts the first token of a text. So a loss averaged over tokens equals the loss of the
+same texts unpacked.
+
+Not handled: classification, which has one label per row, and recurrent networks, whose state runs from one text into
+the next.
 
 Shapes: B rows, T tokens of a row, M spans of all rows, N tokens of all spans.
 """
@@ -30,16 +34,16 @@ from plimsoll.errors import DataError
 from plimsoll.files.checksums import require_whole
 from plimsoll.files.store import Facts, Progress, Store, kept, kept_facts, silent
 
-_RECIPE = 1  # raise it when the same spans are packed otherwise
+_RECIPE = 1  # increase it if the same spans are packed differently
 _SPANS_PER_POOL = 1 << 16
 _MEMBERS_FILE, _ENDS_FILE = "members.bin", "ends.bin"
 
 Ints = NDArray[np.int64]
-_Pattern = tuple[tuple[int, int], ...]  # (length, how many spans of it) of one kind of row, the longest first
+_Pattern = tuple[tuple[int, int], ...]  # (length, number of spans) for one kind of row, longest first
 
 
 class Packs:
-    """Which spans share a row; picklable. Row ``i`` holds ``members[ends[i - 1] : ends[i]]`` (from 0 for the first)."""
+    """The spans of each row; picklable. Row ``i`` holds ``members[ends[i - 1] : ends[i]]`` (from 0 for the first)."""
 
     def __init__(self, spans: Spans, folder: Path, facts: Facts) -> None:
         self.spans, self.folder = spans, folder
@@ -56,7 +60,7 @@ class Packs:
 
     @property
     def padding_share(self) -> float:
-        """The share of all rows that holds no token."""
+        """The fraction of all rows that is padding."""
         return 1 - self.spans.num_tokens / (len(self) * self.sequence_length)
 
 
@@ -64,10 +68,10 @@ class PackedDataset(Samples):
     """Rows of whole texts, for language modelling.
 
     Args:
-        packs: which texts share a row.
-        pad_id: the token that fills a row; what fills it is a text of its own, without labels.
-        mask: adds ``attention_mask`` (B, 1, T, T), true where a token may look, for models that do not derive it from
-            ``position_ids``: ``"causal"``, or ``"bidirectional"`` for encoders.
+        packs: the texts of each row.
+        pad_id: the padding token. The padding of a row has positions like a separate text, and no labels.
+        mask: adds ``attention_mask`` (B, 1, T, T) bool, true where attention is allowed. It is for models that do not
+            derive it from ``position_ids``: ``"causal"``, or ``"bidirectional"`` for encoders.
     """
 
     def __init__(self, packs: Packs, pad_id: int, mask: Literal["causal", "bidirectional"] | None = None) -> None:
@@ -79,11 +83,14 @@ class PackedDataset(Samples):
 
     @property
     def fingerprint(self) -> str:
-        """A name that differs where the samples do."""
+        """A string that differs if the samples differ."""
         return f"{self.packs.spans.folder.name} {self.packs.folder.name} {self.mask} {self._pad_id}"
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
-        """Return ``input_ids``, ``position_ids`` and ``labels`` (B, T), -100 where a text begins and on padding."""
+        """Return ``input_ids``, ``position_ids`` and ``labels`` (B, T) int64.
+
+        Labels are -100 at the first token of a text and on padding.
+        """
         spans, num_rows = self.packs.spans, len(ids)
         stops_B = self.packs.ends[ids]
         nums_B = stops_B - np.where(ids > 0, self.packs.ends[ids - 1], 0)
@@ -106,21 +113,21 @@ class PackedDataset(Samples):
         return fields
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return ``sequence_length`` for each row: padding is computed as tokens are."""
+        """Return ``sequence_length`` for each row, because padding costs as much computation as tokens."""
         return np.full(len(ids), self.sequence_length)
 
 
 @kept
 def pack(spans: Spans, sequence_length: int | None = None, progress: Progress = silent) -> Store[Packs]:
-    """Return rows of whole spans, from the cache (the folder that ``spans`` are in) or packed now.
+    """Return rows of whole spans, from the cache that holds ``spans`` or packed now.
 
     Args:
         spans: the texts or windows.
-        sequence_length: the tokens of a row; by default the most that a span may have.
-        progress: called with the stage ``"packs"``, done and total in spans.
+        sequence_length: the tokens of a row; by default the maximum length of a span.
+        progress: called with the stage ``"packs"``, and the done and total number of spans.
 
     Raises:
-        DataError: if a row is shorter than a span may be.
+        DataError: if a row is shorter than the maximum length of a span.
         OutputError: if the cache cannot be written.
     """
     sequence_length = spans.sequence_length if sequence_length is None else sequence_length
@@ -147,20 +154,23 @@ def pack(spans: Spans, sequence_length: int | None = None, progress: Progress = 
 
 
 def open_packs(spans: Spans, folder: Path) -> Packs:
-    """Map the packs that `pack` stored at ``folder``.
+    """Open the memory-mapped packs that `pack` stored in ``folder``.
 
     Raises:
-        DataError: if they are gone or torn.
+        DataError: if they are missing or damaged.
     """
     return Packs(spans, folder, kept_facts(folder, "packs"))
 
 
 def best_fit(lengths_M: Ints, row_tokens: int) -> tuple[Ints, Ints]:
-    """Pack spans by best-fit decreasing; return them row after row (M,), and how many each row has (B,).
+    """Pack spans by best-fit decreasing.
 
     Args:
-        lengths_M: from 1 to ``row_tokens`` each.
+        lengths_M: the length of each span, from 1 to ``row_tokens``, int64.
         row_tokens: the tokens of a row.
+
+    Returns:
+        the indices of the spans, row after row (M,), and the number of spans in each row (B,).
     """
     order_M = np.argsort(-lengths_M, kind="stable")
     nums = np.bincount(lengths_M, minlength=row_tokens + 1)
@@ -179,15 +189,15 @@ def best_fit(lengths_M: Ints, row_tokens: int) -> tuple[Ints, Ints]:
 
 
 def num_packed_rows(lengths_M: Ints, row_tokens: int) -> int:
-    """Return how many rows `pack` makes of spans of these lengths."""
+    """Return the number of rows that `pack` makes from spans of these lengths."""
     pools = (lengths_M[begin : begin + _SPANS_PER_POOL] for begin in range(0, len(lengths_M), _SPANS_PER_POOL))
     return sum(len(best_fit(pool, row_tokens)[1]) for pool in pools)
 
 
 def _row_kinds(nums: Ints, row_tokens: int) -> Iterator[tuple[_Pattern, int]]:
-    """Yield kinds of rows and how many there are of each, given how many spans have each length."""
-    by_room: dict[int, list[tuple[_Pattern, int]]] = {}  # rows by the tokens that are still free
-    rooms = 0  # the same keys as bits: bit 5 is set where a row has room for 5 tokens
+    """Yield kinds of rows and the number of rows of each kind, given the number of spans of each length."""
+    by_room: dict[int, list[tuple[_Pattern, int]]] = {}  # rows by their number of free tokens
+    rooms = 0  # the same keys as bits: bit 5 is set if a row has 5 free tokens
     for length in np.flatnonzero(nums)[::-1].tolist():
         num_left = int(nums[length])
         while num_left:
@@ -209,6 +219,6 @@ def _row_kinds(nums: Ints, row_tokens: int) -> Iterator[tuple[_Pattern, int]]:
 
 
 def _least_room(rooms: int, length: int) -> int:
-    """Return the number of the lowest bit from ``length`` on that is set, or 0."""
+    """Return the number of the lowest set bit that is at least ``length``, or 0."""
     enough = rooms >> length
     return length + (enough & -enough).bit_length() - 1 if enough else 0

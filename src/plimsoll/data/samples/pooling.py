@@ -1,10 +1,9 @@
-"""One prediction per text from those of its windows, in one pass over the batches in any order.
+"""One prediction per text from the predictions for its windows, in one pass over batches in any order.
 
-The windows of a text are counted off, so a text is done with its last window and is forgotten: where windows arrive in
-order, no more texts are held than a batch has. Sums are in fp64. NOT covered: weights per window, predictions per
-token.
+Windows of a text are counted, so the memory for a text is freed with its last window. If windows arrive in order, no
+more texts are held than a batch has. Sums are in fp64. Not handled: weights per window, predictions per token.
 
-Shapes: B windows of a batch, L classes, D texts that are done.
+Shapes: B windows of a batch, L classes, D texts that are complete.
 """
 
 from __future__ import annotations
@@ -23,30 +22,33 @@ Pooling = Literal["mean", "probability", "max", "vote"]
 
 
 class WindowPool:
-    """Gathers the logits of windows until those of a text are complete.
+    """An accumulator of window logits that returns a text when all its windows have arrived.
 
     Args:
-        pooling: ``"mean"`` of the logits; ``"probability"``: mean of the probabilities; ``"max"`` of the logits;
-            ``"vote"``: the share of windows whose largest logit is the class, ties by the mean of the probabilities.
-        num_of_parents: how many windows each of some texts has, see
-            `plimsoll.data.samples.text_windows.Spans.num_of_parents`.
+        pooling: ``"mean"`` or ``"max"`` of the logits, ``"probability"`` (mean of the probabilities), or ``"vote"``.
+            A vote is the share of windows whose largest logit is the class, with ties decided by mean probability.
+        num_of_parents: returns the number of windows of each text, as
+            `plimsoll.data.samples.text_windows.Spans.num_of_parents` does.
     """
 
     def __init__(self, pooling: Pooling, num_of_parents: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
         self._pooling, self._num_of_parents = pooling, num_of_parents
-        self._open: dict[int, tuple[Tensor, int]] = {}  # what a text has so far, and how many windows are missing
+        self._open: dict[int, tuple[Tensor, int]] = {}  # per text: the scores so far, and the number of missing windows
 
     @property
     def num_open(self) -> int:
-        """How many texts have some of their windows, but not all."""
+        """The number of texts for which some windows have arrived, but not all."""
         return len(self._open)
 
     def add(self, parents: NDArray[np.int64], logits_BL: Tensor) -> tuple[NDArray[np.int64], Tensor]:
-        """Take the logits of some windows; return the texts that are now complete (D,), ascending, and theirs (D, L).
+        """Add the logits of some windows; return the texts that are now complete and their predictions.
 
         Args:
-            parents: the number of the text of each window (B,).
-            logits_BL: what the model said of each window.
+            parents: the index of the text of each window, (B,) int64.
+            logits_BL: the logits of each window.
+
+        Returns:
+            the indices of the complete texts in ascending order (D,), and their pooled predictions (D, L) fp64.
         """
         texts, windows, nums_here = np.unique(parents, return_inverse=True, return_counts=True)
         sums = self._gathered(_scores(self._pooling, logits_BL), torch.from_numpy(windows), len(texts))

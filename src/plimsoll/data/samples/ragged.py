@@ -1,6 +1,6 @@
-"""Rows of different lengths laid end to end in one flat array, and back into a padded table: the arithmetic of both.
+"""Conversion between rows of different lengths in one flat array and a padded table.
 
-All of it is a few numpy passes over the tokens, none over the rows in Python. NOT covered: rows on a device.
+All functions are a few numpy passes over the tokens, without Python loops over rows. Not handled: rows on a device.
 
 Shapes: B rows, T columns, N elements of all rows.
 """
@@ -12,20 +12,20 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-_PAD_MULTIPLES = (8, 4, 2, 1)  # of the rows of a batch; there are kernels that work on blocks of 8
+_PAD_MULTIPLES = (8, 4, 2, 1)  # row lengths are rounded up to one of these; some kernels work on blocks of 8
 _MOST_ROUNDING_SHARE = 0.03
 
 Element = TypeVar("Element", bound=np.generic)
 
 
 def pad_multiple_for(lengths: NDArray[np.integer[Any]]) -> int:
-    """Return 8, 4, 2 or 1: the largest to which rows of these lengths are rounded up for 3 % of their tokens."""
+    """Return 8, 4, 2 or 1: the largest multiple that adds at most 3 % to the tokens of rows of these lengths."""
     most_tokens = _MOST_ROUNDING_SHARE * lengths.sum()
     return next(multiple for multiple in _PAD_MULTIPLES if (multiple - 1) / 2 * len(lengths) <= most_tokens)
 
 
 def some_ids(num_samples: int) -> NDArray[np.int64]:
-    """Return the numbers of at most 4096 samples from end to end, whose lengths speak for all."""
+    """Return the indices of at most 4096 evenly spaced samples, whose lengths represent all samples."""
     return np.linspace(0, num_samples - 1, min(num_samples, 4096)).astype(np.int64)
 
 
@@ -35,7 +35,7 @@ def positions(lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def places(starts_B: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers from each start on, as many as its length says, end to end (N,)."""
+    """Return the indices ``start, start + 1, ...`` of all rows, end to end (N,)."""
     return np.repeat(starts_B, lengths_B) + positions(lengths_B)
 
 
@@ -45,7 +45,7 @@ def inside(lengths_B: NDArray[np.int64], num_columns: int) -> NDArray[np.bool_]:
 
 
 def padded(flat_N: NDArray[Element], inside_BT: NDArray[np.bool_], fill: int) -> NDArray[Element]:
-    """Return the elements in the cells that are inside, and ``fill`` in the others, (B, T)."""
+    """Return a table (B, T) with the elements in the cells that are inside, and ``fill`` in the others."""
     table_BT = np.full(inside_BT.shape, fill, flat_N.dtype)
     table_BT[inside_BT] = flat_N
     return table_BT

@@ -1,12 +1,12 @@
-"""Where the stream slots of a stream of tokens are, and how far back their gradients reach: arithmetic alone, no torch.
+"""The positions of stream slots in a token stream, and how far back their gradients reach. It does not import torch.
 
-A stream is cut into as many stream slots as a batch has samples; each is read from its begin to its end, one window a
-step, so the state after a window is the state before the next. Neighbouring windows and stream slots have one token in
-common: the last of one is only predicted there, and read at the begin of the next. So each token but the first is
-predicted exactly once.
+A stream is cut into one stream slot per sample of a batch. Each is read from beginning to end, one window per step, so
+the state after a window is the state before the next. Neighbouring windows and stream slots share one token. It is
+predicted at the end of the earlier window and read at the beginning of the later one. So each token except the first
+is predicted exactly once.
 
-Window s of stream slot b is sample ``s * num_slots + b``: in the order of their numbers, samples make batches of one
-window of each stream slot. It does NOT look at tokens: texts are given by the places of their end tokens.
+Window s of stream slot b is sample ``s * num_slots + b``. So consecutive samples form batches with one window of each
+stream slot. Tokens are not read: texts are given by the indices of their end tokens.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StreamSlots:
-    """The stream slots of the tokens from ``begin`` on.
+    """The stream slots of the tokens from ``begin``.
 
     Args:
-        begin: the first token.
-        num_tokens: how many there are.
-        num_slots: the samples of a batch.
-        sequence_length: tokens of a window, of which all but the last are read.
+        begin: the index of the first token.
+        num_tokens: the number of tokens.
+        num_slots: the number of stream slots, equal to the samples of a batch.
+        sequence_length: tokens of a window; all except the last are read.
 
     Raises:
-        InputError: if one of the numbers is none.
-        DataError: if a stream slot would not predict a token.
+        InputError: if a number is too small.
+        DataError: if there are too few tokens for each stream slot to predict one.
     """
 
     begin: int
@@ -49,43 +49,43 @@ class StreamSlots:
             if value < least:
                 raise InputError(
                     f"the stream slots of a stream cannot have {name} = {value}: give at least {least}"
-                    + (", of which all tokens but the last are read" if least == 2 else "")
+                    + (", because all tokens of a window except the last are read" if least == 2 else "")
                 )
         refuse_no_slot(self.num_tokens, self.num_slots, self.sequence_length)
 
     @property
     def slot_tokens(self) -> int:
-        """How many tokens a stream slot reads, and as many it predicts."""
+        """The number of tokens that a stream slot reads, which is also the number that it predicts."""
         return (self.num_tokens - 1) // self.num_slots
 
     @property
     def num_windows(self) -> int:
-        """How many windows a stream slot has, the shorter last one included."""
+        """The number of windows of a stream slot, including a shorter last one."""
         return -(-self.slot_tokens // (self.sequence_length - 1))
 
     @property
     def num_samples(self) -> int:
-        """How many windows all stream slots have."""
+        """The number of windows of all stream slots."""
         return self.num_windows * self.num_slots
 
     @property
     def num_dropped_tokens(self) -> int:
-        """How many tokens at the end are in no stream slot: fewer than there are slots, the same in every epoch."""
+        """The number of tokens at the end that are in no stream slot. It is less than ``num_slots``."""
         return self.num_tokens - 1 - self.slot_tokens * self.num_slots
 
     def places(self, ids: Ints) -> tuple[Ints, Ints]:
-        """Return the first token of each sample and how many tokens it has, (B,) each."""
+        """Return the index of the first token of each sample and its number of tokens, (B,) each."""
         windows_B, slots_B = ids // self.num_slots, ids % self.num_slots
         offsets_B = windows_B * (self.sequence_length - 1)
         starts_B = self.begin + slots_B * self.slot_tokens + offsets_B
         return starts_B, np.minimum(self.slot_tokens - offsets_B + 1, self.sequence_length)
 
     def reach(self, text_ends: Ints | None = None, segment_steps: int | None = None) -> GradientReach:
-        """Count how many tokens back the gradient of a loss reaches: to the begin of its window, or of its text.
+        """Compute how many tokens back the gradient of a loss reaches: to the beginning of its window or of its text.
 
         Args:
-            text_ends: where the end token of each text is, if the state begins anew at each; ``None`` if not.
-            segment_steps: of the segments of a window at whose begins gradients stop too; ``None`` if they do not.
+            text_ends: the index of the end token of each text if the state is reset at each text, else ``None``.
+            segment_steps: the length of the segments of a window at whose beginnings gradients also stop, or ``None``.
         """
         most = num_reaches = num_predicted = 0
         for slot in range(self.num_slots):
@@ -96,7 +96,7 @@ class StreamSlots:
         return GradientReach(most_tokens=most, mean_tokens=num_reaches / num_predicted)
 
     def _runs_of_slot(self, slot: int, text_ends: Ints | None, segment_steps: int | None) -> Ints:
-        """The tokens that are read between two places at which a gradient stops."""
+        """Return the numbers of tokens between consecutive positions at which gradients stop."""
         begin = self.begin + slot * self.slot_tokens
         end = begin + self.slot_tokens
         window_stops = np.arange(begin, end, self.sequence_length - 1)
@@ -110,33 +110,34 @@ class StreamSlots:
 
 
 def refuse_no_slot(num_tokens: int, num_slots: int, sequence_length: int, text: str = "a stream") -> None:
-    """Refuse tokens of which a stream slot would predict none; ``text`` is what they are called.
+    """Raise if there are too few tokens for each stream slot to predict one. ``text`` names the tokens in the message.
 
     Raises:
-        DataError: if one would.
+        DataError: if there are at most ``num_slots`` tokens.
     """
     if num_tokens <= num_slots:
         raise DataError(
             f"{text} of {num_tokens} tokens is too short for batch_size = {num_slots} stream slots, each of which "
-            "predicts at least one: give more text, a larger share, or a smaller batch_size, of which each stream slot "
-            f"has a window of {sequence_length} tokens"
+            f"must predict at least one token and should have a window of {sequence_length} tokens: give more text, a "
+            "larger share, or a smaller batch_size"
         )
 
 
 def truncated_reach(num_read: int, segment_steps: int) -> GradientReach:
-    """Count how far back a gradient reaches that ends where a segment of a window begins; of streams, ask
-    `StreamSlots`.
+    """Compute how far back gradients reach if they stop at the beginning of each segment of a window.
+
+    For streams, use `StreamSlots.reach`.
 
     Args:
-        num_read: tokens of a window that are read to predict another.
-        segment_steps: of a segment.
+        num_read: the number of tokens of a window that are read to predict another.
+        segment_steps: the tokens of a segment.
     """
     reaches = np.arange(num_read) % segment_steps + 1
     return GradientReach(most_tokens=int(reaches.max()), mean_tokens=float(reaches.mean()))
 
 
 def training_slots(num_tokens: int, num_slots: int, sequence_length: int) -> StreamSlots:
-    """Return the stream slots to train on, from the first token on.
+    """Return the stream slots to train on, beginning at the first token.
 
     Raises:
         DataError: if a stream slot does not fill one window.
@@ -157,16 +158,16 @@ def training_slots(num_tokens: int, num_slots: int, sequence_length: int) -> Str
 def slots_of_stream(
     num_tokens: int, share: float, num_slots: int, sequence_length: int
 ) -> tuple[StreamSlots, StreamSlots | None]:
-    """Return the stream slots to train on and those held out: the end of the stream, so that both are contiguous.
+    """Return the stream slots for training and for validation. Validation takes the end, so both are contiguous.
 
     Args:
-        num_tokens: of the whole stream.
-        share: of the tokens held out, from 0 to less than 1; with 0 there are none.
+        num_tokens: the tokens of the whole stream.
+        share: the fraction of tokens held out, from 0 to less than 1. With 0, the validation slots are ``None``.
         num_slots: the samples of a batch.
         sequence_length: tokens of a window.
 
     Raises:
-        DataError: if one of the two is too short.
+        DataError: if one of the two parts is too short.
     """
     num_held_out = round(num_tokens * share)
     num_training = num_tokens - num_held_out
@@ -175,7 +176,7 @@ def slots_of_stream(
 
 
 def first_tokens(text_ends: Ints, starts_B: Ints, num_columns: int) -> NDArray[np.bool_]:
-    """Return which tokens of some windows (B, T) are the first of a text; of the first text that is not said."""
+    """Return which tokens of some windows (B, T) are the first of a text. The first text is not marked."""
     is_first_BT = np.zeros((len(starts_B), num_columns), np.bool_)
     first_B = np.searchsorted(text_ends, starts_B - 1)
     nums_B = np.searchsorted(text_ends, starts_B - 1 + num_columns) - first_B

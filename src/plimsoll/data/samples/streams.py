@@ -1,12 +1,11 @@
-"""Tokens as contiguous streams: a sample is the window of a stream slot that comes next, for models that carry a state.
+"""Contiguous streams of tokens: a sample is the next window of a stream slot, for models that carry a state.
 
-Batches of ``batch_size`` samples in the order of their numbers hold one window of each stream slot
-(`plimsoll.data.samples.stream_slots` says where these are), and each goes on where the one before has ended. Beside
-``input_ids`` and ``labels`` a sample says which stream slot it is of and which window of it, by which a model finds the
-state to go on from (`plimsoll.models.recurrent.carried_state`), and, if asked to, which of its tokens are the first of
-a text.
+Consecutive samples form batches of ``batch_size`` samples with one window of each stream slot
+(`plimsoll.data.samples.stream_slots`). Each window continues at the end of the previous one. A sample also has the
+numbers of its stream slot and window, with which a model finds the state to continue from
+(`plimsoll.models.recurrent.carried_state`). On request, a sample also marks the tokens that are the first of a text.
 
-It does NOT cover another order, other batches than ``batch_size`` samples, and augmentation.
+Not handled: another order, batches of other than ``batch_size`` samples, and augmentation.
 
 Shapes: B samples of the batch, T tokens of a window.
 """
@@ -25,12 +24,12 @@ from plimsoll.data.tokens.store import Tokens
 
 
 class StreamDataset(Samples):
-    """The windows of the stream slots of a token stream; all windows of a batch are equally long.
+    """The windows of the stream slots of a token stream. All windows of a batch have equal length.
 
     Args:
         store: the texts.
-        slots: where the stream slots are in it.
-        resets: whether samples say where texts begin, for the state to begin anew there.
+        slots: the positions of the stream slots in the store.
+        resets: whether samples mark where texts begin, so that the state is reset there.
     """
 
     def __init__(self, store: Tokens, slots: StreamSlots, resets: bool = False) -> None:
@@ -45,12 +44,12 @@ class StreamDataset(Samples):
 
     @property
     def fingerprint(self) -> str | None:
-        """A name that differs where the samples do; ``None`` where the tokens are in no store."""
+        """A string that differs if the samples differ; ``None`` if the tokens are in no store."""
         folder = getattr(self._store, "folder", None)
         if folder is None:
             return None
         slots = self.slots
-        # In the words of the release before: a checkpoint keeps the fingerprint of its data.
+        # The format of the previous release, because checkpoints hold the fingerprint of their data.
         said = (
             f"Lanes(begin={slots.begin}, num_tokens={slots.num_tokens}, num_lanes={slots.num_slots}, "
             f"sequence_length={slots.sequence_length})"
@@ -58,11 +57,11 @@ class StreamDataset(Samples):
         return f"{folder.name} {said} {self._resets}"
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``labels`` (B, T), ``slots`` and ``windows`` (B,).
+        """Return ``input_ids`` and ``labels`` (B, T), ``slots`` and ``windows`` (B,), all int64.
 
-        Labels are for a model that shifts them: the last token is predicted and not read. With resets there is
-        ``resets`` (B, T): before which tokens the state begins anew. Of windows that are not equally long, the shorter
-        ones are filled up with what is not predicted.
+        Labels are for a model that shifts them: the last token is predicted and not read. With resets, the batch also
+        has ``resets`` (B, T) bool, true for tokens before which the state is reset. If windows differ in length, the
+        shorter ones are padded with tokens that are not predicted.
         """
         starts_B, lengths_B = self.slots.places(ids)
         num_columns = int(lengths_B.max())
@@ -81,5 +80,5 @@ class StreamDataset(Samples):
         return fields
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of each window."""
+        """Return the number of tokens of each window."""
         return self.slots.places(ids)[1]

@@ -1,10 +1,10 @@
-"""The tags of words: which there are, and what becomes of them where words are cut into tokens.
+"""The tags of words, and the labels of tokens that words are split into.
 
-Words are tokenized one by one, so a token never reaches over the end of a word; the label of a word is that of its
-first token, and all others have none, as is usual for models of tokens. A word that the tokenizer makes nothing of is
-lost with its tag, and counted; one whose tag is -100 has no label. Tags may be those of entities (O, B-X, I-X, also E-X
-and S-X). What becomes of labels in windows is in `plimsoll.data.samples.texts`. NOT covered: labels of all tokens of a
-word, several tags of a word.
+Words are tokenized one by one, so a token never spans two words. The label of a word is on its first token; its other
+tokens have none, as is usual in token classification. A word for which the tokenizer returns no token is dropped with
+its tag, and counted. A word with the tag -100 has no label. Tags may mark entities (O, B-X, I-X, also E-X and S-X).
+For labels in windows, see `plimsoll.data.samples.texts`. Not handled: labels on all tokens of a word, several tags
+per word.
 
 Shapes: N tokens, W words.
 """
@@ -27,7 +27,7 @@ from plimsoll.errors import DataError
 if TYPE_CHECKING:
     import tokenizers
 
-NO_LABEL = -100  # plimsoll.data.samples.windows.IGNORED_LABEL, which comes with torch
+NO_LABEL = -100  # equals plimsoll.data.samples.windows.IGNORED_LABEL, whose module imports torch
 INSIDE_WORD = -101  # in a store: the token is not the first of its word, and has no label
 OUTSIDE = "O"
 _PREFIXES = ("B-", "I-", "E-", "S-")
@@ -35,44 +35,44 @@ _PIECE_WORDS = 8192
 
 
 def tags_of(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the names of the tags in their order: numbers by value, all else by the alphabet.
+    """Return the names of the tags, sorted: numbers by value, other names alphabetically.
 
     Args:
         corpus: texts that were opened with ``Reading(is_tagged=True)``.
-        names: the tags that are known already (those of the training texts).
+        names: the tags, if known (the tags of the training texts). They are then returned, after a check.
 
     Raises:
-        DataError: if there are fewer than 2, or one that is not among ``names``.
+        DataError: if there are fewer than 2 tags, or one is not in ``names``.
     """
     own = tuple(corpus.tag_counts)
     if not own:
         raise DataError(
-            f"no word of the {len(corpus)} texts has a tag, for {NO_TAG} means none: give the column with the tags"
+            f"no word of the {len(corpus)} texts has a tag ({NO_TAG} means no tag): give the column with the tags"
         )
     known = own if names is None else tuple(names)
     if len(known) < 2:
         raise DataError(
             f"token-classification needs at least 2 tags, but all words of the {len(corpus)} texts have {known[0]!r}: "
-            "give the column with the tags, or texts with others"
+            "give the column with the tags, or texts with other tags"
         )
-    of_training = "those of the training data"
+    of_training = "the training data has"
     refuse_unknown(own, known, "the words of the validation data have the tags", of_training)
     return known
 
 
 def are_of_entities(names: Sequence[str]) -> bool:
-    """Return whether all tags are O or those of the begin, the inside, the end or the whole of an entity."""
+    """Return whether the tags describe entities, that is, all are O or have a prefix such as B- or I-."""
     return any(name != OUTSIDE for name in names) and not _without_prefix(names)
 
 
 def entity_note(names: Sequence[str]) -> str | None:
-    """Return why whole entities are not judged although some tags look as if there were some; ``None``: none does."""
+    """Return why entity F1 is not computed although some tags have an entity prefix, or ``None`` if none has."""
     others = _without_prefix(names)
     if not others or not any(name.startswith(_PREFIXES) for name in names):
         return None
     return (
         f"entity F1 is left out, because some tags have a prefix ({', '.join(_PREFIXES)}) and some have none: name "
-        f"{listed(others)} as those, such as B-{others[0]} and I-{others[0]}, or {OUTSIDE}, to have it"
+        f"{listed(others)} with a prefix, such as B-{others[0]} and I-{others[0]}, or {OUTSIDE}, to get entity F1"
     )
 
 
@@ -81,7 +81,7 @@ def _without_prefix(names: Sequence[str]) -> list[str]:
 
 
 class Words(NamedTuple):
-    """Words of one text, or of a part of one, and the numbers of their tags."""
+    """The words of a text, or of a part of it, and the numbers of their tags."""
 
     words: list[str]
     tags: list[int]
@@ -90,7 +90,7 @@ class Words(NamedTuple):
 
 
 def tagged_words(corpus: Corpus, first_text: int = 0) -> Iterator[Words]:
-    """Yield the words of texts in order, at most some thousand at a time, which changes no token."""
+    """Yield the words of texts in order, in parts of at most `_PIECE_WORDS` words. Parts do not change tokens."""
     numbers = {name: number for number, name in enumerate(corpus.tag_counts)} | {NO_TAG: NO_LABEL}
     for text in corpus.tagged(first_text):
         words, names = words_and_tags(text)
@@ -103,9 +103,10 @@ def tagged_words(corpus: Corpus, first_text: int = 0) -> Iterator[Words]:
 
 
 class Encoded(NamedTuple):
-    """Tokens end to end (N,), how many of them each text or piece has, and their labels where words have tags (N,).
+    """Tokens end to end (N,), the number of tokens of each text or piece, and labels (N,) if words have tags.
 
-    ``num_lost_words`` have no token. ``marks`` say where sentences and paragraphs begin, where that is asked for (N,).
+    ``num_lost_words`` words have no token. ``marks`` (N,) mark the beginnings of sentences and paragraphs, if
+    requested.
     """
 
     tokens: NDArray[np.uint32]
@@ -116,10 +117,10 @@ class Encoded(NamedTuple):
 
 
 class WordEncoder:
-    """Encodes words one by one, each as the tokenizer spells it behind another word.
+    """An encoder of single words, each encoded as the tokenizer encodes it after another word.
 
-    A byte-level tokenizer has other tokens for a word with a space before it than without; what it does is found out by
-    trying. Each word is encoded once for all its occurrences.
+    A byte-level tokenizer returns other tokens for a word with a preceding space than without. The constructor tests
+    whether the tokenizer does. Each distinct word is encoded once per call.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -128,7 +129,7 @@ class WordEncoder:
         self._before = " " if spaced != alone and both[-len(spaced) :] == spaced else ""
 
     def encode(self, pieces: Sequence[Sequence[str]]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """Return the tokens of all words of all pieces (N,), and how many each word has (W,)."""
+        """Return the tokens of all words of all pieces (N,), and the number of tokens of each word (W,)."""
         numbers: dict[str, int] = {}
         places_W = np.array([numbers.setdefault(word, len(numbers)) for words in pieces for word in words], np.int64)
         texts = [self._before + word for word in numbers]
@@ -136,7 +137,7 @@ class WordEncoder:
         tokens = array("I")
         lengths = np.zeros(len(numbers), np.int64)
         for number, encoding in enumerate(encodings):
-            if texts[number] != self._before:  # a word of no characters is not a space
+            if texts[number] != self._before:  # an empty word must not become a space
                 tokens.fromlist(encoding.ids)
                 lengths[number] = len(encoding)
         begins = np.cumsum(lengths) - lengths

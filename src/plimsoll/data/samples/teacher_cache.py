@@ -1,12 +1,14 @@
-"""The teacher cache: what a teacher says of samples, in files beside their tokens.
+"""The teacher cache: a teacher's most likely tokens for each position, or its scores of labels, in files.
 
-    with TeacherCacheFiles(folder, ends, num_kept, num_words) as files:  # goes on where it was interrupted
+    with TeacherCacheFiles(folder, ends, num_kept, num_words) as files:  # resumes after an interruption
         files.write(first, words_BTk, log_p_BTk)
     samples = WithTeacher(samples, open_teacher_cache(folder))  # samples with the fields `WORDS` and `LOG_P`
 
-A row of a file is a position of a sample, in the order of the data set, or a sample that is judged as a whole. The
-files are mapped: neither writing nor reading takes private memory. The caller names the folder after what is in it; it
-does NOT cover samples that change from epoch to epoch. Shapes: B samples, T tokens, k words kept.
+A row of a file belongs to one position of a sample, or to a whole sample if samples are classified. Rows are in the
+order of the data set. The files are memory-mapped, so neither writing nor reading takes private memory. The caller
+chooses a folder name that identifies the content. Not handled: samples that change from epoch to epoch.
+
+Shapes: B samples, T tokens, k tokens kept per position.
 """
 
 from __future__ import annotations
@@ -26,26 +28,26 @@ from plimsoll.files.store import Facts, kept_facts, require_space
 from plimsoll.records.base import write_atomically
 
 WORDS, LOG_P = "teacher_words", "teacher_log_p"
-"""Fields of a batch: the likeliest words of each position, and the logarithms of what the teacher gives them."""
+"""Fields of a batch: the most likely tokens of each position, and the logarithms of their probabilities."""
 
 _ENDS_FILE, _WORDS_FILE, _LOG_P_FILE, _DONE_FILE = "ends.npy", "words.bin", "log_p.bin", "done.json"
 _SAMPLES_PER_PASS = 1 << 20
 
 
 class TeacherRows(NamedTuple):
-    """The rows of all samples: those of sample n end at ``ends[n]``; ``words`` is ``None`` where all are kept."""
+    """The rows of all samples. Rows of sample n end at ``ends[n]``; ``words`` is ``None`` if all labels are kept."""
 
     ends: NDArray[np.int64]
     words: NDArray[Any] | None
     log_p: NDArray[np.float32]
 
     def span(self, number: int) -> slice:
-        """The rows of a sample."""
+        """Return the range of the rows of a sample."""
         return slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
 
 
 def ends_of(samples: Samples | Subset, is_by_token: bool) -> NDArray[np.int64]:
-    """Return where the rows of each sample end: a row for each token, or for each sample."""
+    """Return the end of the rows of each sample, with one row per token (``is_by_token``) or one row per sample."""
     if not is_by_token:
         return np.arange(1, len(samples) + 1)
     return np.cumsum(np.concatenate(list(_lengths(samples))), dtype=np.int64)
@@ -57,16 +59,16 @@ def _lengths(samples: Samples | Subset) -> Iterator[NDArray[np.int64]]:
 
 
 class TeacherCacheFiles:
-    """Writes rows in the order of the samples; ``num_done`` samples are on the disk already.
+    """A writer of rows in the order of the samples. ``num_done`` samples are already on disk.
 
     Args:
-        folder: where; what an interrupted writer left in it is gone on from.
-        ends: where the rows of each sample end.
+        folder: the folder of the files. The work of an interrupted writer is continued.
+        ends: the end of the rows of each sample.
         num_kept: k.
-        num_words: of the vocabulary; ``None``: all labels are kept, in their order.
+        num_words: the size of the vocabulary; ``None`` if all labels are kept, in their order.
 
     Raises:
-        OutputError: if the disk has too little space for all of it.
+        OutputError: if there is not enough disk space for all rows.
     """
 
     def __init__(self, folder: Path, ends: NDArray[np.int64], num_kept: int, num_words: int | None) -> None:
@@ -91,7 +93,7 @@ class TeacherCacheFiles:
         self.keep()
 
     def write(self, words_BTk: torch.Tensor | None, log_p_BTk: torch.Tensor) -> None:
-        """Write what is said of the next samples; what is beyond the end of a sample is left out."""
+        """Write the teacher's rows of the next samples. Rows beyond the end of a sample are ignored."""
         for number, log_p in enumerate(log_p_BTk):
             span = self.rows.span(self.num_done + number)
             num_rows = span.stop - span.start
@@ -101,14 +103,14 @@ class TeacherCacheFiles:
         self.num_done += len(log_p_BTk)
 
     def keep(self) -> None:
-        """Have on the disk what was written so far, so that another writer can go on from it."""
+        """Flush everything written so far to disk, so that another writer can continue from it."""
         self.rows.log_p.flush()  # type: ignore[attr-defined]
         if self.rows.words is not None:
             self.rows.words.flush()  # type: ignore[attr-defined]
         write_atomically(self._folder / _DONE_FILE, json.dumps(self.num_done).encode(), "cache folder")
 
     def facts(self) -> Facts:
-        """Say what is in the files, when all is."""
+        """Return the facts to store with the complete files."""
         return {"num_kept": self._num_kept, "num_words": self._num_words}
 
 
@@ -117,10 +119,10 @@ def _word_type(num_words: int) -> np.dtype[Any]:
 
 
 def open_teacher_cache(folder: Path) -> TeacherRows:
-    """Map what was written.
+    """Open the memory-mapped rows that `TeacherCacheFiles` wrote.
 
     Raises:
-        DataError: if it is gone, or torn.
+        DataError: if they are missing or damaged.
     """
     facts = kept_facts(folder, "words of the teacher")
     require_whole(folder / _ENDS_FILE)
@@ -132,7 +134,7 @@ def open_teacher_cache(folder: Path) -> TeacherRows:
 
 
 class WithTeacher:
-    """`Dataset`: samples with what a teacher says of them; of padding it says nothing that counts."""
+    """A `Dataset` of samples with the teacher's tokens and probabilities. Values on padding must be ignored."""
 
     def __init__(self, samples: Samples | Subset, rows: TeacherRows) -> None:
         self._samples, self._rows = samples, rows
@@ -141,7 +143,7 @@ class WithTeacher:
 
     @property
     def num_truncated(self) -> int:
-        """How many samples were truncated as they were read."""
+        """The number of samples that were truncated when they were read."""
         return self._samples.num_truncated
 
     def __len__(self) -> int:
@@ -149,15 +151,18 @@ class WithTeacher:
 
     @property
     def fingerprint(self) -> str | None:
-        """What tells the samples, without what the teacher says of them, from others; ``None`` if they do not know."""
+        """The fingerprint of the samples, without the teacher's values; ``None`` if they have none."""
         return getattr(self._samples, "fingerprint", None)
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of each sample."""
+        """Return the number of tokens of each sample."""
         return self._samples.lengths(ids)
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
-        """Return the samples ``ids``, with two fields (B, T, k) more, or of labels of samples with one (B, k)."""
+        """Return the samples ``ids`` with the fields `WORDS` and `LOG_P`, both (B, T, k).
+
+        With one label per sample they are (B, k). `WORDS` is missing if all labels are kept.
+        """
         fields = self._samples.batch(ids, epoch)
         is_by_sample = fields["labels"].dim() == 1
         width = 1 if is_by_sample else fields["input_ids"].shape[1]

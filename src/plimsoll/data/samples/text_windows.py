@@ -1,12 +1,12 @@
-"""Texts cut into spans of at most ``sequence_length`` tokens: where each sample begins and how long it is.
+"""Texts cut into spans of at most ``sequence_length`` tokens: where each sample begins, and its length.
 
-What a tokenizer puts around a text (`plimsoll.data.tokens.template`) is added to each span as it is read, and counted
-in its length; the store does not have it. So a window of a long text is what transformers makes of it with
-``return_overflowing_tokens``. If no text is too long, or all are truncated, spans follow from the store and take no
-memory; else they are a memory-mapped table (12 bytes a span), written once beside the tokens.
+Special tokens around a text (`plimsoll.data.tokens.template`) are added to each span when it is read, and counted in
+its length. They are not in the store. So a window of a long text equals the output of transformers with
+``return_overflowing_tokens``. If no text is too long, or all long texts are truncated, spans follow from the store and
+take no memory. Otherwise they are a memory-mapped table (12 bytes per span), written once next to the tokens.
 
-NOT covered: spans that reach over the end of a text (`plimsoll.data.samples.windows.WindowDataset`), overlap where
-windows end at borders. Shapes: B spans asked for, N spans of one pass.
+Not handled: spans that cross the end of a text (`plimsoll.data.samples.windows.WindowDataset`), and overlap of windows
+that end at borders. Shapes: B requested spans, N spans of one pass.
 """
 
 from __future__ import annotations
@@ -30,26 +30,29 @@ from plimsoll.files.store import Facts, Progress, Store, kept, kept_facts, read_
 
 LongTexts = Literal["window", "truncate", "stop"]
 
-_RECIPE = 1  # raise it when the same settings give other spans
+_RECIPE = 1  # increase it if the same settings give other spans
 _ITEMS_PER_PASS = 1 << 18
 _STARTS_FILE, _LENGTHS_FILE = "starts.bin", "lengths.bin"
 
 Table = tuple[NDArray[np.int64], NDArray[np.int64]]  # starts and lengths (N,)
-_Texts = Callable[[NDArray[np.int64]], Table]  # of texts by their numbers
+_Texts = Callable[[NDArray[np.int64]], Table]  # returns the table of the texts with these indices
 
 
 class Spans:
-    """Where each sample lies in ``store.tokens``; picklable.
+    """The position of each sample in ``store.tokens``; picklable.
 
-    A text without a token is what its template puts around it, or the end token where that is nothing.
+    The span of an empty text consists of its special tokens, or of the end token if there are no special tokens.
 
-    What became of long texts: ``num_long_texts``, ``num_truncated`` of them, which lost ``num_dropped_tokens`` in all;
-    ``num_cut_inside`` windows end where no border fitted.
+    Attributes:
+        num_long_texts: texts longer than a sample.
+        num_truncated: long texts that were truncated.
+        num_dropped_tokens: tokens lost by truncation.
+        num_cut_inside: windows that do not end at a border because no border fits.
     """
 
     def __init__(self, store: TokenStore, folder: Path, facts: Facts) -> None:
         self.store, self.folder = store, folder
-        self._tokens: NDArray[np.unsignedinteger[Any]] = np.asarray(store.tokens)  # looked at in `rows`
+        self._tokens: NDArray[np.unsignedinteger[Any]] = np.asarray(store.tokens)  # verified in `rows`
         self.sequence_length: int = facts["sequence_length"]
         self.template = Template(*map(tuple, facts.get("template", ())))
         self._room, self._keeps_end = self.template.room(self.sequence_length), facts.get("keeps_end", False)
@@ -63,7 +66,7 @@ class Spans:
         if facts["has_table"]:
             files = (_STARTS_FILE, np.int64), (_LENGTHS_FILE, np.int32)
             require_whole(*(folder / name for name, _ in files))
-            # As plain arrays: indexing a memmap makes objects of its class, which takes longer than the indexing.
+            # Plain arrays: indexing a memmap creates memmap objects, which takes longer than the indexing itself.
             starts, lengths = (np.asarray(np.memmap(folder / name, dtype, "r")) for name, dtype in files)
             self._table = starts, lengths
 
@@ -75,17 +78,17 @@ class Spans:
 
     @property
     def are_texts(self) -> bool:
-        """Whether span ``i`` is text ``i``, whole or truncated."""
+        """A flag that is true if span ``i`` is text ``i``, whole or truncated."""
         return self._table is None
 
     def rows(self, ids: NDArray[np.int64]) -> Table:
-        """Return the tokens of some spans with what is around them, end to end (N,), and the length of each (B,)."""
+        """Return the tokens of spans with their special tokens, end to end (N,), and the length of each (B,)."""
         starts_B, lengths_B = self.places(ids)
         require_runs(self.store.tokens, starts_B, starts_B + lengths_B)
         return self.template.around(self._tokens[ragged.places(starts_B, lengths_B)].astype(np.int64), lengths_B)
 
     def places(self, ids: NDArray[np.int64]) -> Table:
-        """Return the first token of the text in each span and how many it has of that, (B,) each."""
+        """Return the index of the first text token of each span, and its number of text tokens, (B,) each."""
         if self._table is None:
             starts_B, lengths_B = _texts(self.store, ids, self.with_end, self.template)
             kept_B = np.minimum(lengths_B, self._room)
@@ -93,15 +96,15 @@ class Spans:
         return self._table[0][ids], self._table[1][ids].astype(np.int64)
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many tokens each span has, with those around it, (B,)."""
+        """Return the number of tokens of each span, including special tokens, (B,)."""
         return self.places(ids)[1] + self.template.num_tokens
 
     def parents(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of the text that each span is of, (B,)."""
+        """Return the index of the text of each span, (B,)."""
         return ids if self._table is None else np.searchsorted(self.store.ends, self._table[0][ids])
 
     def num_of_parents(self, parents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many spans each of these texts has, (B,)."""
+        """Return the number of spans of each of these texts, (B,)."""
         if self._table is None:
             return np.ones(len(parents), np.int64)
         starts_B, lengths_B = _texts(self.store, parents, self.with_end, self.template)
@@ -109,7 +112,7 @@ class Spans:
         return stop_B - first_B
 
     def num_repeated(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many of the first tokens of its text each span has in common with the span before, (B,)."""
+        """Return the number of text tokens at the start of each span that the previous span also has, (B,)."""
         if self._table is None:
             return np.zeros(len(ids), np.int64)
         before_B = np.maximum(ids - 1, 0)
@@ -117,16 +120,18 @@ class Spans:
         return np.where(ids > 0, np.maximum(ends_B - self._table[0][ids], 0), 0)
 
     def num_known(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many of its first tokens an earlier span predicts, those before the text included, (B,)."""
+        """Return the number of tokens at the start of each span that an earlier span predicts, (B,).
+
+        Special tokens before the text are included.
+        """
         num_repeated_B = self.num_repeated(ids)
         return np.where(num_repeated_B > 0, num_repeated_B + len(self.template.prefix), 0)
 
     def own_ranges(self, ids: NDArray[np.int64]) -> Table:
-        """Return from which to which token each span is the one in which tokens are farthest from an edge, (B,) each.
+        """Return the first and last token (exclusive) that each span owns, (B,) each.
 
-        Tokens are counted from the first one of the text in it.
-
-        Of what two neighbours share the first has the first half, and the middle one.
+        A token that two spans share belongs to the span in which it is farther from an edge: the earlier span owns the
+        first half and the middle token. Tokens are counted from the first text token of the span.
         """
         following = np.minimum(ids + 1, len(self) - 1)
         shared_after_B = np.where(ids + 1 < len(self), self.num_repeated(following), 0)
@@ -146,23 +151,23 @@ def cut_texts(
     keeps_end: bool = False,
     progress: Progress = silent,
 ) -> Store[Spans]:
-    """Return the samples of texts, from the cache (the folder that ``store`` is in) or cut now.
+    """Return the spans of texts, from the cache (the folder that holds ``store``) or cut now.
 
     Args:
         store: the texts.
-        sequence_length: the most tokens of a span, with those around it.
-        long_texts: what happens to longer texts: ``"window"``: cut into spans; ``"truncate"``: only their begin is
-            used; ``"stop"``: they are an error.
-        stride: from the begin of a window to the next, from 1 to what fits into a span, which is the default.
-        borders: where windows may end: each at the last border that fits, or where the span is full if none does. The
-            store must have been made with ``borders``.
-        with_end: whether the end token belongs to its text: language models learn where a text ends.
-        template: what is put around each span.
-        keeps_end: whether it is the begin of a text that is cut off where it is truncated.
-        progress: called with the stage ``"spans"``, done and total in tokens.
+        sequence_length: the maximum tokens of a span, including special tokens.
+        long_texts: the treatment of longer texts. ``"window"`` cuts them into spans, ``"truncate"`` keeps one part, and
+            ``"stop"`` raises.
+        stride: tokens from the beginning of a window to the next, from 1 to the text tokens of a span (the default).
+        borders: the borders at which windows end. A window ends at the last border that fits, or where the span is full
+            if none fits. The store must have been made with ``borders``.
+        with_end: whether the end token belongs to its text, so that language models learn where a text ends.
+        template: the special tokens around each span.
+        keeps_end: whether truncation drops the beginning of a text instead of its end.
+        progress: called with the stage ``"spans"``, and the done and total number of tokens.
 
     Raises:
-        DataError: if a text is too long and ``long_texts`` is ``"stop"``, or ``stride`` is out of range or not used.
+        DataError: if a text is too long and ``long_texts`` is ``"stop"``, or ``stride`` is out of range or unused.
         OutputError: if the cache cannot be written.
     """
     room = template.room(sequence_length)
@@ -179,7 +184,7 @@ def cut_texts(
         borders,
         with_end,
     )
-    if template.num_tokens or keeps_end:  # spans from before there were these are as good
+    if template.num_tokens or keeps_end:  # without these, cache entries from before these settings stay valid
         settings = (*settings, template, keeps_end)
     folder = store.folder.parent / f"spans-{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
     lengths_of = partial(_texts, store, with_end=with_end, template=template)
@@ -198,10 +203,10 @@ def cut_texts(
 
 
 def open_spans(store: TokenStore, folder: Path) -> Spans:
-    """Map the spans that `cut_texts` or `select_spans` stored at ``folder``.
+    """Open the memory-mapped spans that `cut_texts` or `select_spans` stored in ``folder``.
 
     Raises:
-        DataError: if they are gone or torn.
+        DataError: if they are missing or damaged.
     """
     return Spans(store, folder, kept_facts(folder, "spans"))
 
@@ -211,9 +216,9 @@ def select_spans(spans: Spans, name: str, is_chosen: Callable[[NDArray[np.int64]
     """Return the spans of some texts, from the cache or written now.
 
     Args:
-        spans: of all texts.
-        name: what the choice is kept under: the same for the same choice.
-        is_chosen: which of these texts (given by their numbers) are wanted.
+        spans: the spans of all texts.
+        name: the cache key of the selection; it must identify the selection.
+        is_chosen: returns which of the texts with the given indices are selected.
 
     Raises:
         OutputError: if the cache cannot be written.
@@ -236,13 +241,13 @@ def checked_stride(stride: int | None, sequence_length: int) -> int:
     """
     if stride is not None and not 1 <= stride <= sequence_length:
         raise DataError(
-            f"stride = {stride} would lose tokens or never end: give from 1 to sequence_length = {sequence_length}"
+            f"stride = {stride} would lose tokens or never advance: give from 1 to sequence_length = {sequence_length}"
         )
     return sequence_length if stride is None else stride
 
 
 def _texts(store: TokenStore, ids: NDArray[np.int64], with_end: bool, template: Template) -> Table:
-    """Return where texts begin and how many tokens each has, without those around it."""
+    """Return where texts begin and their numbers of tokens, without special tokens."""
     starts_B = np.where(ids > 0, store.ends[ids - 1] + 1, 0)
     return starts_B, np.maximum(store.ends[ids] - starts_B + with_end, 0 if template.num_tokens else 1)
 
@@ -253,7 +258,7 @@ def _passes(num_items: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _surveyed(num_texts: int, texts: _Texts, sequence_length: int, template: Template, long_texts: LongTexts) -> Facts:
-    """Look at the lengths of all texts; return the facts of spans that need no table."""
+    """Read the lengths of all texts; return the facts of spans without a table."""
     longest = num_long = num_beyond = num_tokens = 0
     for ids in _passes(num_texts):
         lengths_N = texts(ids)[1] + template.num_tokens
@@ -281,7 +286,7 @@ def _surveyed(num_texts: int, texts: _Texts, sequence_length: int, template: Tem
 def _written(
     folder: Path, tables: Iterable[tuple[Table, int]], template: Template, report: Callable[[int], None]
 ) -> Facts:
-    """Write a table in parts, each with how many of its windows end where no border fitted."""
+    """Write a table in parts; each part comes with the number of its windows that do not end at a border."""
     num_tokens = num_cut_inside = 0
     with (folder / _STARTS_FILE).open("wb") as starts_file, (folder / _LENGTHS_FILE).open("wb") as lengths_file:
         for (starts_N, lengths_N), num_inside in tables:
@@ -295,7 +300,7 @@ def _written(
 
 
 def _strided(num_texts: int, texts: _Texts, room: int, stride: int) -> Iterator[tuple[Table, int]]:
-    """Yield the windows of all texts, at most a pass of them at once however long a text is."""
+    """Yield the windows of all texts in bounded passes, even if one text is very long."""
     for ids in _passes(num_texts):
         starts, lengths = texts(ids)
         for texts_N, steps_N, lengths_N in windows_of(lengths, room, stride):
@@ -314,9 +319,10 @@ def _chosen_tables(
 def windows_of(
     lengths: NDArray[np.int64], sequence_length: int, stride: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield the windows that texts of these lengths are cut into, at most a pass of them at once.
+    """Yield the windows that texts of these lengths are cut into, in bounded passes.
 
-    Of each window: the number of its text, where in that it begins, and how many tokens it has, (N,) each.
+    Yields:
+        for each window, the index of its text, its first token in the text, and its number of tokens, (N,) each.
     """
     nums = 1 + -(-np.maximum(lengths - sequence_length, 0) // stride)
     stops = np.cumsum(nums)
@@ -327,18 +333,16 @@ def windows_of(
 
 
 def num_windows(num_tokens: int, sequence_length: int, stride: int | None) -> int:
-    """Return how many windows of a stream of tokens there are, as `plimsoll.data.samples.windows.WindowDataset` has
-    them.
-    """
+    """Return the number of windows of a token stream in `plimsoll.data.samples.windows.WindowDataset`."""
     step = checked_stride(stride, sequence_length)
     return 1 + (num_tokens - sequence_length) // step if num_tokens >= sequence_length else 0
 
 
 def refuse_no_window(num_tokens: int, sequence_length: int, text: str = "the text") -> None:
-    """Refuse a stream of tokens that does not fill one window; ``text`` is what it is called.
+    """Raise if a token stream does not fill one window. ``text`` names the stream in the message.
 
     Raises:
-        DataError: if it does not.
+        DataError: if there are fewer than ``sequence_length`` tokens.
     """
     if num_tokens < sequence_length:
         raise DataError(

@@ -1,8 +1,9 @@
-"""Samples that are texts, or the windows texts are cut into: with a class, with tags, or of a language model.
+"""Samples that are texts, or windows of texts: with a class, with tags, or for language modelling.
 
 Each batch is padded to its longest sample, rounded up to a small multiple. A window of a classified text has the class
-of its text; `Spans.parents` says which text that is, and `plimsoll.data.samples.pooling` makes one prediction of the
-windows'. Token augmentation is applied as samples are read. NOT covered: several classes per text.
+of its text. `Spans.parents` returns the text of each window, and `plimsoll.data.samples.pooling` combines predictions
+for windows into one per text. Token augmentation is applied when samples are read. Not handled: several classes per
+text.
 
 Shapes: B samples of the batch, T tokens of the longest, N tokens of all.
 """
@@ -34,16 +35,16 @@ class DocumentDataset(Samples):
 
     Args:
         spans: the texts, or their windows.
-        labels: the class of every text, or ``None`` for language modelling: each token that no earlier window of the
-            text has predicted is its own label, for a model that shifts the labels. Or the labels of the tokens.
-        pad_id: the token that fills the rows of a batch.
-        pad_multiple: rows are padded to a multiple of it, and to no more than the longest span may have. ``None``: 8,
-            4, 2 or 1, the largest that adds no more than 3 % to the tokens.
-        augmentation: what is done to the tokens of each sample, anew in each epoch. In language modelling, masked
-            tokens are still predicted as what they were.
+        labels: the class of every text, or the labels of tokens, or ``None`` for language modelling. Then each token is
+            its own label unless an earlier window of the text predicts it, for a model that shifts the labels.
+        pad_id: the padding token.
+        pad_multiple: rows are padded to a multiple of this, but to no more than the maximum length of a span. ``None``
+            chooses the largest of 8, 4, 2 and 1 that adds at most 3 % to the tokens.
+        augmentation: a change to the tokens of each sample, drawn anew in each epoch. In language modelling, the labels
+            of masked tokens are still the original tokens.
 
     Raises:
-        DataError: if ``token_function`` is to augment texts for language modelling.
+        DataError: if ``token_function`` is used for language modelling.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class DocumentDataset(Samples):
         assert self._labels is None or len(spans.store.ends) == len(self._labels), (len(spans.store.ends), labels)
         if self._labels is None and augmentation is not None and augmentation.config.token_function is not None:
             raise DataError(
-                f"token_function {augmentation.config.token_function} changes texts of which every token is a label, "
-                f"and cannot say how these go with it: use `function`, which changes the text itself"
+                f"token_function {augmentation.config.token_function} changes tokens that are also labels, but cannot "
+                f"change the labels: use `function`, which changes the text itself"
             )
         self.spans, self._augmentation = spans, augmentation
         self.sequence_length = spans.sequence_length
@@ -74,7 +75,7 @@ class DocumentDataset(Samples):
 
     @property
     def fingerprint(self) -> str:
-        """A name that differs where the samples do."""
+        """A string that differs if the samples differ."""
         names = self._token_labels and self._token_labels.names
         labels = names if self._labels is None else zlib.crc32(np.ascontiguousarray(self._labels).data)
         config = self._augmentation and self._augmentation.config
@@ -88,7 +89,10 @@ class DocumentDataset(Samples):
         self.__dict__ |= state | {"_labels": labels.opened() if isinstance(labels, _Mapped) else labels}
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` (B, T), and ``labels``: (B,) of texts, (B, T) of tokens."""
+        """Return ``input_ids`` and ``attention_mask`` (B, T), and ``labels``, all int64.
+
+        Labels are (B,) for classes of texts, and (B, T) for labels of tokens.
+        """
         tokens_N, lengths_B = self.spans.rows(ids)
         labels_N = self._own_labels(tokens_N, lengths_B, ids) if self._labels is None else None
         if self._augmentation is not None:
@@ -108,16 +112,16 @@ class DocumentDataset(Samples):
         }
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of each sample (B,), before augmentation."""
+        """Return the number of tokens of each sample (B,), before augmentation."""
         return self.spans.lengths(ids)
 
     @property
     def windows(self) -> Spans | None:
-        """What says of which text each window is; ``None`` where every sample is a text."""
+        """The spans, which map windows to texts; ``None`` if every sample is a text."""
         return None if self.spans.are_texts else self.spans
 
     def parents(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of the text that each sample is of (B,)."""
+        """Return the index of the text of each sample (B,)."""
         return self.spans.parents(ids)
 
     def _own_labels(
@@ -130,27 +134,27 @@ class DocumentDataset(Samples):
 
 
 class TokenLabels:
-    """The labels of the tokens of a store, with the numbers that a model has for them; picklable.
+    """The labels of the tokens of a store, as the label indices of a model; picklable.
 
-    Where windows of a long text overlap, a word has its label in one of them only: that in which it is farther from an
-    edge. So each word counts once, in training and in evaluation, and with what is known of both its sides.
+    If windows of a long text overlap, a word has its label only in the window in which it is farther from an edge. So
+    each word counts once, in training and in evaluation, and with as much context as possible.
 
     Args:
         store: tokens of words with tags.
-        names: the tags in the order of their numbers, among them all of the store.
+        names: the tags in the order of their indices; they must include all tags of the store.
     """
 
     def __init__(self, store: TokenStore, names: Sequence[str]) -> None:
         assert store.labels is not None, store.folder
         self._store, self.names = store, tuple(names)
-        self._labels: NDArray[Any] = np.asarray(store.labels)  # looked at where they are read
+        self._labels: NDArray[Any] = np.asarray(store.labels)  # verified when they are read
         self._numbers = np.array([self.names.index(name) for name in store.tag_names], np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenLabels, (self._store, self.names)
 
     def of(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the label of each token of some spans, end to end (N,); -100 where another span has it, or none."""
+        """Return the label of each token of spans, end to end (N,); -100 if it has none, or has it in another span."""
         starts_B, lengths_B = spans.places(ids)
         require_runs(self._store.labels, starts_B, starts_B + lengths_B)
         labels_N = self._labels[ragged.places(starts_B, lengths_B)]
@@ -163,9 +167,9 @@ class TokenLabels:
         return spans.template.around(own_N, lengths_B, IGNORED_LABEL)[0]
 
     def begins(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which tokens of some spans, end to end (N,), begin a word, or stand by themselves as special ones do.
+        """Return which tokens of spans, end to end (N,), begin a word. Special tokens count as words.
 
-        The first token of a window does, also where it is inside of one.
+        The first text token of a window is also marked, even if it is inside a word.
         """
         starts_B, lengths_B = spans.places(ids)
         require_runs(self._store.labels, starts_B, starts_B + lengths_B)
@@ -177,16 +181,16 @@ class TokenLabels:
 def split_by_text(spans: Spans, share: float, seed: int, is_drawn: bool = True) -> tuple[Spans, Spans]:
     """Hold out ``share`` of the texts with all their windows, so that no text is on both sides.
 
-    Whole texts can be split with `plimsoll.data.samples.windows.split`, which writes nothing; this keeps two tables.
+    This writes two tables. To split whole texts, use `plimsoll.data.samples.windows.split`, which writes nothing.
 
     Args:
         spans: the windows of all texts.
-        share: from 0 (not included) to less than 1; the texts are those that `split` holds out.
+        share: the fraction to hold out, from 0 (exclusive) to less than 1. `split` would hold out the same texts.
         seed: another seed draws other texts.
-        is_drawn: draw them; else they are the last ones.
+        is_drawn: whether held-out texts are drawn at random; otherwise they are the last texts.
 
     Returns:
-        the spans for training, and those for validation.
+        the spans for training, and the spans for validation.
 
     Raises:
         DataError: if a share is to be held out of fewer than 2 texts.
@@ -198,7 +202,7 @@ def split_by_text(spans: Spans, share: float, seed: int, is_drawn: bool = True) 
 
 @dataclass(frozen=True)
 class _Mapped:
-    """Where a memory-mapped array is, which is what its pickle should hold."""
+    """The file, dtype, offset and shape of a memory-mapped array, which are pickled instead of its content."""
 
     path: str
     dtype: np.dtype[Any]

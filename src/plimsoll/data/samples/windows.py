@@ -1,10 +1,12 @@
-"""Tokens as samples: what every dataset here offers, fixed windows of a token stream, and splits.
+"""Tokens as samples: the interface of all datasets, fixed windows of a token stream, and splits.
 
-A dataset has a length and `batch(ids)`, one vectorised gather from the memory map; nothing is kept in memory. It is an
-ordinary map-style ``torch.utils.data`` dataset too, with the `collate` its samples need. The held-out share is drawn by
-a keyed permutation, so a split of any size is two small objects, not two lists. Texts one by one, also cut at the
-borders of sentences, are in `plimsoll.data.samples.texts`; rows of whole texts, which no attention crosses, in
-`plimsoll.data.samples.packing`. NOT covered: which samples make a batch (`plimsoll.data.batches.batching`).
+A dataset has a length and `batch(ids)`, one vectorized gather from the memory-mapped file. No samples are kept in
+memory. It is also an ordinary map-style ``torch.utils.data`` dataset with a `collate` method. The held-out share is
+drawn by a keyed permutation, so a split of any size is two small objects instead of two lists.
+
+Texts as separate samples, also cut at borders of sentences, are in `plimsoll.data.samples.texts`. Rows of whole texts
+without attention between them are in `plimsoll.data.samples.packing`. Batches are made in
+`plimsoll.data.batches.batching`.
 
 Shapes: B samples of the batch, T tokens of a sample.
 """
@@ -27,35 +29,36 @@ from plimsoll.data.text.held_out import num_held_out
 from plimsoll.data.tokens.store import Tokens
 from plimsoll.files.checksums import require_runs
 
-IGNORED_LABEL = -100  # the default `ignore_index` of torch.nn.functional.cross_entropy: a token that is not predicted
+IGNORED_LABEL = -100  # the default `ignore_index` of torch.nn.functional.cross_entropy
 
 
 class Dataset(Protocol):
-    """Samples by number, in batches."""
+    """Samples by index, returned in batches."""
 
     def __len__(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
         ...
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
-        """Return the samples ``ids`` stacked field by field, the batch first; ``epoch`` chooses the augmentation."""
+        """Return the samples ``ids`` stacked per field, batch dimension first; ``epoch`` selects the augmentation."""
         ...
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of each sample: what decides how wide a batch is."""
+        """Return the number of tokens of each sample, which determines the width of a batch."""
         ...
 
 
 class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]], ABC):
-    """What makes an ordinary ``torch.utils.data`` dataset of `batch`: samples one by one, in lists, and `collate`.
+    """A base class that makes a ``torch.utils.data`` dataset from a `batch` method.
 
-    ``DataLoader(dataset, batch_size=8, collate_fn=dataset.collate)`` gives the batches that `batch` gives.
+    It adds access to single samples, to lists of samples, and `collate`. A
+    ``DataLoader(dataset, batch_size=8, collate_fn=dataset.collate)`` yields the same batches as `batch`.
 
-    ``padding`` says what fills each field of a row up to `padded_length`; without it all rows are of one length.
+    ``padding`` maps each padded field to its padding value. If it is empty, all rows have equal length.
     """
 
-    block_samples = BlockShuffle.block_samples  # neighbours that are read at once, in an order by blocks
-    reads_fast = True  # from a memory map: a worker process would take longer to hand a batch over
+    block_samples = BlockShuffle.block_samples  # consecutive samples that are read together, in an order by blocks
+    reads_fast = True  # from a memory-mapped file; to get a batch from a worker process would take longer
     sequence_length: int
     pad_multiple = 1
     padding: Mapping[str, int] = MappingProxyType({})
@@ -63,34 +66,34 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]], ABC):
 
     @property
     def num_truncated(self) -> int:
-        """How many samples were truncated as they were read; of what is prepared once it is known before."""
+        """The number of samples that were truncated when they were read; 0 if samples are prepared in advance."""
         return 0
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
 
     @abstractmethod
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
-        """Return the samples ``ids`` stacked field by field, the batch first; ``epoch`` chooses the augmentation."""
+        """Return the samples ``ids`` stacked per field, batch dimension first; ``epoch`` selects the augmentation."""
 
     @abstractmethod
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of each sample, before augmentation."""
+        """Return the number of tokens of each sample, before augmentation."""
 
     def padded_length(self, longest: int) -> int:
-        """Return how long the rows of a batch are whose longest sample has ``longest`` tokens."""
+        """Return the row length of a batch whose longest sample has ``longest`` tokens."""
         return min(-(-longest // self.pad_multiple) * self.pad_multiple, self.sequence_length)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the augmentation of the samples that are fetched one by one; call it before each epoch."""
+        """Select the augmentation of samples that are fetched one by one. Call this before each epoch."""
         self.epoch = epoch
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: list[int]) -> list[dict[str, torch.Tensor]]:
-        """Return some samples without padding; a negative number counts from the end."""
+        """Return samples without padding. A negative index counts from the end."""
         valid = range(len(self))
         batch = self.batch(np.array([valid[number] for number in numbers], np.int64), self.epoch)
         lengths = batch["attention_mask"].sum(1).tolist() if self.padding else [self.sequence_length] * len(numbers)
@@ -100,7 +103,7 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]], ABC):
         ]
 
     def collate(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Pad and stack single samples to the batch that `batch` would make of them."""
+        """Pad and stack single samples; the result equals `batch` of these samples."""
         length = self.padded_length(max(len(sample["input_ids"]) for sample in samples))
         return {
             name: torch.stack([self._padded(name, sample[name], length) for sample in samples]) for name in samples[0]
@@ -113,15 +116,15 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]], ABC):
 
 
 class WindowDataset(Samples):
-    """All texts laid end to end, the end token after each, cut into windows of ``sequence_length`` tokens.
+    """All texts end to end, with an end token after each, cut into windows of ``sequence_length`` tokens.
 
-    With a ``stride`` below the length, windows overlap: a token has the longer left context of the later window, and
-    the label -100 where an earlier window predicts it, so that all tokens but the first are predicted exactly once.
+    If ``stride`` is less than the length, windows overlap, so tokens have more left context. A token that an earlier
+    window predicts has the label -100. So every token except the first is predicted exactly once.
 
     Args:
         store: the texts.
         sequence_length: the tokens of a window.
-        stride: from the begin of a window to the next, from 1 to ``sequence_length``, which is the default.
+        stride: tokens from the beginning of a window to the next, from 1 to ``sequence_length`` (the default).
 
     Raises:
         DataError: if the text does not fill one window, or the stride is out of range.
@@ -133,7 +136,7 @@ class WindowDataset(Samples):
         num_tokens = len(store.tokens)
         refuse_no_window(num_tokens, sequence_length)
         self._num_windows = num_windows(num_tokens, sequence_length, stride)
-        self._windows: NDArray[Any] | None = None  # of tokens that lie end to end, each of them in one piece
+        self._windows: NDArray[Any] | None = None  # a strided view, if the tokens are one array
         if isinstance(store.tokens, np.ndarray):
             tokens = np.asarray(store.tokens)
             self._windows = np.lib.stride_tricks.sliding_window_view(tokens, sequence_length)[:: self.stride]
@@ -147,30 +150,30 @@ class WindowDataset(Samples):
 
     @property
     def fingerprint(self) -> str | None:
-        """A name that differs where the samples do; ``None`` where the tokens are in no store."""
+        """A string that differs if the samples differ; ``None`` if the tokens are in no store."""
         folder = getattr(self._store, "folder", None)
         return None if folder is None else f"{folder.name} {self.sequence_length} {self.stride}"
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``labels`` (B, T), for a model that shifts the labels."""
+        """Return ``input_ids`` and ``labels`` (B, T) int64, for a model that shifts the labels."""
         if self._windows is not None:
             require_runs(self._store.tokens, ids * self.stride, ids * self.stride + self.sequence_length)
             tokens_BT = self._windows[ids]
         else:
             tokens_BT = self._store.tokens[(ids * self.stride)[:, None] + np.arange(self.sequence_length)]
         input_ids_BT = torch.from_numpy(tokens_BT.astype(np.int64))
-        labels_BT = input_ids_BT.clone()  # a tensor of their own: a model may mask its inputs in place
+        labels_BT = input_ids_BT.clone()  # a copy, because a model may mask its inputs in place
         num_repeated = self.sequence_length - self.stride
         labels_BT[torch.from_numpy(ids > 0), :num_repeated] = IGNORED_LABEL
         return {"input_ids": input_ids_BT, "labels": labels_BT}
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return ``sequence_length`` for each."""
+        """Return ``sequence_length`` for each sample."""
         return np.full(len(ids), self.sequence_length)
 
 
 class Selection:
-    """Some samples of a dataset in an order: ``selection[positions]`` are their numbers. Takes no memory."""
+    """Some samples of a dataset in some order: ``selection[positions]`` are their indices. No index list is stored."""
 
     def __init__(self, order: Order | Unshuffled, start: int, stop: int) -> None:
         self._order, self._start, self._stop = order, start, stop
@@ -180,7 +183,7 @@ class Selection:
 
     @property
     def identity(self) -> tuple[str | int, ...]:
-        """What tells this selection from others of as many samples."""
+        """Values that differ from those for other selections of the same size."""
         return *self._order.identity, self._start, self._stop
 
     def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -188,7 +191,7 @@ class Selection:
 
 
 class Subset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The selected samples of a dataset, as a dataset."""
+    """A dataset of the selected samples of another dataset."""
 
     def __init__(self, dataset: Samples, ids: Selection | NDArray[np.int64]) -> None:
         self._dataset, self._ids = dataset, ids
@@ -197,7 +200,7 @@ class Subset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     @property
     def num_truncated(self) -> int:
-        """How many samples were truncated as they were read, of the whole dataset."""
+        """The number of samples of the whole dataset that were truncated when they were read."""
         return self._dataset.num_truncated
 
     def __len__(self) -> int:
@@ -205,7 +208,7 @@ class Subset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     @property
     def fingerprint(self) -> str | None:
-        """A name that differs where the samples do; ``None`` if the dataset does not know it."""
+        """A string that differs if the samples differ; ``None`` if the dataset has no fingerprint."""
         of_all, some = getattr(self._dataset, "fingerprint", None), self._ids
         chosen = some.identity if isinstance(some, Selection) else zlib.crc32(np.ascontiguousarray(some).data)
         return None if of_all is None else f"{of_all} {chosen}"
@@ -215,38 +218,43 @@ class Subset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return self._dataset.batch(self._ids[ids], epoch)
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of the samples at these positions of the selection."""
+        """Return the number of tokens of the samples at these positions of the selection."""
         return self._dataset.lengths(self._ids[ids])
 
     def padded_length(self, longest: int) -> int:
-        """As `Samples.padded_length`."""
+        """Return the row length of a batch, see `Samples.padded_length`."""
         return self._dataset.padded_length(longest)
 
     def set_epoch(self, epoch: int) -> None:
-        """As `Samples.set_epoch`."""
+        """Select the augmentation, see `Samples.set_epoch`."""
         self._dataset.set_epoch(epoch)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: list[int]) -> list[dict[str, torch.Tensor]]:
-        """As `Samples.__getitems__`."""
+        """Return samples without padding, see `Samples.__getitems__`."""
         valid = range(len(self))
         return self._dataset.__getitems__(self._ids[np.array([valid[number] for number in numbers])].tolist())
 
     def collate(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """As `Samples.collate`."""
+        """Pad and stack single samples, see `Samples.collate`."""
         return self._dataset.collate(samples)
 
 
 def split(num_samples: int, share: float, seed: int, is_drawn: bool = True) -> tuple[Selection, Selection]:
-    """Choose ``share`` of the samples for validation; return the (train, validation) selections, which share no sample.
+    """Split samples into training and validation selections, which are disjoint.
 
     Args:
         num_samples: the length of the dataset.
-        share: from 0 to less than 1; with more than 0 at least one sample is held out, and at least one stays.
+        share: the fraction for validation, from 0 to less than 1. If it is positive, both sides have at least one
+            sample.
         seed: another seed draws other samples.
-        is_drawn: draw them, and let all come in a drawn order; else they are the last ones, and neighbours stay so.
+        is_drawn: whether validation samples are drawn at random, and both sides are shuffled. Otherwise validation gets
+            the last samples, and the order is kept.
+
+    Returns:
+        the training selection, and the validation selection.
 
     Raises:
         DataError: if a share is to be held out of fewer than 2 samples.

@@ -1,1 +1,1 @@
-"""How allocators turn the bytes that tensors ask for into the bytes a device gives away."""
+"""Simulations of allocators: the memory that they take from the system for the requests of tensors."""

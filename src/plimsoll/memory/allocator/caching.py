@@ -1,11 +1,16 @@
-"""What torch's caching allocator for CUDA reserves for a sequence of allocations, in pure Python.
+"""Pure-Python simulation of the memory that torch's CUDA caching allocator reserves for a sequence of allocations.
 
-After ``c10/cuda/CUDACachingAllocator.cpp`` (read at pytorch 001074d2; the sizes and options are those of torch 2.13,
-see `plimsoll.records.allocator`). Each method names the function it follows.
+Follows ``c10/cuda/CUDACachingAllocator.cpp`` at pytorch commit 001074d2. Sizes and options are from torch 2.13, see
+`plimsoll.records.allocator`. The docstring of each method names the C++ function that it follows.
 
-NOT covered: several streams (a block freed on one is not reused on another), several graphs, ``cudaMallocAsync``,
-memory taken past the allocator (context, NCCL, cuFFT), addresses that are used again after a segment was given back,
-and gaps that alignment leaves.
+Not handled:
+
+- several streams: a block freed on one stream is not reused on another
+- several CUDA graphs
+- ``cudaMallocAsync``
+- memory outside the allocator (context, NCCL, cuFFT)
+- reuse of the addresses of released segments
+- gaps due to alignment
 """
 
 from __future__ import annotations
@@ -19,15 +24,19 @@ from typing import final
 from plimsoll.records.allocator import AllocatorRules
 
 _ADDRESS_SPACE_BYTES = 1 << 50
-"""An expandable segment's range. torch takes 9/8 of the device and starts another range where that is too short."""
+"""Address range of an expandable segment. torch takes 9/8 of device memory, and adds a range if that is too short."""
 _HIGHEST_ADDRESS = 1 << 80
 
 
 class SimulatedOutOfMemory(Exception):
-    """A request did not fit, also after all that was cached had been given back.
+    """A request that does not fit even after all cached segments were released.
 
-    ``requested_bytes`` is what was asked for, ``segment_bytes`` what torch would have asked the driver for and names in
-    its message; the others are the allocator's at that moment, with the cache given back.
+    Attributes:
+        requested_bytes: the size of the request.
+        segment_bytes: the size that torch would have requested from the driver; its error message names this size.
+        allocated_bytes: bytes in use, after cached segments were released.
+        reserved_bytes: bytes held by the allocator, after cached segments were released.
+        limit_bytes: the limit of the allocator.
     """
 
     def __init__(
@@ -46,7 +55,7 @@ class SimulatedOutOfMemory(Exception):
 
 @final
 class _Block:
-    """A range of one segment; ``before`` and ``after`` are its neighbours there, so a lone block is a whole segment."""
+    """Range of a segment. ``before`` and ``after`` are its neighbors; a block without neighbors is a whole segment."""
 
     __slots__ = ("address", "after", "before", "born", "is_free", "is_mapped", "num_bytes", "pool", "requested_bytes")
 
@@ -66,14 +75,14 @@ class _Block:
         return self.before is not None or self.after is not None
 
     def insert_after(self, block: _Block) -> None:
-        """Become the neighbour behind ``block``."""
+        """Link this block into the segment directly after ``block``."""
         self.before, self.after = block, block.after
         if block.after is not None:
             block.after.before = self
         block.after = self
 
     def cut(self, num_bytes: int) -> _Block:
-        """Keep the first bytes and return a new block with the rest."""
+        """Shorten this block to its first ``num_bytes`` and return a new block with the rest."""
         rest = _Block(self.pool, self.address + num_bytes, self.num_bytes - num_bytes, self.is_mapped)
         self.num_bytes = num_bytes
         rest.insert_after(self)
@@ -81,7 +90,7 @@ class _Block:
 
 
 class _Pool:
-    """Free blocks in best-fit order, and ranges of address space with no memory behind them in order of address."""
+    """Free blocks in best-fit order, and unmapped address ranges in order of address."""
 
     def __init__(self, is_small: bool, page_bytes: int) -> None:
         self.is_small = is_small
@@ -104,7 +113,7 @@ class _Pool:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
     def merge(self, block: _Block) -> None:
-        """Join a block, which is not in the pool, with its free neighbours, which are (`try_merge_blocks`)."""
+        """Merge a block that is not in the pool with its free neighbors, which are (`try_merge_blocks`)."""
         before, after = block.before, block.after
         if before is not None and before.is_free and before.is_mapped == block.is_mapped:
             self.remove(before)
@@ -123,11 +132,15 @@ class _Pool:
 
 @final
 class CachingAllocator:
-    """One device's allocator on one stream; ``limit_bytes`` bounds what it reserves (None: nothing does).
+    """Simulated allocator of one device and one stream.
 
-    The limit stands for the device's capacity less what lives outside the allocator, or for the per-process fraction.
-    The two differ with expandable segments only: a fraction would let the last page (20 MiB) pass the limit. Garbage
-    collection needs a limit; in torch only the fraction is one.
+    A limit represents either the device's capacity minus memory outside the allocator, or the per-process fraction. The
+    two differ only with expandable segments: with a fraction, torch would let the last page (20 MiB) exceed the limit.
+    Garbage collection needs a limit. In torch, only the per-process fraction enables it.
+
+    Args:
+        rules: sizes and options of the allocator; ``None`` for torch's defaults.
+        limit_bytes: upper bound for reserved bytes; ``None`` for no bound.
     """
 
     def __init__(self, rules: AllocatorRules | None = None, limit_bytes: int | None = None) -> None:
@@ -138,20 +151,20 @@ class CachingAllocator:
         self.num_retries = 0
         self._small = _Pool(True, self.rules.small_segment_bytes)
         self._large = _Pool(False, self.rules.large_segment_bytes)
-        self._private: tuple[_Pool, _Pool] | None = None  # small and large, of a captured graph; its segments are kept
+        self._private: tuple[_Pool, _Pool] | None = None  # small and large, of a captured graph; never released
         self._live: dict[int, _Block] = {}
         self._lowest_address = _HIGHEST_ADDRESS
 
     def allocate(self, num_bytes: int, *, is_private: bool = False) -> int:
-        """Serve a request and return its block's handle: its simulated address, or 0 for no bytes (`malloc`).
+        """Allocate a block and return its handle: its simulated address, or 0 for an empty request (`malloc`).
 
         Args:
-            num_bytes: of the request.
-            is_private: while a graph is captured, of whose pool it is. With the first of them the cache is emptied, as
-                whoever captures does.
+            num_bytes: the size of the request.
+            is_private: whether to allocate from the private pool of a captured graph. The first such request empties
+                the cache, as code that captures a graph does.
 
         Raises:
-            SimulatedOutOfMemory: if it does not fit, after cached segments were given back and the driver asked again.
+            SimulatedOutOfMemory: if the request does not fit even after cached segments were released.
         """
         if num_bytes == 0:
             return 0
@@ -174,7 +187,7 @@ class CachingAllocator:
         return block.address
 
     def free(self, block: int) -> None:
-        """Take a block back, given by its handle (`free_block`).
+        """Free the block with this handle (`free_block`).
 
         Raises:
             KeyError: if no such block is allocated.
@@ -189,7 +202,7 @@ class CachingAllocator:
         freed.pool.add(freed)
 
     def place_of(self, block: int) -> tuple[int, int]:
-        """Return the bytes of the segment that a block lies in, and those before it there."""
+        """Return the size in bytes of a block's segment and the block's offset in it."""
         first = last = self._live[block]
         while first.before is not None:
             first = first.before
@@ -198,7 +211,7 @@ class CachingAllocator:
         return last.address + last.num_bytes - first.address, block - first.address
 
     def empty_cache(self) -> None:
-        """Give back all segments, or pages of expandable segments, of which nothing is used (`release_blocks`)."""
+        """Release all unused segments, or unused pages of expandable segments (`release_blocks`)."""
         for pool in (self._large, self._small):
             for _, _, block in list(pool.free):
                 if self.rules.expandable_segments:
@@ -207,7 +220,7 @@ class CachingAllocator:
                     self._release(block)
 
     def segment_bytes(self, num_bytes: int) -> int:
-        """Return what the driver is asked for where no cached block fits a rounded request (`get_allocation_size`)."""
+        """Return the bytes to request from the driver if no cached block fits (`get_allocation_size`)."""
         if num_bytes <= self.rules.small_bytes:
             return self.rules.small_segment_bytes
         if num_bytes < self.rules.min_large_bytes:
@@ -215,14 +228,14 @@ class CachingAllocator:
         return _round_up(num_bytes, self.rules.round_large_bytes)
 
     def _best_fit(self, pool: _Pool, size_bytes: int) -> _Block | None:
-        """Take the smallest free block that fits out of the pool (`get_free_block`)."""
+        """Remove the smallest free block that fits from the pool and return it (`get_free_block`)."""
         pool.num_searches += 1
         place = bisect_left(pool.free, (size_bytes,))
         if place == len(pool.free):
             return None
         block = pool.free[place][2]
         if self.rules.expandable_segments:
-            # A block that can grow counts with what it can grow to, so that the others are used first.
+            # An expandable block is ranked by the size that it can grow to, so that other blocks are used first.
             while place + 1 < len(pool.free) and _grown_bytes(pool.free[place + 1][2]) < _grown_bytes(block):
                 place += 1
                 block = pool.free[place][2]
@@ -232,7 +245,10 @@ class CachingAllocator:
         return block
 
     def _may_serve(self, block: _Block, size_bytes: int) -> bool:
-        """Whether ``max_split_bytes`` allows it: blocks from that size on serve requests of nearly their size only."""
+        """Return whether ``max_split_bytes`` lets a block serve a request.
+
+        Oversize blocks serve only requests of nearly their size.
+        """
         oversize_bytes = self.rules.max_split_bytes
         if oversize_bytes is None:
             return True
@@ -241,7 +257,7 @@ class CachingAllocator:
         return block.num_bytes < size_bytes + self.rules.max_non_split_rounding_bytes
 
     def _is_split_for(self, block: _Block, size_bytes: int) -> bool:
-        """Whether what a request leaves of a block becomes a block (`should_split`)."""
+        """Return whether the unused rest of a block becomes a separate block (`should_split`)."""
         rest_bytes = block.num_bytes - size_bytes
         if block.pool.is_small or self.rules.expandable_segments:
             return rest_bytes >= self.rules.rounding_bytes
@@ -249,7 +265,7 @@ class CachingAllocator:
         return not is_oversize and rest_bytes > self.rules.small_bytes
 
     def _from_driver(self, pool: _Pool, size_bytes: int, num_bytes: int) -> _Block:
-        """Ask the driver, then give back ever more of the cache and ask again (`malloc`, its second half)."""
+        """Request memory from the driver, and release ever more of the cache until it fits (`malloc`, second half)."""
         self._collect_garbage()
         block = self._new_block(pool, size_bytes)
         if block is None and self._release_oversize(pool, size_bytes):
@@ -266,7 +282,7 @@ class CachingAllocator:
         return block
 
     def _new_block(self, pool: _Pool, size_bytes: int) -> _Block | None:
-        """Reserve a segment, or more of the expandable one (`alloc_block`)."""
+        """Reserve a new segment, or grow an expandable one (`alloc_block`)."""
         segment_bytes = self.segment_bytes(size_bytes)
         if not self._fits(segment_bytes):
             return None
@@ -283,18 +299,18 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _new_address(self, num_bytes: int) -> int:
-        # The driver fills addresses from above (tests/recordings). This decides what is split: among free blocks of
-        # equal size torch takes the one at the lowest address.
+        # The driver assigns addresses from the top down (tests/recordings). The order decides which block is split:
+        # among free blocks of equal size, torch takes the one at the lowest address.
         self._lowest_address -= _round_up(num_bytes, _ADDRESS_SPACE_BYTES)
         return self._lowest_address
 
     def _release(self, block: _Block) -> None:
-        """Give a whole segment back (`release_block`)."""
+        """Release a whole segment (`release_block`)."""
         block.pool.remove(block)
         self.reserved_bytes -= block.num_bytes
 
     def _release_oversize(self, pool: _Pool, size_bytes: int) -> bool:
-        """Give back one oversize block of the needed size, or several (`release_available_cached_blocks`)."""
+        """Release one oversize block of sufficient size, or several (`release_available_cached_blocks`)."""
         oversize_bytes = self.rules.max_split_bytes
         if oversize_bytes is None or self.rules.expandable_segments:
             return False
@@ -310,7 +326,7 @@ class CachingAllocator:
         return released_bytes >= needed_bytes
 
     def _collect_garbage(self) -> None:
-        """Give back whole large segments unused for longer than the mean (`garbage_collect_cached_blocks`)."""
+        """Release whole large segments unused for longer than the mean (`garbage_collect_cached_blocks`)."""
         threshold = self.rules.garbage_collection_threshold
         if threshold is None or self.limit_bytes is None or self.rules.expandable_segments:
             return
@@ -324,21 +340,21 @@ class CachingAllocator:
                 self._release(block)
 
     def _grow(self, pool: _Pool, size_bytes: int) -> _Block | None:
-        """Put memory behind the lowest range of addresses that is long enough (`try_allocate_expandable_block`)."""
+        """Map memory into the lowest address range that is long enough (`try_allocate_expandable_block`)."""
         block = _growable(pool, size_bytes) or self._new_range(pool)
         if not block.is_mapped and not self._map(block, min(block.num_bytes, size_bytes)):
             return None
         while block.num_bytes < size_bytes:
             after = block.after
-            assert after is not None  # `_growable` saw enough free neighbours
+            assert after is not None  # `_growable` has checked that enough free neighbors follow
             if not self._map(after, min(size_bytes - block.num_bytes, after.num_bytes)):
                 return None
-            block = after  # which has taken in the one before
+            block = after  # `_map` has merged the previous block into it
         pool.remove(block)
         return block
 
     def _new_range(self, pool: _Pool) -> _Block:
-        """Reserve addresses for an expandable segment: whole pages, with no memory behind them."""
+        """Reserve addresses for an expandable segment, as whole unmapped pages."""
         pages = _round_up(_ADDRESS_SPACE_BYTES, pool.page_bytes)
         start = _round_up(self._new_address(2 * pages), pool.page_bytes)
         block = _Block(pool, start, pages, is_mapped=False)
@@ -346,7 +362,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: _Block, num_bytes: int) -> bool:
-        """Put whole pages behind the start of a range and merge it with free neighbours (`map_block`)."""
+        """Map whole pages at the start of a range and merge it with its free neighbors (`map_block`)."""
         pool = block.pool
         mapped_bytes = _round_up(num_bytes, pool.page_bytes)
         if not self._fits(mapped_bytes):
@@ -361,7 +377,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: _Block) -> None:
-        """Give the whole pages inside a free block back (`unmap_block`); parts of pages at its ends stay free."""
+        """Unmap the whole pages inside a free block (`unmap_block`). Partial pages at its ends stay mapped and free."""
         pool = block.pool
         start = _round_up(block.address, pool.page_bytes)
         num_bytes = (block.address + block.num_bytes) // pool.page_bytes * pool.page_bytes - start
@@ -380,7 +396,7 @@ class CachingAllocator:
 
 
 def rounded_bytes(num_bytes: int, rules: AllocatorRules) -> int:
-    """Return how many bytes of a segment a request takes (`round_size`, `roundup_power2_next_division`)."""
+    """Return the bytes of a segment that a request occupies (`round_size`, `roundup_power2_next_division`)."""
     divisions = rules.divisions(num_bytes)
     if divisions > 1 and num_bytes > rules.rounding_bytes * divisions:
         power_bytes = 1 << (num_bytes.bit_length() - 1)
@@ -390,10 +406,14 @@ def rounded_bytes(num_bytes: int, rules: AllocatorRules) -> int:
 
 @dataclass(frozen=True)
 class Replay:
-    """What an allocator did with a sequence of events; the columns have a row for each event that was done.
+    """Result of replaying events through an allocator. The columns have a row for each completed event.
 
-    ``oom_at`` is the event that did not fit, ``oom`` what the allocator said then; the sequence ends before it.
-    ``live`` maps each storage that is not freed to its block's handle, to go on from.
+    Attributes:
+        allocated_bytes: bytes in use after each event.
+        reserved_bytes: bytes held by the allocator after each event.
+        live: the block handle of each storage that is still allocated, by storage id.
+        oom_at: the index of the event that did not fit, at which the replay stopped; ``None`` if all events fit.
+        oom: the error of that event.
     """
 
     allocated_bytes: list[int]
@@ -404,12 +424,12 @@ class Replay:
 
     @cached_property
     def peak_allocated_bytes(self) -> int:
-        """The largest number in the column; 0 without events."""
+        """Maximum of `allocated_bytes`; 0 without events."""
         return max(self.allocated_bytes, default=0)
 
     @cached_property
     def peak_reserved_bytes(self) -> int:
-        """The largest number in the column; 0 without events."""
+        """Maximum of `reserved_bytes`; 0 without events."""
         return max(self.reserved_bytes, default=0)
 
 
@@ -419,13 +439,17 @@ def replay(
     live: dict[int, int] | None = None,
     private: Collection[int] = (),
 ) -> Replay:
-    """Run events (storage id, bytes to allocate; a negative number frees the storage) through an allocator, in order.
+    """Replay allocations and frees through an allocator, in order.
 
-    ``live`` are storages allocated before (`Replay.live` of an earlier call); it is not changed. A storage's id may be
-    used again after it was freed. A storage of 0 bytes is freed by its second event. ``private`` are those of a graph.
+    Args:
+        deltas: events ``(storage id, bytes)``. A negative number frees the storage. A storage of 0 bytes is freed by
+            its second event. An id may be reused after its storage was freed.
+        allocator: the allocator; its state changes.
+        live: storages allocated earlier (`Replay.live` of a previous call); not changed.
+        private: ids of the storages in the private pool of a CUDA graph.
 
     Raises:
-        ValueError: if a storage is allocated twice or freed without having been allocated.
+        ValueError: if a storage is allocated twice, or freed without having been allocated.
     """
     handles = dict(live or {})
     allocated_bytes: list[int] = []
@@ -450,7 +474,7 @@ def replay(
 
 
 def _growable(pool: _Pool, size_bytes: int) -> _Block | None:
-    """The lowest start of free blocks and unmapped addresses that hold a request together (`find_expandable_block`)."""
+    """Return the lowest start of adjacent free and unmapped blocks that hold a request (`find_expandable_block`)."""
     for _, unmapped in pool.unmapped:
         before = unmapped.before
         first = before if before is not None and before.is_free else unmapped

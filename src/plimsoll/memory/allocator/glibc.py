@@ -1,12 +1,12 @@
-"""glibc's malloc, simulated: what a sequence of allocations and frees of CPU tensors leaves resident.
+"""Simulation of glibc's malloc: the memory that stays resident after allocations and frees of CPU tensors.
 
 Source: malloc/malloc.c of glibc 2.36 (``_int_malloc``, ``_int_memalign``, ``_int_free``, ``sysmalloc``, ``systrim``,
-``mtrim``), the main arena. For a process that does nothing else the simulation is exact to a few pages. In a training
-small blocks between the tensors decide about the rest; those of tensors and of autograd are simulated
-(`plimsoll.memory.allocator.heap_calls`). A plainer simulation in ``tests/plain_heap.py`` agrees after every event.
+``mtrim``), the main arena. For a process without other allocations, the simulation is exact to a few pages. In a
+training, the rest depends on small blocks between the tensors. Small blocks of tensors and autograd are simulated
+(`plimsoll.memory.allocator.heap_calls`). A simpler simulation in ``tests/plain_heap.py`` agrees after every event.
 
-Not covered: small blocks of Python; other arenas, so what another thread allocates (torch's backward on a CPU runs in
-the calling thread); glibc from 2.38 on, whose memalign searches for an aligned block first; transparent huge pages;
+Not covered: small blocks of Python; other arenas, that is, allocations of other threads (torch's backward on a CPU runs
+in the calling thread); glibc from 2.38 on, whose memalign searches for an aligned block first; transparent huge pages;
 other C libraries.
 """
 
@@ -25,31 +25,31 @@ from plimsoll.records.allocator import HeapRules
 _HEADER_BYTES = 8
 _CHUNK_ALIGNMENT_BYTES = 16
 _LEAST_CHUNK_BYTES = 32
-_CHUNK_STRUCT_BYTES = 48  # malloc_trim leaves the links of a free chunk in place
+_CHUNK_STRUCT_BYTES = 48  # malloc_trim keeps the links of a free chunk
 _SMALL_BYTES = 1024
-_CACHED_BYTES = 1040  # of the largest chunk that the thread's cache keeps
-_FAST_BYTES = 128  # of the largest chunk that is not joined with its neighbours at once
+_CACHED_BYTES = 1040  # size of the largest chunk in the thread cache
+_FAST_BYTES = 128  # size of the largest chunk that is not merged with its neighbors at once
 _TRIM_FROM_BYTES = 65536  # FASTBIN_CONSOLIDATION_THRESHOLD: a smaller free block never trims the top
 _HIGHEST_THRESHOLD_BYTES = 32 << 20  # DEFAULT_MMAP_THRESHOLD_MAX
 _MOST_MAPPINGS = 65536  # M_MMAP_MAX
-_NOWHERE = -1 << 62  # where a block starts that is a mapping of its own
+_NOWHERE = -1 << 62  # the start of a block that is a separate memory mapping
 
 
 @dataclass(frozen=True)
 class HeapReplay:
-    """What a list of calls did to a heap; the columns have an entry for each ``ROW`` of the calls."""
+    """The effect of a list of calls on a heap. The columns have an entry for each ``ROW`` of the calls."""
 
     resident_bytes: NDArray[np.int64]
     address_bytes: NDArray[np.int64]
-    """What a limit on address space counts: the heap with its holes, whether their pages are there or not."""
+    """Bytes that a limit on address space counts: the heap with its holes, resident or not."""
     rules: HeapRules
     map_range: tuple[int, int]
-    """The most bytes for which the heap was made larger, and the least that were mapped instead."""
+    """The largest request for which the heap grew, and the smallest that was memory-mapped instead."""
     trim_range: tuple[int, int]
-    """The most bytes at which the top of the heap was left as it was, and the least at which it went back."""
+    """The largest top of the heap that was kept, and the smallest that was trimmed."""
 
     def is_as_with(self, rules: HeapRules) -> bool:
-        """Whether a heap of other rules would have done the same at every call."""
+        """Return whether a heap with other rules would have behaved the same at every call."""
         if rules == self.rules:
             return True
         thresholds = ("mmap_threshold_bytes", "trim_threshold_bytes")
@@ -64,20 +64,20 @@ class HeapReplay:
 
 
 def replay(calls: HeapCalls, rules: HeapRules, start_bytes: int = 0) -> HeapReplay:
-    """Let the heap of a process in which nothing is free do what is asked; every block is written to its end.
+    """Simulate a list of calls on an empty heap. Every block is written to its end.
 
     Args:
-        calls: what is asked of it.
-        rules: how it is set up.
-        start_bytes: where the first block begins, of which only the remainder by the alignment has an effect.
+        calls: the calls.
+        rules: configuration of the heap.
+        start_bytes: address of the first block; only its remainder modulo the alignment matters.
     """
     return _Heap(calls, rules, start_bytes).replay()
 
 
 class _Heap:
-    """The main arena. Blocks have the numbers that the calls give them; chunks are known by their starts and ends."""
+    """The main arena. Blocks have the numbers of the calls; chunks are identified by their start and end addresses."""
 
-    __slots__ = (  # as there are too many attributes for Python to find them fast without
+    __slots__ = (  # with this number of attributes, lookups without slots are slow
         "_alignment_bytes", "_bytes_of", "_cached", "_calls", "_end", "_end_of", "_fast", "_given_back", "_has_fast",
         "_is_dynamic", "_last_remainder", "_least_mapped_bytes", "_least_trimmed_bytes", "_map_from_bytes",
         "_mapped_bytes", "_mapped_resident_bytes", "_mappings", "_most_cached", "_most_in_heap_bytes",
@@ -92,37 +92,37 @@ class _Heap:
         self._is_dynamic, self._most_cached = rules.is_dynamic, rules.num_cached_per_size
         self._page_bytes, self._alignment_bytes = rules.page_bytes, rules.alignment_bytes
         self._top_pad_bytes = rules.top_pad_bytes
-        # Of each block where its chunk starts, and its bytes: those it will have unless a larger one is found.
+        # The chunk start of each block, and its chunk size: the size requested unless a larger chunk is found.
         self._starts = [0] * len(calls.block_bytes)
         self._bytes_of: list[int] = _chunk_bytes(np.asarray(calls.block_bytes)).tolist()
-        self._mappings: dict[int, tuple[int, int, int]] = {}  # by block: bytes mapped, of the chunk, and resident
-        # Chunks are numbers, which the garbage collector need not traverse: a plan replays a million calls.
-        # Starts of small chunks that were freed and are not joined with others, in lists by size.
+        self._mappings: dict[int, tuple[int, int, int]] = {}  # block -> bytes of the mapping, of the chunk, resident
+        # Chunks are plain numbers, which the garbage collector need not traverse: a plan replays a million calls.
+        # Starts of small freed chunks that are not merged with others, in lists by size.
         self._cached: list[list[int]] = [[] for _ in range(0, _CACHED_BYTES + 1, _CHUNK_ALIGNMENT_BYTES)]
         self._fast: list[list[int]] = [[] for _ in range(0, _FAST_BYTES + 1, _CHUNK_ALIGNMENT_BYTES)]
         self._has_fast = False
-        # All other free chunks. By their ends: those freed since the last search in that order, the others in lists by
-        # size. There an end stays when its chunk is joined with another, and is passed over later.
+        # All other free chunks, by their ends. Those freed since the last search are in order, the others in lists by
+        # size. When a chunk of a list is merged with another, its end stays in the list and is skipped later.
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         self._unsorted: dict[int, None] = {}
         self._sorted: dict[int, list[int]] = {}
-        self._sizes: list[int] = []  # in order, of those that were sorted
-        self._last_remainder = -1  # where the one starts that was left when a small block was cut off last
-        # The last remainder, while nothing else is unsorted; then it is in none of these. Most small blocks are cut off
-        # it, and to file it each time would take long.
+        self._sizes: list[int] = []  # sorted sizes of the keys of `_sorted`
+        self._last_remainder = -1  # start of the remainder of the last split for a small block
+        # The last remainder, while it is the only unsorted chunk; it is then in none of the collections above. Most
+        # small blocks are cut from it, and filing it each time would be slow.
         self._rest_start = self._rest_end = 0
-        self._start = self._top = self._end = start_bytes  # of the heap, its top chunk, and what the system gave
+        self._start = self._top = self._end = start_bytes  # start of the heap, of its top chunk, and end of the heap
         self._mapped_bytes = self._mapped_resident_bytes = 0
         self._touched_end = 0
         self._given_back = _Intervals()
         self._resident_bytes = 0
-        self._written_end = 0  # what is written up to here is there already
+        self._written_end = 0  # pages below this address are resident
         self._most_in_heap_bytes = self._most_left_bytes = -1
         self._least_mapped_bytes = self._least_trimmed_bytes = 1 << 63
 
-    def replay(self) -> HeapReplay:  # noqa: PLR0912 -- a branch for each kind of call and what most of them need
-        """Do all calls in order."""
+    def replay(self) -> HeapReplay:  # noqa: PLR0912 -- a branch for each kind of call, and fast paths
+        """Simulate all calls in order."""
         resident_bytes, address_bytes = [], []
         starts, bytes_of = self._starts, self._bytes_of
         cached_of, most_cached, fast_of = self._cached, self._most_cached, self._fast
@@ -169,9 +169,9 @@ class _Heap:
         )
 
     def _memalign(self, block: int, chunk_bytes: int) -> None:
-        """Find more than is asked for, cut the aligned chunk out of that, and free what is left on both sides."""
-        # Some 100 bytes more, as torch asks for blocks aligned to 64: a free chunk fits no new block of its own size
-        # unless it was joined with a neighbour, which is one reason for the holes of a heap.
+        """Allocate a larger chunk, cut the aligned block out of it, and free the rest on both sides."""
+        # torch aligns blocks to 64 bytes, which adds some 100 bytes. A free chunk therefore fits no new block of the
+        # same size unless it was merged with a neighbor. This is one reason for holes in a heap.
         wanted_bytes = chunk_bytes + (self._alignment_bytes + _LEAST_CHUNK_BYTES + _CHUNK_ALIGNMENT_BYTES)
         start, end = self._find(wanted_bytes)
         if start == _NOWHERE:
@@ -189,20 +189,23 @@ class _Heap:
         self._starts[block], self._bytes_of[block] = start, end - start
 
     def _write(self, start: int, end: int) -> None:
-        """Have the pages of a chunk there."""
+        """Make the pages of a chunk resident."""
         page_bytes = self._page_bytes
         self._given_back.remove(start // page_bytes * page_bytes, _round_up(end, page_bytes))
         self._touched_end = max(self._touched_end, end)
         self._count()
 
     def _count(self) -> None:
-        """Add up what is resident: pages of live mappings, and of the heap all that was touched and not given back."""
+        """Recompute resident bytes: pages of live mappings, and touched heap pages that were not released."""
         heap_bytes = _round_up(self._touched_end, self._page_bytes) - self._given_back.total_bytes
         self._resident_bytes = self._mapped_resident_bytes + heap_bytes
         self._written_end = 0 if self._given_back.total_bytes else self._touched_end
 
     def _find_small(self, chunk_bytes: int) -> tuple[int, int]:
-        """Take a chunk of the fast list, whose others go to the cache, or of the last remainder, or find one."""
+        """Take a chunk from the fast list or from the last remainder, or search for one.
+
+        The remaining chunks of the fast list move to the thread cache.
+        """
         if chunk_bytes <= _FAST_BYTES and (fast := self._fast[chunk_bytes >> 4]):
             start, cached = fast.pop(), self._cached[chunk_bytes >> 4]
             while fast and len(cached) < self._most_cached:
@@ -216,9 +219,9 @@ class _Heap:
         return self._find(chunk_bytes)
 
     def _find(self, wanted_bytes: int) -> tuple[int, int]:
-        """Take a chunk of the heap and return its start and end; it starts nowhere if the block becomes a mapping."""
-        # The order of `_int_malloc`: a chunk of just that size among those freed since the last search, the smallest
-        # that is large enough, the top, a mapping of its own (from the threshold on), a larger heap.
+        """Take a chunk and return its start and end. The start is `_NOWHERE` if the block must be mapped."""
+        # The order of `_int_malloc`: an exact fit among chunks freed since the last search, the smallest chunk that is
+        # large enough, and the top. Then follow a memory mapping (from the threshold on) and a larger heap.
         if self._has_fast and wanted_bytes >= _SMALL_BYTES:
             self._join_fast()
         if self._rest_end:
@@ -240,7 +243,7 @@ class _Heap:
             if end == _NOWHERE:
                 return self._from_top(wanted_bytes)
             start = start_of[end]
-        if len(unsorted) > 1:  # and this is one of them
+        if len(unsorted) > 1:  # `end` is one of them
             self._forget_before(end)
         rest = start + wanted_bytes
         del end_of[start]
@@ -261,13 +264,13 @@ class _Heap:
         return start, rest
 
     def _is_cut(self, wanted_bytes: int, remainder_end: int) -> bool:
-        """Whether a block is cut off the last remainder though others would fit better."""
+        """Return whether a block is cut from the last remainder although another chunk might fit better."""
         is_only_one = remainder_end == next(reversed(self._unsorted))
         is_large_enough = remainder_end - self._last_remainder > wanted_bytes + _LEAST_CHUNK_BYTES
         return wanted_bytes < _SMALL_BYTES and is_only_one and is_large_enough
 
     def _file_rest(self) -> None:
-        """Put the last remainder where it belongs, as something else is going to be unsorted or searched for."""
+        """Move the last remainder to the unsorted chunks, before another chunk is added or a search begins."""
         start, end = self._rest_start, self._rest_end
         self._end_of[start] = end
         self._start_of[end] = self._last_remainder = start
@@ -275,7 +278,7 @@ class _Heap:
         self._rest_start = self._rest_end = 0
 
     def _forget_before(self, end: int) -> None:
-        """Take what has been sorted out of what has not, where a search has ended early."""
+        """Remove the chunks before ``end`` from the unsorted ones: a search that ended early has sorted them."""
         for before in list(self._unsorted):
             if before == end:
                 return
@@ -295,7 +298,7 @@ class _Heap:
         return start, self._top
 
     def _best_fit(self, wanted_bytes: int) -> int:
-        """Take the smallest sorted chunk that is large enough out of its list."""
+        """Remove the smallest sorted chunk that is large enough from its list and return its end."""
         sizes, by_size, start_of = self._sizes, self._sorted, self._start_of
         place = bisect_left(sizes, wanted_bytes)
         while place < len(sizes):
@@ -337,15 +340,15 @@ class _Heap:
             self._trim_from_bytes = 2 * chunk_bytes
 
     def _map_blocks_from(self, num_bytes: int) -> None:
-        """Set the mapping threshold and end its raising, as ``mallopt(M_MMAP_THRESHOLD)``.
+        """Set the mapping threshold and stop its automatic increase, as ``mallopt(M_MMAP_THRESHOLD)``.
 
-        Free chunks and the trim threshold stay as they are: set late, it leaves the free blocks of the heap in use.
+        Free chunks and the trim threshold do not change: if it is set late, free blocks of the heap are still used.
         """
         self._join_fast()
         self._map_from_bytes, self._is_dynamic = num_bytes, False
 
     def _cut_off(self, start: int, chunk_bytes: int) -> None:
-        """Free what an aligned block leaves."""
+        """Free the part of a chunk that an aligned block does not use."""
         if chunk_bytes <= _CACHED_BYTES and len(self._cached[chunk_bytes >> 4]) < self._most_cached:
             self._cached[chunk_bytes >> 4].append(start)
         elif chunk_bytes <= _FAST_BYTES:
@@ -355,7 +358,7 @@ class _Heap:
             self._trim_top()
 
     def _join(self, starts: Iterable[int], chunk_bytes: int) -> int:
-        """Join chunks of one size with what is free beside them, and return the bytes of what the last is part of."""
+        """Merge chunks of one size with free neighbors, and return the size of the last merged chunk."""
         if self._rest_end:
             self._file_rest()
         end_of, start_of, unsorted = self._end_of, self._start_of, self._unsorted
@@ -379,7 +382,7 @@ class _Heap:
         return (self._end if start == self._top else end) - start
 
     def _join_fast(self) -> None:
-        """Join the small chunks that were freed since the last time."""
+        """Merge the small chunks that were freed since the last call."""
         if not self._has_fast:
             return
         chunk_bytes = 0
@@ -392,7 +395,7 @@ class _Heap:
         self._has_fast = False
 
     def _trim_top(self) -> None:
-        """Give the top back if it has become too large."""
+        """Merge fast chunks, and trim the top of the heap if it exceeds the threshold."""
         self._join_fast()
         top_bytes = self._end - self._top
         if top_bytes < self._trim_from_bytes:
@@ -402,7 +405,7 @@ class _Heap:
             self._shrink(self._top_pad_bytes)
 
     def _trim(self) -> None:
-        """Give back whole free pages, as ``malloc_trim(0)``: inside the heap and at its top."""
+        """Release all whole free pages inside the heap and at its top, as ``malloc_trim(0)``."""
         self._join_fast()
         if self._rest_end:
             self._file_rest()
@@ -424,7 +427,7 @@ class _Heap:
 
 
 class _Intervals:
-    """A set of addresses, as intervals that do not touch each other's inside."""
+    """A set of addresses, stored as intervals that do not overlap."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -439,7 +442,7 @@ class _Intervals:
         self.total_bytes += end - start
 
     def remove(self, start: int, end: int | None) -> None:
-        """Take a range out; ``None`` for everything from ``start`` on."""
+        """Remove a range; with ``end=None``, everything from ``start`` on."""
         if not self._starts:
             return
         end = self._ends[-1] if end is None else end
@@ -455,13 +458,13 @@ class _Intervals:
 
 
 def _chunk_bytes(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The bytes of the chunks that blocks take."""
+    """Return the chunk sizes of blocks."""
     padded_bytes = -(-(num_bytes + _HEADER_BYTES) // _CHUNK_ALIGNMENT_BYTES) * _CHUNK_ALIGNMENT_BYTES
     return np.maximum(padded_bytes, _LEAST_CHUNK_BYTES)
 
 
 def _lead_bytes(start: int, alignment_bytes: int) -> int:
-    """The bytes of the chunk that is cut off before the aligned one."""
+    """Return the size of the chunk that is cut off before the aligned one."""
     lead_bytes = -(start + _CHUNK_ALIGNMENT_BYTES) % alignment_bytes
     return lead_bytes + alignment_bytes if 0 < lead_bytes < _LEAST_CHUNK_BYTES else lead_bytes
 

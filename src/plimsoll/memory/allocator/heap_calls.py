@@ -1,7 +1,7 @@
-"""What a training asks of the C library, call by call: from the births and deaths of a trace's storages to its heap.
+"""Calls of a training to the C library's heap, derived from the births and deaths of storages in a trace.
 
-A tensor is more than its data: torch takes small blocks beside them, and autograd some for each node of its graph. The
-calls do not depend on how the heap is set up, so one list of them serves every heap that a trace is replayed in.
+A tensor is more than its data: torch allocates small blocks for each tensor, and autograd some for each graph node. The
+calls do not depend on the configuration of the heap. One list serves every heap in which a trace is replayed.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 MALLOC, MEMALIGN, FREE, ROW, TRIM, MAP_FROM = range(6)
-"""Of a call, what it is. A ``ROW`` is none: here a delta ends, and what is resident then is noted."""
+"""Kinds of calls. A ``ROW`` is not a call: it marks the end of a delta, after which resident bytes are recorded."""
 
 TENSOR_OBJECTS_BYTES = (96, 176, 24)
-"""What torch takes of the heap while a tensor's data live: the storage's block before the data, the tensor's and its
-sizes' behind; they go sizes first, then the data, the storage and the tensor.
+"""Sizes of the small blocks that torch allocates for a tensor: for the storage, the tensor, and its shape.
 
-Counted, with their order, by wrapping malloc around GPT-2, BERT and GRU steps (torch 2.13). The order decides: behind a
-tensor that goes lie the two blocks of one that stays. With all three behind the data, as in an earlier version, the
-replayed heap of a 6-layer GPT-2 (which keeps freed blocks) was 7 % smaller than the recorded one.
+The first is allocated before the data, the others after it. They are freed in this order: shape, data, storage, tensor.
+Sizes and order were measured by wrapping malloc in GPT-2, BERT and GRU steps (torch 2.13). The order matters: freed
+data may be followed by two blocks of a live tensor. With all three blocks after the data, the replayed heap of a
+6-layer GPT-2 (which keeps freed blocks) was 7 % smaller than the recorded one.
 """
 
 NODE_OBJECTS_BYTES = (
@@ -28,13 +28,13 @@ NODE_OBJECTS_BYTES = (
     (16, 16, 24, 32, 176, 464),
     (16, 16, 24, 24, 312, 64, 640),
 )
-"""What autograd keeps of an op until its graph is gone: the blocks of each node, in turn.
+"""Sizes of the blocks that autograd keeps for a graph node until the graph is freed. Nodes use these entries in turn.
 
-Counted by wrapping malloc around a step of a GPT-2 (6 layers, 361 nodes) and of a GRU that is unrolled (4,374 nodes),
-torch 2.13, when most were alive, less `TENSOR_OBJECTS_BYTES`: for each node 2.2 and 1.8 blocks of 16 bytes, 1.4 and 0.9
-of 24, 0.4 and 0.4 of 32, 0.2 and 0.3 of 184, 0.1 and 0.2 of 176, 0.1 of 64 and of 312, and one of 464 to 888. How many
-are small matters: a block of 16 bytes lies in what an aligned tensor leaves beside it, and keeps that from being joined
-when the tensor goes.
+Measured by wrapping malloc in a step of a GPT-2 (6 layers, 361 nodes) and of an unrolled GRU (4,374 nodes) with torch
+2.13, at the peak, without `TENSOR_OBJECTS_BYTES`. Blocks for each node: 2.2 and 1.8 of 16 bytes, 1.4 and 0.9 of 24, 0.4
+and 0.4 of 32, 0.2 and 0.3 of 184, 0.1 and 0.2 of 176, 0.1 of 64 and of 312, and one of 464 to 888. The number of small
+blocks matters. A block of 16 bytes fits into the rest next to an aligned tensor, and prevents merging of that rest
+when the tensor is freed.
 """
 
 
@@ -42,10 +42,13 @@ _MALLOCS, _FREES = (bytes((kind,)) * 16 for kind in (MALLOC, FREE))
 
 
 class HeapCalls(NamedTuple):
-    """Calls in order, as columns; blocks are numbered as they are taken, from 0.
+    """Calls in order, as columns. Blocks are numbered from 0 in the order of their allocation.
 
-    ``values`` have the number of the block that a ``MALLOC`` or ``MEMALIGN`` takes or a ``FREE`` gives back, and the
-    size from which ``MAP_FROM`` has blocks mapped. ``block_bytes`` are the bytes asked for, by block.
+    Attributes:
+        kinds: kind of each call.
+        values: block allocated by ``MALLOC`` or ``MEMALIGN``, block freed by ``FREE``, or new threshold of
+            ``MAP_FROM``.
+        block_bytes: requested bytes of each block.
     """
 
     kinds: bytes
@@ -60,19 +63,19 @@ def heap_calls(
     nodes_before: Mapping[int, int] | None = None,
     thresholds_before: Mapping[int, int] | None = None,
 ) -> HeapCalls:
-    """List the calls of a training.
+    """List the heap calls of a training.
 
     Args:
-        deltas: ``(storage id, bytes to allocate)`` in order, negative bytes for the storage's free. An id may be used
-            again after that.
-        beside_bytes: the small blocks that come and go with each storage, see `TENSOR_OBJECTS_BYTES`.
-        trims_before: the numbers of the deltas before which free pages are given back.
-        nodes_before: by the number of a delta, how many nodes (see `NODE_OBJECTS_BYTES`) are taken before it or, if
-            negative, given back, the newest first.
-        thresholds_before: by the number of a delta, the size from which blocks are mapped from there on.
+        deltas: ``(storage id, bytes to allocate)`` in order, with negative bytes to free the storage. An id may be
+            reused after that.
+        beside_bytes: sizes of the small blocks of each storage, see `TENSOR_OBJECTS_BYTES`.
+        trims_before: indices of the deltas before which free pages are released.
+        nodes_before: by the index of a delta, the number of nodes (see `NODE_OBJECTS_BYTES`) allocated before it, or if
+            negative, freed before it, newest first.
+        thresholds_before: by the index of a delta, the size from which blocks are memory-mapped from then on.
 
     Raises:
-        KeyError: if a storage is freed that is not live.
+        KeyError: if a storage is freed that is not alive.
     """
     changes, thresholds = nodes_before or {}, thresholds_before or {}
     others = {*trims_before, *thresholds, *changes}
@@ -92,7 +95,7 @@ def heap_calls(
 
 
 class _Asked:
-    """Calls as they are listed, and the blocks of what is live."""
+    """Builder of a list of calls, with the blocks that are alive."""
 
     def __init__(self, beside_bytes: tuple[int, ...]) -> None:
         self._kinds = bytearray()
@@ -113,7 +116,7 @@ class _Asked:
         self._values.append(value)
 
     def allocate(self, storage: int, num_bytes: int) -> None:
-        """Take a tensor's data, which torch does not ask for if they are none, and what lies beside them."""
+        """Allocate a tensor's data, which torch skips for 0 bytes, and its small blocks."""
         first = self._first_of[storage] = len(self._block_bytes)
         self._block_bytes.extend((*self._before_bytes, num_bytes, *self._behind_bytes))
         self._kinds += self._tensor_kinds

@@ -1,7 +1,7 @@
-"""Read ``PYTORCH_CUDA_ALLOC_CONF`` (`plimsoll.device.cuda.allocator_settings.text_of`) as the rules of an allocator.
+"""Parser of ``PYTORCH_CUDA_ALLOC_CONF`` (`plimsoll.device.cuda.allocator_settings.text_of`) into allocator rules.
 
-After ``AcceleratorAllocatorConfig::parseArgs`` and ``CUDAAllocatorConfig::getKeys`` of torch 2.13: the same keys and
-the same bounds on their values. NOT covered: ``backend:cudaMallocAsync``, which is another allocator.
+After ``AcceleratorAllocatorConfig::parseArgs`` and ``CUDAAllocatorConfig::getKeys`` of torch 2.13, with the same keys
+and bounds. NOT covered: ``backend:cudaMallocAsync``, which is another allocator.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from plimsoll.errors import InputError
 from plimsoll.records.allocator import MIB, AllocatorRules
 
-# Options that change no size of a device's block; what they are given is not looked at.
+# Options that affect no block sizes on a device; their values are ignored.
 _WITHOUT_SIZES = {
     "graph_capture_record_stream_reuse",
     "pinned_free_catch_all",
@@ -41,14 +41,15 @@ _NUM_INTERVALS = 16
 
 
 def rules_from_text(text: str) -> AllocatorRules:
-    """Return the rules for a text such as ``expandable_segments:True,max_split_size_mb:128``; spaces do not count.
+    """Return the rules for a text such as ``expandable_segments:True,max_split_size_mb:128``; spaces are ignored.
 
     Raises:
-        InputError: if a key is unknown, a value is out of torch's bounds or the text is no list of key:value.
+        InputError: if a key is unknown, a value exceeds torch's bounds, or the text contains anything but key:value
+            pairs.
     """
     options = _options(text)
     for key in ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"):
-        _number(options, key, default=0, at_least=0)  # of the host's memory
+        _number(options, key, default=0, at_least=0)  # host memory, only validated
     large_mib = _number(options, "large_segment_size_mb", default=20, at_least=11)
     threshold = options.get("garbage_collection_threshold")
     split_mib = _number(options, "max_split_size_mb", default=0, at_least=large_mib)
@@ -99,7 +100,7 @@ def _number(options: dict[str, str], key: str, default: int, at_least: int) -> i
 
 
 def _share(key: str, text: str) -> float:
-    is_fraction = key == "per_process_memory_fraction"  # which may be 0 and 1; the threshold may not
+    is_fraction = key == "per_process_memory_fraction"  # may be 0 and 1; the threshold may not
     try:
         share = float(text)
     except ValueError:
@@ -116,7 +117,7 @@ def _truth(text: str) -> bool:
 
 
 def _divisions(text: str) -> int | tuple[int, ...]:
-    """Read ``4`` or ``[256:1,512:2,>:8]``: MiB from which on, and divisions (`parseRoundUpPower2Divisions`)."""
+    """Parse ``4`` or ``[256:1,512:2,>:8]``: a lower bound in MiB and the divisions (`parseRoundUpPower2Divisions`)."""
     if not text.startswith("["):
         return _power_of_two(text, text)
     divisions = [0] * _NUM_INTERVALS
@@ -139,7 +140,7 @@ def _power_of_two(text: str, whole: str) -> int:
     number = int(text) if text.isdecimal() else -1
     if number < 0 or number & (number - 1):
         raise InputError(
-            f"the allocator's option roundup_power2_divisions is {whole!r}, and {text!r} in it is no power of two: "
+            f"the allocator's option roundup_power2_divisions is {whole!r}, but {text!r} is not a power of two: "
             "give powers of two, such as 4 or [256:1,512:2,1024:4,>:8]"
         )
     return number

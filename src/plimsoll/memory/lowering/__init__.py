@@ -1,1 +1,1 @@
-"""What a device runs in place of a traced op, and what that takes beside the tensors."""
+"""Lowerings: the ops and scratch memory of a target device in place of traced ops."""

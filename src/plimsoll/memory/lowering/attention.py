@@ -1,15 +1,15 @@
-"""What CUDA runs for `scaled_dot_product_attention`, on fake tensors, and what that takes.
+"""CUDA's `scaled_dot_product_attention` on fake tensors, with the memory that its kernels use.
 
-`scaled_dot_product_attention` runs the op of the kernel that CUDA picks (`attention_choice`), after what
-``aten/src/ATen/native/transformers/attention.cpp`` does to its inputs, and lets it take what the kernel takes:
-``cuda/flash_attn/flash_api.cpp`` (mha_bwd), ``cuda/attention_backward.cu`` and ``mem_eff_attention/kernel_backward.h``
-with ``kernels/cutlassB.h``. Scratch is a tensor of bytes that lives as long as the kernel would run, so whoever records
-allocations sees it.
+`scaled_dot_product_attention` runs the op of the kernel that CUDA selects (`attention_choice`). It transforms the
+inputs as ``aten/src/ATen/native/transformers/attention.cpp`` does, and allocates the kernel's memory. Sources are
+``cuda/flash_attn/flash_api.cpp`` (mha_bwd), ``cuda/attention_backward.cu``, and ``mem_eff_attention/kernel_backward.h``
+with ``kernels/cutlassB.h``. Scratch memory is a byte tensor that lives as long as the kernel would run, so that a
+recorder sees it.
 
-It does NOT cover a batch above 65,535 and flash's split of the keys for a forward pass of few blocks. For cuDNN it
-takes what cudnn-frontend's ``scaled_dot_product_flash_attention.h`` asks for, and nothing that cuDNN adds by itself.
-Which tile of the efficient kernel fits a device follows from its shared memory and is a guess where torch has several:
-7.0, 8.0, 9.x and 10.x are taken to fit the larger.
+Does NOT cover a batch above 65,535, and flash's split of the keys in a forward pass with few blocks. For cuDNN, it
+allocates the workspace according to cudnn-frontend's ``scaled_dot_product_flash_attention.h``, without memory that
+cuDNN adds. The tile of the efficient kernel depends on shared memory, and is a guess if torch has several: 7.0, 8.0,
+9.x and 10.x are assumed to fit the larger one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from plimsoll.memory.lowering.attention_choice import HALF, Call, Capability, ch
 from plimsoll.memory.lowering.autocast import cast_to_lower_precision
 
 aten = torch.ops.aten
-# For the deterministic backward of flash, which splits the keys by them: A100, H100, B200; others as a large one.
+# Multiprocessors of A100, H100 and B200. The deterministic flash backward splits the keys by this number; other cards
+# count as large ones.
 _MULTIPROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
 _MOST_MULTIPROCESSORS = 188
 
 
-def scaled_dot_product_attention(  # noqa: PLR0917 -- the signature of torch's
+def scaled_dot_product_attention(  # noqa: PLR0917 -- torch's signature
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -43,10 +44,10 @@ def scaled_dot_product_attention(  # noqa: PLR0917 -- the signature of torch's
     *,
     capability: Capability,
 ) -> Tensor:
-    """Run on fake tensors what CUDA runs, and take the memory it takes.
+    """Run the attention kernel that CUDA would select on fake tensors, and allocate the same memory.
 
     Args:
-        query: and the next seven, as `torch.nn.functional.scaled_dot_product_attention` has them.
+        query: this and the next seven as in `torch.nn.functional.scaled_dot_product_attention`.
         key: see `query`.
         value: see `query`.
         attn_mask: see `query`.
@@ -54,10 +55,10 @@ def scaled_dot_product_attention(  # noqa: PLR0917 -- the signature of torch's
         is_causal: see `query`.
         scale: see `query`.
         enable_gqa: see `query`.
-        capability: of the device that is predicted.
+        capability: compute capability of the target.
 
     Raises:
-        DeviceError: if no kernel that is switched on can run it.
+        DeviceError: if no enabled kernel supports these inputs.
     """
     query, key, value, mask = cast_to_lower_precision(query, key, value, attn_mask)  # type: ignore[assignment]
     with _below_autocast():
@@ -91,7 +92,7 @@ def scaled_dot_product_attention(  # noqa: PLR0917 -- the signature of torch's
 
 
 class How(NamedTuple):
-    """What all kernels are told beside the tensors."""
+    """Parameters of all kernels besides the tensors."""
 
     trains: bool
     dropout_p: float
@@ -103,7 +104,7 @@ class How(NamedTuple):
 
 @contextmanager
 def _below_autocast() -> Iterator[None]:
-    """No more casts: the op that was called is of the lists, those inside it are not asked."""
+    """Disable autocast: only the called op is in the autocast lists, not the ops inside it."""
     if not torch.is_autocast_enabled("cpu"):
         yield
         return
@@ -117,7 +118,7 @@ def _apply(kernel: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 def _as_addend(mask: Tensor | None, dtype: torch.dtype, of_masked: float = -math.inf) -> Tensor | None:
-    """`convert_boolean_attn_mask`."""
+    """Return a boolean mask as a tensor to add to the scores (`convert_boolean_attn_mask`)."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     kept, masked = (torch.scalar_tensor(one, dtype=dtype, device=mask.device) for one in (0.0, of_masked))
@@ -125,7 +126,7 @@ def _as_addend(mask: Tensor | None, dtype: torch.dtype, of_masked: float = -math
 
 
 def _efficient_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """`preprocess_mask`: rows that begin at multiples of 8 elements, copied if they do not, then expanded."""
+    """Return an expanded mask whose rows are aligned to 8 elements, copied if necessary (`preprocess_mask`)."""
     if mask is None:
         return None
     if any(stride % 8 for stride in mask.stride()[:-1]) or mask.stride(-1) != 1:
@@ -135,7 +136,7 @@ def _efficient_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor |
 
 
 def _scratch(like: Tensor, size_bytes: int) -> Tensor:
-    """Bytes that a kernel works in: keep the tensor for as long as the kernel runs."""
+    """Return a byte tensor for the scratch memory of a kernel. Keep it for as long as the kernel would run."""
     return like.new_empty(size_bytes, dtype=torch.uint8)
 
 
@@ -144,7 +145,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
-    """Widths are padded to a multiple of 8 before the kernel, and the scale is that of the unpadded one."""
+    """Run the flash kernel with widths padded to a multiple of 8. The scale is computed from the unpadded width."""
     width = query.shape[-1]
     padded = [torch.nn.functional.pad(one, (0, -width % 8)) if width % 8 else one for one in (query, key, value)]
     out = _apply(_Flash, *padded, how)
@@ -161,7 +162,8 @@ class _Flash(torch.autograd.Function):
         out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
             query, key, value, how.dropout_p, how.is_causal, scale=how.scale
         )
-        # The op's own are on the meta device; a kernel puts them on the GPU, with dropout or not.
+        # The random state of the fake op is on the meta device. A kernel allocates it on the GPU, with or without
+        # dropout.
         random = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
         ctx.save_for_backward(query, key, value, out, logsumexp, *random)
         ctx.how = how
@@ -187,7 +189,7 @@ class _Flash(torch.autograd.Function):
 def flash_backward_bytes(
     query_shape: Sequence[int], key_shape: Sequence[int], element_bytes: int, capability: Capability
 ) -> list[int]:
-    """What `mha_bwd` takes beside the gradients: softmax_d, dq_accum, with grouped heads dk and dv of every head."""
+    """Return the scratch sizes of `mha_bwd`: softmax_d, dq_accum, and dk and dv per query head if heads are grouped."""
     batch, heads, length, width = query_shape
     width_up, length_up = _up(width, 32 if width <= 128 else 64), _up(length, 128)
     splits = 1
@@ -239,7 +241,7 @@ class _Efficient(torch.autograd.Function):
 
 
 class Tile(NamedTuple):
-    """The kernel of the efficient backward that runs, as ``cutlassB.h`` names it: rows x columns, most width."""
+    """The kernel of the efficient backward as ``cutlassB.h`` names it: rows x columns, largest width."""
 
     rows: int
     columns: int
@@ -259,7 +261,7 @@ class Tile(NamedTuple):
 
 
 def efficient_tile(width: int, value_width: int, dtype: torch.dtype, dropout_p: float, capability: Capability) -> Tile:
-    """The first kernel of `dispatch_cutlassB` that takes these."""
+    """Return the first kernel of `dispatch_cutlassB` that supports these parameters."""
     number, half, most = capability[0] * 10 + capability[1], dtype in HALF, max(width, value_width)
     architecture = 80 if number >= 80 else 75 if number >= 75 else 70 if number >= 70 else 50
     has_large_shared_memory = number in (70, 80) or 90 <= number < 120
@@ -280,7 +282,10 @@ def efficient_tile(width: int, value_width: int, dtype: torch.dtype, dropout_p: 
 def efficient_workspace_bytes(
     query_shape: Sequence[int], key_shape: Sequence[int], value_width: int, tile: Tile
 ) -> int:
-    """`workspace_size`: sums for dk and dv where registers do not hold them, and for dq in any case."""
+    """Return the workspace size of the efficient backward in bytes (`workspace_size`).
+
+    It consists of accumulators for dq, and for dk and dv if they do not fit in registers.
+    """
     batch, heads, length, width = query_shape
     splits = -(-key_shape[2] // tile.columns)
     if batch * heads >= 256 and key_shape[2] <= 2 * tile.columns:
@@ -293,7 +298,7 @@ def efficient_workspace_bytes(
         for_keys = splits * tile.columns * (_up(width, tile.rows) + _up(value_width, tile.rows))
     for_queries = 0
     if tile.architecture >= 70 or tile.half:
-        # Each tile of dq has 16 bytes in front: a lock, a counter and padding.
+        # Each tile of dq has a header of 16 bytes: a lock, a counter and padding.
         blocks = -(-length // tile.rows) * -(-width // tile.columns)
         for_queries = blocks * (16 + tile.rows * tile.columns * 4) // 4
     return batch * heads * _up(for_keys + for_queries, 4) * 4
@@ -329,14 +334,14 @@ class _CuDNN(torch.autograd.Function):
 
 
 def cudnn_backward_bytes(query_shape: Sequence[int], key_shape: Sequence[int]) -> int:
-    """One workspace: dq in fp32, a sum for each row, and with grouped heads dk and dv of every head."""
+    """Return the workspace size: dq in fp32, a sum per row, and dk and dv per query head if heads are grouped."""
     batch, heads, length, width = query_shape
     size = batch * heads * length * (width + 1) * 4
     return size + (2 * batch * heads * key_shape[2] * width * 2 if key_shape[1] != heads else 0)
 
 
 def _math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How) -> Tensor:
-    """`_scaled_dot_product_attention_math`, with CUDA's dropout."""
+    """Run `_scaled_dot_product_attention_math`, with CUDA's dropout."""
     dtype = query.dtype
     reduced: bool = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     if dtype in HALF and not reduced:
@@ -356,12 +361,12 @@ def _math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: H
     if how.dropout_p > 0:
         weights = torch.native_dropout(weights, how.dropout_p, True)[0]
     out = (weights @ value).to(dtype)
-    weights.to(dtype)  # the second output, which nobody keeps
+    weights.to(dtype)  # the second output, freed at once
     return out
 
 
 class _SafeSoftmax(torch.autograd.Function):
-    """`_safe_softmax` with what it takes inside: rows in which all is masked become zeros."""
+    """`_safe_softmax` with its temporaries: rows that are masked completely become zeros."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:

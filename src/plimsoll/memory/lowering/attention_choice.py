@@ -1,11 +1,11 @@
-"""Which kernel CUDA runs for `scaled_dot_product_attention`.
+"""Choice of the kernel that CUDA runs for `scaled_dot_product_attention`.
 
-`choose_backend` follows ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` and the checks of ``sdp_utils_cpp.h``
-of torch 2.13, with the flags and the order that `torch.nn.attention.sdpa_kernel` and `torch.backends.cuda` set. On 9.0,
-10.0 and 10.3, cuDNN comes first (from cuDNN 9.15.1 on, and unless TORCH_CUDNN_SDPA_DEPRIORITIZED is set), elsewhere
-last; the efficient kernel takes no grouped heads.
+`choose_backend` follows ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` and the checks in ``sdp_utils_cpp.h``
+of torch 2.13. It uses the flags and the order set by `torch.nn.attention.sdpa_kernel` and `torch.backends.cuda`. cuDNN
+is first on 9.0, 10.0 and 10.3 (from cuDNN 9.15.1 on, unless TORCH_CUDNN_SDPA_DEPRIORITIZED is set), and last on other
+cards. The efficient kernel does not support grouped heads.
 
-It does NOT cover nested tensors, ROCm, FlashAttention 3 and libraries that torch was built without.
+Does NOT cover nested tensors, ROCm, FlashAttention 3, and builds of torch that lack a library.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ Capability = tuple[int, int]
 HALF = (torch.float16, torch.bfloat16)
 _NAMES: dict[int, Backend] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # at::SDPBackend
 _DEFAULT_ORDER: list[Backend] = ["flash", "efficient", "math", "cudnn"]
-_CUDNN_VERSION = 91900  # of the wheels of torch 2.13
+_CUDNN_VERSION = 91900  # in the wheels of torch 2.13
 
 
 class Call(NamedTuple):
-    """What the choice of a kernel depends on.
+    """The inputs on which the choice of a kernel depends.
 
     Attributes:
-        query_shape: batch, heads, length, width; other numbers of dimensions are for `math`.
+        query_shape: batch, heads, length, width; other numbers of dimensions need `math`.
         key_shape: as `query_shape`.
         value_shape: as `query_shape`.
-        dtype: of all three.
-        has_mask: an explicit `attn_mask` is given.
-        mask_requires_grad: and is learned.
+        dtype: dtype of query, key and value.
+        has_mask: whether an explicit `attn_mask` is given.
+        mask_requires_grad: whether the mask requires a gradient.
         dropout_p: as given to torch.
         is_causal: as given to torch.
         enable_gqa: as given to torch.
-        requires_grad: one of the three does, and gradients are on.
-        capability: of the device, as `torch.cuda.get_device_capability` says it.
-        mask_shape: of the mask; by default one that every kernel takes.
-        last_strides_are_one: the last dimensions of all inputs are dense.
-        cudnn_version: as `torch.backends.cudnn.version` says it.
+        requires_grad: whether query, key or value requires a gradient, and gradients are enabled.
+        capability: compute capability, as from `torch.cuda.get_device_capability`.
+        mask_shape: shape of the mask; ``None`` for a shape that every kernel supports.
+        last_strides_are_one: whether the last dimension of every input is dense.
+        cudnn_version: as from `torch.backends.cudnn.version`.
     """
 
     query_shape: Sequence[int]
@@ -64,10 +64,10 @@ class Call(NamedTuple):
 
 
 def choose_backend(call: Call) -> Backend:
-    """The kernel CUDA picks.
+    """Return the kernel that CUDA selects.
 
     Raises:
-        DeviceError: if no kernel that is switched on can run it.
+        DeviceError: if no enabled kernel supports the call.
     """
     enabled: Any = torch.backends.cuda
     usable: dict[Backend, Callable[[], bool]] = {
@@ -81,18 +81,18 @@ def choose_backend(call: Call) -> Backend:
             return backend
     major, minor = call.capability
     raise DeviceError(
-        f"attention: no kernel that is switched on runs query {list(call.query_shape)}, key {list(call.key_shape)} of "
-        f"{call.dtype} on a device of capability {major}.{minor}, and `math` is switched off: allow SDPBackend.MATH"
+        f"attention: no enabled kernel supports query {list(call.query_shape)} and key {list(call.key_shape)} of "
+        f"{call.dtype} on a device of capability {major}.{minor}, and `math` is disabled: allow SDPBackend.MATH"
     )
 
 
 def _order(call: Call) -> list[Backend]:
-    """`priority_order` and `check_prefer_cudnn_attention`."""
-    # Private, and the only way to see the order that sdpa_kernel(..., set_priority=True) set.
+    """Return the order of kernels (`priority_order` and `check_prefer_cudnn_attention`)."""
+    # Private, and the only way to read the order set by sdpa_kernel(..., set_priority=True).
     if (asked := getattr(torch._C, "_get_sdp_priority_order", None)) is None:
         raise DeviceError(
-            f"attention: torch._C of torch {torch.__version__} has no _get_sdp_priority_order, which tells the "
-            "order of the kernels: use torch 2.11 to 2.13"
+            f"attention: torch._C of torch {torch.__version__} has no _get_sdp_priority_order, which returns "
+            "the order of the kernels: use torch 2.11 to 2.13"
         )
     order = [_NAMES[number] for number in asked() if number in _NAMES]
     major, minor = call.capability
@@ -108,7 +108,7 @@ def _is_dense(call: Call) -> bool:
 
 
 def _heads_fit(call: Call, grouped: bool, same_key_and_value: bool = True) -> bool:
-    """`check_batch_size_and_num_heads_dense`."""
+    """Return whether batch sizes and numbers of heads match (`check_batch_size_and_num_heads_dense`)."""
     (query_batch, query_heads), (key_batch, key_heads), (value_batch, value_heads) = (
         shape[:2] for shape in (call.query_shape, call.key_shape, call.value_shape)
     )
@@ -158,7 +158,7 @@ def _efficient_can(call: Call) -> bool:
 
 
 def _gemm_alignment(call: Call) -> int:
-    """`minimum_gemm_alignment`, in elements."""
+    """Return the alignment of rows in elements (`minimum_gemm_alignment`)."""
     half = call.dtype in HALF
     if call.capability >= (8, 0):
         return 8 if half else 4
@@ -183,7 +183,7 @@ def _cudnn_can(call: Call) -> bool:
 
 
 def _mask_suits_cudnn(call: Call) -> bool:
-    """`check_attn_mask_shape`."""
+    """Return whether cuDNN supports the mask (`check_attn_mask_shape`)."""
     if not call.has_mask or call.mask_requires_grad:
         return not call.has_mask
     batch, heads, length, _ = call.query_shape
@@ -193,7 +193,7 @@ def _mask_suits_cudnn(call: Call) -> bool:
 
 
 def _cudnn_takes_shapes(call: Call) -> bool:
-    """`check_cudnn_tensor_shapes`."""
+    """Return whether cuDNN supports the shapes (`check_cudnn_tensor_shapes`)."""
     width, value_width = call.query_shape[3], call.value_shape[3]
     latest = call.capability == (9, 0) or call.capability[0] == 10
     limit = 192 if latest and (width, value_width) == (192, 128) and call.cudnn_version >= 91100 else 128

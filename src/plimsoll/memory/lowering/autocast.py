@@ -1,12 +1,12 @@
-"""CUDA's autocast, for tensors that live on the CPU.
+"""CUDA's autocast for tensors on the CPU.
 
-On a build without CUDA, `torch.autocast("cuda")` does nothing to tensors of the CPU, and `torch.autocast("cpu")` casts
-by lists of its own. Inside `cuda_autocast_lists` the CPU's autocast casts as CUDA's does, and what a program asks of
-"cuda"'s autocast is answered by it.
+On a build without CUDA, `torch.autocast("cuda")` does not affect CPU tensors, and `torch.autocast("cpu")` has other
+lists of ops. Inside `cuda_autocast_lists`, CPU autocast casts as CUDA's does, and queries about "cuda" autocast are
+answered for it.
 
-It does NOT know a tensor that a program for CUDA would keep on the CPU: here it is cast like the others. It does not
-see a function of torch that was imported by name before the context began, nor `torch.autocast("cuda")` made before it.
-The tables are the process's: nothing else may autocast on the CPU meanwhile, and a context inside another adds nothing.
+Does NOT know which tensors a program for CUDA would keep on the CPU: it casts them like the others. Functions of torch
+that were imported by name earlier are not replaced, nor is a `torch.autocast("cuda")` object created earlier. The
+dispatch tables belong to the process: nothing else may use CPU autocast meanwhile. A nested context has no effect.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _LISTS: dict[str, Policy] = {
     "DIFFERENT_REDISPATCH_SIGNATURE": "fp32_append_dtype",
     "PROMOTE": "promote",
 }
-# What TORCH_LIBRARY_IMPL(aten, Autocast, m) of aten/src/ATen/autocast_mode.cpp adds to the lists of the header.
+# Added to the lists of the header by TORCH_LIBRARY_IMPL(aten, Autocast, m) in aten/src/ATen/autocast_mode.cpp.
 _BESIDE_THE_LISTS: dict[str, Policy] = {
     "cudnn_convolution": "lower_precision",
     "cudnn_convolution_transpose": "lower_precision",
     "binary_cross_entropy": "banned",
 }
-# CUDA casts inside `_cudnn_rnn`, which these call and the CPU does not have.
+# On CUDA, the cast is inside `_cudnn_rnn`, which these call and which does not exist on the CPU.
 _RECURRENT = [f"{cell}.{form}" for cell in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")]
 RECURRENT_DTYPE = torch.float16
 
@@ -56,10 +56,10 @@ _KEY = "AutocastCPU"
 
 @contextmanager
 def cuda_autocast_lists() -> Iterator[None]:
-    """Let the CPU's autocast do what CUDA's does, and answer for it.
+    """Make CPU autocast behave like CUDA's, and answer queries about CUDA's, until the context exits.
 
     Raises:
-        DeviceError: if the installed torch does not have what this needs.
+        DeviceError: if the installed torch lacks required functions.
     """
     _check_this_torch()
     if _casts.active:
@@ -73,7 +73,7 @@ def cuda_autocast_lists() -> Iterator[None]:
 
 
 def cast_to_lower_precision(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The tensors as an op of the lower-precision list would take them: as they are outside an autocast region."""
+    """Return tensors cast as by an op of the lower-precision list; unchanged outside an autocast region."""
     if not (_casts.active and torch.is_autocast_enabled("cpu")):
         return list(tensors)
     return [_cast(tensor, torch.get_autocast_dtype("cpu")) for tensor in tensors]
@@ -81,21 +81,21 @@ def cast_to_lower_precision(*tensors: torch.Tensor | None) -> list[torch.Tensor 
 
 @cache
 def cuda_policies() -> dict[str, Policy]:
-    """What CUDA's autocast does with each op, by the op's name without ``aten::``.
+    """Return the policy of CUDA's autocast for each op, by the op's name without ``aten::``.
 
     Raises:
-        DeviceError: if the installed torch comes without the header that says so.
+        DeviceError: if the header that lists the ops is missing from the installed torch.
     """
     header = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
     if not header.is_file():
         raise DeviceError(
-            f"autocast: torch {torch.__version__} has no include/ATen/autocast_mode.h beside it, where its lists of "
-            "ops are: install torch from a wheel of PyPI or download.pytorch.org"
+            f"autocast: torch {torch.__version__} lacks the file include/ATen/autocast_mode.h with its lists of ops: "
+            "install torch from a wheel of PyPI or download.pytorch.org"
         )
     text = header.read_text(encoding="utf-8")
     policies = dict(_BESIDE_THE_LISTS)
     for macro, policy in _LISTS.items():
-        # Lines that a backslash continues are one definition.
+        # Lines that end in a backslash belong to one definition.
         found = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)*.*\n)", text)
         body = found[1] if found else ""
         if policy == "fp32_append_dtype":
@@ -104,27 +104,27 @@ def cuda_policies() -> dict[str, Policy]:
             names = [".".join(part.split(", ")) for part in re.findall(r"_\((\w+(?:, \w+)?)\)", body)]
         if not names:
             raise DeviceError(
-                f"autocast: AT_FORALL_{macro} in {header.name} of torch {torch.__version__} names no ops, so its form "
-                "is new: use torch 2.11 to 2.13"
+                f"autocast: AT_FORALL_{macro} in {header.name} of torch {torch.__version__} names no ops, so its "
+                "format is unknown: use torch 2.11 to 2.13"
             )
         policies |= dict.fromkeys(names, policy)
     return policies
 
 
 def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """All kernels to install in torch's table for the CPU's autocast: CUDA's, and none for what only the CPU casts."""
+    """Yield all kernels for CPU autocast: CUDA's, and fallthrough for ops that only CPU autocast casts."""
     policies = cuda_policies() | dict.fromkeys(_RECURRENT, "recurrent")
     for name in policies:
         if (operator := _operator(name)) is not None:
             yield name, partial(_run, policies[name], operator)
-    # The name of the table of kernels; torch has no public way to list them.
+    # The name of a dispatch table; torch has no public function to list its kernels.
     for qualified in torch._C._dispatch_get_registrations_for_dispatch_key(_KEY):
         if (name := qualified.removeprefix("aten::")) not in policies and qualified.startswith("aten::"):
             yield name, fallthrough_kernel
 
 
 def _operator(name: str) -> Any:
-    """An op of ``torch.ops.aten``, or None where this version does not have it."""
+    """Return an op of ``torch.ops.aten``; ``None`` if this version does not have it."""
     base, _, overload = name.partition(".")
     with suppress(AttributeError):
         return getattr(getattr(torch.ops.aten, base), overload or "default")
@@ -132,10 +132,10 @@ def _operator(name: str) -> Any:
 
 
 def _run(policy: Policy, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `WrapFunction_` (ATen/autocast_mode.h) does for each policy, and for RNNs `_cudnn_rnn_cast_reflatten`."""
-    # Private names, both what torch.library.register_autocast uses: below this guard an op is not autocast again.
+    """Run an op as `WrapFunction_` (ATen/autocast_mode.h) and, for RNNs, `_cudnn_rnn_cast_reflatten` do."""
+    # Private names that torch.library.register_autocast uses, too: inside this guard, ops are not cast again.
     below = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
-    # As in C++, neither a TorchFunctionMode nor a subclass of Tensor is asked about casts.
+    # As in C++, neither a TorchFunctionMode nor a Tensor subclass sees the casts.
     with below, torch._C.DisableTorchFunction():
         if policy == "banned":
             raise RuntimeError(_BANNED)
@@ -144,7 +144,7 @@ def _run(policy: Policy, operator: Any, *args: Any, **kwargs: Any) -> Any:
             form = "ScalarOpt_dtype" if operator._overloadname == "Scalar" else "ScalarOpt_dim_dtype"
             if (
                 form == "ScalarOpt_dim_dtype" and len(args) < 4
-            ):  # keepdim, which the form with a dtype has no default for
+            ):  # keepdim, which has no default in the overload with a dtype
                 args = (*args, kwargs.pop("keepdim", False))
             elif form == "ScalarOpt_dtype" and len(args) < 2:
                 args = (*args, 2)
@@ -154,18 +154,19 @@ def _run(policy: Policy, operator: Any, *args: Any, **kwargs: Any) -> Any:
                 args, kwargs = _with_dtype(operator, args, kwargs)
             return operator(*args, **kwargs)
         if policy == "recurrent":
-            # As ATen/cudnn/AutocastRNN.cpp: float16 whatever the region asked for, and weights copied at every call.
+            # As in ATen/cudnn/AutocastRNN.cpp: float16 regardless of the region's dtype, and weights copied at every
+            # call.
             args = _with_weights_in_one_buffer(args)
             cast = partial(_cast, dtype=RECURRENT_DTYPE, may_keep=False)
         else:
             cast = partial(_cast, dtype=_dtype_of(policy, [*args, *kwargs.values()]))
-        # From the last to the first, as the compiler of torch's wheels evaluates a call's arguments.
+        # From last to first, the order in which the compiler of torch's wheels evaluates arguments.
         given = [_each(cast, value) for value in reversed([*args, *kwargs.values()])][::-1]
         return operator(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
 
 
 def _with_weights_in_one_buffer(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a recurrent op with its weights cast: the last list of tensors among them."""
+    """Return the arguments of a recurrent op with cast weights; the weights are the last list of tensors."""
     place = max(index for index, value in enumerate(args) if isinstance(value, list | tuple))
     weights = args[place]
     if not all(map(_eligible, weights)) or weights[0].dtype == RECURRENT_DTYPE:
@@ -174,7 +175,7 @@ def _with_weights_in_one_buffer(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _IntoOneBuffer(torch.autograd.Function):
-    """Copies of weights in half precision, side by side in one buffer."""
+    """Copies of weights in half precision, adjacent in one buffer."""
 
     @staticmethod
     def forward(ctx: Any, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -206,7 +207,7 @@ def _dtype_of(policy: Policy, values: Iterable[Any]) -> torch.dtype:
 
 
 def _with_dtype(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with `dtype` set to fp32 where nobody chose another."""
+    """Return the arguments with `dtype` set to fp32, unless another dtype was given."""
     names = [argument.name for argument in operator._schema.arguments if not argument.kwarg_only]
     place = names.index("dtype") if "dtype" in names else len(args)
     if place < len(args):
@@ -232,11 +233,11 @@ def _eligible(value: Any) -> bool:
 
 
 class _Casts:
-    """Weights that were cast for the region of autocast that is open: `cached_casts` of ``autocast_mode.cpp``."""
+    """Cast weights cached for the current autocast region (`cached_casts` of ``autocast_mode.cpp``)."""
 
     def __init__(self) -> None:
         self.active = False
-        # By identity, with a reference that tells a parameter from a later one at the same address.
+        # By id, with a weak reference that detects a new parameter at the same address.
         self.kept: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     def end(self) -> None:
@@ -248,7 +249,7 @@ _casts = _Casts()
 
 
 def _cast(tensor: Any, dtype: torch.dtype, may_keep: bool = True) -> Any:
-    """`cached_cast`, without its exception for the tensors of CUDA graphs."""
+    """Return a cast tensor, cached if it is a parameter (`cached_cast`, without its exception for CUDA graphs)."""
     if not _eligible(tensor) or tensor.dtype == dtype:
         return tensor
     keep = (
@@ -270,7 +271,7 @@ def _cast(tensor: Any, dtype: torch.dtype, may_keep: bool = True) -> Any:
 
 
 def _answer_for_cuda(undo: ExitStack) -> None:
-    """Send what is asked of "cuda"'s autocast to the CPU's, and start with the dtype that "cuda" has."""
+    """Redirect queries about "cuda" autocast to CPU autocast, and start with the dtype set for "cuda"."""
 
     def replace(owner: Any, name: str, by: Callable[..., Any]) -> None:
         undo.callback(setattr, owner, name, getattr(owner, name))
@@ -290,7 +291,7 @@ def _answer_for_cuda(undo: ExitStack) -> None:
     replace(torch, "get_autocast_gpu_dtype", lambda: get_dtype("cpu"))
     replace(torch, "set_autocast_gpu_dtype", lambda dtype: set_dtype("cpu", dtype))
 
-    # Else a GradScaler for "cuda" warns, and scales and checks nothing.
+    # Otherwise a GradScaler for "cuda" warns, and neither scales nor checks gradients.
     replace(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
 
     clear = torch.clear_autocast_cache
@@ -299,7 +300,7 @@ def _answer_for_cuda(undo: ExitStack) -> None:
         _casts.kept.clear()
         clear()
 
-    replace(torch, "clear_autocast_cache", clear_both)  # what the end of an outermost region calls
+    replace(torch, "clear_autocast_cache", clear_both)  # called at the end of an outermost region
     region = torch.amp.autocast_mode.autocast
     begin = region.__init__
 
@@ -307,7 +308,7 @@ def _answer_for_cuda(undo: ExitStack) -> None:
         begin(self, here(device_type), *args, **kwargs)
 
     replace(region, "__init__", begin_here)
-    # What custom_fwd(cast_inputs=...) casts its arguments with, by the device in the decorator.
+    # custom_fwd(cast_inputs=...) casts its arguments with this function, by the device in the decorator.
     cast_inputs = torch.amp.autocast_mode._cast
     replace(
         torch.amp.autocast_mode, "_cast", lambda value, device_type, dtype: cast_inputs(value, here(device_type), dtype)
@@ -332,6 +333,6 @@ def _check_this_torch() -> None:
     for owner, (where, names) in needed.items():
         if missing := [name for name in names if not hasattr(where, name)]:
             raise DeviceError(
-                f"autocast: {owner} of torch {torch.__version__} has no {', '.join(missing)}, with which CUDA's "
-                "autocast is shown on a CPU: use torch 2.11 to 2.13"
+                f"autocast: {owner} of torch {torch.__version__} has no {', '.join(missing)}, which is needed to "
+                "emulate CUDA's autocast on a CPU: use torch 2.11 to 2.13"
             )

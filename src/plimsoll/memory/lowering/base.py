@@ -1,9 +1,9 @@
-"""What every lowering offers: how a training that is traced on fake CPU tensors becomes the one the target runs.
+"""Interface of a lowering, which makes a training traced on fake CPU tensors run the target's ops.
 
-torch picks kernels by device: on CUDA another attention, another dropout, cuDNN's recurrent nets, `foreach` optimizers,
-other autocast lists. A fake CUDA tensor cannot be trained on a CPU build of torch (autograd ends the process), so the
-trace runs on fake CPU tensors, and while it does, the ops that differ are replaced by what the target calls, above
-autograd, so that what is saved for backward is the target's too.
+torch selects kernels by device. On CUDA, it uses other kernels for attention and dropout, cuDNN's recurrent layers,
+`foreach` optimizers, and other autocast lists. A fake CUDA tensor cannot be trained on a CPU build of torch: autograd
+ends the process. The trace therefore runs on fake CPU tensors. Meanwhile, ops that differ are replaced by the target's
+ops, above autograd. Tensors saved for backward are then also the target's.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """``(op, args, kwargs) -> result``: how an op is executed."""
 
 Made = Callable[[Any, Any], Iterable[Tensor]]
-"""``(op, result) -> tensors``: those among an op's results, in the order in which they are allocated."""
+"""``(op, result) -> tensors``: the tensors among an op's results, in the order of their allocation."""
 
 Note = Callable[[str, int, int], None]
-"""``(text, low_bytes, high_bytes)``: something was modelled, and the peak may differ by so much."""
+"""``(text, low_bytes, high_bytes)``: records a modelled value, and by how many bytes the peak may differ."""
 
 
 class Scratch(NamedTuple):
-    """The sizes in bytes of what a kernel takes beside its results, before and after it allocates these."""
+    """Sizes in bytes of a kernel's scratch memory, allocated before and after the results."""
 
     before: Sequence[int] = ()
     after: Sequence[int] = ()
@@ -40,10 +40,10 @@ NO_SCRATCH = Scratch()
 _NESTED = (list, tuple)
 
 ScratchBytes = Callable[[Any, tuple[Any, ...], dict[str, Any]], Scratch]
-"""``(op, args, kwargs) -> sizes`` of what the target's kernel takes while it runs, beside its results."""
+"""``(op, args, kwargs) -> sizes`` of the scratch memory that the target's kernel uses."""
 
 Unwritten = Callable[[Any, tuple[Any, ...], Any], tuple[Tensor, int] | None]
-"""``(op, args, result) -> (tensor, bytes)``: a tensor of which no op ever writes so many bytes, if there is one."""
+"""``(op, args, result) -> (tensor, bytes)``: a tensor, and how many of its bytes no op ever writes."""
 
 
 class Lowering(Protocol):
@@ -51,28 +51,28 @@ class Lowering(Protocol):
 
     name: str
     kind: Literal["cpu", "cuda"]
-    device: str  # what a training says to get there
+    device: str  # name of the device in a training
 
     def loaded(self, tensor: Tensor) -> Tensor:
-        """Let a fake tensor be where a loader puts it."""
+        """Mark a fake tensor as placed in memory where a data loader puts it."""
 
     def active(self, note: Note) -> AbstractContextManager[None]:
-        """Replace what the target does otherwise; undone on exit."""
+        """Replace the ops that differ on the target until the context exits."""
 
     def run_with(self, run: Run) -> Run:
         """Wrap the function that executes an op."""
 
     def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
-        """Give the sizes of what the target's kernel takes while it runs, beside its results."""
+        """Return the sizes of the scratch memory that the target's kernel uses."""
 
     def made(self, op: Any, result: Any) -> Iterable[Tensor]:
         """Return the tensors among an op's results, in the order in which the target allocates them."""
 
     def unwritten(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-        """Say of which tensor among an op's results no op ever writes so many bytes, if there is one."""
+        """Return a result of an op and the number of its bytes that no op ever writes; ``None`` if all are written."""
 
     def on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor that an op has just made is in the host's memory, and the training elsewhere."""
+        """Return whether a tensor that an op has just made is in host memory while the training runs on a device."""
 
 
 def tensors_of(op: Any, result: Any) -> Iterable[Tensor]:
@@ -81,7 +81,7 @@ def tensors_of(op: Any, result: Any) -> Iterable[Tensor]:
 
 
 def tensors_in(values: Iterable[Any]) -> list[Any]:
-    """Return the tensors among what an op takes or gives, which are nested in lists at most."""
+    """Return the tensors in arguments or results, also those nested in lists and tuples."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -95,33 +95,33 @@ def tensors_in(values: Iterable[Any]) -> list[Any]:
 def kernels_replaced(
     kernels: Mapping[str, Callable[..., Any]], keys: Sequence[str] = ("AutogradCPU", "CPU")
 ) -> Iterator[None]:
-    """Let other functions do what ``aten`` ops do on CPU tensors, with and without autograd; undone on exit.
+    """Replace the kernels of ``aten`` ops on CPU tensors, with and without autograd, until the context exits.
 
     Args:
-        kernels: functions with the op's signature, by the op's name (with its overload, if it has one).
-        keys: of torch's tables of kernels.
+        kernels: functions with the signature of the op, by the op's name (with its overload, if it has one).
+        keys: dispatch keys.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
-        with warnings.catch_warnings():  # torch warns of a kernel that is replaced, which is the purpose
+        with warnings.catch_warnings():  # torch warns about replaced kernels, which are intended here
             warnings.filterwarnings("ignore", message=r"\s*Warning only once for all operators", category=UserWarning)
             for name, kernel in kernels.items():
                 for key in keys:
                     library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
         yield
     finally:
-        # The one way to take kernels back; torch's own tests use it.
+        # The only way to remove kernels; torch's tests do the same.
         library._destroy()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def foreach_as_on(device_types: tuple[str, ...]) -> Iterator[None]:
-    """Let optimizers default to `foreach` as they do on some devices, also for fake tensors; undone on exit.
+    """Make optimizers default to `foreach` as on some devices, also for fake tensors, until the context exits.
 
-    It depends on the exact class of a parameter and on the type of its device; both lists are private.
+    The default depends on the exact class of a parameter and on its device type. Both lists are private in torch.
 
     Args:
-        device_types: the devices on which it is the default.
+        device_types: devices on which `foreach` is the default.
     """
     classes = [module._foreach_supported_types for module in (optimizer_module, foreach_utils)]
     name = "_get_foreach_kernels_supported_devices"
@@ -139,9 +139,9 @@ def foreach_as_on(device_types: tuple[str, ...]) -> Iterator[None]:
 
 @contextmanager
 def fake_modules_can_be_converted() -> Iterator[None]:
-    """Let ``module.to(...)`` convert fake parameters in place, as it does real ones; undone on exit.
+    """Make ``module.to(...)`` convert fake parameters in place, as real ones, until the context exits.
 
-    torch exchanges whole tensor objects there, which it refuses where an optimizer or a recorder refers to them.
+    For fake tensors, torch swaps whole tensor objects, which fails if an optimizer or a recorder refers to them.
     """
     original = nn.Module._apply
 
@@ -168,7 +168,7 @@ def fake_modules_can_be_converted() -> Iterator[None]:
 
 
 def _exchange(tensor: Tensor, converted: Tensor) -> None:
-    """Give a tensor the memory of another, and what is known of it."""
+    """Replace the memory of a tensor, and delete notes on the old values."""
     if converted is not tensor:
         tensor.data = converted
         for name in [name for name in vars(tensor) if name.startswith("_plimsoll")]:
@@ -176,9 +176,10 @@ def _exchange(tensor: Tensor, converted: Tensor) -> None:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # `at::linear` (aten/src/ATen/native/Linear.cpp) adds the bias in place where it cannot multiply and add at once:
-    # where its input has more than two dimensions and is not contiguous, as the output of a recurrent layer with
-    # `batch_first`. For tensors of a subclass, as fake ones are, and under a dispatch mode it adds out of place.
+    # `at::linear` (aten/src/ATen/native/Linear.cpp) adds the bias in place if it cannot fuse multiplication and
+    # addition. That is the case for a non-contiguous input of more than two dimensions, such as the output of a
+    # recurrent layer with `batch_first`. For tensor subclasses, such as fake tensors, and under a dispatch mode, it
+    # adds out of place.
     if bias is None or input.dim() == 2 or input.is_contiguous():
         result: Tensor = torch.ops.aten.linear.default.decompose(input, weight, bias)
         return result

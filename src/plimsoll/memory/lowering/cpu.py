@@ -1,5 +1,7 @@
-"""The CPU as target: what is traced is what runs, but for packed sequences, which cannot be traced as they are, and for
-kernels whose results are larger or smaller than torch says of them.
+"""Lowering to the CPU: most ops run as traced.
+
+Packed sequences are replaced because they cannot be traced directly. Results of some kernels are corrected because
+their sizes differ from the fake ones.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _LSTM_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 
 
 class CpuLowering:
-    """`Lowering` onto the processor that traces."""
+    """`Lowering` to the processor that runs the trace."""
 
     name = "cpu"
     kind: Literal["cpu", "cuda"] = "cpu"
@@ -45,12 +47,12 @@ class CpuLowering:
         self._names: dict[Any, str] = {}
 
     def loaded(self, tensor: Tensor) -> Tensor:
-        """Return the tensor as it is."""
+        """Return the tensor unchanged."""
         return tensor
 
     @contextmanager
     def active(self, note: Note) -> Iterator[None]:
-        """Replace what reads the values of fake tensors."""
+        """Replace ops that read values of fake tensors until the context exits."""
         with (
             foreach_as_on(("cuda", "xpu")),
             fake_modules_can_be_converted(),
@@ -60,19 +62,19 @@ class CpuLowering:
             yield
 
     def run_with(self, run: Run) -> Run:
-        """Give results the size that the CPU's kernels give them."""
+        """Wrap the function that executes an op, so that results have the sizes of the CPU kernels."""
         return corrected(run)
 
     def on_host(self, tensor: Tensor) -> bool:
-        """Return that there is one place only."""
+        """Return False, because the CPU has only one memory."""
         return False
 
     def unwritten(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-        """Say how much of the workspace of an LSTM layer of oneDNN is never written."""
+        """Return the workspace of oneDNN's LSTM layer and its bytes that are never written; ``None`` for other ops."""
         return unwritten_workspace(args, result) if op is _LSTM_LAYER else None
 
     def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
-        """Count what the kernel takes while it runs, beside its results: one size for all of it."""
+        """Return the scratch memory of a kernel, as one block."""
         name = self._names.get(op)
         if name is None:
             name = self._names[op] = str(op)

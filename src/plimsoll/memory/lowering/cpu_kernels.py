@@ -1,7 +1,7 @@
-"""Where a CPU kernel of torch gives other memory than its version for fake tensors says.
+"""Corrections for CPU kernels whose results differ in size from torch's fake versions.
 
-Found by running ops on both (``benchmarks/predict_live_cpu.py``, torch 2.13); sources are in ``aten/src/ATen/native``.
-It does NOT know other differences; a comparison shows them.
+Found by running ops in both ways (``benchmarks/predict_live_cpu.py``, torch 2.13); sources are in
+``aten/src/ATen/native``. Other differences are not known; a comparison shows them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from plimsoll.memory.lowering.mkldnn_rnn import with_separate_biases, with_works
 aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 _Correct = Callable[[Any, tuple[Any, ...]], Any]
-"""``(result, args) -> result`` as the kernel gives it."""
+"""``(result, args) -> result`` as the kernel returns it."""
 
 
 def corrected(run: Run) -> Run:
-    """Wrap the function that executes an op, so that its results are as large as the CPU's."""
+    """Wrap the function that executes an op, so that its results have the sizes of the CPU kernel's results."""
 
     def run_as_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = run(op, args, kwargs)
@@ -33,8 +33,8 @@ def corrected(run: Run) -> Run:
 
 
 def _statistics_in_float32(result: Any, args: tuple[Any, ...]) -> Any:
-    # Norms of half-precision input with float32 weights keep mean and deviation in float32 (``mixed_data_type.h``,
-    # `param_scalar_type`); the fake ones have the input's type.
+    # For half-precision input with float32 weights, norms keep mean and deviation in float32 (``mixed_data_type.h``,
+    # `param_scalar_type`); the fake versions use the input's type.
     data, parameters = args[0], [arg for arg in args[1:] if isinstance(arg, Tensor)]
     is_mixed = data.dtype in _HALF and any(parameter.dtype is torch.float32 for parameter in parameters)
     if not is_mixed:
@@ -44,19 +44,19 @@ def _statistics_in_float32(result: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _norms_in_float32(result: Any, args: tuple[Any, ...]) -> Any:
-    # Of float16 (``WeightNorm.cpp``).
+    # For float16, the norms are float32 (``WeightNorm.cpp``).
     weight, norms = result
     return weight, norms.new_empty(norms.shape, dtype=torch.float32) if norms.dtype is torch.float16 else norms
 
 
 def _in_the_memory_of_the_losses(result: Any, args: tuple[Any, ...]) -> Any:
-    # A mean or a sum is reduced into the memory of the losses of all elements, which stays that large (``Loss.cpp``).
+    # A mean or sum is reduced into the tensor of all elements' losses, whose storage keeps its size (``Loss.cpp``).
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
     return result if result.dim() else result.new_empty(shape).resize_(())
 
 
 def _gradient_like_the_input(result: Any, args: tuple[Any, ...]) -> Any:
-    # Of half-precision input in its type (``group_norm.cpp``), and not in float32.
+    # For half-precision input, the gradient has the input's type (``group_norm.cpp``), not float32.
     gradient, *others = result
     if gradient is not None and gradient.dtype is not args[1].dtype:
         gradient = gradient.new_empty(gradient.shape, dtype=args[1].dtype)
@@ -64,7 +64,7 @@ def _gradient_like_the_input(result: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _bags_counted(result: Any, args: tuple[Any, ...]) -> Any:
-    # One element more to count bags in, and none where it sums bfloat16 rows in one pass (``EmbeddingBag.cpp``).
+    # One additional element to count bags, and none if rows in bfloat16 are summed in one pass (``EmbeddingBag.cpp``).
     output, bag_of_each, bag_sizes, largest = result
     defaults = (None, None, None, False, 0, False, None, False, -1)
     mode, includes_last, padding_index = ((*args, *defaults[len(args) :])[place] for place in (4, 7, 8))

@@ -1,12 +1,13 @@
-"""What torch's ops take on a CPU beside the tensors they return: for the length of a call, and for good.
+"""Scratch memory of torch's CPU kernels, during one call, and memory that their libraries keep permanently.
 
-Measured by ``benchmarks/_cpu_scratch.py`` (torch 2.13 CPU build, MKL 2024.2, oneDNN 3.12, AVX-512, float32) around
-every op of 35 forward and backward passes; an op that is not named here took less than 0.4 MiB. Matrix products, layer
-norm, GELU, dropout, cross entropy, the embedding's forward and AdamW took nothing but what MKL keeps (`KEPT_BYTES`).
+Measured with ``benchmarks/_cpu_scratch.py`` (torch 2.13 CPU build, MKL 2024.2, oneDNN 3.12, AVX-512, float32) around
+every op of 35 forward and backward passes. An op that is not listed used less than 0.4 MiB. Matrix products, layer
+norm, GELU, dropout, cross entropy, the embedding's forward and AdamW used only the memory that MKL keeps
+(`KEPT_BYTES`).
 
-Arguments are the op's own; of a tensor only ``shape``, ``element_size()``, ``transpose()`` and ``is_contiguous()`` are
-asked, so fake tensors will do. Not covered: other types than float32 (but for oneDNN's LSTM), recurrent nets of several
-layers or directions in one call (torch makes none), other builds of torch.
+Rules read only ``shape``, ``element_size()``, ``transpose()`` and ``is_contiguous()`` of tensor arguments, so fake
+tensors work. Not covered: dtypes other than float32 (except in oneDNN's LSTM), recurrent nets of several layers or
+directions in one call (torch makes none), other builds of torch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _WITHOUT_BFLOAT16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512
 
 
 class Kept(NamedTuple):
-    """What a library takes at its first use and keeps."""
+    """Memory that a library allocates at first use and keeps."""
 
     bytes: int
     least_bytes: int
@@ -42,23 +43,23 @@ KEPT_BYTES: Mapping[str, Kept] = {
         least_bytes=_MIB // 2,
         most_bytes=12 * _MIB,
         is_per_thread=True,
-        reason="MKL packs its operands into buffers of each thread, of up to 5 MiB (1.1 MiB for [2048, 1024] by "
-        "[1024, 1024], 3.3 for [2048, 256] by [256, 8000], 5.0 for [2048, 768] by [768, 50257]; twice that with two "
-        "threads), and keeps them for later products: in GPT-2 steps 4 and 12 MiB, told by MKL_DISABLE_FAST_MM",
+        reason="MKL packs its operands into a buffer of up to 5 MiB per thread (1.1 MiB for [2048, 1024] by [1024, "
+        "1024], 3.3 for [2048, 256] by [256, 8000], 5.0 for [2048, 768] by [768, 50257]; twice that with two "
+        "threads), and keeps it for later products: 4 and 12 MiB in GPT-2 steps, found with MKL_DISABLE_FAST_MM",
     ),
     "recurrent": Kept(
         bytes=10 * _MIB // 3,
         least_bytes=16 * _MIB // 5,
         most_bytes=17 * _MIB // 5,
         is_per_thread=False,
-        reason="oneDNN writes code for the LSTM at its first use: 3.2 to 3.4 MiB for each of 8 shapes, alike with one "
-        "thread and two",
+        reason="oneDNN generates code for the LSTM at its first use: 3.2 to 3.4 MiB for each of 8 shapes, with one "
+        "thread or two",
     ),
 }
 
 
 def kept_by_libraries(op_names: Iterable[str], num_threads: int = 1) -> Estimate:
-    """Add up what the libraries keep of a training that runs these ops with that many threads."""
+    """Return the memory that libraries keep in a training with these ops and threads."""
     is_recurrent = any(name.startswith("aten.mkldnn_rnn_layer.") for name in op_names)
     kept = [KEPT_BYTES["matmul"], *([KEPT_BYTES["recurrent"]] if is_recurrent else [])]
     times = [num_threads if one.is_per_thread else 1 for one in kept]
@@ -74,9 +75,13 @@ def kept_by_libraries(op_names: Iterable[str], num_threads: int = 1) -> Estimate
 def scratch_bytes(
     op_name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, num_threads: int = 1
 ) -> int:
-    """Return what an op takes beside its results while it runs; 0 for an op that takes nothing.
+    """Return the bytes of scratch memory that an op uses while it runs; 0 if it uses none.
 
-    ``op_name`` is the overload's, such as ``"aten.convolution.default"``.
+    Args:
+        op_name: name of the overload, such as ``"aten.convolution.default"``.
+        args: positional arguments of the op.
+        kwargs: keyword arguments of the op.
+        num_threads: threads of torch.
     """
     rule = _RULES.get(op_name.removeprefix("aten.").partition(".")[0])
     return rule(args, num_threads) if rule is not None else 0
@@ -88,14 +93,14 @@ def _bytes(tensor: Any) -> int:
 
 def _rnn_output_bytes(args: Sequence[Any]) -> int:
     steps, rows = args[0].shape[:2]
-    return int(steps * rows * args[2].shape[1] * args[0].element_size())  # the recurrent weight: [gates, hidden]
+    return int(steps * rows * args[2].shape[1] * args[0].element_size())  # the recurrent weight is [gates, hidden]
 
 
 def _rnn(args: Sequence[Any], num_threads: int) -> int:
-    """Both weights in oneDNN's layout, and in float32 the four gates of every step from the input.
+    """Return the bytes of both weights in oneDNN's layout, and of the four input gates of every step in float32.
 
-    In half precision the products of input and gates are made step by step (``n_iter_scratch_gates``), if the processor
-    has it; else the gates of every step are there in float32.
+    In half precision, input and gates are multiplied step by step (``n_iter_scratch_gates``) if the processor supports
+    it. Otherwise, the gates of every step are stored in float32.
     """
     is_half, output_bytes = args[0].element_size() < 4, _rnn_output_bytes(args)
     gates_bytes = 4 * output_bytes if not is_half else 0 if _has_bfloat16() else 8 * output_bytes
@@ -103,9 +108,11 @@ def _rnn(args: Sequence[Any], num_threads: int) -> int:
 
 
 def _rnn_backward(args: Sequence[Any], num_threads: int) -> int:
-    """Both weights and their gradients in oneDNN's layout; in float32 the four gates of every step, in half precision
-    the output's gradient in float32 and, if the processor has no bfloat16, those gates; that gradient once more if it
-    is not contiguous; and what is now written of the workspace that the forward left untouched, until it is freed.
+    """Return the scratch bytes of the backward of an LSTM layer.
+
+    Both weights and their gradients are stored in oneDNN's layout. In float32, the four gates of every step are added.
+    In half precision, the output's gradient in float32 is added, and those gates if the processor lacks bfloat16. A
+    non-contiguous gradient is copied. The part of the workspace that only backward writes becomes resident.
     """
     output_bytes = _rnn_output_bytes(args)
     copied_bytes = 0 if args[10] is None or args[10].is_contiguous() else output_bytes
@@ -116,37 +123,37 @@ def _rnn_backward(args: Sequence[Any], num_threads: int) -> int:
 
 @cache
 def _has_bfloat16() -> bool:
-    """Whether oneDNN multiplies in bfloat16 by instructions of the processor, which it may be told not to use."""
+    """Return whether oneDNN multiplies with bfloat16 instructions, which environment variables can disable."""
     most = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     return torch.cpu._is_avx512_bf16_supported() and most.upper() not in _WITHOUT_BFLOAT16
 
 
 def _safe_softmax(args: Sequence[Any], num_threads: int) -> int:
-    """A boolean for each score: which rows are masked out altogether."""
+    """Return the bytes of a boolean for each score, which marks rows that are masked completely."""
     return int(math.prod(args[0].shape))
 
 
 def _flash(args: Sequence[Any], num_threads: int) -> int:
-    """A tile of scores and one of results for each thread."""
+    """Return the bytes of a tile of scores and a tile of results for each thread."""
     rows, columns = _flash_tile(args[0].shape[-2], args[1].shape[-2])
     return num_threads * rows * (columns + int(args[0].shape[-1])) * 4
 
 
 def _flash_backward(args: Sequence[Any], num_threads: int) -> int:
-    """Two tiles for each thread, and the gradient laid out as [batch, token, head] where it is not."""
+    """Return the bytes of two tiles for each thread, and of a copy of a gradient that is not [batch, token, head]."""
     rows, columns = _flash_tile(args[1].shape[-2], args[2].shape[-2])
     copied_bytes = 0 if args[0].transpose(1, 2).is_contiguous() else _bytes(args[0])
     return num_threads * 2 * rows * columns * 4 + copied_bytes
 
 
 def _flash_tile(num_queries: int, num_keys: int) -> tuple[int, int]:
-    # From FlashAttentionKernel.cpp: 256 rows from 768 queries on, 64 from 192 on; 512 columns.
+    # From FlashAttentionKernel.cpp: 256 rows for 768 or more queries, 64 for 192 or more; 512 columns.
     rows = 256 if num_queries >= 768 else 64 if num_queries >= 192 else 32
     return min(rows, num_queries), min(512, num_keys)
 
 
 def _convolution(args: Sequence[Any], num_threads: int) -> int:
-    """The input in oneDNN's layout, then the output in it: not both at once."""
+    """Return the bytes of the input or the output in oneDNN's layout: the larger, because both never coexist."""
     images, weight = args[0], args[1]
     pixels = 1
     for axis, length in enumerate(images.shape[2:]):
@@ -161,12 +168,12 @@ def _along(setting: Sequence[int], axis: int) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], num_threads: int) -> int:
-    """The output's gradient and the input, both in oneDNN's layout."""
+    """Return the bytes of the output's gradient and the input in oneDNN's layout."""
     return _bytes(args[0]) + _bytes(args[1])
 
 
 def _embedding_backward(args: Sequence[Any], num_threads: int) -> int:
-    """The gradient once more where it is not contiguous, as behind a transposed batch."""
+    """Return the bytes of a contiguous copy of the gradient; 0 if it is contiguous. A transposed batch needs a copy."""
     return 0 if args[0].is_contiguous() else _bytes(args[0])
 
 

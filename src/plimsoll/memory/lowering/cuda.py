@@ -1,6 +1,7 @@
-"""CUDA as target: what runs there in place of what a CPU trace sees. The parts are files of their own.
+"""Lowering to CUDA, composed of the replacements in the other modules of this package.
 
-Dropout is ``native_dropout``, which keeps a bool mask (on the CPU it is a random tensor of the input's type).
+Dropout is ``native_dropout``, which saves a bool mask for backward. The CPU version saves a random tensor of the
+input's type.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ aten = torch.ops.aten
 
 _MADE = {
     aten.native_dropout.default: (1, 0),  # the mask first (``dropout_cuda`` of ``Dropout.cu``)
-    # Its seed and offset stay on the CPU unless a graph is captured.
+    # Seed and offset stay on the CPU, unless a graph is captured.
     aten._scaled_dot_product_efficient_attention.default: (0, 1),
 }
 
 
 class CudaLowering:
-    """`Lowering` onto an NVIDIA GPU.
+    """`Lowering` to an NVIDIA GPU.
 
     Args:
         capability: the compute capability, for example ``(8, 6)``.
-        num_sms: multiprocessors, over which some kernels spread; by default those of an H200.
+        num_sms: number of multiprocessors, on which the scratch memory of some kernels depends; by default, of an H200.
     """
 
     kind: Literal["cpu", "cuda"] = "cuda"
@@ -58,7 +59,7 @@ class CudaLowering:
 
     @contextmanager
     def active(self, note: Note) -> Iterator[None]:
-        """Replace what CUDA does otherwise."""
+        """Replace the ops that differ on CUDA until the context exits."""
         recurrent = CudnnRnn(note, has_bfloat16=self._capability >= (8, 0))
         kernels: dict[str, Callable[..., Any]] = {
             **LINEAR,
@@ -81,27 +82,27 @@ class CudaLowering:
             yield
 
     def loaded(self, tensor: Tensor) -> Tensor:
-        """Let a tensor be in the host's memory."""
+        """Mark a tensor as host memory."""
         return self._places.put_on_host(tensor)
 
     def run_with(self, run: Run) -> Run:
-        """Follow which tensors are on the device."""
+        """Wrap the function that executes an op, and track which tensors are on the device."""
         return self._places.run_with(run)
 
     def on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the host's memory."""
+        """Return whether a tensor is in host memory."""
         return self._places.on_host(tensor)
 
     def unwritten(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-        """Return that all counts: torch's allocator on CUDA has no memory that is not there."""
+        """Return ``None``: CUDA memory is allocated in full, whether it is written or not."""
         return None
 
     def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
-        """Give the sizes of what CUDA's kernel takes while it runs, beside its results."""
+        """Return the scratch sizes of the CUDA kernel of an op."""
         return scratch_bytes(op, args, self._capability, self.num_sms)
 
     def made(self, op: Any, result: Any) -> Iterable[Tensor]:
-        """Return what lies on the device, in order: `_MADE` names the results of kernels with an order of their own."""
+        """Return results on the device in order of allocation; `_MADE` lists kernels with a special order."""
         return [result[index] for index in _MADE[op]] if op in _MADE else tensors_of(op, result)
 
 

@@ -1,8 +1,8 @@
-"""What CUDA's kernels take from torch's allocator while they run, beside their results.
+"""Scratch memory that CUDA kernels allocate from torch's allocator in addition to their results.
 
-After the sources named with each rule (``aten/src/ATen/native/cuda``), held against the events and the probes of
-``tests/recordings``. Buffers of a few bytes for each block of threads are left out. What attention takes is in
-`attention`, cuDNN's recurrent nets in `cudnn_rnn`; cross entropy takes nothing.
+The rules follow the sources named in each docstring (``aten/src/ATen/native/cuda``), and are tested against the events
+and probes of ``tests/recordings``. Buffers of a few bytes for each thread block are ignored. See `attention` for
+attention kernels and `cudnn_rnn` for cuDNN's recurrent layers. Cross entropy needs no scratch memory.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from plimsoll.memory.lowering.base import NO_SCRATCH, Scratch
 aten = torch.ops.aten
 
 _MOST_REDUCING_THREADS = 512
-# Up to so many indices the gradient of an embedding is added up without sorting them; of the sorted ones a thread takes
-# so many rows.
+# Up to this number of indices, the gradient of an embedding is accumulated without sorting. For sorted indices, each
+# thread processes this number of rows.
 _UNSORTED_INDICES, _ROWS_PER_THREAD = 3072, 10
 
 
 def scratch_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int], num_sms: int) -> Scratch:
-    """Return the sizes of what an op takes on a GPU of that capability with so many multiprocessors."""
+    """Return the scratch sizes of an op on a GPU with this compute capability and number of multiprocessors."""
     if op is aten.sum.dim_IntList:
         sums = _column_sums(num_sms, capability, *args)
         return Scratch(after=(sums,)) if sums else NO_SCRATCH
@@ -34,11 +34,11 @@ def scratch_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int], n
 
 
 def _layer_norm_backward(grad: Tensor, input: Tensor, normalized_shape: list[int], *rest: Any) -> Scratch:
-    """Partial sums of the gradients of weight and bias, which many more rows than columns are added up in.
+    """Return the sizes of the partial sums for the gradients of weight and bias, if there are many rows.
 
     After ``LaunchGammaBetaBackwardCUDAKernel`` of aten/src/ATen/native/cuda/layer_norm_kernel.cu: beyond 65,536 rows, a
-    row of sums for every 32 rows, in a grid of at most 32,768 blocks of 32 columns. It takes this way only where the
-    columns are few for the card's multiprocessors, which is taken for granted here.
+    row of sums for every 32 rows, in a grid of at most 32,768 blocks of 32 columns. torch uses this kernel only if
+    there are few columns for the card's multiprocessors, which is assumed here.
     """
     weight: Tensor | None = rest[2]
     num_columns = prod(normalized_shape)
@@ -50,11 +50,11 @@ def _layer_norm_backward(grad: Tensor, input: Tensor, normalized_shape: list[int
 
 
 def _column_sums(num_sms: int, capability: tuple[int, int], input: Tensor, dim: Sequence[int] | None, *_: Any) -> int:
-    """Partial sums of a matrix's columns, as the gradient of a bias is: those of each group of rows.
+    """Return the bytes of partial column sums of a matrix, one for each group of rows, as in a bias gradient.
 
-    After `setReduceConfig` and `ReduceConfig::global_memory_size` of aten/src/ATen/native/cuda/Reduce.cuh. Threads of a
-    block are 32 times 4 and take up to 4 columns each; rows are shared out over blocks where a thread had 256 or more.
-    Sums over rows (of the last dimension) need a few values only.
+    After `setReduceConfig` and `ReduceConfig::global_memory_size` of aten/src/ATen/native/cuda/Reduce.cuh. A block has
+    32 by 4 threads, each for up to 4 columns. Rows are distributed over blocks if a thread would have 256 or more. Sums
+    over rows (of the last dimension) need only a few values.
     """
     num_summed = len(dim) if dim else input.dim()
     if num_summed == input.dim() or sorted(axis % input.dim() for axis in dim or ()) != [*range(num_summed)]:
@@ -73,7 +73,7 @@ def _column_sums(num_sms: int, capability: tuple[int, int], input: Tensor, dim: 
     if num_blocks > wanted:
         return 0
     groups = max(min(-(-wanted // num_blocks), -(-rows_of_thread // 16)), -(-rows_of_thread // 256))
-    element_bytes = max(input.element_size(), 4)  # halves are added up in float32
+    element_bytes = max(input.element_size(), 4)  # half precision is accumulated in float32
     return element_bytes * num_columns * groups * across * width if groups > 1 else 0
 
 
@@ -82,15 +82,17 @@ def _power_of_two_below(number: int) -> int:
 
 
 def _threads_of_sm(capability: tuple[int, int]) -> int:
-    """How many threads a multiprocessor holds: the table of compute capabilities in the CUDA C++ Programming Guide."""
+    """Return the threads of a multiprocessor, from the compute capability table in the CUDA C++ Programming Guide."""
     if capability == (7, 5):
         return 1024
     return 1536 if capability in {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)} else 2048
 
 
 def _embedding_backward(grad: Tensor, indices: Tensor, num_weights: int, *_: Any) -> Scratch:
-    """A copy of the gradient where it is not contiguous; then the sorted indices, where the rows of each begin, and
-    sums of up to ten rows each, in float32 (``embedding_dense_backward_cuda`` and ``EmbeddingBackwardKernel.cu``).
+    """Return the scratch sizes of the gradient of an embedding.
+
+    After ``embedding_dense_backward_cuda`` and ``EmbeddingBackwardKernel.cu``: a copy of a non-contiguous gradient, the
+    sorted indices, the offsets of their segments, and sums of up to ten rows each in float32.
     """
     copied = () if grad.is_contiguous() else (grad.numel() * grad.element_size(),)
     count = indices.numel()
@@ -103,7 +105,7 @@ def _embedding_backward(grad: Tensor, indices: Tensor, num_weights: int, *_: Any
 
 
 def _softmax_backward(grad: Tensor, *_: Any) -> Scratch:
-    """The product of gradient and output (``softmax_backward_cuda_out`` of ``SoftMax.cu``)."""
+    """Return the size of the product of gradient and output (``softmax_backward_cuda_out`` of ``SoftMax.cu``)."""
     return Scratch(after=(grad.numel() * grad.element_size(),))
 
 

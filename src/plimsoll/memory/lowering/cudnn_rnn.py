@@ -1,12 +1,12 @@
-"""Recurrent layers as CUDA runs them: cuDNN's one kernel with its reserve, or a fused cell per step.
+"""Recurrent layers on CUDA: one cuDNN kernel with its reserve, or a fused cell for each step without cuDNN.
 
-A CPU torch unrolls ``nn.LSTM`` or calls oneDNN; CUDA calls cuDNN, which keeps an opaque *reserve* from forward to
-backward and takes a *workspace* for each call. The methods of `CudnnRnn` stand for ``aten``'s ops: they allocate
-(``torch.empty``) what ``aten/src/ATen/native/cudnn/RNN.cpp`` allocates, in its order, and compute nothing. How large
-cuDNN's two buffers are is not published: ``cudnn_rnn_sizes`` says what is known, and how far off it may be.
+On a CPU, torch unrolls ``nn.LSTM`` or calls oneDNN. On CUDA it calls cuDNN, which keeps an opaque *reserve* from
+forward to backward and uses a *workspace* for each call. The methods of `CudnnRnn` replace ``aten`` ops. They allocate
+the same tensors as ``aten/src/ATen/native/cudnn/RNN.cpp``, in the same order, and compute nothing. The sizes of cuDNN's
+two buffers are not published: `cudnn_rnn_sizes` estimates them, with a range.
 
-It does NOT cover: the copy of the reserve that ``backward(retain_graph=True)`` makes, double backward, a packed
-sequence without cuDNN, and padding inside the weight buffer.
+Does NOT cover: the copy of the reserve in ``backward(retain_graph=True)``, double backward, a packed sequence without
+cuDNN, and padding inside the weight buffer.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from plimsoll.memory.work import add_work
 Note = Callable[[str, int, int], None]
 
 _CUDNN_DTYPES = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
-# torch.backends.cudnn.CUDNN_TENSOR_DTYPES has no bfloat16: such weights are never made one buffer.
+# torch.backends.cudnn.CUDNN_TENSOR_DTYPES lacks bfloat16, so bfloat16 weights are never flattened.
 _FLATTENED_DTYPES = (torch.float16, torch.float32, torch.float64)
-DROPOUT_STATE_BYTES = 132 * 48 * 1024  # what an H200 of 132 multiprocessors takes: 48 bytes for each of their threads
+DROPOUT_STATE_BYTES = 132 * 48 * 1024  # on an H200: 48 bytes for each thread of 132 multiprocessors
 _DROPOUT_STATE_LOW_BYTES, _DROPOUT_STATE_HIGH_BYTES = 20 * 48 * 1024, 192 * 48 * 1024
 MOST_STEPS = 65_535
-"""Of one call: longer ones end in CUDNN_STATUS_NOT_SUPPORTED, which torch does not catch (pytorch#133751, an LSTM of
-torch 2.4; of a GRU others say that 65,400 steps run and 65,600 do not)."""
+"""Most steps of one call. Longer calls fail with CUDNN_STATUS_NOT_SUPPORTED, which torch does not catch
+(pytorch#133751, an LSTM in torch 2.4; users report that a GRU runs with 65,400 steps and fails with 65,600)."""
 
 
 def shape_of(module: nn.RNNBase, num_steps: int, batch: int) -> RnnShape:
-    """The shape of a module's call."""
+    """Return the shape of a module's call."""
     cell: Cell = module.mode.lower()  # type: ignore[assignment]
     return RnnShape(
         cell,
@@ -59,9 +59,9 @@ def shape_of(module: nn.RNNBase, num_steps: int, batch: int) -> RnnShape:
 
 @contextmanager
 def weights_flattened(on_host: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Let ``flatten_parameters`` do what it does on CUDA, for weights that are not on the host; undone on exit.
+    """Make ``flatten_parameters`` work as on CUDA for weights that are not on the host, until the context exits.
 
-    Parameters of a layer then share one storage, and so do their gradients after a backward pass.
+    The parameters of a layer then share one storage. So do their gradients after a backward pass.
     """
     original = nn.RNNBase.flatten_parameters
 
@@ -90,7 +90,7 @@ def _flatten(module: nn.RNNBase) -> bool:
 
 
 def _views(buffer: Tensor, weights: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Slices of a buffer, one for each weight. RNN.cpp makes them by ``set_``, whose storage a fake mode would keep."""
+    """Yield a slice of a buffer for each weight. RNN.cpp uses ``set_``, whose storage a fake mode would keep alive."""
     start = 0
     for weight in weights:
         yield buffer[start : start + weight.numel()].view(weight.shape)
@@ -114,7 +114,7 @@ class _Call(NamedTuple):
         return like.new_empty(workspace_bytes(self.shape).likely, dtype=torch.uint8)
 
     def note_products(self, like: Tensor) -> None:
-        """Every weight is used once for each step and sample, and read once for each step."""
+        """Record the products of a call: each weight is used for each step and sample, and read once per step."""
         shape = self.shape
         flops = 2 * shape.num_steps * shape.batch * shape.weight_elements
         add_work(flops, shape.num_steps * shape.weight_elements * like.element_size())
@@ -124,7 +124,7 @@ class _Call(NamedTuple):
 
 
 class _CudnnRnnFunction(torch.autograd.Function):
-    """``_cudnn_rnn`` and ``_cudnn_rnn_backward``: the same tensors, born and freed in the same order."""
+    """``_cudnn_rnn`` and ``_cudnn_rnn_backward``, with the same tensors, allocated and freed in the same order."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, inputs: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor) -> Any:
@@ -135,8 +135,9 @@ class _CudnnRnnFunction(torch.autograd.Function):
         output = x.new_empty(*x.shape[:-1], call.shape.num_outputs * call.shape.num_directions)
         hy = torch.empty_like(hx)
         cy = None if cx is None else torch.empty_like(cx)
-        # Without `weights_flattened` every call copies the weights into a buffer and keeps that for backward.
-        # `_cudnn_rnn_cast_reflatten` casts all weights into one buffer; here each cast is a tensor, of as many bytes.
+        # Without `weights_flattened`, every call copies the weights into a buffer and saves it for backward.
+        # `_cudnn_rnn_cast_reflatten` casts all weights into one buffer. Here, each cast is a separate tensor; the total
+        # size is equal.
         has_buffer = call.weights_are_cast or _are_flat(weights, inputs.dtype)
         buffer = None if has_buffer else x.new_zeros(call.shape.weight_elements)
         workspace = call.workspace(x)
@@ -157,7 +158,7 @@ class _CudnnRnnFunction(torch.autograd.Function):
             )
         if all(grad is None for grad in grads):
             return (None,) * len(needed)
-        # Made in `_cudnn_rnn_backward`, so they live as long as that.
+        # Allocated in `_cudnn_rnn_backward`, so they are freed when it ends.
         likes = (output, hx) if cx is None else (output, hx, cx)
         gradients = [
             torch.zeros_like(like, memory_format=torch.contiguous_format) if grad is None else grad
@@ -187,7 +188,7 @@ def _backward_weights(call: _Call, inputs: Tensor, weights: Sequence[Tensor]) ->
     buffer = inputs.new_zeros(call.shape.weight_elements)
     kept.append(call.workspace(inputs))
     views = list(_views(buffer, weights))
-    if not call.has_biases:  # the buffer has other tensors than the module, so RNN.cpp copies them out
+    if not call.has_biases:  # the buffer also has biases, so RNN.cpp copies the weights
         return [torch.empty_like(weight).copy_(view) for weight, view in zip(weights, views, strict=True)]
     return [view.to(weight.dtype) for weight, view in zip(weights, views, strict=True)]
 
@@ -197,7 +198,7 @@ def _are_flat(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
 
 
 class _FusedLstmCell(torch.autograd.Function):
-    """``_thnn_fused_lstm_cell`` (its meta kernel fails without biases): keeps [B, 4H], and the gates."""
+    """``_thnn_fused_lstm_cell``, whose meta kernel fails without biases. It saves [B, 4H] and the gates."""
 
     @staticmethod
     def forward(ctx: Any, igates: Tensor, hgates: Tensor, cx: Tensor, *biases: Tensor | None) -> Any:
@@ -218,7 +219,7 @@ class _FusedLstmCell(torch.autograd.Function):
 
 
 class _FusedGruCell(torch.autograd.Function):
-    """``_thnn_fused_gru_cell``, which has no meta kernel: keeps [B, 5H], and the gates for a double backward."""
+    """``_thnn_fused_gru_cell``, which has no meta kernel. It saves [B, 5H], and the gates for double backward."""
 
     @staticmethod
     def forward(ctx: Any, igates: Tensor, hgates: Tensor, hx: Tensor, *biases: Tensor | None) -> Tensor:
@@ -272,7 +273,7 @@ _PACKED = ("data", "batch_sizes", *_PADDED[1:-1])
 
 
 class _Arguments(NamedTuple):
-    """A call of ``torch.lstm`` and its like, either overload, with names."""
+    """Named arguments of ``torch.lstm`` and similar functions, for both overloads."""
 
     cell: Cell
     inputs: Tensor
@@ -288,7 +289,7 @@ class _Arguments(NamedTuple):
 
     @classmethod
     def of(cls, cell: Cell, args: Sequence[Any], kwargs: dict[str, Any]) -> _Arguments:
-        # The third (for an LSTM the second) argument of the padded overload is a list, of the packed one a tensor.
+        # The third argument (the second for an LSTM) is a list in the padded overload and a tensor in the packed one.
         position = 1 if cell == "lstm" else 2
         packed = "batch_sizes" in kwargs or (len(args) > position and isinstance(args[position], Tensor))
         given = dict(zip(_PACKED if packed else _PADDED, args, strict=False)) | kwargs
@@ -298,7 +299,7 @@ class _Arguments(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """T: of a packed batch the longest length."""
+        """T; the longest length of a packed batch."""
         if self.batch_sizes is not None:
             return self.batch_sizes.shape[0]
         return self.inputs.shape[1 if self.batch_first else 0]
@@ -320,7 +321,7 @@ class _Arguments(NamedTuple):
         )
 
     def weights_by_layer(self) -> list[tuple[Tensor | None, ...]]:
-        """(w_ih, w_hh, b_ih, b_hh, w_hr) for each layer and direction, None where there is none."""
+        """Return (w_ih, w_hh, b_ih, b_hh, w_hr) for each layer and direction, with None for missing weights."""
         count = len(self.params) // (self.num_layers * (2 if self.bidirectional else 1))
         groups = [self.params[i : i + count] for i in range(0, len(self.params), count)]
         num_biases = 2 if self.has_biases else 0
@@ -336,10 +337,14 @@ def _cell_weights(weights: Sequence[Tensor | None], named: dict[str, Tensor | No
 
 
 class CudnnRnn:
-    """Replacements for the recurrent functions of torch while a step is traced.
+    """Replacements for torch's recurrent functions during a trace.
 
-    ``note(text, less_bytes, more_bytes)`` is called once for every forward call whose sizes are not known exactly: it
-    may take so much less and so much more than was traced. Keep one object for a trace: it holds cuDNN's dropout state.
+    Use one object per trace, because it keeps cuDNN's dropout state.
+
+    Args:
+        note: called as ``note(text, less_bytes, more_bytes)`` for every forward call whose sizes are estimates. The
+            call may use that much less or more memory than was traced.
+        has_bfloat16: whether the card and cuDNN support bfloat16 in recurrent layers.
     """
 
     def __init__(self, note: Note, has_bfloat16: bool = True) -> None:
@@ -348,27 +353,27 @@ class CudnnRnn:
         self._dropout_state: Tensor | None = None
 
     def lstm(self, *args: Any, **kwargs: Any) -> Any:
-        """``torch.lstm``: output, h, c."""
+        """Replace ``torch.lstm``, and return output, h and c."""
         return self._layers(_Arguments.of("lstm", args, kwargs))
 
     def gru(self, *args: Any, **kwargs: Any) -> Any:
-        """``torch.gru``: output, h."""
+        """Replace ``torch.gru``, and return output and h."""
         return self._layers(_Arguments.of("gru", args, kwargs))
 
     def rnn_tanh(self, *args: Any, **kwargs: Any) -> Any:
-        """``torch.rnn_tanh``: output, h."""
+        """Replace ``torch.rnn_tanh``, and return output and h."""
         return self._layers(_Arguments.of("rnn_tanh", args, kwargs))
 
     def rnn_relu(self, *args: Any, **kwargs: Any) -> Any:
-        """``torch.rnn_relu``: output, h."""
+        """Replace ``torch.rnn_relu``, and return output and h."""
         return self._layers(_Arguments.of("rnn_relu", args, kwargs))
 
     def lstm_cell(self, input: Tensor, hx: Sequence[Tensor], *weights: Tensor | None, **named: Tensor | None) -> Any:
-        """``torch.lstm_cell``, fused on CUDA whatever ``torch.backends.cudnn.enabled`` is."""
+        """Replace ``torch.lstm_cell``, which is fused on CUDA regardless of ``torch.backends.cudnn.enabled``."""
         return _lstm_cell(input, hx, _cell_weights(weights, named))
 
     def gru_cell(self, input: Tensor, hx: Tensor, *weights: Tensor | None, **named: Tensor | None) -> Any:
-        """``torch.gru_cell``, fused likewise."""
+        """Replace ``torch.gru_cell``, which is fused likewise."""
         return _gru_cell(input, [hx], _cell_weights(weights, named))[0]
 
     def _layers(self, a: _Arguments) -> Any:
@@ -377,7 +382,7 @@ class CudnnRnn:
             return self._cudnn(a, dtype)
         if a.batch_sizes is not None:
             raise JobError(
-                f"cannot trace a packed {a.cell} of {dtype} without cuDNN, whose steps differ in batch size: "
+                f"cannot trace a packed {a.cell} of {dtype} without cuDNN: the batch size varies between steps: "
                 "set torch.backends.cudnn.enabled = True or use precision fp32"
             )
         return _unrolled(a)
@@ -402,7 +407,7 @@ class CudnnRnn:
         return (output, hy) if cy is None else (output, hy, cy)
 
     def _make_dropout_state(self, like: Tensor) -> None:
-        """One for the device, kept for ever."""
+        """Allocate the dropout state of the device once, and keep it."""
         if self._dropout_state is None:
             self._dropout_state = like.new_empty(DROPOUT_STATE_BYTES, dtype=torch.uint8)
             less_bytes = DROPOUT_STATE_BYTES - _DROPOUT_STATE_LOW_BYTES
@@ -411,7 +416,7 @@ class CudnnRnn:
 
 
 def _require_steps(a: _Arguments) -> None:
-    """Refuse too many steps where the layer is run, as cuDNN does, so that what cuts a sequence passes."""
+    """Raise an error if a call has too many steps, as cuDNN does. Techniques that split sequences avoid it."""
     if a.num_steps > MOST_STEPS:
         raise InputError(
             f"a recurrent layer ({a.cell}) cannot read on CUDA a sequence of {a.num_steps:,} steps: cuDNN takes at "
@@ -422,7 +427,7 @@ def _require_steps(a: _Arguments) -> None:
 
 
 def _autocast_dtype(inputs: Tensor) -> torch.dtype:
-    """A trace runs on CPU tensors, whatever device the loop names in ``torch.autocast``."""
+    """Return the autocast dtype of the traced training, for either device: the trace runs on CPU tensors."""
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device) and inputs.dtype != torch.float64:
             return torch.get_autocast_dtype(device)
@@ -430,7 +435,7 @@ def _autocast_dtype(inputs: Tensor) -> torch.dtype:
 
 
 def _unrolled(a: _Arguments) -> Any:
-    """What CUDA runs without cuDNN: a cell per step, outputs stacked."""
+    """Run a recurrent layer as CUDA does without cuDNN: a cell per step, with stacked outputs."""
     x = a.inputs.transpose(0, 1) if a.batch_first else a.inputs
     weights, num_directions, finals = a.weights_by_layer(), 2 if a.bidirectional else 1, []
     for layer in range(a.num_layers):

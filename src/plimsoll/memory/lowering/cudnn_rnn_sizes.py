@@ -1,12 +1,12 @@
-"""What cuDNN's recurrent kernels take beside the tensors: the reserve kept for backward, the workspace of one call.
+"""Estimated sizes of cuDNN's buffers for recurrent layers: the reserve for backward, and the workspace of one call.
 
-cuDNN tells the sizes only at run time (``cudnnGetRNNTempSpaceSizes``, in ``get_num_weights`` and ``_cudnn_rnn`` of
-aten/src/ATen/native/cudnn/RNN.cpp) and publishes no rule. The formulas are fitted to what an H200 did with cuDNN 9.19:
-480 LSTMs and GRUs of 1 to 3 layers, 128, 512 and 1,024 units, float32 and float16, one and two directions, with and
-without dropout (the probe ``cudnn_rnn`` of tests/recordings, which test_lowering_cudnn_rnn_sizes.py holds them to), and
-to the events of two trainings there, one of them packed. The reserve is exact; nine in ten workspaces are within 1 %,
-all within 6 %. Plain nets, projections, other numbers of units and other cards are assumed to be alike, and so are the
-ranges: they are not bounds.
+cuDNN returns the sizes only at run time (``cudnnGetRNNTempSpaceSizes``, in ``get_num_weights`` and ``_cudnn_rnn`` of
+aten/src/ATen/native/cudnn/RNN.cpp) and documents no formula. The formulas here are fitted to measurements on an H200
+with cuDNN 9.19: 480 LSTMs and GRUs of 1 to 3 layers. They have 128, 512 and 1,024 units, float32 and float16, one and
+two directions, with and without dropout. The measurements are the probe ``cudnn_rnn`` in tests/recordings, against
+which test_lowering_cudnn_rnn_sizes.py checks the formulas. Events of two trainings were used, too, one of them packed.
+The reserve is exact. Nine in ten workspaces are within 1 %, all within 6 %. Plain nets, projections, other numbers of
+units and other cards are assumed to behave alike. The ranges are assumptions as well, not bounds.
 
 Shapes: T steps, B samples, I input size, H hidden size, P projection size (H without one), L layers, D directions.
 """
@@ -19,18 +19,18 @@ Cell = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
 
 _GATES: dict[Cell, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _KEPT: dict[Cell, int] = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
-"""Values of H that a layer keeps for each step and sample: an LSTM the gates and the cell state."""
+"""Values per hidden unit that a layer keeps for each step and sample. An LSTM keeps the gates and the cell state."""
 
 _SMALL = 128
-"""Units of a layer up to which cuDNN takes other kernels; between these and `_LARGE` nothing was measured."""
+"""Largest number of units for which cuDNN uses other kernels. Sizes between this and `_LARGE` were not measured."""
 _LARGE = 512
 _PER_MATRICES_BYTES = 8 << 20
-"""What each layer takes in each direction whatever its size."""
+"""Bytes for each layer and direction, regardless of its size."""
 _HEADER_BYTES = 256
 
 
 class SizeRange(NamedTuple):
-    """Bytes: the least and the most that is plausible, and what a trace uses."""
+    """Lowest and highest plausible size in bytes, and the likely size that a trace uses."""
 
     low: int
     likely: int
@@ -38,7 +38,7 @@ class SizeRange(NamedTuple):
 
 
 class RnnShape(NamedTuple):
-    """All that the sizes depend on."""
+    """The parameters on which the sizes depend."""
 
     cell: Cell
     num_steps: int
@@ -54,22 +54,22 @@ class RnnShape(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Steps of all samples; of a packed batch those that are there."""
+        """Steps of all samples, without padding if the batch is packed."""
         return self.num_steps * self.batch if self.packed_rows is None else self.packed_rows
 
     @property
     def num_directions(self) -> int:
-        """2 for a bidirectional net."""
+        """2 for a bidirectional net, otherwise 1."""
         return 2 if self.bidirectional else 1
 
     @property
     def num_outputs(self) -> int:
-        """P: what one direction gives per step."""
+        """P: output size of one direction per step."""
         return self.num_projected or self.hidden_size
 
     @property
     def matrix_elements(self) -> int:
-        """Weights without biases."""
+        """Number of weights without biases."""
         gates = _GATES[self.cell] * self.hidden_size
         inputs = self.num_inputs + (self.num_layers - 1) * self.num_directions * self.num_outputs
         per_direction = gates * (inputs + self.num_layers * self.num_outputs)
@@ -77,15 +77,16 @@ class RnnShape(NamedTuple):
 
     @property
     def weight_elements(self) -> int:
-        """The flat buffer: cuDNN has both biases even where the module has none (``CUDNN_RNN_DOUBLE_BIAS``)."""
+        """Size of the flat buffer. cuDNN has both biases even if the module has none (``CUDNN_RNN_DOUBLE_BIAS``)."""
         return self.matrix_elements + 2 * _GATES[self.cell] * self.hidden_size * self.num_layers * self.num_directions
 
 
 def reserve_bytes(shape: RnnShape) -> SizeRange:
-    """What forward leaves for backward: values of every step of every layer, the outputs between layers, a mask.
+    """Return the size of the reserve that forward keeps for backward.
 
-    ``es * rows * D * (k*H*L + P*(L-1))`` with k = 5 (LSTM), 6 (GRU) or 1 (plain), exact for what was measured. A
-    projection adds the state before it. Of dropout D bits are kept for each value between layers, padding included.
+    It contains values of every step and layer, the outputs between layers, and a dropout mask. ``es * rows * D * (k*H*L
+    + P*(L-1))`` with k = 5 (LSTM), 6 (GRU) or 1 (plain) is exact for all measurements. A projection adds the state
+    before it. Dropout adds D bits for each value between layers, padding included.
     """
     rows = shape.num_rows * shape.num_directions
     per_value = rows * shape.hidden_size * shape.num_layers
@@ -98,14 +99,14 @@ def reserve_bytes(shape: RnnShape) -> SizeRange:
 
 
 def workspace_bytes(shape: RnnShape) -> SizeRange:
-    """What one call of forward or backward takes and gives back.
+    """Return the size of the workspace of one forward or backward call.
 
-    ``es * (matrices + rows * ((n-1)*H + I) + m*B*H) + 8 MiB * L * D``: the matrices once more, n values of H for each
-    row of which one is as wide as the input, and m for each sample. Small layers take 14 to 16 more for each row.
+    ``es * (matrices + rows * ((n-1)*H + I) + m*B*H) + 8 MiB * L * D``: a copy of the matrices, n values of H for each
+    row (one of them as wide as the input), and m for each sample. Small layers need 14 to 16 more for each row.
     """
     num_rows, of_sample = _values_of_h(shape)
     rows, inputs = shape.num_rows, shape.num_steps * shape.batch * shape.num_inputs
-    if shape.packed_rows is not None:  # nothing is packed and unpacked, and rows come by 32
+    if shape.packed_rows is not None:  # nothing is packed or unpacked, and rows are rounded up to 32
         num_rows, rows = num_rows - 2 * shape.num_directions, -(-rows // 32) * 32
     per_row = (num_rows - 1) * rows * shape.hidden_size + inputs
     elements = shape.matrix_elements + per_row + of_sample * shape.batch * shape.hidden_size
@@ -118,7 +119,7 @@ def workspace_bytes(shape: RnnShape) -> SizeRange:
 
 
 def _values_of_h(shape: RnnShape) -> tuple[int, int]:
-    """How many times H a workspace has for each row and for each sample."""
+    """Return the multiples of H in a workspace per row and per sample."""
     num_layers, is_small = shape.num_layers, shape.hidden_size <= _SMALL
     if shape.cell == "lstm" and shape.bidirectional:
         return (31, 18 * num_layers) if is_small else (15, 24 * num_layers)
@@ -136,13 +137,13 @@ def _values_of_h(shape: RnnShape) -> tuple[int, int]:
 
 
 def _range(shape: RnnShape, likely: int) -> SizeRange:
-    """A tenth less and more for what was measured; anything up to twice as much for what was not."""
+    """Return a range of 10 % around a measured size, and from 0 to twice the size for unmeasured shapes."""
     if shape.cell in ("lstm", "gru") and not shape.num_projected:
         return SizeRange(likely - likely // 10, likely, likely + likely // 10)
     return SizeRange(0, likely, 2 * likely)
 
 
 def uncertainty_bytes(shape: RnnShape, train: bool = True) -> tuple[int, int]:
-    """How much less and how much more than traced one call may take, its reserve and its workspace in all."""
+    """Return by how many bytes the reserve and workspace of one call may be smaller and larger than traced."""
     ranges = [workspace_bytes(shape), *([reserve_bytes(shape)] if train else [])]
     return sum(size.likely - size.low for size in ranges), sum(size.high - size.likely for size in ranges)

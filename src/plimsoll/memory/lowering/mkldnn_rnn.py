@@ -1,15 +1,16 @@
-"""What an LSTM layer of oneDNN keeps for its backward pass on the CPU: a workspace that its fake version leaves out.
+"""Workspace of oneDNN's LSTM layer, saved for backward on the CPU and missing from torch's fake version.
 
-Source: ``src/cpu/rnn/rnn_utils.{hpp,cpp}`` of oneDNN 3.x (``set_workspace_sizes``, ``set_offsets``, ``get_good_ld``):
-the gates and hidden states of every step, the states and their gradients of one step and one layer more, each from a
-page of its own. torch calls oneDNN once per layer and direction. Checked against torch 2.13 on x86-64 in the tests.
+Source: ``src/cpu/rnn/rnn_utils.{hpp,cpp}`` of oneDNN 3.x (``set_workspace_sizes``, ``set_offsets``, ``get_good_ld``).
+The workspace contains the gates and hidden states of every step, and the states and their gradients for one more step
+and layer. Each part begins on a new page. torch calls oneDNN once per layer and direction. The tests check the sizes
+against torch 2.13 on x86-64.
 
-Those are the bytes of the tensor; a part of them is never written, so that less is resident. The layer that reads from
-left to right reads its input and writes its output where they are (``skip_src_layer_copy``, ``skip_dst_layer_copy``),
-the other copies both. Of two layers' cell states one is written, in the backward pass likewise. Counted as pages of the
-tensor around each call, five shapes, float32 and bfloat16, to 0.2 MiB (AVX-512, oneDNN 3.12).
+These are allocated bytes. A part of them is never written, so fewer are resident. The left-to-right layer uses its
+input and output in place (``skip_src_layer_copy``, ``skip_dst_layer_copy``), and the other layer copies both. Of the
+cell states of two layers, only one is written; backward likewise. This was measured in pages of the tensor around each
+call, for five shapes in float32 and bfloat16, to 0.2 MiB (AVX-512, oneDNN 3.12).
 
-It does NOT hold for other libraries (Arm Compute Library).
+Does NOT apply to other libraries (Arm Compute Library).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PAGE_BYTES, _LINE_BYTES = 4096, 64
 
 
 class _Parts(NamedTuple):
-    """The bytes of each part of a workspace; states and cells are those of two layers."""
+    """Size in bytes of each part of a workspace; states and cells are for two layers."""
 
     gates: int
     hidden: int
@@ -35,12 +36,12 @@ class _Parts(NamedTuple):
 
 
 def workspace_bytes(num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, element_bytes: int) -> int:
-    """Count the workspace of one layer in one direction; gradients of states are float32 in any precision."""
+    """Return the workspace bytes of one layer in one direction. Gradients of states are float32 in any precision."""
     return sum(_parts(num_steps, batch_size, num_inputs, hidden_size, element_bytes))
 
 
 def unwritten_workspace(args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-    """Of the arguments and results of a layer's forward: its workspace and what is not written of it, if it has one."""
+    """Return the workspace of a forward call and its bytes that are never written; ``None`` without workspace."""
     workspace = result[3]
     if workspace is None:
         return None
@@ -50,25 +51,25 @@ def unwritten_workspace(args: tuple[Any, ...], result: Any) -> tuple[Tensor, int
 
 
 def written_in_backward_bytes(args: tuple[Any, ...]) -> int:
-    """Count what a layer's backward, given its arguments, writes of the workspace that its forward left as it was."""
+    """Return the workspace bytes that backward writes and forward has not written."""
     parts = _parts_of(args)
     return parts.layer_gradients + (parts.step_gradients + parts.cell_gradients) // 2
 
 
 def with_workspace(result: Any, args: tuple[Any, ...]) -> Any:
-    """Let a layer's fake forward keep what the real one keeps."""
+    """Make the fake forward of a layer save the same tensors as the real one."""
     if not torch.is_grad_enabled():
         return *result[:3], None
     return *result[:3], args[0].new_empty(sum(_parts_of(args)), dtype=torch.uint8)
 
 
 def with_separate_biases(result: Any, args: tuple[Any, ...]) -> Any:
-    """Let the gradients of a layer's two biases be two tensors."""
+    """Make the gradients of a layer's two biases separate tensors."""
     return *result[:4], torch.empty_like(result[3]), *result[5:]
 
 
 def _parts_of(args: tuple[Any, ...]) -> _Parts:
-    """Of ``mkldnn_rnn_layer(input, w_ih, w_hh, ...)``; the backward begins with the same tensors."""
+    """Return the parts for the arguments of ``mkldnn_rnn_layer(input, w_ih, w_hh, ...)`` or of its backward."""
     num_steps, batch_size, num_inputs = args[0].shape
     return _parts(num_steps, batch_size, num_inputs, args[2].shape[1], args[0].element_size())
 
@@ -89,7 +90,7 @@ def _parts(num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, e
 
 
 def _leading(num_elements: int, element_bytes: int) -> int:
-    """The elements of a row, which fills cache lines and is no multiple of 256."""
+    """Return the row length in elements: whole cache lines, but not a multiple of 256 elements."""
     per_line = _LINE_BYTES // element_bytes
     rounded = _rounded(num_elements, per_line)
     return rounded + per_line if rounded % 256 == 0 else rounded

@@ -1,9 +1,9 @@
-"""Recurrent nets over packed sequences on the CPU, step by step, on fake tensors: torch's own read the batch sizes.
+"""Recurrent nets over packed sequences on the CPU, step by step, on fake tensors: torch's kernels read the batch sizes.
 
-The same ops in the same order as ``aten/src/ATen/native/RNN.cpp`` (torch 2.13): PackedLayer, ReversedPackedLayer,
-PackedBidirectionalLayer, apply_layer_stack, and the cells as they are without a fused kernel. An LSTM whose samples are
-all of one length is run as if they had not been packed, by oneDNN if it can (seen of torch 2.13's ops). Shapes: N
-packed tokens, B samples, H hidden size, P projected size.
+The ops and their order are as in ``aten/src/ATen/native/RNN.cpp`` (torch 2.13): PackedLayer, ReversedPackedLayer,
+PackedBidirectionalLayer, apply_layer_stack, and the cells without a fused kernel. An LSTM whose samples have equal
+lengths runs as if they were not packed, by oneDNN if possible (observed in torch 2.13). Shapes: N packed tokens, B
+samples, H hidden size, P projected size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 from plimsoll.memory.known_values import values_of
 
 State = tuple[Tensor, ...]
-"""The hidden state of one layer and direction; an LSTM has its cell state beside it."""
+"""The hidden state of one layer and direction; for an LSTM also the cell state."""
 
 
 class _Weights(NamedTuple):
@@ -30,7 +30,7 @@ class _Weights(NamedTuple):
 
 
 Cell = Callable[[Tensor, State, _Weights], State]
-"""``(input after its linear layer, state, weights) -> state`` of one step."""
+"""``(input after its linear layer, state, weights) -> state`` for one step."""
 
 
 def _lstm_cell(step_input: Tensor, state: State, weights: _Weights) -> State:
@@ -68,7 +68,7 @@ def _plain_cell(function: Callable[[Tensor], Tensor]) -> Cell:
 def _forwards(
     data: Tensor, batch_sizes: list[int], state: State, weights: _Weights, cell: Cell
 ) -> tuple[Tensor, State]:
-    """One layer from the first step to the last; a sample leaves where its sequence ends."""
+    """Run one layer from the first step to the last. A sample is dropped when its sequence ends."""
     projected = functional.linear(data, weights.input, weights.input_bias)
     outputs, finished, offset, size = [], [], 0, batch_sizes[0]
     for batch_size in batch_sizes:
@@ -86,7 +86,7 @@ def _forwards(
 def _backwards(
     data: Tensor, batch_sizes: list[int], first_state: State, weights: _Weights, cell: Cell
 ) -> tuple[Tensor, State]:
-    """One layer from the last step to the first; a sample enters where its sequence ends."""
+    """Run one layer from the last step to the first. A sample is added where its sequence ends."""
     projected = functional.linear(data, weights.input, weights.input_bias)
     size, offset = batch_sizes[-1], len(data)
     state = tuple(part.narrow(0, 0, size) for part in first_state)
@@ -102,12 +102,12 @@ def _backwards(
 
 
 def _is_onednns(dtype: torch.dtype) -> bool:
-    """Whether oneDNN trains an LSTM of a type, by torch's own rule; of bfloat16 on some processors only."""
+    """Return whether oneDNN trains an LSTM of a dtype, by torch's rule; bfloat16 needs processor support."""
     return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _grouped(flat: Sequence[Tensor], has_biases: bool, is_projected: bool) -> list[_Weights]:
-    """The weights of each layer and direction, in the order ``nn.RNNBase`` keeps them."""
+    """Return the weights of each layer and direction, in the order of ``nn.RNNBase``."""
     stride = 2 + 2 * has_biases + is_projected
     return [
         _Weights(
@@ -121,7 +121,7 @@ def _grouped(flat: Sequence[Tensor], has_biases: bool, is_projected: bool) -> li
     ]
 
 
-def _stack(  # noqa: PLR0917 -- what the ops below are given
+def _stack(  # noqa: PLR0917 -- the arguments of the ops below
     cell: Cell,
     data: Tensor,
     batch_sizes: Tensor,
@@ -130,7 +130,7 @@ def _stack(  # noqa: PLR0917 -- what the ops below are given
     dropout: float,
     bidirectional: bool,
 ) -> tuple[Tensor, list[State]]:
-    """All layers, with dropout between them; ``states`` and ``weights`` are one per layer and direction."""
+    """Run all layers, with dropout between them. ``states`` and ``weights`` have an entry per layer and direction."""
     sizes = values_of(batch_sizes)
     last_states: list[State] = []
     num_directions = 1 + bidirectional
@@ -150,7 +150,7 @@ def _layer(  # noqa: PLR0917 -- as above
     weights: list[_Weights],
     last_states: list[State],
 ) -> Tensor:
-    """One layer in its directions. It is a function so that what only it needs is given back where it ends."""
+    """Run one layer in all directions. A separate function, so that temporaries are freed when it returns."""
     output, state = _forwards(data, batch_sizes, states[0], weights[0], cell)
     last_states.append(state)
     if len(states) == 1:

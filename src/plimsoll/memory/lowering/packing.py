@@ -1,13 +1,13 @@
-"""Packed sequences (``torch.nn.utils.rnn``) on fake tensors: torch's own kernels read the lengths from memory.
+"""Packed sequences (``torch.nn.utils.rnn``) on fake tensors: torch's kernels read the lengths from memory.
 
-Same shapes, same allocations as ``aten/src/ATen/native/PackedSequence.cpp`` (torch 2.13): packing copies each run of
-steps with equally many samples and joins the copies; padding makes the padded output. Batch sizes and lengths stay on
-the host. The lengths must be known (`plimsoll.memory.known_values`).
+Shapes and allocations are as in ``aten/src/ATen/native/PackedSequence.cpp`` (torch 2.13). Packing copies each run of
+steps with the same number of samples and concatenates the copies. Padding allocates the padded output. Batch sizes and
+lengths stay on the host. The lengths must be known (`plimsoll.memory.known_values`).
 
-What torch refuses is refused in the same cases, naming the sample: no samples or steps, lengths that are not one for
-each sample, not above 0, or not in decreasing order (so ``enforce_sorted=True``; without it they have been sorted by
-now). So are lengths beyond the last step, which torch packs all the same, into fewer tokens than it counts: no net can
-read those.
+Errors are raised in the same cases as in torch, and name the sample. Invalid are a batch without samples or steps, and
+a number of lengths that differs from the number of samples. Lengths must be above 0 and in decreasing order
+(``enforce_sorted=True``; otherwise they have been sorted already). Lengths beyond the last step are an error here,
+although torch packs them into fewer tokens than it counts: no net can read the result.
 
 Shapes: T steps, B samples, N tokens (the sum of all lengths).
 """
@@ -68,7 +68,7 @@ def pack_padded_sequence(input: Tensor, lengths: Tensor, batch_first: bool) -> t
 
 
 def _require_packable(time_first: Tensor, lengths: list[int]) -> None:
-    """Refuse what ``_pack_padded_sequence`` refuses; without ``enforce_sorted`` samples count by decreasing length."""
+    """Raise an error for lengths that ``_pack_padded_sequence`` does not accept."""
     num_steps, num_samples = time_first.shape[:2]
     if not time_first.numel():
         raise InputError(
@@ -82,18 +82,18 @@ def _require_packable(time_first: Tensor, lengths: list[int]) -> None:
     for sample, (length, next_length) in enumerate(zip(lengths, [*lengths[1:], 0], strict=True)):
         if next_length > length:
             raise InputError(
-                f"cannot pack sample {sample + 1} (counted from 0) with {next_length} steps behind one with {length} "
-                "as `enforce_sorted` is True: pass enforce_sorted=False, or sort the samples by decreasing length"
+                f"cannot pack sample {sample + 1} (counted from 0) with {next_length} steps after one with {length} "
+                "because `enforce_sorted` is True: pass enforce_sorted=False, or sort the samples by decreasing length"
             )
         if length < 1:
             raise InputError(
                 f"cannot pack sample {sample} (counted from 0, longest first) of {num_samples}: its length is "
-                f"{length}: leave out samples without tokens, or read them as one of padding (lengths.clamp(min=1))"
+                f"{length}: leave out samples without tokens, or give them one padding token (lengths.clamp(min=1))"
             )
     if lengths[0] > num_steps:
         raise InputError(
             f"cannot pack a sample of {lengths[0]} steps, the longest of {num_samples}, in a batch of {num_steps} "
-            "steps, which torch does, and its nets then fail: give the lengths that are there"
+            "steps: torch packs it, but its recurrent layers then fail: give lengths of at most the number of steps"
         )
 
 
@@ -104,7 +104,7 @@ def _shown(lengths: list[int]) -> str:
 def pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Undo `pack_padded_sequence`; returns the padded sequences and their lengths."""
+    """Undo `pack_padded_sequence`, and return the padded sequences and their lengths."""
     known = values_of(batch_sizes)
     num_steps = total_length if total_length > 0 else len(known)
     lengths = [sum(size > sample for size in known) for sample in range(known[0])]

@@ -1,10 +1,12 @@
-"""Which fake tensors stand for memory of the device and which for the host's, when both are traced as CPU tensors.
+"""Assignment of fake tensors to device or host memory, when both are traced as CPU tensors.
 
-Host: what user code makes without saying a device (``torch.tensor(0.0)``, as optimizers count their steps), batches as
-the loader gives them, what ``.cpu()`` returns, and what is computed from these alone. Device: everything else, also
-what ``.to(...)`` and ``.cuda()`` return; user code may say ``"cuda"`` or a device taken from another tensor.
+Host: tensors that user code makes without a device, batches from the data loader, and results of ``.cpu()``. An example
+is ``torch.tensor(0.0)``, the step count of an optimizer. Results computed only from host tensors are also host tensors.
 
-Not covered: a ``.to("cpu")`` that is meant to move to the host (say ``.cpu()``), and pinned memory's rounding.
+Device: all other tensors, including results of ``.to(...)`` and ``.cuda()``. User code may name ``"cuda"`` or take the
+device of another tensor.
+
+Not covered: ``.to("cpu")`` for a move to the host (use ``.cpu()``), and the rounding of pinned memory.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ _FACTORIES = {
 
 
 class OnePlace(TorchFunctionMode):
-    """Lets code that says ``"cuda"`` run on the CPU, where there is one place only."""
+    """Function mode that runs code for ``"cuda"`` on the CPU, if all tensors are in one memory."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do the call on the CPU."""
+        """Run the call on the CPU."""
         if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
             return _deep_copy(*args)
         if func is Tensor.cuda:
@@ -46,27 +48,27 @@ class OnePlace(TorchFunctionMode):
 
 
 class Places(TorchFunctionMode):
-    """Follows where tensors are; while active, ``"cuda"`` is understood on a build of torch without it."""
+    """Function mode that tracks the memory of each tensor, and accepts ``"cuda"`` on a build of torch without CUDA."""
 
     def __init__(self) -> None:
         super().__init__()
         self._makes_on_host = False
-        self._copies_to_host: bool | None = None  # where the copy that is being made goes
+        self._copies_to_host: bool | None = None  # destination of the current copy
 
     def put_on_host(self, tensor: Tensor) -> Tensor:
-        """Say that a tensor is in the host's memory."""
+        """Mark a tensor as host memory, and return it."""
         return mark_outside(tensor)
 
     def on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the host's memory."""
+        """Return whether a tensor is in host memory."""
         return is_marked(tensor)
 
     def run_with(self, run: Run) -> Run:
-        """Let what an op makes be where its inputs are."""
+        """Wrap a function that executes ops, so that results are in the same memory as the inputs."""
 
         def run_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]
-            if not tensors:  # ops over lists, as optimizers use them
+            if not tensors:  # ops on lists, as used by optimizers
                 tensors = tensors_in(args)
             if self._copies_to_host is not None:
                 makes_on_host = self._copies_to_host
@@ -85,7 +87,7 @@ class Places(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Understand what a call says of devices, and do the call."""
+        """Interpret the device of a call, and run the call on the CPU."""
         kwargs = kwargs or {}
         if func not in _UNDERSTOOD or (func is Tensor.__deepcopy__ and not isinstance(args[0], FakeTensor)):
             return func(*args, **_on_cpu(kwargs))
@@ -106,7 +108,7 @@ class Places(TorchFunctionMode):
         return args[0] if self.on_host(args[0]) else self._copied(args[0], to_host=True)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device: itself if it is there. A parameter stays the object that optimizers know."""
+        """Return the tensor on the device, unchanged if it is there: optimizers refer to the parameter object."""
         return self._copied(tensor, to_host=False) if self.on_host(tensor) else tensor
 
     def _copied(self, tensor: Tensor, to_host: bool) -> Tensor:
@@ -119,22 +121,22 @@ class Places(TorchFunctionMode):
 
 _CPU = torch.device("cpu")
 _UNDERSTOOD = {Tensor.__deepcopy__, Tensor.cuda, Tensor.to, Tensor.cpu, *_FACTORIES}
-"""Calls that `Places` does otherwise than they are said."""
+"""Calls that `Places` interprets instead of running them unchanged."""
 
 
 def _are_on_host(tensors: list[Tensor]) -> bool:
-    for tensor in tensors:  # noqa: SIM110 -- asked of each op, and a generator takes as long as all else
+    for tensor in tensors:  # noqa: SIM110 -- called for each op, and a generator would dominate its time
         if isinstance(tensor, FakeTensor) and not hasattr(tensor, MARK):
             return False
     return True
 
 
 def _deep_copy(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
-    """What ``copy.deepcopy`` makes: torch's own asks for an address, which not every fake tensor has."""
+    """Return a copy for ``copy.deepcopy``. torch's version needs an address, which not every fake tensor has."""
     if id(tensor) not in memo:
         copied: Any = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         if isinstance(tensor, nn.Parameter):
-            copied._is_param = True  # as torch marks those of other types
+            copied._is_param = True  # as torch marks parameters of other types
         memo[id(tensor)] = copied
     return memo[id(tensor)]
 
@@ -144,7 +146,7 @@ def _is_device(value: Any) -> bool:
 
 
 def _known_device(value: Any) -> Any:
-    """A device of this build of torch in place of CUDA, which a number means too."""
+    """Return a device that this build of torch has, in place of CUDA, which may also be given as a number."""
     return _CPU if isinstance(value, int) or torch.device(value).type == "cuda" else value
 
 

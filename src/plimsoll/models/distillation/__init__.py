@@ -1,1 +1,1 @@
-"""A student that learns from a teacher: its loss, a few positions at a time, and the model that teaches it."""
+"""Knowledge distillation: the loss of a student, computed in chunks of positions, and the teacher model."""

@@ -1,11 +1,14 @@
-"""The loss of a language model that learns from labels and a teacher, a few positions at a time.
+"""The distillation loss of a language model, computed for a few positions at a time.
 
-For each chunk of positions the student's logits are made, compared with the labels and the teacher's (`SoftTargets`),
-and differentiated at once; backward only multiplies the gradients by the one that arrives, as Liger does for the cross
-entropy (Hsu et al. 2024, arXiv:2410.10989). Neither model's logits exist as a whole.
+The forward pass computes the student's logits for each chunk of positions, compares them with the labels and the
+teacher (`SoftTargets`), and differentiates at once. Backward only scales these gradients by the incoming one, as Liger
+does for the cross entropy (Hsu et al. 2024, arXiv:2410.10989). Neither model's logits are ever stored for all
+positions.
 
-Numerics: matrix products as autocast says, everything between them in float32 (float64 for float64), sums over chunks
-too. Does NOT cover double backward and a second backward through one loss, which are refused.
+Numerics: matrix products use the autocast dtype. All other operations, and sums over chunks, use float32 (or float64
+for float64 inputs).
+
+Double backward and a second backward through the same loss raise an error.
 
 Shapes: B texts, T tokens, C positions of a chunk, H hidden size, V vocabulary, k words kept.
 """
@@ -26,38 +29,41 @@ from plimsoll.data.batch import IGNORED_LABEL
 from plimsoll.errors import InputError
 from plimsoll.models.head_apart import HeadApart, forward_of
 
-_LEAST_MASS = 1e-12  # of the words that are left: with less, what the k are told decides alone
+_LEAST_MASS = 1e-12  # lower bound for the probability of all other words, so that its logarithm is finite
 
 _LEAST_LOG = -1e4
 
 
 class SoftTargets(Protocol):
-    """What a teacher says of some positions.
+    """The teacher's probabilities, to compare the student with at some positions.
 
-    Both distributions are softened by a temperature T: p = softmax(teacher / T), q = softmax(student / T). Where the
-    models have different numbers of rows, both are over the tokens both have: what is beyond is no token.
+    Both distributions are softened by a temperature T: p = softmax(teacher / T), q = softmax(student / T). If the
+    models have different numbers of rows, only the rows that both have are compared: the others belong to no token.
     """
 
     def compare(self, logits_BCV: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return the divergence (B, C) of some positions, and the gradient (B, C, V) for the logits / T.
+        """Return the divergence (B, C) at some positions, and its gradient (B, C, V) for the logits / T.
 
-        It is Kullback and Leibler's, sum p (log p - log q), without the factor T squared (Hinton et al. 2015,
-        arXiv:1503.02531), which is the caller's.
+        It is the Kullback-Leibler divergence sum p (log p - log q). The caller applies the factor T squared (Hinton et
+        al. 2015, arXiv:1503.02531).
 
-        The logits are the student's, not softened, in float32 or better; they are not changed.
+        Args:
+            logits_BCV: the student's logits, not softened, in float32 or better; they are not changed.
+            begin: the first position.
+            end: the position after the last one.
         """
         ...
 
 
 @dataclass(frozen=True)
 class FullTargets:
-    """`SoftTargets` of all of the teacher's logits, which ``logits_of`` makes for some positions."""
+    """`SoftTargets` from all of the teacher's logits, which ``logits_of`` computes for some positions."""
 
     logits_of: Callable[[int, int], Tensor]
     temperature: float
 
     def compare(self, logits_BCV: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Make the teacher's logits of these positions and let them go."""
+        """Compute the teacher's logits at these positions, compare, and free them."""
         log_p = self.logits_of(begin, end).to(logits_BCV.dtype)
         num_shared = min(log_p.shape[-1], logits_BCV.shape[-1])
         log_p = softened(log_p[..., :num_shared], self.temperature)
@@ -70,16 +76,16 @@ class FullTargets:
 
 @dataclass(frozen=True)
 class TopTargets:
-    """`SoftTargets` of the k likeliest words of each position, (B, T, k), and their log p at this temperature.
+    """`SoftTargets` from the k most likely words at each position, (B, T, k), and their log p at this temperature.
 
-    The words that are left are treated as one: with the teacher's mass p_r = 1 - sum p and the student's
-    q_r = 1 - sum q the divergence is
+    All other words count as a single one. With the teacher's remaining probability p_r = 1 - sum p and the student's
+    q_r = 1 - sum q, the divergence is
 
         sum over the k: p (log p - log q)  +  p_r (log p_r - log q_r)
 
-    and no less than 0. Of the words that are left only their sum is learned; the gradient leaves their shares among
-    each other as the student has them. To take the k as if they were all, p / sum p, would teach probabilities that
-    are too large by that factor, which no amount of data mends (arXiv:2503.16870).
+    and at least 0. The student learns only the total probability of the other words; their ratios keep the student's
+    values. Renormalizing the k words to p / sum p instead would teach probabilities that are too large by that factor.
+    More data would not correct this bias (arXiv:2503.16870).
     """
 
     words_BTk: Tensor
@@ -88,7 +94,7 @@ class TopTargets:
     num_words: int
 
     def compare(self, logits_BCV: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Compare k words and the rest."""
+        """Compare the k words and the rest."""
         words = self.words_BTk[:, begin:end].long()
         log_p = self.log_p_BTk[:, begin:end].to(logits_BCV.dtype)
         log_q_all = softened(logits_BCV[..., : self.num_words], self.temperature)
@@ -98,32 +104,39 @@ class TopTargets:
         gradient = log_q_all.exp_()
         if words.shape[-1] < self.num_words:
             p_rest = (1 - p.sum(dim=-1)).clamp(min=_LEAST_MASS)
-            log_q_rest = rest.logsumexp(dim=-1).clamp(min=_LEAST_LOG)  # of a student that is sure to the last bit
+            log_q_rest = rest.logsumexp(dim=-1).clamp(
+                min=_LEAST_LOG
+            )  # the student may give the rest a probability of exactly 0
             divergence_BC = divergence_BC + p_rest * (p_rest.log() - log_q_rest)
-            shares = rest.sub_(log_q_rest.unsqueeze(-1)).exp_()  # of the words that are left, among each other
+            shares = rest.sub_(log_q_rest.unsqueeze(-1)).exp_()  # ratios among the other words
             gradient.sub_(shares.mul_(p_rest.unsqueeze(-1)))
         return divergence_BC, _widened(gradient.scatter_add_(-1, words, -p), logits_BCV)
 
 
 def softened(logits: Tensor, temperature: float) -> Tensor:
-    """Return the log-probabilities at a temperature."""
+    """Return the log-probabilities of logits divided by a temperature."""
     return (logits / temperature if temperature != 1 else logits).log_softmax(dim=-1)
 
 
 def _widened(gradient: Tensor, logits: Tensor) -> Tensor:
-    """The gradient, with zeros for rows that only the student has."""
+    """Return the gradient padded with zeros for the rows that only the student has."""
     num_more = logits.shape[-1] - gradient.shape[-1]
     return gradient if num_more == 0 else functional.pad(gradient, (0, num_more))
 
 
 CHUNK_NUMBERS = 2 << 20
-"""Logits at once, 8 MiB in float32, of which a chunk has up to six copies: of 50,000 words 41 positions."""
+"""The most logits at once: 8 MiB in float32, of which a chunk has up to six copies. With 50,000 words this is 41
+positions."""
 
-_ROWS_PER_SUM = 4096  # of a gradient in half precision that is added to its float32 sum: what it takes beside the sum
+_ROWS_PER_SUM = 4096  # rows of a half-precision gradient added to its float32 sum at a time, to bound the temporary
 
 
 class LossWeights(NamedTuple):
-    """``hard`` of the labels' loss, and 1 - ``hard`` of T squared times the divergence at this temperature."""
+    """The weights of the two losses.
+
+    The labels' loss has the weight ``hard``. The divergence at this temperature has the weight (1 - ``hard``) T
+    squared.
+    """
 
     temperature: float
     hard: float
@@ -136,14 +149,14 @@ def chunked_distillation(
     loss_weights: LossWeights,
     chunk_numbers: int = CHUNK_NUMBERS,
 ) -> Tensor:
-    """Return the mean loss over the labels that count, which predict the token after each position.
+    """Return the mean distillation loss over the labels that count.
 
     Args:
-        student: with a graph.
-        labels_BT: of each token; what stands at t + 1 is predicted at t, and -100 does not count.
-        targets: of the teacher.
-        loss_weights: of both losses.
-        chunk_numbers: the most logits at once; those of one position of all texts are made in any case.
+        student: the student's hidden states and head, with a graph.
+        labels_BT: the label of each token; position t predicts the label at t + 1, and -100 does not count.
+        targets: the teacher's targets.
+        loss_weights: the weights of the labels' loss and the divergence.
+        chunk_numbers: the most logits at once; a chunk has at least one position of all texts.
     """
     work = _Work(student, labels_BT[:, 1:], targets, loss_weights, chunk_numbers)
     loss: Tensor = _Loss.apply(work, student.hidden_BTH, *student.parameters)  # type: ignore[no-untyped-call]
@@ -151,7 +164,7 @@ def chunked_distillation(
 
 
 class _Loss(torch.autograd.Function):
-    """The loss, whose forward makes the gradients."""
+    """The loss as an autograd function. Its forward already computes the gradients."""
 
     @staticmethod
     def forward(ctx: Any, work: _Work, hidden_BTH: Tensor, *parameters: Tensor) -> Tensor:
@@ -161,29 +174,29 @@ class _Loss(torch.autograd.Function):
         ctx.dtypes = [hidden_BTH.dtype, *(parameter.dtype for parameter in parameters)]
         num_counted = work.counted_BP.sum()
         ctx.num_counted = num_counted.clamp(min=1)
-        return total / num_counted  # 0 / 0 where no label counts: NaN, as the cross entropy's is
+        return total / num_counted  # NaN if no label counts, like cross entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, arriving: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.sums is None:
             raise InputError(
-                f"cannot go backward through the loss {list(arriving.shape)} of a distillation a second time, because "
-                "its gradients were given away in the first: call the loss anew"
+                f"cannot go backward through the distillation loss {list(arriving.shape)} a second time, because the "
+                "first backward freed its gradients: call the loss again"
             )
         sums, ctx.sums = ctx.sums, None
-        # Only here: gradients of the sum are not small, so that fp16 loses nothing of them.
+        # Scaled only here: the gradients of the sum are large enough not to underflow in fp16.
         factor = arriving / ctx.num_counted
         scaled: list[Tensor | None] = []
         for number, dtype in enumerate(ctx.dtypes):
             one = sums[number]
             scaled.append(None if one is None else one.mul_(factor).to(dtype))
-            sums[number] = None  # where it was cast, the sum is freed for the next
+            sums[number] = None  # frees the sum before the next one if it was cast
         return None, *scaled
 
 
 class _Work:
-    """One pass over the chunks; ``hidden_sum`` and ``sums`` are the gradients of the sum of the losses."""
+    """The pass over the chunks. ``hidden_sum`` and ``sums`` are the gradients of the sum of the losses."""
 
     def __init__(
         self, student: HeadApart, targets_BP: Tensor, soft: SoftTargets, loss_weights: LossWeights, chunk_numbers: int
@@ -228,7 +241,7 @@ class _Work:
         return loss
 
     def _loss_and_gradient(self, logits_BCV: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of a chunk, and its gradient for the logits."""
+        """Return the sum of the losses of a chunk, and its gradient for the logits."""
         counted_BC, (temperature, hard) = self.counted_BP[:, begin:end], self._loss_weights
         logits_BCV = logits_BCV.to(self._sum_dtype)
         losses_BC, gradient = None, None
@@ -249,7 +262,7 @@ class _Work:
 
     @contextmanager
     def _matrix_summed(self) -> Iterator[None]:
-        """Have the output layer add its weight's gradient up in place, where it is learned."""
+        """Make the output layer add its weight gradient in place, if the weight is trained."""
         layer = self._student.matrix
         places = [number for number, one in enumerate(self._student.parameters) if layer and one is layer.weight]
         if layer is None or not places:
@@ -271,7 +284,7 @@ def _bias(layer: nn.Linear, dtype: torch.dtype) -> Tensor | None:
 
 
 class _Product(torch.autograd.Function):
-    """``F.linear`` whose weight's gradient is added to a sum, if there is one."""
+    """``F.linear`` that adds the gradient of its weight to a sum, if there is a sum."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight_VH: Tensor, bias_V: Tensor | None, sum_VH: Tensor | None) -> Tensor:

@@ -1,11 +1,13 @@
-"""The loss of a student that learns from the labels and from a teacher: a `LossFunction` of a job with ``distill``.
+"""The loss of a student that learns from labels and a teacher: the `LossFunction` of a job with ``distill``.
 
-    loss = hard * (the task's own loss) + (1 - hard) * T^2 * KL(teacher_T || student_T)
+    loss = hard * (the task's loss) + (1 - hard) * T^2 * KL(teacher_T || student_T)
          + hidden * mean square difference of hidden states
 
-each a mean over the units of the task: the labels that count, or the samples (`plimsoll.models.distillation.chunked`
-has the divergence). The teacher is in evaluation mode, has no gradients and is no part of the model, its checkpoints or
-its optimizer. Does NOT cover windows of a stream, whose state the teacher would have to carry as well.
+Each term is a mean over the units of the task: the labels that count, or the samples. The divergence is in
+`plimsoll.models.distillation.chunked`. The teacher is in evaluation mode and has no gradients. It does not belong to
+the model, its checkpoints or its optimizer.
+
+Not handled: windows of a stream, because the teacher would have to carry its state too.
 
 Shapes: B samples, T tokens, H hidden size, L labels, V vocabulary.
 """
@@ -36,15 +38,15 @@ from plimsoll.records.job import Task
 
 
 class Distillation:
-    """`LossFunction`: of the labels and a teacher.
+    """The `LossFunction` for labels and a teacher.
 
     Args:
-        teacher: what teaches, on the student's device, in evaluation mode and without gradients; ``None``: what it says
-            is in the batches (`WORDS` and `LOG_P`), at this temperature.
-        task: of both.
-        loss_weights: of both losses.
-        hidden: how much hidden states count.
-        num_words: with no teacher, the words that it had.
+        teacher: the teacher on the student's device, in evaluation mode and without gradients. ``None``: its targets
+            are in the batches (`WORDS` and `LOG_P`), softened at the temperature of ``loss_weights``.
+        task: the task of teacher and student.
+        loss_weights: the weights of the labels' loss and the divergence.
+        hidden: the weight of the hidden states' difference.
+        num_words: the size of the teacher's vocabulary, if there is no teacher.
         chunk_numbers: the most logits at once.
     """
 
@@ -62,7 +64,10 @@ class Distillation:
         self._num_words, self._chunk_numbers = num_words, chunk_numbers
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        """Return the mean loss of a batch; without gradients the task's own, so that evaluations compare."""
+        """Return the mean loss of a batch.
+
+        Without gradients it is the task's loss alone, so that evaluations are comparable.
+        """
         fields = {name: value for name, value in batch.items() if name not in {WORDS, LOG_P}}
         if not torch.is_grad_enabled():
             return model_loss(model, fields)
@@ -91,7 +96,7 @@ class Distillation:
     def _targets(self, teacher_output: HeadApart | None, batch: Mapping[str, Any]) -> SoftTargets:
         if teacher_output is None:
             return TopTargets(batch[WORDS], batch[LOG_P], self._loss_weights.temperature, self._num_words)
-        known = teacher_output  # which mypy would forget
+        known = teacher_output  # keeps its narrowed type in the closure
 
         @torch.no_grad()
         def logits_of(begin: int, end: int) -> Tensor:
@@ -102,7 +107,7 @@ class Distillation:
     def _of_labels(
         self, model: nn.Module, fields: Mapping[str, Any], labels: Tensor, batch: Mapping[str, Any]
     ) -> Tensor:
-        """Of samples, or of their tokens: there are few labels, so that logits are as nothing."""
+        """Return the loss for labels of samples or tokens. The few labels need no chunks of logits."""
         named = {**fields, "output_hidden_states": True} if self._hidden else fields
         temperature, hard = self._loss_weights
         teacher_output = None
@@ -125,7 +130,7 @@ class Distillation:
         assert teacher_output is not None
         shares_BT = shares
         if self._task == "classification":
-            # Each sample's mean over its tokens, so that a batch may be cut anywhere.
+            # The mean over each sample's tokens, so that a batch can be split between any two samples.
             mask_BT = fields["attention_mask"].to(shares.dtype)
             shares_BT = mask_BT / mask_BT.sum(dim=1, keepdim=True).clamp(min=1) / len(mask_BT)
         return loss + self._hidden * difference_of_states(
@@ -134,22 +139,22 @@ class Distillation:
 
 
 def _shares_of(labels: Tensor, dtype: torch.dtype) -> Tensor:
-    """What each label counts in the mean: those of no token (-100) do not."""
+    """Return the weight of each label in the mean. Labels of -100 have the weight 0."""
     counted = (labels != IGNORED_LABEL).to(dtype)
     return counted / counted.sum()
 
 
 def difference_of_states(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...], shares_BT: Tensor) -> Tensor:
-    """Return the mean square difference of hidden states (B, T, H), layers matched evenly.
+    """Return the mean square difference of hidden states (B, T, H), with layers matched evenly.
 
-    Student's layer i is compared with teacher's layer round(i * teacher's layers / student's layers), the embeddings
-    (i = 0) among them: the even choice of DistilBERT and TinyBERT (Jiao et al. 2020, arXiv:1909.10351), without a
-    learned projection, since both have the same size.
+    Student's layer i is compared with teacher's layer round(i * teacher's layers / student's layers), including the
+    embeddings (i = 0). DistilBERT and TinyBERT match layers in the same way (Jiao et al. 2020, arXiv:1909.10351). No
+    learned projection is needed, because both hidden sizes are equal.
 
     Args:
-        student: the embeddings and what each layer passes on.
-        teacher: the same, of as many numbers each.
-        shares_BT: what each token counts, 1 in sum.
+        student: the student's embeddings and the output of each layer.
+        teacher: the same of the teacher, with the same hidden size.
+        shares_BT: the weight of each token; they sum to 1.
     """
     last = max(len(student) - 1, 1)
     total = torch.zeros((), dtype=shares_BT.dtype, device=shares_BT.device)

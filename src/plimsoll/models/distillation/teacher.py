@@ -1,14 +1,14 @@
-"""The model that teaches another: found in its folder, checked against the job, loaded and known by what it is.
+"""The teacher of a distillation: checks of its folder against the job, loading, and a digest that identifies it.
 
-    sketch_teacher(folder, "classification", shape, label_names)  # says what does not fit
+    sketch_teacher(folder, "classification", shape, label_names)  # raises an error if it does not fit
     teacher = load_teacher(folder, task, shape, place="read-only")
 
-It is a Hugging Face folder or one of a recurrent model of ours, for the same task and the same tokens. Loaded, it is in
-evaluation mode, computes in float32 and has no gradients. In a dry run (on fake tensors) nothing of it is read.
+A teacher is a Hugging Face folder or a folder of a recurrent Plimsoll model, for the same task and tokens. It is loaded
+in evaluation mode, computes in float32 and has no gradients. In a dry run (on fake tensors) its weights are not read.
 
-It does NOT cover teachers with another tokenizer or other labels, and models that are a function of the user's.
+Not handled: teachers with another tokenizer or other labels, and models made by user functions.
 
-Errors say `distill.teacher`, the field of the job.
+Errors name the job's field `distill.teacher`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from plimsoll.records.job import Task
 from plimsoll.weights.loading import open_checkpoint
 
 _FIELD = "distill.teacher"
-_NAMELESS = "LABEL_"  # what transformers calls a label that has no name
+_NAMELESS = "LABEL_"  # prefix of the names that transformers gives to unnamed labels
 _SHOWN = 3  # names in a message
 
 
@@ -43,17 +43,18 @@ def load_teacher(
     """Load a teacher.
 
     Args:
-        folder: of a checkpoint.
-        task: of the job.
-        shape: what its texts ask of a model.
-        place: ``read-only``: its weights stay in its files, which no limit on private memory counts; only on the CPU.
-        device: where it is to compute.
+        folder: the folder of its checkpoint.
+        task: the task of the job.
+        shape: the requirements of the job's texts.
+        place: with ``read-only`` the weights stay in memory-mapped files, which no private memory limit counts; CPU
+            only.
+        device: the device that the teacher computes on.
 
     Raises:
         JobError: if it does not fit the job, or cannot be read.
-        OutputError: if the disk has no room for what cannot be mapped as it is: weights that are not in float32.
+        OutputError: if the disk is too full for the weights that are not float32, which cannot be mapped as stored.
     """
-    if isinstance(torch.empty(0), FakeTensor):  # a dry run, of the shapes alone
+    if isinstance(torch.empty(0), FakeTensor):  # a dry run needs the shapes only
         return _silent(_in_dry_run(folder, shape)).to(device)
     sketch = sketch_teacher(folder, task, shape)
     named: dict[str, Any] = {}
@@ -69,19 +70,19 @@ def load_teacher(
 
 
 def sketch_teacher(folder: Path, task: Task, shape: TextShape, label_names: tuple[str, ...] = ()) -> nn.Module:
-    """Make a teacher on the meta device, and check that it fits the job.
+    """Build a teacher on the meta device, and check that it fits the job.
 
     Args:
         folder: see `load_teacher`.
-        task: see `folder`.
-        shape: see `folder`.
-        label_names: of the data, where they are known: where the teacher's labels have names, they are these.
+        task: see `load_teacher`.
+        shape: see `load_teacher`.
+        label_names: of the data, if known; if the teacher's labels have names, they must be equal.
 
     Raises:
-        JobError: if it is missing, damaged, for another task, another vocabulary, other labels or shorter texts.
+        JobError: if it is missing, damaged, or for another task, another vocabulary, other labels or shorter texts.
     """
     if not folder.is_dir():
-        raise JobError(f"{_FIELD}: there is no folder {folder}: give one that was trained, or download it first")
+        raise JobError(f"{_FIELD}: there is no folder {folder}: give the folder of a trained model, or download one")
     fields = recurrent_fields(folder)
     if fields is not None:
         return _sketch_recurrent(folder, fields, task, shape, label_names)
@@ -98,9 +99,9 @@ def sketch_teacher(folder: Path, task: Task, shape: TextShape, label_names: tupl
 
 
 def digest_of(folder: Path) -> str:
-    """Return what tells one teacher from another, wherever its folder is: of all of its configuration and its weights.
+    """Return a digest of a teacher's configuration and weights, which does not depend on its path.
 
-    Every byte is read: two teachers may differ in a single matrix.
+    Every byte is read, because two teachers may differ in a single matrix.
 
     Raises:
         JobError: if it cannot be read.
@@ -109,7 +110,7 @@ def digest_of(folder: Path) -> str:
         known = hashlib.sha256((folder / "config.json").read_bytes())
         for file in sorted(open_checkpoint(folder).files):
             with file.open("rb", buffering=0) as opened:
-                content = hashlib.file_digest(opened, xxhash.xxh3_128).digest()  # read in pieces, as fast as a disk is
+                content = hashlib.file_digest(opened, xxhash.xxh3_128).digest()  # reads in blocks
             known.update(f"{file.name} ".encode() + content)
     except (WeightsError, OSError) as error:
         raise JobError(f"{_FIELD}: {folder} cannot be read ({error}): give a folder with a model") from None
@@ -117,7 +118,7 @@ def digest_of(folder: Path) -> str:
 
 
 def _silent(model: nn.Module) -> nn.Module:
-    """In evaluation mode, and without gradients."""
+    """Set evaluation mode and turn gradients off."""
     return model.eval().requires_grad_(False)
 
 
@@ -129,7 +130,7 @@ def _in_dry_run(folder: Path, shape: TextShape) -> nn.Module:
 
 
 def _check_head(folder: Path, task: Task) -> None:
-    """Refuse a folder without the weights of the head, which would be drawn anew."""
+    """Raise an error if a folder lacks the weights of the head, which would be initialised at random."""
     try:
         with quiet():
             skeleton, _ = sketch_checkpoint(folder, head=task)
@@ -139,8 +140,8 @@ def _check_head(folder: Path, task: Task) -> None:
     if missing:
         listed = ", ".join(missing[:_SHOWN])
         raise JobError(
-            f"{_FIELD}: {folder} was not trained for {task}, for it lacks {len(missing)} weights ({listed}): give a "
-            "model that was, `plimsoll train` makes one"
+            f"{_FIELD}: {folder} was not trained for {task}, because it lacks {len(missing)} weights ({listed}): "
+            "train one with `plimsoll train`, or give another model"
         )
 
 
@@ -151,7 +152,7 @@ def _sketch_recurrent(
     if fields.get("num_labels") is not None:
         own_task = "token-classification" if fields.get("is_tagger") else "classification"
     if own_task != task:
-        raise JobError(f"{_FIELD}: {folder} is for {own_task}, and the task is {task}: give a model for that")
+        raise JobError(f"{_FIELD}: {folder} is for {own_task}, but the task is {task}: give a model for {task}")
     if shape.num_labels is not None:
         names = fields.get("label_names") or [f"{_NAMELESS}{number}" for number in range(fields["num_labels"])]
         _check_labels(folder, names, shape.num_labels, label_names)
@@ -167,34 +168,34 @@ def _sketch_recurrent(
 def _check_labels(folder: Path, own: list[str], num_labels: int, names: tuple[str, ...]) -> None:
     if len(own) != num_labels:
         raise JobError(
-            f"{_FIELD}: {folder} tells {len(own)} labels apart, but the data have {num_labels}: give a teacher that "
-            "was trained on these labels"
+            f"{_FIELD}: {folder} has {len(own)} labels, but the data have {num_labels}: give a teacher that was "
+            "trained on these labels"
         )
     has_names = not all(str(name).startswith(_NAMELESS) for name in own)
     if names and has_names and tuple(own) != tuple(names):
         place = next(number for number in range(num_labels) if own[number] != names[number])
         raise JobError(
-            f"{_FIELD}: {folder} calls label {place} {own[place]!r}, but the data {names[place]!r}: give a teacher "
+            f"{_FIELD}: label {place} is {own[place]!r} in {folder}, but {names[place]!r} in the data: give a teacher "
             "that was trained on these labels, in this order"
         )
 
 
 def require_same_tokens(folder: Path, own: dict[str, int], others: dict[str, int]) -> None:
-    """Refuse a teacher whose tokenizer has other tokens.
+    """Check that the teacher's tokenizer has the same tokens as the job's.
 
     Args:
-        folder: of the teacher.
-        own: the number of each of its tokens.
-        others: those of the job's tokenizer.
+        folder: the teacher's folder.
+        own: the teacher's token ids by token.
+        others: the token ids of the job's tokenizer by token.
 
     Raises:
-        JobError: if they are not the same; it names one that is not.
+        JobError: if they differ; the message names one token that differs.
     """
     if own == others:
         return
     token = next(name for name in sorted({*own, *others}) if own.get(name) != others.get(name))
     numbers = [json.dumps(one.get(token)) for one in (own, others)]
     raise JobError(
-        f"{_FIELD}: {folder} has another tokenizer, of {len(own)} tokens, than the job, of {len(others)}: "
-        f"{token!r} is {numbers[0]} there and {numbers[1]} here; set `tokenizer: {folder}`"
+        f"{_FIELD}: the tokenizer of {folder} ({len(own)} tokens) differs from the job's ({len(others)} tokens): the "
+        f"id of {token!r} is {numbers[0]} in the teacher's and {numbers[1]} in the job's; set `tokenizer: {folder}`"
     )

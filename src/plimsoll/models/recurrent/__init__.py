@@ -9,7 +9,7 @@ from plimsoll.records.former import warn_of_former
 
 
 def __getattr__(name: str) -> Any:
-    """Find what was in a module of this name before."""
+    """Return a member of the module that this package replaced, with a warning."""
     if name not in {"RecurrentLanguageModel", "build_recurrent", "load_recurrent"}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warn_of_former(f"plimsoll.models.recurrent.{name}", f"plimsoll.models.recurrent.model.{name}")

@@ -1,15 +1,15 @@
-"""The state of a recurrent model, carried from one window of a stream to the next: stateful, truncated BPTT.
+"""The state of a recurrent model, carried from one window of a stream to the next (stateful truncated BPTT).
 
-`CarriedState` is a part of the model and keeps, for each stream slot of the batch, the state after the window that was
-read last, detached. Each sample says its stream slot and the number of its window (`plimsoll.data.samples.streams`);
-the first window of a stream slot begins from zeros. The state of training is a buffer, which checkpoints keep.
+`CarriedState` is a submodule of the model. For each stream slot of the batch it stores the detached state after the
+last window. Each sample contains its stream slot and window number (`plimsoll.data.samples.streams`). The first window
+of a stream slot starts from zeros. The training state is a buffer, which checkpoints save.
 
-It does NOT notice windows that come in another order than that of the stream (`plimsoll.data.batches.batching` does),
-or a stream slot that is in a batch twice. Whoever wraps the model in ``DistributedDataParallel`` must say
-``broadcast_buffers=False``: each process carries the stream slots it reads, and all would go on from those of the
-first.
+Not detected: windows in the wrong order (`plimsoll.data.batches.batching` detects them), and a stream slot that is
+twice in a batch. Wrap the model in ``DistributedDataParallel`` with ``broadcast_buffers=False``. Otherwise every rank
+would continue from the states of rank 0.
 
-Shapes: B samples, T tokens, E embedding size, N layers, H hidden size, P parts of the state (an LSTM has 2, others 1).
+Shapes: B samples, T tokens, E embedding size, N layers, H hidden size, P parts of the state (2 for an LSTM, otherwise
+1).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import Tensor, nn
 from plimsoll.errors import InputError
 
 State: TypeAlias = Tensor | tuple[Tensor, Tensor]
-"""As ``torch.nn`` has it: (N, B, H), of an LSTM two of them."""
+"""The state as ``torch.nn`` defines it: (N, B, H), or two such tensors for an LSTM."""
 
 
 class CarriedState(nn.Module):
-    """The state of each stream slot; in training mode that of training, else that of evaluation, which is not saved.
+    """The states of all stream slots. Training and evaluation have separate states; the one of evaluation is not saved.
 
     Args:
-        recurrent: the layers whose state it is; on their device, in their dtype.
-        num_slots: the samples of a batch.
+        recurrent: the layers; the states have their device and dtype.
+        num_slots: samples of a batch.
 
     Raises:
-        InputError: if there are no stream slots.
+        InputError: if ``num_slots`` is less than 1.
     """
 
     training_state: Tensor
@@ -49,20 +49,28 @@ class CarriedState(nn.Module):
         weight = next(recurrent.parameters())
         self.num_slots = num_slots
         self._num_parts = 2 if isinstance(recurrent, nn.LSTM) else 1
-        # A window with an even number reads one state and writes the other, one with an odd number the reverse. So what
-        # a window reads is still there after it: a step that is undone and done again, also in other micro-batches,
-        # reads the same.
+        # Even windows read the first state and write the second; odd windows do the reverse. The state that a window
+        # reads is therefore not overwritten. A step that is undone and repeated, even with other micro-batches, reads
+        # the same state again.
         shape = (2, num_slots, self._num_parts, recurrent.num_layers, recurrent.hidden_size)
         for name, is_kept in (("training_state", True), ("evaluation_state", False)):
             zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
             self.register_buffer(name, zeros, persistent=is_kept)
 
     def state(self, slots_B: Tensor, windows_B: Tensor) -> State:
-        """Return the state to begin some windows with."""
-        if len(slots_B) > self.num_slots:  # known without reading the device
+        """Return the initial state of some windows.
+
+        Args:
+            slots_B: the stream slot of each window.
+            windows_B: the number of each window in its stream; 0 starts from zeros.
+
+        Raises:
+            InputError: if there are more samples than stream slots.
+        """
+        if len(slots_B) > self.num_slots:  # the shape is known without a device sync
             raise InputError(
                 f"a batch has {len(slots_B)} samples, and the model carries the state of {self.num_slots} stream "
-                f"slots: call `model.carry({len(slots_B)})`, with as many stream slots as the stream has"
+                f"slots: call `model.carry({len(slots_B)})`, with the number of stream slots of the stream"
             )
         found_BPNH = self._states[windows_B % 2, slots_B]
         is_first_B = windows_B == 0
@@ -72,7 +80,7 @@ class CarriedState(nn.Module):
 
     @torch.no_grad()
     def put(self, slots_B: Tensor, windows_B: Tensor, state: State) -> None:
-        """Keep the state after some windows, for those that come next."""
+        """Store the state after some windows, for the next windows."""
         parts = state if isinstance(state, tuple) else (state,)
         found_BPNH = torch.stack(parts).permute(2, 0, 1, 3)
         self._states[1 - windows_B % 2, slots_B] = found_BPNH.to(self._states.dtype)
@@ -85,17 +93,23 @@ class CarriedState(nn.Module):
 def run_with_resets(
     recurrent: nn.Module, embedded_BTE: Tensor, state: State | None, resets_BT: Tensor | None
 ) -> tuple[Tensor, State]:
-    """Run recurrent layers from a state, ``None`` for zeros, and set it to zeros before each token of ``resets``.
+    """Run recurrent layers, and set the state to zeros before each token of ``resets_BT``.
 
-    The windows are cut wherever one of the samples has a reset, and run part by part: exact, and slower the more resets
-    there are.
+    The windows are split at every reset of any sample, and run part by part. The result is exact; more resets take more
+    time.
+
+    Args:
+        recurrent: the layers.
+        embedded_BTE: the inputs.
+        state: the initial state; ``None`` means zeros.
+        resets_BT: whether the state is reset before a token; ``None``: no resets.
 
     Returns:
-        the hidden states (B, T, H), and the state after the last token.
+        The hidden states (B, T, H), and the state after the last token.
     """
     cuts: set[int] = set() if resets_BT is None else set(resets_BT.any(dim=0).nonzero().flatten().tolist())
     hidden = []
-    last: Any = state  # after the last part there is one
+    last: Any = state  # not None after the loop
     for begin, end in pairwise(sorted({0, *cuts, embedded_BTE.shape[1]})):
         if resets_BT is not None and last is not None and begin in cuts:
             last = _reset(last, resets_BT[:, begin])
@@ -111,5 +125,5 @@ def _reset(state: State, is_reset_B: Tensor) -> State:
 
 
 def _zeroed(part_NBH: Tensor, is_reset_B: Tensor) -> Tensor:
-    # Not multiplied by 0: what is not finite would stay so.
+    # Not multiplied by 0, because NaN and infinity would remain NaN.
     return torch.where(is_reset_B[None, :, None], torch.zeros_like(part_NBH), part_NBH)

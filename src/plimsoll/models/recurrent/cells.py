@@ -1,15 +1,16 @@
-"""A recurrent layer of a cell of one's own: the loop over time that a model would write, as a module.
+"""A recurrent layer that unrolls a custom cell over time.
 
     self.layer = UnrolledCell(MyCell(width), batch_first=True)
     outputs_BTH, state = self.layer(inputs_BTE)
 
-As a module the loop can be found: the technique `time_segments` trains it over sequences of any length.
+Because the loop is a module, the technique `time_segments` can find it and train it on sequences of any length.
 
-A cell must keep nothing of a sequence but in its state, and must not change that in place; a change through ``.data``
-is seen by nothing, and makes wrong gradients with `time_segments`. Does NOT cover padding (the state after the last
-step is that of the padding too), packed sequences and a reverse direction.
+A cell must keep everything that it remembers of a sequence in its state, and must not change the state in place. A
+change through ``.data`` is not detected, and makes gradients wrong with `time_segments`.
 
-Shapes: B samples, T steps, S steps of a stretch.
+Not handled: padding (the last state then includes the padding), packed sequences and a reverse direction.
+
+Shapes: B samples, T steps, S steps of a segment.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from plimsoll.models.recurrent.segments import Passed, State
 
 
 class UnrolledCell(nn.Module):
-    """Calls a cell for each step of a sequence.
+    """A layer that calls a cell for each step of a sequence.
 
     Args:
-        cell: ``nn.LSTMCell``, ``nn.GRUCell``, ``nn.RNNCell``, or any module that is called as ``cell(input, state)``
-            with the input of one step and the state after the step before, ``None`` before the first, and returns
-            ``(output, state)``; a state is a tensor or a tuple of tensors.
+        cell: ``nn.LSTMCell``, ``nn.GRUCell``, ``nn.RNNCell``, or any module called as ``cell(input, state)`` that
+            returns ``(output, state)``. It gets the input of one step and the previous state, which is ``None`` at the
+            first step. A state is a tensor or a tuple of tensors.
         batch_first: whether inputs and outputs are (B, T, ...), or (T, B, ...).
     """
 
@@ -40,21 +41,21 @@ class UnrolledCell(nn.Module):
 
     @property
     def step_dim(self) -> int:
-        """The dimension of the steps."""
+        """The time dimension."""
         return 1 if self.batch_first else 0
 
     def forward(self, input: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """Return the outputs of all steps, in the dimension that the input has them in, and the last state.
+        """Return the outputs of all steps, with the same time dimension as the input, and the last state.
 
         Raises:
-            InputError: if there are no steps, or the cell returns something else than it should.
+            InputError: if there are no steps, or the cell returns something else than an output and a state.
         """
         form = StateForm.of(state)
         passed = self.stretch(form, state_of_cell(state), input)
         return passed.outputs[0], form.given(passed.state)
 
     def stretch(self, form: StateForm, state: State, input: Tensor) -> Passed:
-        """Go through some steps from a state, which is empty before the first; its form is that of the sequence."""
+        """Run some steps from a state, which is empty before the first step; ``form`` is updated."""
         if input.dim() < 2 or input.shape[self.step_dim] == 0:
             raise InputError(
                 f"cannot unroll {type(self.cell).__name__} over an input of shape {list(input.shape)}, which has no "
@@ -81,27 +82,27 @@ class UnrolledCell(nn.Module):
 
 @dataclass
 class StateForm:
-    """How a cell has its state: as one tensor, or in a tuple."""
+    """The form of a cell's state: a tensor or a tuple."""
 
     is_bare: bool
 
     @classmethod
     def of(cls, given: Any) -> StateForm:
-        """Return the form of a first state; ``None`` has that of what the cell returns."""
+        """Return the form of an initial state. For ``None`` the first result of the cell decides it."""
         return cls(isinstance(given, Tensor))
 
     def given(self, state: State) -> Any:
-        """Return a state as the cell has it, ``None`` before the first step."""
+        """Return a state in the cell's form, or ``None`` before the first step."""
         if not state:
             return None
         return state[0] if self.is_bare else state
 
 
 def state_of_cell(given: Any) -> State:
-    """Return a state as a tuple; an empty one for ``None``.
+    """Return a cell's state as a tuple, which is empty for ``None``.
 
     Raises:
-        InputError: if it has something else than tensors.
+        InputError: if it contains something else than tensors.
     """
     if given is None:
         return ()

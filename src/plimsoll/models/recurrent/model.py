@@ -1,12 +1,12 @@
 """Recurrent language models, classifiers and taggers: LSTM, GRU and plain (tanh) RNN on ``torch.nn``.
 
-Called as the Hugging Face models are: ``model(input_ids=..., attention_mask=..., labels=...)`` returns ``.loss`` and
-``.logits``. Dropout is where Zaremba et al. 2014 (arXiv:1409.2329) have it: on the embeddings, between the layers and
-on the output, not on the recurrent state. Padding on the right changes nothing. Every sequence starts from zeros, but
-for the windows of a stream (`RecurrentLanguageModel.carry`). Language models and classifiers run in segments of time as
-well (`plimsoll.models.recurrent.segments`), but for a bidirectional classifier.
+They are called like Hugging Face models: ``model(input_ids=..., attention_mask=..., labels=...)`` returns ``.loss`` and
+``.logits``. Dropout is applied to the embeddings, between the layers and to the output, but not to the recurrent state
+(Zaremba et al. 2014, arXiv:1409.2329). Padding on the right has no effect. Every sequence starts from a zero state,
+except windows of a stream (`RecurrentLanguageModel.carry`). Language models and unidirectional classifiers also run in
+time segments (`plimsoll.models.recurrent.segments`).
 
-It does NOT cover padding on the left, and labels that depend on their neighbours (a CRF).
+Not handled: padding on the left, and labels that depend on their neighbours (a CRF).
 
 Shapes: B samples, T tokens, E embedding size, H hidden size, V vocabulary, L labels.
 """
@@ -40,15 +40,16 @@ from plimsoll.weights.saving import save_weights
 _LAYERS: dict[str, Callable[..., nn.RNNBase]] = {name: getattr(nn, name.upper()) for name in RECURRENT}
 
 MODEL_TYPE = "recurrent of Plimsoll: load it with plimsoll.load_model(folder)"
-"""What the ``config.json`` of a recurrent model has for transformers, whose Auto classes show it as they refuse it."""
+"""The ``model_type`` in the ``config.json`` of a recurrent model. The Auto classes of transformers show it in their
+error."""
 
 _NO_STATE: State = ()
 
 
 class RecurrentConfig(Frozen):
-    """The shape of a recurrent model; ``num_labels`` makes it a classifier, of tokens if ``is_tagger``.
+    """The configuration of a recurrent model. ``num_labels`` makes it a classifier, of tokens if ``is_tagger``.
 
-    ``label_names`` are kept with the weights. ``adaptive_cutoffs`` gives a language model an adaptive softmax: see
+    ``label_names`` are saved with the model. ``adaptive_cutoffs`` gives a language model an adaptive softmax: see
     `plimsoll.models.adaptive`.
     """
 
@@ -71,9 +72,7 @@ class RecurrentConfig(Frozen):
         if self.num_labels is None and self.is_tagger:
             raise ValueError("is_tagger True needs num_labels: give how many labels a token may have")
         if self.num_labels is None and self.bidirectional:
-            raise ValueError(
-                "a bidirectional language model would read the token it is to predict: leave bidirectional out"
-            )
+            raise ValueError("a bidirectional language model would see the token it predicts: leave bidirectional out")
         if self.num_labels is not None and self.tie_weights:
             raise ValueError("a classifier has no output over the vocabulary to tie: leave tie_weights out")
         if self.tie_weights and self.embedding_size != self.hidden_size:
@@ -90,8 +89,8 @@ class RecurrentConfig(Frozen):
             raise ValueError("a classifier has no output over the vocabulary: leave adaptive_cutoffs out")
         if self.tie_weights:
             raise ValueError(
-                "the rare words of an adaptive softmax have fewer features than the embedding that tie_weights would "
-                "have them share: leave one of adaptive_cutoffs and tie_weights out"
+                "the rare words of an adaptive softmax have fewer features than the embedding, so tie_weights cannot "
+                "be used: leave adaptive_cutoffs or tie_weights out"
             )
         fault = cutoffs_fault(self.adaptive_cutoffs, self.vocab_size, self.hidden_size, self.adaptive_div_value)
         if fault is not None:
@@ -99,9 +98,9 @@ class RecurrentConfig(Frozen):
 
 
 class RecurrentOutput(NamedTuple):
-    """What a recurrent model returns.
+    """The result of a recurrent model.
 
-    ``loss`` is ``None`` where no labels were given, ``logits`` where they were not needed for it as a whole.
+    ``loss`` is ``None`` without labels. ``logits`` is ``None`` if the loss was computed without all logits at once.
     """
 
     loss: Tensor | None
@@ -109,14 +108,14 @@ class RecurrentOutput(NamedTuple):
 
 
 class RecurrentModel(nn.Module):
-    """What a language model, a classifier and a tagger have in common."""
+    """The base class of language models, classifiers and taggers."""
 
     config: RecurrentConfig
-    ignores_padding: ClassVar[bool] = True  # on the right, see `plimsoll.techniques.by_length`
+    ignores_padding: ClassVar[bool] = True  # padding on the right, see `plimsoll.techniques.by_length`
 
 
 class RecurrentLanguageModel(RecurrentModel):
-    """Predicts each token from those before it; its loss is the mean over the labels that are predicted."""
+    """Predicts each token from the tokens before it. The loss is the mean over the predicted labels."""
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
@@ -130,7 +129,10 @@ class RecurrentLanguageModel(RecurrentModel):
             self.head.weight = self.embedding.weight
 
     def carry(self, num_slots: int) -> None:
-        """Keep the state of so many stream slots from one window of a stream to the next; before the model is moved."""
+        """Carry the state of ``num_slots`` stream slots from each window of a stream to the next.
+
+        Call it before the model is moved to a device.
+        """
         self.carried = CarriedState(self.recurrent, num_slots)
 
     def forward(
@@ -145,12 +147,18 @@ class RecurrentLanguageModel(RecurrentModel):
     ) -> RecurrentOutput:
         """Compute the logits (B, T, V) and the mean loss of predicting ``labels[:, 1:]``.
 
-        An adaptive softmax has the loss with labels, and without them log-probabilities as logits.
-        ``attention_mask`` changes nothing: no token sees the padding on its right, and padding has the label -100.
+        With an adaptive softmax the output is the loss only, or log-probabilities in place of logits if there are no
+        labels.
 
-        With ``slots`` and ``windows`` (B,) these are windows of a stream (`plimsoll.data.samples.streams`): the state
-        goes on from the window before, and begins anew before the tokens of ``resets`` (B, T). The last token is then
-        not read, for the next window begins with it, and has no logits: they are (B, T - 1, V).
+        Args:
+            input_ids: (B, T), padded on the right.
+            attention_mask: ignored, because no token sees the padding on its right, and padding has the label -100.
+            labels: (B, T), or ``None``.
+            slots: (B,), the stream slot of each sample, if the samples are windows of a stream
+                (`plimsoll.data.samples.streams`). The state then continues from the previous window. The last token is
+                not read, because the next window begins with it, so logits are (B, T - 1, V).
+            windows: (B,), the number of each window in its stream.
+            resets: (B, T), the tokens before which the state is set to zeros.
         """
         if slots is None or windows is None:
             hidden_BTH, _ = self.recurrent(self.dropout(self.embedding(input_ids)))
@@ -176,7 +184,7 @@ class RecurrentLanguageModel(RecurrentModel):
         windows: Tensor | None = None,
         resets: Tensor | None = None,
     ) -> RecurrentOutput:
-        """Compute the loss of `forward` a stretch of time after another; see `plimsoll.models.recurrent.segments`."""
+        """Compute the loss of `forward` in time segments; see `plimsoll.models.recurrent.segments`."""
         if labels is None:
             return type(self).forward(self, input_ids, attention_mask, slots=slots, windows=windows, resets=resets)
         read_BT, begin = input_ids, _NO_STATE
@@ -200,7 +208,7 @@ class RecurrentLanguageModel(RecurrentModel):
     def _loss(
         self, hidden_BTH: Tensor, targets_BT: Tensor, reduction: Literal["mean", "sum"]
     ) -> tuple[Tensor, Tensor | None]:
-        """The loss of predicting the targets, and the logits if they were all made."""
+        """Return the loss of predicting the targets, and the logits if all of them were computed."""
         if isinstance(self.head, nn.AdaptiveLogSoftmaxWithLoss):
             return adaptive_loss(self.head, hidden_BTH, targets_BT, reduction), None
         logits_BTV = self.head(hidden_BTH)
@@ -210,12 +218,12 @@ class RecurrentLanguageModel(RecurrentModel):
         return loss, logits_BTV
 
     def hidden_states(self, input_ids: Tensor) -> Tensor:
-        """Return what the logits are made of, (B, T, H): each sequence read from zeros."""
+        """Return the inputs of the head, (B, T, H). Each sequence starts from a zero state."""
         hidden_BTH, _ = self.recurrent(self.dropout(self.embedding(input_ids)))
         return self.dropout(hidden_BTH)  # type: ignore[no-any-return]
 
     def logits_of(self, hidden_BTH: Tensor) -> Tensor:
-        """Return the logits, or of an adaptive softmax the log-probabilities, (B, T, V), of some positions."""
+        """Return the logits (B, T, V) of some positions, or the log-probabilities of an adaptive softmax."""
         if isinstance(self.head, nn.AdaptiveLogSoftmaxWithLoss):
             return log_probabilities(self.head, hidden_BTH)
         logits_BTV: Tensor = self.head(hidden_BTH)
@@ -224,14 +232,14 @@ class RecurrentLanguageModel(RecurrentModel):
     def _carried_by(self, slots: Tensor) -> CarriedState:
         if self.carried is None:
             raise InputError(
-                f"a batch has windows of {len(slots)} stream slots, but the model keeps no state between two: call "
-                "model.carry(num_slots) first"
+                f"a batch has windows of {len(slots)} stream slots, but the model carries no state between windows: "
+                "call model.carry(num_slots) first"
             )
         return self.carried
 
 
 class RecurrentLabeller(RecurrentModel):
-    """What gives labels, to sequences or to tokens: its layers."""
+    """The base class of classifiers and taggers: their layers."""
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
@@ -244,14 +252,14 @@ class RecurrentLabeller(RecurrentModel):
 
 
 class RecurrentClassifier(RecurrentLabeller):
-    """Gives a whole sequence one of L labels, from the state after its last token (both ends if bidirectional)."""
+    """Predicts one of L labels for a sequence from the state after its last token (both ends if bidirectional)."""
 
     judges_the_end: ClassVar[bool] = True
     packs_sequences: ClassVar[bool] = True  # see `plimsoll.techniques.packed_stretches`
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)
-        # In reverse a sequence is read from its end, which no segment but the last has.
+        # The reverse direction starts at the end of the sequence, which only the last segment contains.
         self.in_segments = None if config.bidirectional else self._in_segments
 
     def forward(
@@ -261,8 +269,8 @@ class RecurrentClassifier(RecurrentLabeller):
 
         Args:
             input_ids: (B, T), padded on the right.
-            attention_mask: (B, T), 1 for a token and 0 for padding, which then changes nothing; without it all are
-                tokens. A sequence without tokens is read as one token of padding.
+            attention_mask: (B, T), 1 for a token and 0 for padding, which has no effect on the result; ``None``: no
+                padding. A sequence without tokens is read as one token of padding.
             labels: (B,), from 0 to L - 1.
         """
         embedded = self.dropout(self.embedding(input_ids))
@@ -275,10 +283,10 @@ class RecurrentClassifier(RecurrentLabeller):
     def _in_segments(
         self, unroll: Unroll, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
     ) -> RecurrentOutput:
-        """Compute what `forward` does a stretch of time after another; see `plimsoll.models.recurrent.segments`."""
+        """Compute the result of `forward` in time segments; see `plimsoll.models.recurrent.segments`."""
         mask_BT = torch.ones_like(input_ids) if attention_mask is None else attention_mask.clone()
-        mask_BT[:, 0] = 1  # see `forward` on a sequence without tokens
-        order_B = mask_BT.sum(dim=1).argsort(descending=True, stable=True)  # those that go on are the first
+        mask_BT[:, 0] = 1  # a sequence without tokens, see `forward`
+        order_B = mask_BT.sum(dim=1).argsort(descending=True, stable=True)  # unfinished sequences come first
 
         def run(state: State, ids_BS: Tensor, mask_BS: Tensor) -> Passed:
             num_tokens = mask_BS.sum(dim=1).cpu()
@@ -295,7 +303,7 @@ class RecurrentClassifier(RecurrentLabeller):
         return self._judged(tuple(part.index_select(1, order_B.argsort()) for part in state), labels)
 
     def _judged(self, state: State, labels: Tensor | None) -> RecurrentOutput:
-        """Compute the logits of the state after the last token."""
+        """Compute the logits and the loss from the state after the last token."""
         directions = state[0][-2:] if self.config.bidirectional else state[0][-1:]
         logits_BL = self.head(self.dropout(directions.transpose(0, 1).flatten(1)))
         loss = None if labels is None else functional.cross_entropy(widened(logits_BL), labels)
@@ -303,14 +311,14 @@ class RecurrentClassifier(RecurrentLabeller):
 
 
 class RecurrentTagger(RecurrentLabeller):
-    """Gives each token one of L labels; its loss is the mean over the tokens that have a label."""
+    """Predicts one of L labels for each token. The loss is the mean over the tokens with a label."""
 
     @property
     def packs_sequences(self) -> bool:
-        """Whether sequences are packed, so that the one from right to left begins at the last token.
+        """True if sequences are packed, so that the reverse direction starts at the last token and not in the padding.
 
-        On the CPU the time for a packed sequence grows with the square of its length, but with
-        `plimsoll.techniques.packed_stretches`.
+        On the CPU, the time for a packed sequence grows with the square of its length unless
+        `plimsoll.techniques.packed_stretches` is used.
         """
         return self.config.bidirectional
 
@@ -321,12 +329,12 @@ class RecurrentTagger(RecurrentLabeller):
 
         Args:
             input_ids: (B, T), padded on the right.
-            attention_mask: (B, T), 1 for a token and 0 for padding, which then changes nothing; without it all are
-                tokens. A sequence without tokens is read as one token of padding.
+            attention_mask: (B, T), 1 for a token and 0 for padding, which has no effect on the result; ``None``: no
+                padding. A sequence without tokens is read as one token of padding.
             labels: (B, T), from 0 to L - 1, or -100.
         """
         embedded = self.dropout(self.embedding(input_ids))
-        if attention_mask is None or not self.config.bidirectional:  # from left to right no token sees the padding
+        if attention_mask is None or not self.config.bidirectional:  # the forward direction never sees the padding
             hidden_BTH, _ = self.recurrent(embedded)
         else:
             num_tokens = attention_mask.sum(dim=1).clamp(min=1).cpu()
@@ -370,7 +378,7 @@ def recurrent_config(fields: dict[str, Any]) -> RecurrentConfig:
 def save_recurrent(model: RecurrentModel, folder: Path) -> None:
     """Write ``model.safetensors`` and ``config.json`` into an existing folder; for copies see `save_weights`.
 
-    A state that was carried is of the training, not of the model: it is left out.
+    The carried state is not saved, because it belongs to the training and not to the model.
     """
     with _without_carried_state(model):
         save_weights(model, folder / "model.safetensors")
@@ -379,11 +387,11 @@ def save_recurrent(model: RecurrentModel, folder: Path) -> None:
 
 
 def load_recurrent(folder: Path, dtype: torch.dtype = torch.float32) -> RecurrentModel:
-    """Load a model that `save_recurrent` wrote, bitwise where it was of that type.
+    """Load a model that `save_recurrent` wrote. The weights are bitwise equal if the dtype is unchanged.
 
     Args:
-        folder: of the model.
-        dtype: of the weights, whatever they have in the file.
+        folder: the folder of the model.
+        dtype: the dtype of the loaded weights.
 
     Raises:
         JobError: if a file is missing or damaged.
@@ -409,13 +417,13 @@ def _without_carried_state(model: RecurrentModel) -> Iterator[None]:
 
 
 def recurrent_layers(config: RecurrentConfig) -> nn.RNNBase:
-    """Make the layers of a model; called with a batch, or a packed one, they return the outputs and the last state."""
+    """Return new recurrent layers. For a padded or packed batch they return the outputs and the last state."""
     return _LAYERS[config.architecture](
         input_size=config.embedding_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_layers,
         batch_first=True,
-        # torch warns of dropout between layers where there is one layer only.
+        # With one layer, torch warns that dropout between layers has no effect.
         dropout=config.dropout if config.num_layers > 1 else 0.0,
         bidirectional=config.bidirectional,
     )
@@ -429,9 +437,12 @@ def _output_layer(config: RecurrentConfig) -> nn.Module:
 
 
 def _next_tokens(labels_BT: Tensor, num_read: int) -> Tensor:
-    """What each token that is read predicts. The labels are shifted, not the logits: that would copy them.
+    """Return the target (B, T) of each token that is read.
 
-    Written into new memory, so that a dry run does not know it: it must not take its own labels for those of a text.
+    The labels are shifted rather than the logits, because shifted logits would be a copy.
+
+    The targets are new memory, so that a dry run does not know their values and cannot mistake its labels for real
+    ones.
     """
     targets_BT = torch.empty((len(labels_BT), num_read), dtype=labels_BT.dtype, device=labels_BT.device)
     targets_BT[:, : labels_BT.shape[1] - 1].copy_(labels_BT[:, 1:])
@@ -440,7 +451,7 @@ def _next_tokens(labels_BT: Tensor, num_read: int) -> Tensor:
 
 
 def _rows(embedding: nn.Embedding, ids_BS: Tensor, ids_BT: Tensor) -> Tensor:
-    """The vectors of a stretch of the tokens; each stretch gives a gradient of its own rows, not of all there are."""
+    """Return the embeddings of a segment. The gradient of a segment covers its rows only, not the whole table."""
     is_part, hooks = ids_BS.shape[1] < ids_BT.shape[1], (embedding._forward_hooks, embedding._forward_pre_hooks)
     is_plain = type(embedding) is nn.Embedding and "forward" not in vars(embedding) and not any(hooks)
     if (
@@ -455,7 +466,7 @@ def _rows(embedding: nn.Embedding, ids_BS: Tensor, ids_BT: Tensor) -> Tensor:
 
 
 def _fault(fault: Any) -> str:
-    """One fault of a configuration, as pydantic reports it; an unknown field is shown with the nearest known one."""
+    """Return one fault that pydantic reports, as a message. For an unknown field, suggest the nearest known one."""
     name = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         return f"there is no field `{name}`; {near(name, RecurrentConfig.model_fields)}"

@@ -1,6 +1,6 @@
-"""A recurrent model of ours (`plimsoll.models.recurrent.model`) without memory, of which each weight knows where it is.
+"""Skeletons of recurrent models (`plimsoll.models.recurrent.model`), with the checkpoint entry of each weight.
 
-It does NOT cover another vocabulary, integers and adapters: they are refused.
+Another vocabulary size, quantization and adapters are not supported and raise an error.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from plimsoll.weights.loading import Checkpoint
 
 
 def recurrent_fields(folder: Path) -> dict[str, Any] | None:
-    """Return the configuration of a recurrent model, ``None`` if a folder holds another one."""
+    """Return the configuration of a recurrent model, or ``None`` if the folder holds another kind of model."""
     try:
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     is_ours = isinstance(fields, dict) and fields.get("architecture") in RECURRENT
-    is_ours = is_ours and fields.get("model_type", MODEL_TYPE) == MODEL_TYPE  # folders of before have none
+    is_ours = is_ours and fields.get("model_type", MODEL_TYPE) == MODEL_TYPE  # older folders have no model_type
     return fields if is_ours else None
 
 
 def recurrent_skeleton(
     checkpoint: Checkpoint, fields: dict[str, Any], dtype: torch.dtype | None, asked: Mapping[str, Any]
 ) -> Skeleton:
-    """Make a model without memory.
+    """Build the skeleton of a recurrent model.
 
     Args:
-        checkpoint: its weights.
+        checkpoint: its checkpoint.
         fields: its configuration.
-        dtype: of the weights; ``None``: as stored.
-        asked: what else was asked for, by name; a recurrent model has none of it.
+        dtype: the dtype of the weights; ``None``: as stored.
+        asked: further requests by name, none of which a recurrent model supports; ``None`` values are ignored.
 
     Raises:
-        WeightsError: if the weights do not belong to the configuration, or something was asked for that it has not.
+        WeightsError: if the weights do not fit the configuration, or a request is not ``None``.
     """
     for name, value in asked.items():
         if value is not None:

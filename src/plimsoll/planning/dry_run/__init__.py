@@ -1,1 +1,1 @@
-"""The real training step on fake tensors: nothing is computed, every allocation is recorded."""
+"""The dry run of a training: the real step on fake tensors. Nothing is computed, and every allocation is recorded."""

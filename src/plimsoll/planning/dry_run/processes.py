@@ -1,14 +1,14 @@
-"""Traces made ahead in forked processes, while this one makes others.
+"""Worker processes that make traces in advance, in parallel with this process.
 
     with Tracers.started(job, texts) as tracers:
-        tracers.expect(asked)       # will be taken, in this order: processes begin with the last
-        tracers.suppose(asked)      # may be taken, the likeliest first: begun by processes with nothing to do
-        tracers.take(one)           # one that was begun is waited for; one that was not has to be made here
+        tracers.expect(asked)       # will be taken in this order: workers begin with the last
+        tracers.suppose(asked)      # may be taken, likeliest first: begun by idle workers
+        tracers.take(one)           # waits if it was begun, else returns None
 
-There is a process for each core but this one's in a command, and none in a program of one's own. They are forked before
-this process computes, or there are none: a fork has none of the threads that torch has started, and would wait for them
-for ever. What goes wrong in one of them, its death too, is no fault: the trace is made here, which says what is wrong.
-At the end of the block they are killed: nobody waits for a trace that was only supposed.
+A command has a worker for each core except one. A user's program has no workers. Workers are forked before this process
+computes. A later fork would lack the threads that torch has started, and wait for them forever. If a worker fails or
+dies, the trace is made in this process, which reports the error. At the end of the block, the workers are killed, so
+that nobody waits for an unneeded trace.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from plimsoll.records.trace import Trace
 from plimsoll.step.oom_boundary import without_fail
 from plimsoll.techniques import Choices
 
-_MOST_PROCESSES = 7  # beside this one: a search asks for no more at once
+_MOST_PROCESSES = 7  # a search requests no more at once
 
 _Key = tuple[str, Choices, bool]
 
 
 class Asked(NamedTuple):
-    """What is traced: arguments of `plimsoll.planning.cached_traces.trace_of`."""
+    """A requested trace: arguments of `plimsoll.planning.cached_traces.trace_of`."""
 
     lowering: Lowering
     choices: Choices
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 
     @property
     def key(self) -> _Key:
-        """What tells it from others."""
+        """The key that identifies the trace."""
         return self.lowering.name, self.choices, self.is_short
 
 
@@ -63,7 +63,7 @@ class _Worker(NamedTuple):
 
 
 class Tracers:
-    """Processes that trace a job; where there are none, nothing is begun and nothing can be taken."""
+    """Worker processes that trace a job. Without workers, nothing is begun and nothing can be taken."""
 
     def __init__(self, workers: Sequence[_Worker] = ()) -> None:
         self._workers, self._is_over, self._changed = workers, False, Condition()
@@ -74,7 +74,7 @@ class Tracers:
 
     @property
     def number(self) -> int:
-        """How many processes have a core for what is supposed: other programs leave it to them."""
+        """The number of workers that have a core for supposed traces, given the load of other programs."""
         num_working = sum(not future.done() for future in tuple(self._begun.values()))
         num_others = max(_num_running() - 1 - num_working, 0)
         return min(len(self._workers), max(len(os.sched_getaffinity(0)) - 1 - num_others, 0))
@@ -82,11 +82,11 @@ class Tracers:
     @classmethod
     @contextmanager
     def started(cls, job: Job, texts: TextSketch) -> Iterator[Tracers]:
-        """Fork the processes, which end with the block."""
+        """Fork the workers, which end with the block."""
         number = min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES)
         with ExitStack() as stack:
             with uninterrupted():
-                # A program of one's own may have threads, and what does not survive a fork.
+                # A user's program may have threads and state that do not survive a fork.
                 may_fork = number > 0 and is_a_command() and not current_process().daemon and can_fork()
                 tracers = cls(tuple(_forked(number, job, texts)) if may_fork else ())
                 stack.callback(tracers._end)
@@ -95,15 +95,15 @@ class Tracers:
             yield tracers
 
     def expect(self, asked: Sequence[Asked]) -> None:
-        """Have traces made that will be taken in this order."""
+        """Begin traces that will be taken in this order."""
         self._ask(self._expected, asked)
 
     def suppose(self, asked: Iterable[Asked]) -> None:
-        """Have traces made that may be taken, where nothing that is expected waits and cores are idle."""
+        """Begin traces that may be taken, if no expected trace is waiting and cores are idle."""
         self._ask(self._supposed, list(islice(asked, self.number)))
 
     def take(self, asked: Asked) -> tuple[Trace, bool] | None:
-        """Wait for a trace that was begun; returns it, and whether it was known before. ``None``: make it here."""
+        """Wait for a trace that was begun. Return it and whether it was cached, or ``None`` if it was not begun."""
         with self._changed:
             for waiting in (self._expected, self._supposed):
                 waiting[:] = [one for one in waiting if one.key != asked.key]
@@ -113,14 +113,14 @@ class Tracers:
 
     def _ask(self, waiting: list[Asked], asked: Sequence[Asked]) -> None:
         with self._changed:
-            self._supposed.clear()  # what was supposed before and is not begun is out of date
+            self._supposed.clear()  # earlier suppositions that are not begun are outdated
             known = {*self._begun, *(one.key for one in self._expected)}
             new = {one.key: one for one in asked if one.key not in known}
             waiting += new.values() if self._workers else ()
             self._changed.notify_all()
 
     def _feed(self, connection: Connection) -> None:
-        """Give a process, as long as there is one, what it is to do."""
+        """Send requests to a worker until it dies or the block ends."""
         while (begun := self._begin()) is not None:
             asked, future = begun
             content = None
@@ -133,7 +133,7 @@ class Tracers:
                 future.set_result(content)
 
     def _begin(self) -> tuple[Asked, Future[bytes | None]] | None:
-        """Wait for what is to be traced next; ``None`` at the end."""
+        """Wait for the next trace to make, and return ``None`` at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._expected or self._supposed)
             if self._is_over:
@@ -156,26 +156,26 @@ class Tracers:
 
 
 def _num_running() -> int:
-    """How many threads of this machine run or wait for a core, this one among them, see proc_loadavg(5)."""
+    """Return the number of threads on this machine that run or wait for a core, see proc_loadavg(5)."""
     with suppress(OSError):
         return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     return 1
 
 
 def _forked(number: int, job: Job, texts: TextSketch) -> Iterator[_Worker]:
-    """Fork processes, as many as can be."""
+    """Fork up to ``number`` processes."""
     context = get_context("fork")
     for _ in range(number):
         here, there = context.Pipe()
         process = context.Process(target=_trace_as_asked, args=(there, job, texts, os.getpid()), daemon=True)
-        with there, suppress(OSError):  # no more processes are allowed
+        with there, suppress(OSError):  # the process limit is reached
             process.start()
             yield _Worker(process, here)
 
 
 def _trace_as_asked(connection: Connection, job: Job, texts: TextSketch, parent: int) -> None:
-    """Trace what is asked for; nothing is sent back for what fails."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and ends this process
+    """Make requested traces, and answer failed ones with no content."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt goes to the parent, which ends this process
     end_with(parent)
     with suppress(EOFError):
         while True:

@@ -1,15 +1,16 @@
-"""The training that `plimsoll train` would do, on fake tensors: the real step, dry-run.
+"""The dry run of a training step: the step of `plimsoll train` on fake tensors.
 
-What is traced is `TrainStep` itself, with its copies for the undo, its micro-batches and its evaluation, so that a
-prediction and a run cannot drift apart. Three steps are dry-run: the first makes the optimizer's states, the second
-has them, the third comes after an evaluation; a fourth would be like the third. A batch of many micro-batches is
-dry-run with two of them and a smaller last one: the first meets no gradients, those after it do. Of a batch
-that is given, and whose samples are of different lengths, these are the two that need most. What was done before is
-noted again: passes (`plimsoll.step.folding.passes`), blocks of one (`plimsoll.step.folding.blocks`) and parts of an
-update (`plimsoll.step.folding.updates`).
+`TrainStep` itself is traced, with its copies for undo, its micro-batches and its evaluation, so a prediction and a run
+cannot diverge. Three steps are dry-run. The first creates the optimizer states, the second reuses them, and the third
+follows an evaluation. A fourth would be like the third.
 
-Does NOT read the data: every sample is as long as the longest there can be, unless the lengths of batches are given.
-That is ``sequence_length`` where the texts are not prepared yet.
+A batch of many micro-batches is dry-run with two of them and a smaller last one. Only the first has no gradients to add
+to. For a given batch with samples of different lengths, the two micro-batches that need most are used. Repeated work is
+recorded from its first occurrence: passes (`plimsoll.step.folding.passes`), blocks of a pass
+(`plimsoll.step.folding.blocks`) and parts of an update (`plimsoll.step.folding.updates`).
+
+Does not read the data. Every sample has the maximum length, unless the lengths of batches are given. Before the texts
+are prepared, this length is ``sequence_length``.
 """
 
 from __future__ import annotations
@@ -55,55 +56,55 @@ from plimsoll.techniques.mechanisms.building import builds_outside, put_where_ne
 from plimsoll.techniques.mechanisms.lengths import groups_by_length, lengths_of
 
 _MOST_MICRO_BATCHES = 2
-_FEW, _SHORT = 8, 64  # samples and tokens that are made up to compute with
+_FEW, _SHORT = 8, 64  # samples and tokens of made-up batches for real computation
 
 
 class StageBackend:
-    """`Backend` of a dry run: memory never runs out, so nothing is counted, limited or put back."""
+    """`Backend` of a dry run, in which memory never runs out. It does not count, limit or restore anything."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
     def probe(self) -> Device:
-        """Refuse: a step does not ask what its device is."""
+        """Raise an error: a step never probes its device."""
         raise AssertionError("a dry run has no device to describe")
 
     def use(self) -> MemoryUse:
-        """Say that nothing is used."""
+        """Report that no memory is used."""
         return MemoryUse(used_bytes=0, peak_bytes=0, reserved_bytes=0)
 
     def baseline_bytes(self) -> int:
-        """Say that nothing is there."""
+        """Report an empty baseline."""
         return 0
 
     def reset_peak(self) -> None:
         """Do nothing."""
 
     def limited(self, budget_bytes: int) -> nullcontext[None]:
-        """Limit nothing."""
+        """Return a context that sets no limit."""
         return nullcontext()
 
     def reserved(self, sizes: list[int]) -> nullcontext[None] | None:
-        """Say that the blocks are there, where a backend can keep them."""
+        """Report that the blocks are reserved, if a real backend of this kind can reserve them."""
         return nullcontext() if self.kind == "cpu" else None
 
     def without_holes(self) -> nullcontext[None]:
-        """Do nothing: a trace has no heap."""
+        """Return a context that does nothing: a trace has no heap."""
         return nullcontext()
 
     def release(self, last_resort: bool = False) -> None:
         """Do nothing."""
 
     def oom_family(self, error: BaseException) -> str | None:
-        """Say that an error is not for want of memory."""
+        """Report that an error is not an out-of-memory error."""
         return None
 
     def is_nearly_full(self) -> bool:
-        """Say no."""
+        """Return False."""
         return False
 
     def random_state(self) -> dict[str, Any]:
-        """Copy the host's: it takes memory, though what is drawn does not matter."""
+        """Copy the host's random state, because the copy takes memory in a real step."""
         return copy_host_state()
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
@@ -125,19 +126,19 @@ def dry_run_job(
     """Trace the training of a job.
 
     Args:
-        job: the job; of several ranks, what the first does is traced.
-        texts: what its model must know of the data.
+        job: the job. For several ranks, rank 0 is traced.
+        texts: facts of the data that the model depends on.
         lowering: the target.
-        choices: the techniques, a micro-batch among them.
-        lengths: the tokens that the batches of the steps are padded to; by default those of the longest there can be.
-        is_short: dry-run two steps, the first of one micro-batch. What follows an evaluation is then not seen, nor
-            what a first step may need beyond a second.
+        choices: the techniques, including a micro-batch.
+        lengths: padded tokens of each step's batch; by default the longest possible.
+        is_short: dry-run two steps, the first with one micro-batch. This leaves out the step after an evaluation, and
+            extra memory of a first step.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
         InputError: if the model cannot be traced.
     """
-    import_library_of(job)  # of which the dry run changes what it asks of tensors
+    import_library_of(job)  # imported first, because the dry run changes the functions of tensors that libraries query
     num_samples = dry_run_samples(samples_of_rank(job), samples_of(choices))
     longest = texts.longest or job.sequence_length
     batches = [_batch(job, texts, num_samples, length) for length in lengths or (longest,) * 3]
@@ -146,7 +147,7 @@ def dry_run_job(
     most = texts.held_out or (job.batch_size, job.sequence_length)
     held_out = _batch(job, texts, *most) if job.data.validation else None
 
-    alone = Ranks()  # made here, as a real one is made before what is measured
+    alone = Ranks()  # made here, because a real one exists before memory is measured
 
     def trace_with(keeps_all: bool, folds_blocks: bool) -> Trace:
         position, others = Position(), dry_run_ranks(job.ranks) if job.ranks > 1 else nullcontext(alone)
@@ -170,8 +171,8 @@ def _train_job(  # noqa: PLR0917 -- one call
     held_out: Any | None,
     ranks: Ranks,
 ) -> TrainStep:
-    """Do on a stage what a training process does."""
-    # On CUDA these files stand for the host's memory.
+    """Run a training process's steps on a stage, and return the step."""
+    # On CUDA, these files represent host memory.
     files = MappedPool() if builds_outside(choices, lowering.kind) else None
     with failures_explained("the model of this job", stage):
         model = build_model(job, *texts.of_model, files=files).train()
@@ -194,7 +195,7 @@ def _train_job(  # noqa: PLR0917 -- one call
         files=files,
         ranks=ranks,
     )
-    stage.recorder.know_model(step.workload.model)  # a technique may have exchanged it
+    stage.recorder.know_model(step.workload.model)  # a technique may have replaced it
     with failures_explained("the model of this job", stage):
         _dry_run(stage, step, choices, batches, held_out, has_states=bool(job.evaluate_every))
     return step
@@ -213,16 +214,16 @@ def dry_run_step(
     precision: Precision,
     is_short: bool = False,
 ) -> Trace:
-    """Trace three steps of a model and optimizer that exist, on copies without memory.
+    """Trace three steps of an existing model and optimizer, on fake copies.
 
     Args:
-        model: see `TrainStep`, as are those that are not said here.
+        model: see `TrainStep`, also for other arguments without a description.
         optimizer: see `model`.
         batch: one batch, on the CPU.
         loss: see `model`.
         lowering: the target.
         units: see `model`.
-        choices: the techniques, a micro-batch among them.
+        choices: the techniques, including a micro-batch.
         clip_norm: see `model`.
         precision: see `model`.
         is_short: see `dry_run_job`.
@@ -233,12 +234,12 @@ def dry_run_step(
     micro_batch = samples_of(choices)
     cut = _telling_samples(batch, micro_batch, model, choices)
     batches = [split_batch(cut, micro_batch)[0], cut] if is_short else [cut] * 3
-    alone = Ranks()  # made here, as a real one is made before what is measured
+    alone = Ranks()  # made here, because a real one exists before memory is measured
 
     def trace_with(keeps_all: bool, folds_blocks: bool) -> Trace:
         position = Position()
         with _stage(lowering, position, keeps_all, folds_blocks) as stage:
-            if hasattr(model, "_orig_mod"):  # torch.compile's
+            if hasattr(model, "_orig_mod"):  # by torch.compile
                 stage.known.assume("the model is compiled, and was traced as if it were not")
             fake_model, fake_optimizer = stage.fake_training(getattr(model, "_orig_mod", model), optimizer)
             stage.recorder.know_model(fake_model)
@@ -247,11 +248,11 @@ def dry_run_step(
                 fake_model,
                 fake_optimizer,
                 loss,
-                units=batch_size_of if callable(units) else units,  # a function would read values that are not there
+                units=batch_size_of if callable(units) else units,  # a function would read values of fake tensors
                 fallbacks=[choices],
                 clip_norm=clip_norm,
                 precision=precision,
-                recut_loss=True,  # the plan knows whether
+                recut_loss=True,  # the planner has checked it
                 backend=StageBackend(lowering.kind),
                 position=position,
                 ranks=alone,
@@ -266,7 +267,7 @@ def dry_run_step(
 
 
 def _folding_blocks(trace_with: Callable[[bool, bool], Trace]) -> Callable[[bool], Trace]:
-    """Fold blocks that seem alike; if they turn out to differ, trace again and run all blocks."""
+    """Fold blocks that seem alike. If they turn out to differ, trace again with all blocks."""
 
     def traced(keeps_all: bool) -> Trace:
         with suppress(BlocksDiffer):
@@ -286,7 +287,7 @@ def _stage(lowering: Lowering, position: Position, keeps_all: bool, folds_blocks
 def _dry_run(  # noqa: PLR0917 -- one call
     stage: DryRun, step: TrainStep, choices: Choices, batches: list[Any], held_out: Any | None, has_states: bool
 ) -> None:
-    """A step on each batch; an evaluation where the training has one: after two, or when the states are dropped."""
+    """Run a step on each batch, and the evaluation after the second or, without optimizer states, the last one."""
     if passes_repeat(step.workload, choices):
         may_fold = stage.folds_blocks and not any(technique_of(choice.technique).spans_blocks for choice in choices)
         blocks = FoldedBlocks(stage.recorder, step.workload.model) if may_fold else None
@@ -294,11 +295,11 @@ def _dry_run(  # noqa: PLR0917 -- one call
         step._commit.folded = FoldedUpdates(stage.recorder, step.workload.optimizer)
     if held_out is not None:
         num_samples = _evaluated_samples(batch_size_of(held_out), step.evaluated_at_once)
-        with _disable_current_modes():  # to cut it is no part of the training
+        with _disable_current_modes():  # splitting is not part of the training
             held_out = tree_map(torch.clone, split_batch(held_out, num_samples)[0])
     try:
         _take_steps(stage, step, batches, held_out, has_states)
-    except BlocksDiffer:  # it is traced again, in the same process
+    except BlocksDiffer:  # the training is traced again in the same process
         step.close()
         raise
 
@@ -316,26 +317,27 @@ def _take_steps(stage: DryRun, step: TrainStep, batches: list[Any], held_out: An
 
 
 def dry_run_samples(batch_size: int, micro_batch: int) -> int:
-    """A batch of at most `_MOST_MICRO_BATCHES` whole micro-batches that ends as the whole batch does.
+    """Return the samples of a dry-run batch: at most `_MOST_MICRO_BATCHES` whole micro-batches, and the same remainder.
 
-    The second meets gradients, and where the last is smaller it is not the one that needs most.
+    The second micro-batch has gradients to add to. A smaller last one does not need the most.
     """
     return min(batch_size, _MOST_MICRO_BATCHES * micro_batch + batch_size % micro_batch)
 
 
 def _evaluated_samples(num_samples: int, at_once: Callable[[int], int]) -> int:
-    """The fewest of a batch that are evaluated as all of it is: in micro-batches of that size and as small a last."""
+    """Return the smallest number of samples whose evaluation uses the same micro-batch and remainder as the batch."""
     size = at_once(num_samples)
     fewer = range(_MOST_MICRO_BATCHES * size + num_samples % size, num_samples, size)
     return next((number for number in fewer if at_once(number) == size), num_samples)
 
 
 def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Choices) -> Any:
-    """The samples of a batch whose passes need most; where all need the same, the first.
+    """Return the samples of a batch whose passes need most memory, or the first ones if all need the same.
 
-    A pass needs more than another where it has longer samples: of those cut by length each has its own columns, and a
-    recurrent layer takes what its mask packs. By length it is the pass of the longest sample and the one of most
-    tokens; else the two of most tokens, the larger last, which meets gradients.
+    A pass needs more than another if it has longer samples. With micro-batches sorted by length, each has a separate
+    number of columns. A recurrent layer packs its input by the mask. With sorting, the passes are the one of the
+    longest sample and the one of most tokens. Otherwise they are the two of most tokens, the larger one last, because
+    it has gradients to add to.
     """
     num_samples = batch_size_of(batch)
     first = split_batch(batch, dry_run_samples(num_samples, micro_batch))[0]
@@ -361,11 +363,11 @@ def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Ch
 
 
 def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[str, Tensor]:
-    """A batch as the loader makes it, of samples of one length."""
+    """Return a batch as the loader makes it, with samples of one length."""
     if job.distill is not None and job.distill.cache:
         plain = _batch(job.model_copy(update={"distill": None}), texts, num_samples, length)
         return plain | _said(job, texts, plain)
-    generator = torch.Generator().manual_seed(0)  # its own: the caller's random numbers stay as they are
+    generator = torch.Generator().manual_seed(0)  # separate, so that the caller's random state is unchanged
     input_ids = torch.randint(texts.vocab_size, (num_samples, length), generator=generator)
     if texts.num_labels is not None:
         of_tokens = (length,) if job.task == "token-classification" else ()
@@ -379,13 +381,13 @@ def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[s
     fields = {"input_ids": input_ids, "labels": input_ids.clone()}
     if job.data.order == "streams":
         fields |= {"slots": torch.arange(num_samples), "windows": torch.ones(num_samples, dtype=torch.long)}
-    if job.data.reset:  # once for each sample, all at one place
+    if job.data.reset:  # once for each sample, all at one position
         fields["resets"] = (torch.arange(length) == length // 2).expand(num_samples, length).clone()
     return fields
 
 
 def uneven_batch(job: Job, texts: TextSketch) -> dict[str, Tensor]:
-    """Make up a few samples of a job that are of different lengths where the job's may be."""
+    """Return a few made-up samples of a job, with different lengths if the job's may differ."""
     length = min(job.sequence_length, _SHORT)
     fields = _batch(job, texts, _FEW, length)
     is_padded = torch.arange(length) >= torch.arange(length, length - _FEW, -1).clamp(min=2)[:, None]
@@ -396,7 +398,7 @@ def uneven_batch(job: Job, texts: TextSketch) -> dict[str, Tensor]:
 
 
 def _said(job: Job, texts: TextSketch, fields: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a teacher said of a batch before."""
+    """Return the cached teacher outputs of a batch, as zeros."""
     assert job.distill is not None
     if texts.num_labels is not None:
         return {LOG_P: torch.zeros(*fields["labels"].shape, texts.num_labels)}
@@ -410,7 +412,7 @@ def _phase(position: Position) -> Phase:
 
 @contextmanager
 def _fake_tensors_are_plain() -> Iterator[None]:
-    """Let the update copy fake tensors as it copies real ones."""
+    """Make the update copy fake tensors in the same way as real ones."""
     ADDRESS_OF[FakeTensor] = lambda tensor: tensor.untyped_storage()._cdata
     try:
         yield

@@ -1,1 +1,1 @@
-"""The search for the fastest combination of techniques, and the model of time and memory that guides it."""
+"""The search for the fastest combination of techniques, and the models of time and memory that guide it."""

@@ -1,8 +1,8 @@
-"""Checkpointing of some blocks: which ones, for a limit between what none and what all of them need.
+"""Options for checkpointing some of the blocks, with needs between none and all of them.
 
-What a block keeps is read from the trace of the plain training, what it costs to run again from the work of its forward
-ops; which blocks to take is the integer program's (`plimsoll.planning.search.block_subset`). The choices are guesses
-until a combination with one of them is traced.
+The bytes that a block saves are read from the trace of the plain training. The cost to run it again is the work of its
+forward ops. An integer program chooses the blocks (`plimsoll.planning.search.block_subset`). The effects of these
+options are guesses until a combination with one of them is traced.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from plimsoll.planning.search.block_subset import choose_blocks
 from plimsoll.records.plan import Choice
 from plimsoll.records.trace import Trace
 
-# The search is over the options of this technique alone.
+# These options are for this technique only.
 from plimsoll.techniques.checkpointing import Checkpointing, blocks_as_text, checkpointing_choice, saved_per_block
 from plimsoll.techniques.mechanisms.blocks import blocks_of
 
 BY_BLOCKS = Checkpointing.name
 """The technique whose blocks are chosen here."""
 
-_SHARES = tuple(eighths / 8 for eighths in range(1, 8))  # of what checkpointing every block saves
-_BYTES_A_FLOP = 0.1  # how many bytes move while one operation is done, so that both can be added up
+_SHARES = tuple(eighths / 8 for eighths in range(1, 8))  # of the saving from checkpointing every block
+_BYTES_A_FLOP = 0.1  # bytes moved in the time of one operation, to add up both
 
 
 class SomeBlocks(NamedTuple):
-    """A choice of blocks, and which share it has of what checkpointing all of them saves and costs."""
+    """A choice of blocks, with its share of the saving and of the cost of checkpointing all blocks."""
 
     choice: Choice
     bytes_share: float
@@ -34,7 +34,7 @@ class SomeBlocks(NamedTuple):
 
 
 def some_blocks(workload: Workload, trace: Trace) -> tuple[SomeBlocks, ...]:
-    """Return the subsets to consider between none and all, weakest first; none for a model of one block."""
+    """Return subsets of the blocks, weakest first, without none and all; empty for a model of one block."""
     names = tuple(name for name, _ in blocks_of(workload.model))
     bytes_of = saved_per_block(trace, names)
     work = _work_of(trace, names)
@@ -52,7 +52,7 @@ def some_blocks(workload: Workload, trace: Trace) -> tuple[SomeBlocks, ...]:
 
 
 def _work_of(trace: Trace, names: tuple[str, ...]) -> list[float]:
-    """The work of each block's forward in the last step, in floating-point operations."""
+    """Return the work of each block's forward pass in the last step, in floating-point operations."""
     ops = trace.ops
     last_step = max(ops.step)
     block_of = {

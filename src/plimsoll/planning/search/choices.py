@@ -1,4 +1,4 @@
-"""What is possible: the choices that each technique offers for a training, and why others offer none."""
+"""The search space: the choices that each technique offers for a training, and the reasons of those that offer none."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _NOTHING_DECIDED = Decided((), frozenset(), frozenset())
 
 @dataclass(frozen=True)
 class Problem:
-    """What a plan is searched for: a training, the line, and what the user has decided already.
+    """The problem of a search: a training, its limit, and the user's constraints.
 
-    ``limit_bytes`` is what a combination may need, and ``margin_bytes`` what the device may hold beyond that, since a
-    short dry run may say too little. ``update_seconds`` are what an update takes without techniques, and more than what
-    one could save.
+    Attributes:
+        limit_bytes: upper bound for the need of a combination.
+        margin_bytes: further bytes of the device, a reserve because a short dry run may underestimate the peak.
+        update_seconds: duration of an update without techniques, which bounds the time that they could save.
     """
 
     workload: Workload
@@ -36,10 +37,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class AvailableChoices:
-    """The choices to search among.
+    """The choices to search.
 
     ``base`` is in every combination. ``options`` are the choices of each other technique, weakest first. ``closed`` are
-    lossy ones that are not allowed. ``rejected`` says what is impossible, and why.
+    lossy choices that are not allowed. ``rejected`` has the impossible choices with their reasons.
     """
 
     base: Choices
@@ -50,7 +51,7 @@ class AvailableChoices:
 
 
 def available_choices(problem: Problem) -> AvailableChoices:
-    """Ask every technique what it offers.
+    """Ask every technique for its choices.
 
     Raises:
         InputError: if the pinned choices contradict each other, or the training.
@@ -92,7 +93,7 @@ def available_choices(problem: Problem) -> AvailableChoices:
 
 
 def _offered(name: str, problem: Problem, is_cut: bool) -> Choices | str:
-    """What a technique offers, or why nothing."""
+    """Return the choices of a technique, or the reason why it offers none."""
     if name in problem.decided.forbidden:
         return "forbidden by the user"
     if technique_of(name).is_for_whole_batches and is_cut and name not in problem.decided.required:
@@ -111,20 +112,20 @@ def _sizes(problem: Problem) -> tuple[int, ...] | str:
 
 
 class Compatibility:
-    """Which choices can be in one combination; each pair is asked once."""
+    """Check of whether choices can be combined. Each pair is checked once."""
 
     def __init__(self, problem: Problem) -> None:
         self._reason = cache(lambda choices: conflict_among(choices, problem.workload, problem.setting))
 
     def allows(self, choices: Choices) -> bool:
-        """Whether no two of the choices exclude each other."""
+        """Return whether no two of the choices exclude each other."""
         return all(self._reason((choice,)) is None for choice in choices) and all(
             self._reason(pair) is None for pair in combinations(choices, 2)
         )
 
 
 def lossy_alternatives_of(problem: Problem, available: AvailableChoices, choices: Choices) -> Iterator[Choices]:
-    """Yield each lossy technique that is not allowed, with what of these choices goes with it."""
+    """Yield each lossy choice that is not allowed, with the given choices that are compatible with it."""
     size, *others = choices
     for lossy in available.closed:
         allow = problem.setting.allow | {lossy.technique}

@@ -1,4 +1,4 @@
-"""Which combinations there are of some techniques, and the combination that leaves nothing out."""
+"""All combinations of some techniques, and the combination of all of them."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.techniques import Choices, in_order, technique_of
 
 LEAST_PART = 0.02
-"""Of a peak: what is less is not worth a trace."""
+"""Share of a peak below which a category is not worth a trace."""
 
 SAME_BYTES = 0.01
-"""Of a need: not worth another technique."""
+"""Share of a need below which a saving is not worth another technique."""
 
 Allows = Callable[[Choices], bool]
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Choices but for the micro-batch, and the sizes (samples) it can have with them."""
+    """Choices without a micro-batch, and the micro-batches (samples) that are possible with them."""
 
     choices: Choices
     sizes: Column
 
 
 def whole(combination: Choices, micro_batch: int) -> Choices:
-    """The choices of a combination with a micro-batch of so many samples."""
+    """Return a combination with a micro-batch of ``micro_batch`` samples."""
     return (micro_batch_choice(micro_batch), *in_order(combination))
 
 
 def combinations_of(
     available: AvailableChoices, known: Mapping[str, Sequence[Choice]], required: frozenset[str], allows: Allows
 ) -> list[Combination]:
-    """Return every combination of the choices that are known, with the sizes it can have."""
+    """Return every combination of the known choices, with its possible micro-batches."""
     alternatives = [choices if name in required else [None, *choices] for name, choices in known.items()]
     every = {*available.base, *(choice for choices in known.values() for choice in choices)}
     sizes_of = {one: {size for size in available.sizes if allows((micro_batch_choice(size), one))} for one in every}
@@ -54,7 +54,7 @@ def combinations_of(
 
 
 def all_on_top(evaluation: Evaluation, available: AvailableChoices, allows: Allows) -> Choices:
-    """Return a combination that can follow another, with every technique on top that reaches its peak."""
+    """Return a combination that can follow another, with every technique added that reaches its peak."""
     size, combination = micro_batch_choice(available.sizes[-1]), evaluation.combination
     rest = {name: options[-1] for name, options in available.options.items() if technique_of(name).is_traced}
     reached = {name: sum(evaluation.parts.get(part, 0) for part in technique_of(name).reaches) for name in rest}
@@ -70,7 +70,7 @@ def all_on_top(evaluation: Evaluation, available: AvailableChoices, allows: Allo
 
 
 def least_of(evaluations: Iterable[Evaluation]) -> Evaluation:
-    """What needs least; of those that need about as little, the one of the fewest techniques, then the fastest."""
+    """Return the leanest evaluation. Among nearly equal needs, the fewest techniques win, then the fastest."""
     found = list(evaluations)
     bound = about(min(evaluation.need_bytes for evaluation in found))
     return min(
@@ -80,5 +80,5 @@ def least_of(evaluations: Iterable[Evaluation]) -> Evaluation:
 
 
 def about(need_bytes: float) -> float:
-    """What is taken for as little as a need, of which a guess may be below 0."""
+    """Return the upper bound for needs that count as equal. A guessed need may be negative."""
     return need_bytes + SAME_BYTES * abs(need_bytes)

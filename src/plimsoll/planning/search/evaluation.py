@@ -1,6 +1,4 @@
-"""What a trace says of a combination of techniques: its peak, its time, and what of each phase's peak grows with the
-batch.
-"""
+"""Evaluations: the predicted peak and time of a combination, and the part of each phase that grows with the batch."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ _PASSES: tuple[Phase, ...] = ("copy", "forward", "loss", "backward", "evaluation
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The most that is alive in a phase: what does not depend on the micro-batch, and what grows with it."""
+    """The peak of a phase: the bytes independent of the micro-batch, and the bytes that grow with it."""
 
     fixed_bytes: int
     growing_bytes: int
@@ -29,7 +27,7 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A combination of techniques with a micro-batch, traced."""
+    """The result of tracing a combination with a micro-batch."""
 
     choices: Choices
     micro_batch: int
@@ -41,46 +39,46 @@ class Evaluation:
 
     @property
     def combination(self) -> Choices:
-        """The choices but for the micro-batch."""
+        """The choices without the micro-batch."""
         return without_micro_batch(self.choices)
 
     @property
     def need_bytes(self) -> int:
-        """The budget it is safe in."""
+        """The budget in bytes in which the combination is safe: the upper end of the predicted peak."""
         return self.peak.high_bytes
 
     @property
     def seconds(self) -> float:
-        """The likely time of a step."""
+        """The likely step time."""
         return self.step_time.likely_seconds
 
     @property
     def largest_phase(self) -> PhasePeak:
-        """The peak of the phase that sets the peak of all."""
+        """The peak of the largest phase."""
         return max(self.phases.values(), key=lambda peak: peak.fixed_bytes + peak.growing_bytes)
 
     def configuration(self) -> Configuration:
-        """As a configuration of a plan."""
+        """Return the configuration for a plan."""
         return Configuration(choices=self.choices, peak=self.peak, step_time=self.step_time)
 
 
 Evaluate = Callable[[Choices], Evaluation]
-"""Traces a combination; the same combination is traced once."""
+"""A function that traces and evaluates a combination. Each combination is traced once."""
 
 
 def heap_of(choices: Choices) -> Choice | None:
-    """Which of them sets up how memory is handed out; ``None`` for what a budget sets by itself."""
+    """Return the choice that sets up the allocator, or ``None`` for the default of a budget."""
     return next((choice for choice in choices if not technique_of(choice.technique).is_traced), None)
 
 
 def in_heap(choices: Choices, heap: Choice | None) -> Choices:
-    """The same choices in another heap; ``None`` is the one that a budget sets by itself."""
+    """Return the same choices with another heap, or with the default heap for ``None``."""
     rest = tuple(choice for choice in choices if technique_of(choice.technique).is_traced)
     return rest if heap is None else in_order((*rest, heap))
 
 
 def phase_peaks(counted: Counted) -> dict[Phase, PhasePeak]:
-    """Split what is alive at each phase's peak, from the first step on."""
+    """Return the peak of each phase, from the first step on, split into fixed and growing bytes."""
     ops, live = counted.trace.ops, counted.live
     op_of = np.asarray(counted.trace.event_op, dtype=np.int64)[live.event]
     steps = np.asarray(ops.step, dtype=np.int64)[op_of]
@@ -100,9 +98,9 @@ def phase_peaks(counted: Counted) -> dict[Phase, PhasePeak]:
 
 @dataclass(frozen=True)
 class Found:
-    """The combination in force and its fallbacks; ``fits`` is False if ``chosen`` is only what needs least.
+    """The result of a search. If nothing fits, ``fits`` is False and ``chosen`` is the leanest combination.
 
-    ``candidates`` are others that are about as fast by the model, for a trial.
+    ``candidates`` are other combinations of about the same predicted speed, for a trial.
     """
 
     chosen: Evaluation

@@ -1,4 +1,4 @@
-"""What is known and guessed of many combinations at once: of each with each of its micro-batches one row."""
+"""A table of known and guessed needs and times, with a row for each combination and micro-batch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ from plimsoll.techniques import Choices
 
 @dataclass(frozen=True)
 class Guesses:
-    """Columns: the combination's number, its micro-batch, need and seconds of a step, whether it is possible, and
-    traced.
+    """Columns of the table.
+
+    Attributes:
+        numbers: index of the combination.
+        sizes: samples of a micro-batch.
+        needs: bytes.
+        seconds: step time.
+        possible: False if a trace ran out of memory.
+        traced: False for a guess.
     """
 
     combinations: Sequence[Combination]
@@ -31,15 +38,15 @@ class Guesses:
     traced: Column
 
     def combination(self, row: int) -> Choices:
-        """The choices of a row but for the micro-batch."""
+        """Return the choices of a row without the micro-batch."""
         return self.combinations[int(self.numbers[row])].choices
 
     def choices(self, row: int) -> Choices:
-        """The whole choices of a row."""
+        """Return all choices of a row."""
         return (micro_batch_choice(int(self.sizes[row])), *self.combination(row))
 
     def best_of(self, rows: Column) -> Choices | None:
-        """Of those about as fast as the fastest, the fewest techniques, then the largest size."""
+        """Return the best row: among the nearly fastest, the fewest techniques, then the largest micro-batch."""
         if not len(rows):
             return None
         fastest = self.seconds[rows].min()
@@ -51,7 +58,7 @@ class Guesses:
         return self.choices(min(ranks)[-1])
 
     def leanest(self) -> Choices:
-        """What needs least; of those that need about as little, the fewest techniques."""
+        """Return the leanest row. Among nearly equal needs, the fewest techniques win."""
         rows = np.flatnonzero(self.needs <= about(self.needs.min())).tolist()
         row = min(rows, key=lambda row: (len(self.combination(row)), self.seconds[row], str(self.choices(row))))
         return self.choices(row)
@@ -62,12 +69,12 @@ def guesses_of(
     surrogates: Mapping[Choice | None, Surrogate],
     evaluations: Iterable[Evaluation],
 ) -> Guesses:
-    """Return what is known of combinations with each of their sizes: what was traced, or else what is guessed.
+    """Return the table for combinations with each of their micro-batches, from traces if available, else guessed.
 
     Args:
         combinations: at least one.
-        surrogates: of each heap.
-        evaluations: what was traced.
+        surrogates: one for each heap.
+        evaluations: the traces.
     """
     numbers = np.repeat(np.arange(len(combinations)), [len(combination.sizes) for combination in combinations])
     starts = np.searchsorted(numbers, np.arange(len(combinations)))

@@ -1,4 +1,4 @@
-"""What a search knows: its evaluations, what they show of techniques, and the combinations of these."""
+"""The state of a search: its evaluations, the learned effects of techniques, and their combinations."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Choices, technique_of
 
-_GUESSES_OFF = 0.025  # of the limit: what is guessed to need more is evaluated if nothing else may fit
+_GUESSES_OFF = 0.025  # of the limit: a guess that needs more is traced only if nothing else may fit
 
 
 class Known:
-    """Evaluations, what they show (a surrogate for each heap), and the options of each technique that may be used.
+    """Evaluations, a surrogate for each heap, and the options of each technique that may be used.
 
-    ``only_guessed`` are options of which no trace has told yet.
+    ``only_guessed`` are options that no trace has shown yet.
     """
 
     def __init__(self, available: AvailableChoices, required: frozenset[str], allows: Allows) -> None:
@@ -37,14 +37,14 @@ class Known:
         self._combinations: list[Combination] = []
 
     def copied(self) -> Known:
-        """Return what is known, to which something can be added by itself."""
+        """Return a copy that learns independently."""
         other = copy(self)
         other.evaluations, other.only_guessed = dict(self.evaluations), set(self.only_guessed)
         other.surrogates = {heap: surrogate.copied() for heap, surrogate in self.surrogates.items()}
         return other
 
     def take_guess(self, choices: Choices) -> None:
-        """Take choices to be traced, and to be as they are guessed with each heap."""
+        """Treat choices as traced, with the guess as the result for each heap."""
         for heap, surrogate in self.surrogates.items():
             alike = in_heap(choices, heap)
             if self._allows(alike):
@@ -52,7 +52,7 @@ class Known:
         self.only_guessed.difference_update(choices)
 
     def suppose(self, weaker: Sequence[Choice], strongest: Choice) -> Sequence[Choice]:
-        """Take weaker options to do as much, in less time, until one is traced as part of a combination."""
+        """Suppose that weaker options save as much in less time, until one is traced in a combination."""
         for choice in weaker:
             for surrogate in self.surrogates.values():
                 surrogate.suppose(choice, strongest, technique_of(choice.technique).may_be_faster)
@@ -60,7 +60,7 @@ class Known:
         return weaker
 
     def blocks(self, problem: Problem, every_block: Choice) -> list[Choice]:
-        """Subsets of the blocks, guessed from what all of them do."""
+        """Return subsets of the blocks, with effects interpolated from checkpointing all of them."""
         found = list[Choice]()
         if problem.setting.trace is not None:
             for some in some_blocks(problem.workload, problem.setting.trace):
@@ -70,14 +70,14 @@ class Known:
         return found
 
     def combinations(self) -> list[Combination]:
-        """Every combination of what was learned or guessed, with the sizes it can have."""
+        """Return every combination of learned or supposed choices, with its possible micro-batches."""
         if self._combinations_of != self.learned:
             self._combinations_of = dict(self.learned)
             self._combinations = combinations_of(self._available, self.learned, self._required, self._allows)
         return self._combinations
 
     def telling_combinations(self) -> list[Combination]:
-        """Those with at most one choice that is only guessed, about which a trace of the combination then tells."""
+        """Return combinations with at most one choice that is only guessed, so that a trace reveals its effect."""
         return [
             combination
             for combination in self.combinations()
@@ -85,15 +85,15 @@ class Known:
         ]
 
     def learned_combinations(self) -> list[Combination]:
-        """Those of what was learned."""
+        """Return the combinations in which all choices are learned."""
         return [combination for combination in self.combinations() if self.only_guessed.isdisjoint(combination.choices)]
 
     def guesses(self, combinations: Sequence[Combination]) -> Guesses:
-        """What is traced or guessed of combinations."""
+        """Return the table of needs and times for combinations."""
         return guesses_of(combinations, self.surrogates, self.evaluations.values())
 
     def best_guess(self, combinations: Sequence[Combination], limit_bytes: int) -> Choices | None:
-        """The choices to take: what is traced or guessed to fit with headroom, or is faster and may just fit."""
+        """Return the best choices that fit with headroom, or faster choices that may just fit."""
         if not combinations:
             return None
         guesses = self.guesses(combinations)

@@ -1,9 +1,9 @@
-"""Which plans are about as fast as the chosen one, and what can follow which when memory runs out.
+"""The candidates of a plan, and the order in which configurations can follow each other when memory runs out.
 
-The model of time has a spread. Plans within it of the fastest are its candidates: where the device is here they are run
-(`plimsoll.planning.measured_choice`), and the fastest is taken. A few that are unlike each other in what decides the
-time (micro-batch, checkpointing, heap) are worth more than many that are nearly alike. The range of a predicted peak is
-wide where a heap keeps what is freed: what probably fits is a candidate, too, and taken only if it was measured to.
+The time model has a spread. Plans within this spread of the fastest are candidates. If the device is present, they are
+timed (`plimsoll.planning.measured_choice`), and the fastest is taken. A few candidates that differ in micro-batch,
+checkpointing or heap are worth more than many similar ones. The range of a predicted peak is wide if a heap keeps freed
+memory. So a combination that probably fits is a candidate too, and is taken only if its measured peak fits.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from plimsoll.records.plan import Choice, Configuration
 from plimsoll.techniques import Choices, technique_of
 
 MOST_CANDIDATES = 4
-"""The chosen plan among them: a trial of each takes a few steps."""
+"""Maximum number of candidates, including the chosen plan. A trial of each takes a few steps."""
 
 FALLS_SHARE = 0.95
-"""Of what is before it: what needs more is no fallback."""
+"""Relative to the need of the previous configuration: a fallback must need less than this share."""
 
 
 def can_follow(before: Choices, combination: Choices) -> bool:
-    """Whether a combination can come after another in a run: it keeps what changes the training and moves states."""
+    """Return whether a run can switch from one combination to another.
+
+    Techniques that change the training, and techniques that move states, must be the same.
+    """
     moved = [tuple(one for one in both if _takes_memory_to_undo(one)) for both in (before, combination)]
     return _for_the_run(before) == _for_the_run(combination) and moved[1][: len(moved[0])] == moved[0]
 
@@ -30,13 +33,13 @@ def can_follow(before: Choices, combination: Choices) -> bool:
 def candidates_beside(
     chosen: Evaluation, fallbacks: Sequence[Evaluation], evaluations: Sequence[Evaluation], limit_bytes: int
 ) -> tuple[Evaluation, ...]:
-    """Return the other candidates, the fastest first by what the model says.
+    """Return the other candidates, fastest first by prediction.
 
     Args:
         chosen: the plan.
-        fallbacks: those of the plan. They have to do for a candidate as well: one of them must be able to follow it.
-        evaluations: what was traced and can be a plan.
-        limit_bytes: what a plan may need.
+        fallbacks: fallbacks of the plan. At least one of them must be able to follow a candidate, too.
+        evaluations: the traced combinations that can be a plan.
+        limit_bytes: upper bound for the need of a plan.
     """
     near = [
         evaluation
@@ -61,12 +64,12 @@ def candidates_beside(
 def in_falling_order(
     first: Configuration, fallbacks: Sequence[Configuration], others: Sequence[Configuration] = ()
 ) -> tuple[Configuration, ...]:
-    """Put the fallbacks in order that a run can go down when memory runs out.
+    """Return configurations in the order in which a run can fall back when memory runs out.
 
     Args:
-        first: what is in force.
-        fallbacks: what needs less, in order; what cannot follow what is before it is left out.
-        others: further ones, which come in between where they need less than what is before them.
+        first: the configuration in force.
+        fallbacks: smaller configurations in order, left out if they cannot follow their predecessor.
+        others: further configurations, inserted if they need less than their predecessor.
     """
     found = [first]
     for configuration in fallbacks:
@@ -94,7 +97,7 @@ def _can_fall(before: Configuration, after: Configuration) -> bool:
 
 
 def _need_of(configuration: Configuration) -> float:
-    """The budget it is safe in; of what nothing was predicted for, such as single samples, nothing."""
+    """Return the budget in which a configuration is safe, or 0 if it has no prediction, such as single samples."""
     return configuration.peak.high_bytes if configuration.peak is not None else 0
 
 
@@ -103,7 +106,7 @@ def _for_the_run(combination: Choices) -> Choices:
 
 
 def _takes_memory_to_undo(choice: Choice) -> bool:
-    """Whether what has moved would have to come back, in the crisis."""
+    """Return whether undoing a technique takes memory, because it moved states or parameters."""
     return not technique_of(choice.technique).moves.isdisjoint({"states", "parameters"})
 
 

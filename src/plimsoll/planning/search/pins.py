@@ -1,4 +1,4 @@
-"""What the user has decided already, in terms of what techniques offer: ``--pin`` and ``--forbid``."""
+"""The user's decisions about a plan (``--pin`` and ``--forbid``), resolved to choices that techniques offer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _NOT_HERE = "it cannot be used here: "
 
 
 class Decided(NamedTuple):
-    """``pinned`` choices are in every plan; of a ``required`` technique the plan chooses the options.
+    """The user's decisions.
 
-    ``left_out`` has the pins that the number of ranks forbids, each with the reason: a run that goes on with more or
-    fewer processes has them again when there are as many as they need.
+    ``pinned`` choices are in every plan. For a ``required`` technique, the plan chooses the options. ``left_out`` has
+    the pins that are impossible with this number of ranks, each with the reason. They return when a run resumes with
+    enough processes.
     """
 
     pinned: Choices
@@ -30,11 +31,11 @@ class Decided(NamedTuple):
 
 
 def decide(pins: Sequence[Pin], forbids: Iterable[str], workload: Workload, setting: Setting) -> Decided:
-    """Resolve pins and what is forbidden.
+    """Resolve pins and forbidden techniques.
 
     Raises:
         InputError: if a technique does not exist, is pinned twice in different ways, is pinned and forbidden, or cannot
-            be used in this training, with however many ranks; it says why.
+            be used in this training with any number of ranks.
     """
     check_pins(pins, forbids)
     forbidden = frozenset(technique_of(name).name for name in forbids)
@@ -58,7 +59,7 @@ def decide(pins: Sequence[Pin], forbids: Iterable[str], workload: Workload, sett
 
 
 def _is_possible_with_other_ranks(pin: Pin, workload: Workload, setting: Setting) -> bool:
-    """Whether it is the number of ranks alone that forbids a pin: alone, or with another, it would do."""
+    """Return whether a pin is impossible only because of the number of ranks."""
     if pin.technique == MICRO_BATCH and workload.kept_whole is not None:
         return False
     whole = setting.batch_size * setting.num_ranks
@@ -71,13 +72,13 @@ def _is_possible_with_other_ranks(pin: Pin, workload: Workload, setting: Setting
 
 
 def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
-    """The choice that a pin means; ``None`` where it leaves open which of several."""
+    """Return the choice that a pin means, or ``None`` if it leaves several options open."""
     technique = technique_of(pin.technique)
     offered = technique.choices(workload, setting)
     if isinstance(offered, str):
         whole = micro_batch_choice(setting.batch_size)
         if pin.technique == whole.technique and whole.options["samples"] in {pin.value, pin.options.get("samples")}:
-            return whole  # which cuts nothing
+            return whole  # one micro-batch of the whole batch is always possible
         raise InputError(f"--pin {pin}: {_NOT_HERE}{offered}; leave it out")
     known = offered[0].options | dict(technique.unoffered)
     names = list(known)
@@ -99,12 +100,12 @@ def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
 
 
 def _as_offered(pin: Pin, name: str, value: Value, offered: Value) -> Value:
-    """A value of the kind that is offered; a text may look like a number: ``checkpointing=3``, one block."""
+    """Convert a value to the type that the technique offers. A string may look like a number: ``checkpointing=3``."""
     if isinstance(offered, str):
         return str(value) if isinstance(value, int | float) else value
     if isinstance(value, bool) != isinstance(offered, bool) or not isinstance(value, int):
         kind = "true or false" if isinstance(offered, bool) else "a whole number"
-        # A value without a name is of the technique's first option, which no bool is.
+        # A value without a name belongs to the first option of the technique, which is never a bool.
         short, whole = f"{pin.technique}={_word(offered)}", f'"{pin.technique}({name}={_word(offered)})"'
         example = whole if isinstance(offered, bool) else short
         raise InputError(f"--pin {pin}: {name} is {_word(value)}: give {kind}, for example --pin {example}")

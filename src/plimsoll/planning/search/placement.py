@@ -1,13 +1,12 @@
-"""Where the parts of a model lie and how many rows go at once, for the most rows a second inside a limit.
+"""The placement of weights and the rows of a pass that give the most rows a second within a limit.
 
-Two sizes are traced with as little on the device as can be; between and beyond them memory and seconds are taken to be
-straight lines in the rows, which only guides the search: what is chosen is traced again as a whole, and taken with less
-where it does not hold.
+Two sizes are traced with as little as possible on the device. For other sizes, memory and time are interpolated
+linearly. This only guides the search. The chosen placement is traced as a whole, and reduced if it does not fit.
 
-A pass takes what its computing takes or what reading takes, whichever is longer. What is read in every pass are the
-streamed parts that the page cache cannot keep; beside a GPU it is everything that is streamed, over the link. Larger
-passes read less for a row, and leave less of the limit for parts that stay. What does not fit the host's memory
-has to stay on the device, whatever is streamed.
+A pass takes its compute time or its read time, whichever is longer. On a CPU, each pass reads the streamed parts that
+the page cache cannot hold. On a GPU, each pass copies all streamed parts over the link. Larger passes read less per
+row, but leave less of the limit for resident parts. Parts that do not fit the host's memory must stay on the device,
+even if they could be streamed.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from plimsoll.records.units import format_bytes
 from plimsoll.techniques.mechanisms.parts import ModelPart
 
 MOST_REJECTED = 8
-_MOST_ROUNDS = 4  # of tracing a plan with less, where it needs more than was guessed
-_AS_GOOD_SHARE = 0.01  # of rows a second: below that the smaller pass is taken
+_MOST_ROUNDS = 4  # of tracing a smaller placement, if a guess needs more than expected
+_AS_GOOD_SHARE = 0.01  # of rows a second: for a smaller gain, the smaller pass is taken
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A number of rows with the parts that stay on the device, and what is expected of them."""
+    """The expected need and time of a number of rows with resident parts."""
 
     rows: int
     resident: frozenset[str]
@@ -38,22 +37,22 @@ class Guess:
 
     @property
     def seconds(self) -> float:
-        """Of one pass."""
+        """The time of one pass."""
         return max(self.compute_seconds, self.read_seconds)
 
     @property
     def rows_per_second(self) -> float:
-        """What is done in a second."""
+        """The rows per second."""
         return self.rows / self.seconds
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How what is not on the device gets there.
+    """The source and speed of streamed weights.
 
-    With ``files_bytes_per_second`` it comes from the files, but for what the page cache keeps of them, which has
-    ``free_bytes`` beside the process. With ``link_bytes_per_second`` it comes from the host's memory, which has
-    ``free_bytes`` for it; ``None`` is where that is not known.
+    With ``files_bytes_per_second``, they come from files. The page cache holds some of them in the ``free_bytes`` that
+    the process leaves. With ``link_bytes_per_second``, they come from host memory of ``free_bytes``. ``None`` means
+    that the size is unknown.
     """
 
     free_bytes: int | None
@@ -62,32 +61,32 @@ class Reading:
 
     @property
     def is_linked(self) -> bool:
-        """Whether it comes from the host's memory."""
+        """True if the weights come from host memory."""
         return self.link_bytes_per_second is not None
 
     @property
     def bytes_per_second(self) -> float:
-        """The rate of what is read."""
+        """The rate at which weights are read."""
         rate = self.link_bytes_per_second if self.is_linked else self.files_bytes_per_second
         assert rate is not None
         return rate
 
     def read_bytes(self, streamed_bytes: int, used_bytes: int) -> int:
-        """What a pass brings of what is streamed, where the process uses so much beside the page cache."""
+        """Return the bytes that a pass reads of the streamed parts, if the process uses ``used_bytes``."""
         if self.is_linked or self.free_bytes is None:
             return streamed_bytes
         return max(streamed_bytes - max(self.free_bytes - used_bytes, 0), 0)
 
     def missing_bytes(self, streamed_bytes: int) -> int:
-        """What does not fit the host's memory, as far as is known; files are there."""
+        """Return the bytes that do not fit host memory, or 0 if unknown or for files."""
         return max(streamed_bytes - self.free_bytes, 0) if self.is_linked and self.free_bytes is not None else 0
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a trace says of a pass: the seconds of each of its steps, which are one, or a first and a last one.
+    """The traced peak and times of a pass. A pass has one step, or a first and a last one.
 
-    ``spread`` is how far off what is counted may be, as a share.
+    ``spread`` is the relative error of the counted memory.
     """
 
     peak: Estimate
@@ -97,11 +96,11 @@ class Evaluation:
 
 
 Evaluate = Callable[[int, frozenset[str]], Evaluation]
-"""Traces rows with the parts that stay on the device."""
+"""A function that traces a number of rows with resident parts."""
 
 
 def candidate_rows(most_rows: int) -> tuple[int, ...]:
-    """Return the numbers of rows that are considered, ascending: powers of two and what is midway, and the most.
+    """Return the numbers of rows to consider, ascending: powers of two, their midpoints, and the maximum.
 
     >>> candidate_rows(14)
     (1, 2, 3, 4, 6, 8, 12, 14)
@@ -111,7 +110,7 @@ def candidate_rows(most_rows: int) -> tuple[int, ...]:
 
 
 def spread_out(names: Sequence[str], num_kept: int) -> tuple[str, ...]:
-    """Pick names at equal distances, so that between two that are read as much as can be computes.
+    """Return names at equal distances, so that as much as possible is computed between two reads.
 
     >>> spread_out("abcdef", 2)
     ('c', 'f')
@@ -123,19 +122,19 @@ def spread_out(names: Sequence[str], num_kept: int) -> tuple[str, ...]:
 
 
 class Placer:
-    """Finds the rows and the resident parts of the most rows a second within a limit.
+    """Search for the rows and the resident parts with the most rows a second within a limit.
 
     Args:
         parts: of the model.
-        always: the names of those that are on the device in any case.
-        limit_bytes: what the process may take on the device.
-        most_rows: of a pass.
-        num_passes: of the model for the rows of one pass: one, and one more for each new token.
-        reading: how fast weights come.
-        evaluate: traces.
+        always: names of the parts that are always on the device.
+        limit_bytes: memory of the device for the process.
+        most_rows: maximum rows of a pass.
+        num_passes: passes of the model for the rows of one pass: one, and one more for each new token.
+        reading: source and speed of streamed weights.
+        evaluate: traces rows with resident parts.
     """
 
-    def __init__(  # noqa: PLR0917 -- called by keyword
+    def __init__(  # noqa: PLR0917 -- called in one place
         self,
         parts: Sequence[ModelPart],
         always: frozenset[str],
@@ -154,11 +153,11 @@ class Placer:
         self._ends = tuple((rows, evaluate(rows, self.always)) for rows in sorted({few, many}))
 
     def guesses(self) -> list[Guess]:
-        """Say for each number of rows what is best kept on the device and what that is expected to take."""
+        """Return the best guess for each number of rows."""
         return [self._guess(rows) for rows in self._rows]
 
     def best(self, guesses: Sequence[Guess]) -> Guess | None:
-        """The most rows a second of those that fit; of those as good the fewest rows. ``None`` if none fits."""
+        """Return the fitting guess with the most rows a second, or ``None``. Of nearly equal ones, fewer rows win."""
         fitting = [guess for guess in guesses if self.holds(guess)]
         if not fitting:
             return None
@@ -166,12 +165,12 @@ class Placer:
         return next(guess for guess in fitting if guess.rows_per_second >= most * (1 - _AS_GOOD_SHARE))
 
     def holds(self, guess: Guess) -> bool:
-        """Whether a guess fits the device and the host."""
+        """Return whether a guess fits the device and the host."""
         is_on_host = self._reading.missing_bytes(self._streamed_bytes(guess.resident)) == 0
         return is_on_host and guess.need.high_bytes <= self._limit_bytes
 
     def least(self) -> frozenset[str]:
-        """What is on the device at the least: what always is, and blocks that do not fit the host."""
+        """Return the minimum on the device: the parts that always are, and blocks that do not fit the host."""
         missing_bytes = self._reading.missing_bytes(self._streamed_bytes(self.always))
         blocks = [part for part in self._parts if part.kind == "block" and part.name not in self.always]
         smallest_bytes = min((part.num_bytes for part in blocks), default=0)
@@ -179,7 +178,7 @@ class Placer:
         return self.always.union(spread_out([part.name for part in blocks], num_kept) if num_kept else ())
 
     def verified(self, guess: Guess) -> tuple[Guess, Evaluation]:
-        """Trace a guess as a whole, with less and less on the device until it holds."""
+        """Trace a guess as a whole, with fewer resident parts and rows until it fits."""
         over_bytes = 0
         for _ in range(_MOST_ROUNDS):
             evaluation = self._evaluate(guess.rows, guess.resident)
@@ -196,7 +195,7 @@ class Placer:
         return self.measured(guess.rows, guess.resident, evaluation), evaluation
 
     def measured(self, rows: int, resident: frozenset[str], evaluation: Evaluation) -> Guess:
-        """What a trace says, in place of what was expected."""
+        """Return a guess with the traced values."""
         return self._with_reading(rows, resident, evaluation.peak, evaluation.steps_seconds)
 
     def _guess(self, rows: int, kept_free_bytes: int = 0) -> Guess:
@@ -229,7 +228,7 @@ class Placer:
         return sum(part.num_bytes for part in self._parts if part.is_streamable and part.name not in resident)
 
     def _kept_in(self, free_bytes: int) -> frozenset[str]:
-        """The parts that stay on the device: all, or of those that every pass reads as many as fit."""
+        """Return the resident parts: all if they fit, else as many as possible of those that every pass reads."""
         free = [part for part in self._parts if part.name not in self.always]
         if self._with_spread(sum(part.num_bytes for part in free)) <= free_bytes:
             return self.all_names
@@ -244,11 +243,11 @@ class Placer:
         return frozenset(kept.union(spread_out([part.name for part in blocks], num_kept) if num_kept else ()))
 
     def _with_spread(self, num_bytes: int) -> int:
-        """What weights on the device count for at the upper end of the range of what is counted."""
+        """Return the upper end of the range of weights on the device."""
         return int(num_bytes * (1 + self._ends[0][1].spread))
 
     def _between(self, rows: int) -> tuple[Estimate, tuple[float, ...]]:
-        """What a number of rows needs with as little as can be on the device, on a line through the two traces."""
+        """Interpolate the need and time for a number of rows with the minimum on the device."""
         (few, less), (many, more) = self._ends[0], self._ends[-1]
         share = (rows - few) / (many - few) if many > few else 0.0
 
@@ -264,13 +263,13 @@ class Placer:
 def rejected_of(
     guesses: Sequence[Guess], chosen: Guess, limit_bytes: int, resident_bytes: Callable[[Guess], int]
 ) -> tuple[RejectedPlacement, ...]:
-    """Say of other numbers of rows why they were not taken: those nearest to what was chosen.
+    """Return the reasons against other numbers of rows, for those nearest to the choice.
 
     Args:
-        guesses: what was considered.
-        chosen: what was taken.
+        guesses: all guesses.
+        chosen: the choice.
         limit_bytes: of the device.
-        resident_bytes: the weights that a guess keeps there.
+        resident_bytes: returns the bytes of weights that a guess keeps on the device.
     """
     others = [guess for guess in guesses if guess.rows != chosen.rows]
     nearest = sorted(others, key=lambda guess: abs(guess.rows.bit_length() - chosen.rows.bit_length()))[:MOST_REJECTED]
@@ -289,8 +288,8 @@ def rejected_of(
 def _reason(guess: Guess, chosen: Guess, limit_bytes: int) -> str:
     over_bytes = guess.need.high_bytes - limit_bytes
     if over_bytes > 0:
-        return f"may need {format_bytes(over_bytes)} too much with as little as can be on the device"
+        return f"may exceed the limit by {format_bytes(over_bytes)} even with the fewest weights on the device"
     share = guess.rows_per_second / chosen.rows_per_second - 1
     if abs(share) <= _AS_GOOD_SHARE:
-        return "as many rows a second, with more memory" if guess.rows > chosen.rows else "as many rows a second"
-    return f"{abs(share):.0%} {'fewer' if share < 0 else 'more'} rows a second were guessed"
+        return "the same rows a second, with more memory" if guess.rows > chosen.rows else "the same rows a second"
+    return f"predicted to do {abs(share):.0%} {'fewer' if share < 0 else 'more'} rows a second"

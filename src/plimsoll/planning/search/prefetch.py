@@ -1,7 +1,7 @@
-"""Which traces a search will probably need next, so that idle cores can begin them.
+"""Prediction of the traces that a search needs next, so that idle cores can begin them.
 
-A copy of the search finds out: it takes guesses for results, and stops where it needs a combination that it has no
-result of. A wrong guess costs the time of an idle core and changes no plan, since the search itself never sees guesses.
+A copy of the search runs with guesses as results, and stops at a combination without a result. A wrong guess costs the
+time of an idle core. It cannot change the plan, because the search itself never sees these guesses.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from plimsoll.records.prediction import Estimate
 from plimsoll.techniques import Choices
 
 Expect = Callable[[Sequence[Choices]], None]
-"""Told of several combinations that will be traced in this order, whatever each of them says."""
+"""Called with combinations that are certain to be traced in this order."""
 
 Likely = tuple[Choices, bool]
-"""A combination that may be traced, and whether it is at full length."""
+"""A combination that may be traced, and whether it is traced at full length."""
 
 Suppose = Callable[[Iterable[Likely]], None]
-"""Told of what may be traced next, the likeliest first; it takes as many as can be begun."""
+"""Called with combinations that may be traced next, likeliest first. It uses as many as can be begun."""
 
 
 class Untraced(Exception):
@@ -37,23 +37,23 @@ class Untraced(Exception):
 
 
 def not_traced(choices: Choices) -> Evaluation:
-    """Refuse to trace a combination."""
+    """Raise `Untraced` instead of tracing a combination."""
     raise Untraced(choices)
 
 
 def asked_in_turn(
     go_on: Callable[[], object], guess: Callable[[Choices], None], at_length: Mapping[Choices, Evaluation]
 ) -> Iterator[Likely]:
-    """Yield what a search asks for, each after what was asked for before is taken to be as guessed.
+    """Yield the requests of a search in order, each with the previous ones answered by guesses.
 
     Args:
-        go_on: goes on from the beginning, as far as `not_traced`.
-        guess: takes a combination to be as guessed.
-        at_length: what was asked for at full length.
+        go_on: runs the search from the beginning until `not_traced` raises.
+        guess: stores a guess as the result of a combination.
+        at_length: the combinations that were requested at full length.
     """
     asked: Choices | None = ()
     while asked is not None:
-        num_before = len(at_length)  # these are asked for again
+        num_before = len(at_length)  # these are requested again
         try:
             go_on()
             asked = None
@@ -66,7 +66,7 @@ def asked_in_turn(
 
 
 def as_guessed(choices: Choices, surrogate: Surrogate, evaluations: Iterable[Evaluation]) -> Evaluation:
-    """Return what a trace of choices may say, but for peak and time that of what is most like it."""
+    """Return the expected evaluation of choices: a guessed peak and time, and the rest of the most similar trace."""
     combination = without_micro_batch(choices)
     micro_batch = next(int(one.options["samples"]) for one in choices if one.technique == MICRO_BATCH)
     need, seconds = surrogate.guess([combination], np.zeros(1, dtype=int), np.asarray([micro_batch]))

@@ -1,4 +1,4 @@
-"""Why a combination that was evaluated is not the plan, in words that say only what its numbers say."""
+"""The reason why an evaluated combination is not the plan, limited to the claims that its numbers support."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from plimsoll.records.units import format_bytes
 from plimsoll.techniques import TECHNIQUES
 
 SAME_SECONDS = 0.02
-"""Of a step: the model of time cannot tell plans that differ by less."""
+"""Share of a step: the time model cannot tell plans apart that differ by less."""
 
 
 def rejected(evaluation: Evaluation, chosen: Evaluation, problem: Problem) -> Rejected:
-    """Say why ``chosen`` was taken and ``evaluation`` was not."""
+    """Return the record of a combination with the reason why ``chosen`` is better."""
     is_compared, need = False, format_bytes(evaluation.need_bytes)
     line_bytes = problem.limit_bytes + problem.margin_bytes
     if not evaluation.fits or evaluation.need_bytes > line_bytes:
@@ -23,7 +23,7 @@ def rejected(evaluation: Evaluation, chosen: Evaluation, problem: Problem) -> Re
         more = f"{format_bytes(excess_bytes)} more" if need == line and excess_bytes > 0 else "more"
         reason = f"needs up to {need}, {more} than {line}"
     elif evaluation.need_bytes > problem.limit_bytes:
-        reason = f"needs up to {need}, too near {format_bytes(line_bytes)} for a first look"
+        reason = f"needs up to {need}, too close to {format_bytes(line_bytes)} for a short dry run to tell"
     else:
         reason, is_compared = _pace(evaluation.seconds, chosen.seconds), True
     return Rejected(
@@ -36,7 +36,7 @@ def rejected(evaluation: Evaluation, chosen: Evaluation, problem: Problem) -> Re
 
 
 def untried(one: Rejected) -> Rejected:
-    """Say that it was not tried, of what was rejected beside a plan that has lost its trial."""
+    """Return the record with the reason "not tried", for a trial that the plan has lost."""
     if not one.is_compared or one.step_time is None:
         return one
     reason = f"not tried: {_written(one.step_time.likely_seconds)} a step predicted"
@@ -44,13 +44,13 @@ def untried(one: Rejected) -> Rejected:
 
 
 def _pace(seconds: float, chosen_seconds: float) -> str:
-    """How long a step takes against the chosen one's, with what cannot be told from it not told."""
+    """Compare a step time with the plan's, without claiming a difference that predictions cannot tell."""
     text, chosen_text = _written(seconds), _written(chosen_seconds)
     if seconds > (1 + SAME_SECONDS) * chosen_seconds:
         return f"slower: {text} a step against {chosen_text}"
     if text == chosen_text:
         return f"no faster: the same {text} a step"
-    return f"no faster: {text} a step against {chosen_text} is less than the {SAME_SECONDS:.0%} that can be told apart"
+    return f"no faster: {text} a step against {chosen_text}, less than the time model can resolve ({SAME_SECONDS:.0%})"
 
 
 def _written(seconds: float) -> str:
@@ -58,7 +58,7 @@ def _written(seconds: float) -> str:
 
 
 def told_of(names: Iterable[str], is_whole: bool) -> tuple[dict[str, str], dict[str, Numerics]]:
-    """Say what techniques do, and what to the numbers, where the batch is one micro-batch or is cut."""
+    """Return the descriptions and the numerics of techniques, for a batch of one micro-batch or of several."""
     about = {name: TECHNIQUES[name].summary for name in sorted(names)}
     numerics = {name: TECHNIQUES[name].numerics for name in sorted(names)}
     if is_whole:

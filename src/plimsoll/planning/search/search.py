@@ -1,14 +1,18 @@
-"""The fastest combination that fits, jointly over all techniques and micro-batches, and its fallbacks.
+"""The search for the fastest combination that fits, over all techniques and micro-batches at once, with its fallbacks.
 
-A trace of a combination is exact and slow, so few are made: the plain training at two or three micro-batches, each
-technique that can reach what the peak is made of once on top of it, with the option that saves most, and then the
-combinations that a surrogate (`plimsoll.planning.search.surrogate`) takes for the fastest that fit, until the best
-guess is one that has been traced. Nothing is chosen untraced. The other options of a technique are traced once it may
-be in the plan, those of what may be faster once something fits. Every trace is counted with each heap (on CUDA: each
-way to set up the allocator), which costs little, and each heap has a surrogate of its own. Where the plain training
-fits and more memory could not make it faster, only techniques that may be faster are traced.
+Tracing a combination is exact but slow, so the search traces few:
 
-The same problem always has the same plan: nothing is drawn, and nothing depends on the clock.
+- the plain training at two or three micro-batches
+- each technique that can reduce a large part of the peak, with its strongest option, on top of the plain training
+- the combinations that a surrogate (`plimsoll.planning.search.surrogate`) guesses to be the fastest that fit, until the
+  best guess has been traced
+
+The chosen combination has always been traced. Weaker options of a technique are traced once they may be part of the
+plan. Options that may be faster are traced once a combination fits. Every trace is also counted with each heap (on
+CUDA, each allocator setting), which costs little. Each heap has a separate surrogate. If the plain training fits and
+more memory could not make it faster, only techniques that may be faster are traced.
+
+The search is deterministic: it uses no random numbers and no clock.
 """
 
 from __future__ import annotations
@@ -41,15 +45,16 @@ from plimsoll.records.trace import Phase
 from plimsoll.techniques import Choices, in_order, technique_of
 
 _MOST_EVALUATIONS = 8  # of combinations, for the plan
-_MOST_LEANEST_EVALUATIONS = 2  # for what needs least, after a descent
-_SLOW = 1.1  # of the time with the whole batch: passes are too small
-_MAY_BE_AS_FAST = 1.1  # of the time of the fastest: where a guess says more, it is
-# What is guessed to need up to so much of the limit, and to take no more than so much of the time, is evaluated, until
-# so many evaluations in a row have found nothing: guesses of many techniques at once are up to a third too high.
+_MOST_LEANEST_EVALUATIONS = 2  # to find the leanest combination, after a descent
+_SLOW = 1.1  # relative to the time of the whole batch: passes are too small beyond that
+_MAY_BE_AS_FAST = 1.1  # relative to the time of the fastest: guesses beyond that are taken as slower
+# Guesses for many techniques at once are up to a third too high. So a combination is also traced if its guessed need is
+# below _FAR_OFF times the limit and its guessed time below _MUCH_FASTER times the plan's. This ends after _MOST_MISSED
+# traces in a row without success.
 _FAR_OFF, _MUCH_FASTER, _MOST_MISSED = 1.25, 0.95, 3
-_NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with techniques for its fallbacks
-# Of what the plan needs: close by where it needs most of the limit, since most that runs out lacked a little. A peak
-# that is higher still is for the leanest.
+_NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with more techniques for its fallbacks
+# Relative to the need of the plan. They are close to the plan if it needs most of the limit, because most out-of-memory
+# failures lack little. The leanest fallback is for larger excesses.
 _FALLBACK_SHARES = (0.9, 0.75, 0.6)
 
 
@@ -63,13 +68,12 @@ def search(
     """Find the fastest combination that fits.
 
     Args:
-        problem: the training, the limit, and what is decided already.
-        evaluate: traces a combination.
-        expect: told of several combinations that will be traced whatever each of them says, so that they can be side by
-            side.
-        at_length: evaluates a combination in as many steps as show all that the training does; what is chosen fits
-            there, too.
-        suppose: told of what may be traced next, while something else is.
+        problem: the training, the limit, and the user's constraints.
+        evaluate: traces and evaluates a combination.
+        expect: called with combinations that are certain to be traced, so that they can be traced in parallel.
+        at_length: evaluates a combination at full length, with all that the training does. The chosen combination also
+            fits at full length.
+        suppose: called with combinations that may be traced next, so that idle processes can begin them.
 
     Raises:
         InputError: if the pinned choices contradict each other, or the training.
@@ -89,10 +93,10 @@ class _Search:
         self._usual_heap = heap_of(self._available.base)
         self._reference: Evaluation
         self._asked: set[str] = set()
-        self._num_missed = 0  # evaluations in a row
+        self._num_missed = 0  # consecutive evaluations
 
     def found(self) -> Found:
-        """Search."""
+        """Run the search."""
         limit_bytes = self._problem.limit_bytes
         plain = self._evaluate(self._needed_to_run(), self._problem.setting.batch_size)
         self._plain_line(limit_bytes)
@@ -104,7 +108,7 @@ class _Search:
         return self._result(chosen, fallbacks, plain, fits=True, lossy_alternatives=())
 
     def _around(self, chosen: Evaluation) -> tuple[Evaluation, tuple[Evaluation, ...]]:
-        """What is better after all than the fastest guess, and the fallbacks."""
+        """Return the combination to use, which may be better than the fastest guess, and its fallbacks."""
         limit_bytes = self._problem.limit_bytes
         chosen = self._stretched(chosen, limit_bytes)
         self._evaluate_beside(chosen)
@@ -114,7 +118,7 @@ class _Search:
         return chosen, tuple(self._fallbacks(chosen))
 
     def _needed_to_run(self) -> Choices:
-        """What is pinned and the training cannot be without: one too long for cuDNN has no plain way."""
+        """Return the pinned choices without which the training cannot run: sequences too long for cuDNN."""
         setting = self._problem.setting
         if setting.device != "cuda" or (setting.sequence_length or 0) <= MOST_STEPS:
             return ()
@@ -134,7 +138,7 @@ class _Search:
     # -- looking ahead -------------------------------------------------------------------------------------------------
 
     def _likely(self, choices: Choices | None = None) -> Iterator[Likely]:
-        """What is asked for next if these choices are as guessed, and so on."""
+        """Yield the combinations that the search requests next, if each result is as guessed."""
         ahead = copy(self)
         known, at_length = self._known.copied(), dict[Choices, Evaluation]()
         ahead._known, ahead._evaluator, ahead._suppose = known, not_traced, lambda combinations: None
@@ -144,7 +148,7 @@ class _Search:
         yield from asked_in_turn(ahead._go_on, known.take_guess, at_length)
 
     def _go_on(self) -> None:
-        """Search on from what was learned of the techniques."""
+        """Continue the search from the point after which all techniques are learned."""
         chosen = self._best_within(self._problem.limit_bytes)
         if chosen is None:
             self._leanest()
@@ -162,10 +166,10 @@ class _Search:
         return self._known.evaluations[choices]
 
     def _plain_line(self, limit_bytes: int) -> None:
-        """Trace the base at a few micro-batches, one near where it stops fitting, which is the reference for others."""
+        """Trace the base at a few micro-batches. The one just below the limit becomes the reference for techniques."""
         base, sizes = self._available.base, self._available.sizes
         large = self._evaluate(base, sizes[0])
-        # What grows takes its part of what the allocator holds beyond it, too.
+        # The growing part takes a proportional share of the memory that the allocator holds beyond it.
         alive_bytes = large.need_bytes - large.parts.get("fragmentation", 0)
         growing_bytes = large.largest_phase.growing_bytes * large.need_bytes / max(alive_bytes, 1)
         fitting_share = (limit_bytes - large.need_bytes + growing_bytes) / max(growing_bytes, 1)  # of the whole batch
@@ -175,7 +179,7 @@ class _Search:
         evaluations = {smaller: small, sizes[0]: large}
         middle = max(size for size in sizes if size <= max(isqrt(smaller * sizes[0]), smaller))
         if middle > 2 * smaller and small.seconds > _SLOW * large.seconds:
-            # Small passes are bound by their calls: what makes larger ones fit is told where it would be used.
+            # Small passes are dominated by call overhead. Learn techniques at the size at which they would be used.
             evaluations[middle] = self._evaluate(base, middle)
             learned = evaluations[middle] if self._is_faster(evaluations[middle]) else small
         self._plain_evaluations, self._learned_at = tuple(evaluations.values()), learned.micro_batch
@@ -192,7 +196,7 @@ class _Search:
         return self._compatibility.allows(in_order((*self._available.base, choice)))
 
     def _judge_plain(self, limit_bytes: int) -> tuple[bool, bool]:
-        """Whether the base fits, and whether more memory could make it faster by more than can be told."""
+        """Return whether the base fits, and whether more memory could make it measurably faster."""
         guesses = self._known.guesses([Combination(self._available.base, np.asarray(self._available.sizes))])
         fits, seconds = guesses.needs <= limit_bytes, guesses.seconds
         if not fits.any():
@@ -200,7 +204,7 @@ class _Search:
         return True, bool(seconds[fits].min() > (1 + SAME_SECONDS) * seconds.min())
 
     def _learn_techniques(self, only_faster: bool = False) -> None:
-        """Trace techniques that can reach what the reference's peak is made of, or may be faster."""
+        """Trace the techniques that may be faster or can reduce a large part of the reference's peak."""
         wanted = [name for name in self._available.options if self._may_be_of_use(name, only_faster)]
         self._asked.update(wanted)
         useful = self._learn_each([self._available.options[name][-1] for name in wanted])
@@ -222,7 +226,7 @@ class _Search:
             self._learn_pairs([self._available.options[name][-1] for name in wanted if name in self._known.learned])
 
     def _learn_pairs(self, choices: Sequence[Choice]) -> None:
-        """Trace pairs that save the same category: one may move what the other leaves, or have no more to do."""
+        """Trace pairs of choices that save the same category, since their savings may overlap."""
         self._expect(list(self._pairs(choices)))
         self._suppose(self._likely())
         for first, second in _alike(choices):
@@ -232,7 +236,7 @@ class _Search:
                     surrogate.learn_pair(first, second, self._evaluate_choices(combination))
 
     def _pairs(self, choices: Sequence[Choice]) -> Iterator[Choices]:
-        """What is traced of two that save the same category."""
+        """Yield the traced combination of each pair of choices that save the same category."""
         combinations = (whole((*self._available.base, *pair), self._learned_at) for pair in _alike(choices))
         return filter(self._compatibility.allows, combinations)
 
@@ -253,36 +257,36 @@ class _Search:
         return is_wanted and name not in self._asked
 
     def _is_peak_of(self, phases: frozenset[Phase]) -> bool:
-        """Whether the reference may need more than the limit in some phases, however little it needs in others."""
+        """Return whether the reference may exceed the limit in some phases, even if it needs little in them."""
         most = {phase: peak.fixed_bytes + peak.growing_bytes for phase, peak in self._reference.phases.items()}
         share = max((most[phase] for phase in phases & most.keys()), default=0) / max(most.values())
         return share * self._reference.need_bytes > self._problem.limit_bytes
 
     def _is_faster(self, evaluation: Evaluation) -> bool:
-        """Whether larger micro-batches than the reference would be worth a technique that makes them fit."""
+        """Return whether micro-batches larger than the reference's are worth a technique that makes them fit."""
         return evaluation.seconds * (1 + SAME_SECONDS) < self._reference.seconds
 
     def _learn_each(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Trace several choices, each on top of the base; returns those that are of use."""
+        """Trace several choices, each on top of the base, and return the useful ones."""
         sizes = [(choice, self._samples_to_learn(choice)) for choice in choices]
         self._expect([whole((*self._available.base, choice), size) for choice, size in sizes if size is not None])
         self._suppose((combination, False) for combination in self._pairs(choices))
         return list(filter(self._learn, choices))
 
     def _learn(self, choice: Choice) -> bool:
-        """Trace one choice on top of the base; returns whether it is of use."""
+        """Trace one choice on top of the base, and return whether it is useful."""
         size = self._samples_to_learn(choice)
         return size is not None and (self._learn_at(choice, size) or choice.technique in self._problem.decided.required)
 
     def _samples_to_learn(self, choice: Choice) -> int | None:
-        """The micro-batch at which a choice is traced on top of the base; ``None``: there is none."""
+        """Return the micro-batch at which to trace a choice on top of the base, or ``None`` if no size is possible."""
         base, reaches = self._available.base, technique_of(choice.technique).reaches
         nearer = (self._learned_at, self._reference.micro_batch)
         for size in dict.fromkeys((*nearer, self._available.sizes[0])):
             without = self._evaluate(base, size)
             left_bytes = without.need_bytes - sum(without.parts.get(category, 0) for category in reaches)
             if size not in nearer and left_bytes > self._problem.limit_bytes:
-                continue  # with all it reaches gone the whole batch would not fit
+                continue  # the whole batch would not fit even without all that the choice can save
             if self._compatibility.allows(whole((*base, choice), size)):
                 return size
         return None
@@ -298,11 +302,11 @@ class _Search:
         return is_useful
 
     def _descend(self, limit_bytes: int) -> bool:
-        """Trace what should need least, and one technique more on top of another, until it fits or none is of use.
+        """Add techniques to the leanest guess, one by one, until it fits or none helps.
 
-        A guess does not know what a technique does on top of others, with which another phase sets the peak: before a
-        training is called impossible, that is traced. Some go with the whole batch only, so that is traced, too.
-        Returns whether something fits.
+        Return whether a combination fits. A guess does not know the effect of a technique on top of others that move
+        the peak to another phase. So this is traced before the search gives up. The whole batch is tried as well,
+        because some techniques work with nothing else.
         """
         strongest = {name: options[-1] for name, options in self._available.options.items()}
         for size in dict.fromkeys((self._reference.micro_batch, self._available.sizes[0])):
@@ -329,7 +333,7 @@ class _Search:
         return False
 
     def _next_down(self, evaluation: Evaluation, rest: dict[str, Choice]) -> Evaluation | None:
-        """Evaluate one more technique that needs less, those first that reach most; what does not is taken out."""
+        """Evaluate one more technique that reduces the need, largest reach first; drop techniques without effect."""
         reached = {name: sum(evaluation.parts.get(part, 0) for part in technique_of(name).reaches) for name in rest}
         least_bytes = SAME_BYTES * evaluation.need_bytes
         for name in sorted(rest, key=lambda name: -reached[name]):
@@ -346,7 +350,7 @@ class _Search:
     # -- choosing ------------------------------------------------------------------------------------------------------
 
     def _best_within(self, limit_bytes: int) -> Evaluation | None:
-        """The fastest combination that fits, traced; ``None`` if none is found."""
+        """Return the fastest traced combination that fits, or ``None``."""
         for _ in range(_MOST_EVALUATIONS):
             best = self._known.best_guess(self._known.telling_combinations(), limit_bytes)
             if best is None:
@@ -362,7 +366,7 @@ class _Search:
         return self._traced_within(limit_bytes, None)
 
     def _stretched(self, chosen: Evaluation, limit_bytes: int) -> Evaluation:
-        """Evaluate what would be much faster and is guessed not to fit by so much as guesses may be off."""
+        """Trace combinations guessed to be much faster that may fit, given the error of the guesses."""
         while self._num_missed < _MOST_MISSED:
             guesses = self._known.guesses(self._known.combinations())
             may_be = guesses.possible & ~guesses.traced & (guesses.needs <= _FAR_OFF * limit_bytes)
@@ -378,7 +382,7 @@ class _Search:
         return chosen
 
     def _holds(self, choices: Choices) -> bool:
-        """Whether a combination fits at full length; else what it needs there is what is known of it."""
+        """Return whether a combination fits at full length; if not, keep its evaluation at full length."""
         at_length = self._known.evaluations[choices] if self._at_length is None else self._at_length(choices)
         if at_length.fits and at_length.need_bytes <= self._problem.limit_bytes + self._problem.margin_bytes:
             return True
@@ -399,7 +403,7 @@ class _Search:
         )
 
     def _simpler(self, evaluation: Evaluation, limit_bytes: int) -> Choices | None:
-        """The choices less one, not traced yet, if they may be as fast after all: a guess said that they are not."""
+        """Return the choices less one, if they are untraced and may be as fast despite a slower guess."""
         shorter = [
             combination
             for combination in self._known.combinations()
@@ -414,7 +418,7 @@ class _Search:
         return next((one for one in map(guesses.choices, rows.tolist()) if one not in self._known.evaluations), None)
 
     def _correct(self, choices: Choices) -> None:
-        """Evaluate choices with each heap, and let the surrogates learn from it."""
+        """Evaluate choices with each heap, and correct the surrogates."""
         if in_heap(choices, self._usual_heap) not in self._known.evaluations:
             self._suppose(self._likely(choices))
         for heap, surrogate in self._known.surrogates.items():
@@ -424,14 +428,14 @@ class _Search:
         self._known.only_guessed.difference_update(choices)
 
     def _can_be(self, evaluation: Evaluation, after: Choices | None) -> bool:
-        """Whether an evaluation has what every plan must have, and can come after another."""
+        """Return whether an evaluation satisfies the constraints of every plan and can follow ``after``."""
         names = {choice.technique for choice in evaluation.combination}
         has_size = evaluation.micro_batch in self._available.sizes
         has_all = set(self._available.base) <= set(evaluation.combination) and self._problem.decided.required <= names
         return has_size and has_all and (after is None or can_follow(after, evaluation.combination))
 
     def _evaluate_beside(self, chosen: Evaluation) -> None:
-        """Trace what should be as fast with another micro-batch and probably fits, for a trial."""
+        """Trace a combination of similar speed with another micro-batch that probably fits, for a trial."""
         most_seconds, combinations = (1 + SAME_SECONDS) * chosen.seconds, self._known.learned_combinations()
         guesses = self._known.guesses(combinations)
         alike = {
@@ -447,13 +451,13 @@ class _Search:
         if len(rows) and not guesses.traced[rows].any():
             self._correct(guesses.choices(int(rows[guesses.seconds[rows].argmin()])))
 
-    # -- what is behind the plan ---------------------------------------------------------------------------------------
+    # -- fallbacks and alternatives ------------------------------------------------------------------------------------
 
     def _fallbacks(self, chosen: Evaluation) -> Iterator[Evaluation]:
-        """Smaller plans: the fastest that is known within shares of what the chosen one needs, and what needs least.
+        """Yield the fallbacks: the fastest known within shares of the plan's need, then the leanest.
 
-        None of them need be the fastest there is: what was traced for the plan does, and what techniques that the plan
-        had no use for do for it is seen in one trace, with all of them on top of each other.
+        They need not be optimal, so the traces that were made for the plan are used. One more trace, with all remaining
+        techniques together, shows how far the need can fall.
         """
         last, is_near = chosen, chosen.need_bytes > _NEAR_SHARE * self._problem.limit_bytes
         for share in _FALLBACK_SHARES if is_near else _FALLBACK_SHARES[-1:]:
@@ -470,12 +474,12 @@ class _Search:
             last = leanest
         single = (micro_batch_choice(self._available.sizes[-1]), *last.combination)
         if last.micro_batch > self._available.sizes[-1] and self._compatibility.allows(single):
-            evaluation = self._evaluate_choices(single)  # the last resort, should activations be more than predicted
+            evaluation = self._evaluate_choices(single)  # last resort, if activations need more than predicted
             if evaluation.need_bytes < last.need_bytes:
                 yield evaluation
 
     def _least_after(self, evaluation: Evaluation, combination: Choices) -> Evaluation:
-        """What needs least after another, of what was traced and, with the smallest micro-batch, of one combination."""
+        """Trace ``combination`` with the smallest micro-batch, and return the leanest evaluation that can follow."""
         if combination != evaluation.combination:
             self._suppose(self._likely(whole(combination, self._available.sizes[-1])))
             self._evaluate(combination, self._available.sizes[-1])
@@ -484,9 +488,7 @@ class _Search:
         )
 
     def _leanest(self) -> Evaluation:
-        """The combination that needs least, traced; of those that need about as little, the one of the fewest
-        techniques.
-        """
+        """Return the leanest combination, traced. Among nearly equal needs, fewer techniques win."""
         combinations = self._known.learned_combinations()
         for _ in range(_MOST_LEANEST_EVALUATIONS if combinations else 0):
             guesses = self._known.guesses(combinations)
@@ -497,7 +499,7 @@ class _Search:
         return least_of(evaluation for evaluation in self._known.evaluations.values() if self._can_be(evaluation, None))
 
     def _lossy_alternatives(self, leanest: Evaluation) -> tuple[Evaluation, ...]:
-        """What lossy techniques would need, with what of the leanest combination goes with them, where that is less."""
+        """Return the lossy alternatives that need less than the leanest combination, with its compatible choices."""
         evaluations = map(self._evaluator, lossy_alternatives_of(self._problem, self._available, leanest.choices))
         return tuple(
             evaluation for evaluation in evaluations if evaluation.need_bytes < (1 - SAME_BYTES) * leanest.need_bytes
@@ -530,7 +532,7 @@ class _Search:
 
 
 def _alike(choices: Sequence[Choice]) -> Iterator[tuple[Choice, Choice]]:
-    """Two of them each that reach the same category and no other."""
+    """Yield the pairs of choices that reach one and the same category."""
     for first, second in combinations(choices, 2):
         reaches = technique_of(first.technique).reaches
         if len(reaches) == 1 and reaches == technique_of(second.technique).reaches:

@@ -1,12 +1,12 @@
-"""When the ops of a stretch of a training are done, in modelled time: what runs beside what, and who waits for whom.
+"""A simulated timeline of part of a training step: overlapping work of processor, device and link, and waits.
 
     timeline = StreamTimeline(overlaps=True)
     timeline.run(call_seconds, kernel_seconds)                         # a kernel, or a copy in the device's queue
-    timeline.copy(row, call_seconds, copy_seconds, to_device=True)     # one on a stream of its own
+    timeline.copy(row, call_seconds, copy_seconds, to_device=True)     # a copy on a separate stream
     timeline.wait(row, by_processor=False)
     timeline.seconds
 
-Does NOT know that a link is slower in each direction while both are in use, nor how long the queue may get.
+Not modelled: the link is slower if both directions are in use, and the queue of a device has a maximum length.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StreamTimeline:
-    """The seconds from the begin of a stretch from which on processor, device and link run nothing.
+    """The seconds at which processor, device and link become idle, relative to the start.
 
-    ``waited`` is what ranks take to add up gradients when a pass has ended, ``fetched`` what a pass exchanges with them
-    beside its kernels. Where nothing overlaps, the processor does it all, and copies are ops like others.
+    ``waited`` is the time in which ranks add up gradients after a pass. ``fetched`` is the time of a pass's exchanges
+    with other ranks, parallel to its kernels. If nothing overlaps, the processor does all work, and copies are ordinary
+    ops.
     """
 
     overlaps: bool
@@ -32,25 +33,25 @@ class StreamTimeline:
     arrivals: dict[int, float] = field(default_factory=dict)
 
     def run(self, call_seconds: float, seconds: float) -> None:
-        """Call an op of the device, which takes so long there."""
+        """Add a device op with the time of its call and of its kernel."""
         self.processor += call_seconds
         if not self.overlaps:
             self.processor += seconds
-        elif seconds:  # it begins when it has been called and the one before it in the queue has ended
+        elif seconds:  # it begins after its call and after the previous op in the queue
             self.device = max(self.device, self.processor) + seconds
 
     def copy(self, row: int, call_seconds: float, seconds: float, *, to_device: bool) -> None:
-        """Ask for a copy beside the queue, by which ``row`` it will be waited for."""
+        """Add a copy on a separate stream. A later `wait` refers to it by ``row``."""
         self.processor += call_seconds
-        # The link carries one at a time in each direction. It begins when what was asked of the device before is done
-        # (`plimsoll.techniques.mechanisms.side_stream`).
+        # The link carries one copy at a time in each direction. A copy begins when the device has finished the work
+        # queued before (`plimsoll.techniques.mechanisms.side_stream`).
         begin = max(self.link[to_device], self.device, self.processor)
         self.link[to_device] = self.arrivals[row] = begin + seconds
 
     def wait(self, row: int, *, by_processor: bool, in_backward: bool = False) -> None:
-        """Begin what comes next when a copy has ended: on the device, or on the processor, too.
+        """Delay the following work until a copy has ended: on the device, and optionally on the processor.
 
-        In backward it is the thread that adds up gradients which waits, and what the device does goes on.
+        In backward, only the thread that adds up gradients waits, and the device continues.
         """
         arrival = self.arrivals.get(row, 0.0)
         if by_processor and in_backward:
@@ -61,7 +62,7 @@ class StreamTimeline:
             self.processor = max(self.processor, arrival)
 
     def work(self, seconds: float, *, adds_up: bool) -> None:
-        """Let the processor work itself, in memory of the host; what adds up gradients has a thread of its own."""
+        """Add work of the processor in host memory. Adding up gradients has a thread of its own."""
         if adds_up and self.overlaps:
             self.adding += seconds
         else:
@@ -69,7 +70,7 @@ class StreamTimeline:
 
     @property
     def seconds(self) -> float:
-        """When everything is done."""
+        """The time at which all work is done."""
         if not self.overlaps:
             return self.processor + self.fetched + self.waited
         timeline = (self.processor, self.adding, self.device, self.fetched, *self.link.values())

@@ -1,12 +1,17 @@
-"""Guesses of combinations that were not traced, from traces of the plain training and of single techniques.
+"""A surrogate that guesses the need and step time of untraced combinations from a few traces.
 
-Each phase is guessed by itself: what does not depend on the micro-batch changes by the sum of the effects of the
-choices, and of what grows with it each leaves a share; of two that save the same category the better one's share is
-left, and the slower one has only the rest to move. The need is that of the phase with the most, and what comes on top
-(the process, fragmentation) changes in proportion. The time is that of the plain training, whose passes take what a
-line between the traced ones says. What a choice adds grows with what the passes take in all; by what it reaches it may
-also be done once in each pass, whatever its size, or once a step. A whole combination that was traced corrects the
-guesses of combinations that are like it; nothing that is chosen stays a guess: it is traced as a whole.
+It learns from traces of the plain training and of single techniques on top of it.
+
+Memory is guessed for each phase separately. The effects of the choices on the fixed part are added up. For the part
+that grows with the micro-batch, each choice leaves a share. If two choices save the same category, only the better
+share counts, and the slower choice has less left to move. The need is the need of the largest phase. Memory beyond it
+(process, fragmentation) changes in proportion.
+
+Time is interpolated between the traced passes of the plain training. The time that a choice adds grows with the time of
+the passes. Depending on its categories, it may also be added once per pass or once per step.
+
+A traced combination corrects the guesses of similar combinations. The plan itself is never a guess, because every
+chosen combination is traced as a whole.
 """
 
 from __future__ import annotations
@@ -28,16 +33,16 @@ from plimsoll.techniques import Choices
 Column = NDArray[Any]
 
 _WORTH_SHARE = 0.01  # of the time or the need
-_FASTER_SHARE = 0.05  # of the time, which a weaker option may save
+_FASTER_SHARE = 0.05  # of the time: how much a weaker option may save
 _WEAKER_SECONDS = 0.5  # of the time that the strongest option of a technique adds
 _OF_AN_UPDATE: frozenset[Category] = frozenset({"gradients", "optimizer states"})
-_OF_A_PASS = _OF_AN_UPDATE | {"parameters"}  # moved in each pass, whatever its size
-_OF_A_PAIR: frozenset[Category] = frozenset({"activations", "gradients"})  # no single one, and none of an update
-_ALIKE = 4  # choices in which combinations may differ for the error of one to be taken for the other's
+_OF_A_PASS = _OF_AN_UPDATE | {"parameters"}  # moved once in each pass, of any size
+_OF_A_PAIR: frozenset[Category] = frozenset({"activations", "gradients"})  # not the categories of an update
+_ALIKE = 4  # a combination corrects guesses for combinations that differ in at most this number of choices
 
 
 class _Curve:
-    """Straight between known points, and beyond them as between the two nearest."""
+    """A piecewise linear curve through known points, extrapolated at both ends."""
 
     def __init__(self, points: Sequence[tuple[float, float]]) -> None:
         self._x, self._y = np.asarray(sorted(points), dtype=float).T
@@ -54,11 +59,16 @@ class _Curve:
 
 @dataclass(frozen=True)
 class _Effect:
-    """What one choice does.
+    """The effect of one choice.
 
-    Of each phase the bytes that it adds (``fixed_bytes``) and what it leaves of those that grow (``shares_left``);
-    ``beyond_share`` of what comes on top, with ``beyond_bytes`` more; ``seconds`` that it adds to a step of so many
-    passes, which take ``passes_seconds``.
+    Attributes:
+        fixed_bytes: bytes added to each phase.
+        shares_left: share of the growing bytes that is left in each phase.
+        beyond_share: share left of the memory beyond the live tensors.
+        beyond_bytes: bytes added to the memory beyond the live tensors.
+        saved_bytes: the most bytes saved in the need or in a phase.
+        seconds: added to a step of ``passes`` passes, which take ``passes_seconds`` without the choice.
+        reaches: categories that the technique can reduce.
     """
 
     fixed_bytes: dict[Phase, float]
@@ -73,7 +83,7 @@ class _Effect:
 
 
 class _Difference(NamedTuple):
-    """Of a trace from a guess: bytes of each phase, the share of those that grow, of what comes on top, and seconds."""
+    """The difference between a trace and a guess, in the units of `_Effect`."""
 
     fixed_bytes: dict[Phase, float]
     shares_left: dict[Phase, float]
@@ -82,14 +92,14 @@ class _Difference(NamedTuple):
     seconds: float
 
 
-_Known = tuple[Column, _Effect]  # which of the combinations have a choice, and what it does
+_Known = tuple[Column, _Effect]  # the combinations that have a choice, and its effect
 
 
 class Surrogate:
-    """Guesses bytes and seconds of combinations.
+    """Model of the need in bytes and the step time in seconds of combinations.
 
     Args:
-        plain: the training without the techniques that are to be learned, at one or more micro-batches.
+        plain: evaluations of the training without the techniques to learn, at one or more micro-batches.
     """
 
     def __init__(self, plain: Sequence[Evaluation]) -> None:
@@ -114,13 +124,13 @@ class Surrogate:
         ]
         self._pass_seconds = _Curve(points)
         self._effects: dict[Choice, _Effect] = {}
-        self._supposed: dict[Choice, Choice] = {}  # and the stronger one that it was supposed from
+        self._supposed: dict[Choice, Choice] = {}  # with the stronger option it was supposed from
         self._pairs: dict[tuple[Choice, Choice], _Effect] = {}
         self._reference = plain[0]
-        self._off: dict[Choices, dict[int, tuple[float, float]]] = {}  # bytes and seconds, by combination and size
+        self._off: dict[Choices, dict[int, tuple[float, float]]] = {}  # errors (bytes, s) by combination and size
 
     def copied(self) -> Surrogate:
-        """Return one that learns by itself from what comes."""
+        """Return a copy that learns independently."""
         other = copy(self)
         other._effects, other._supposed = dict(self._effects), dict(self._supposed)
         other._off = {combination: dict(points) for combination, points in self._off.items()}
@@ -129,7 +139,14 @@ class Surrogate:
     def learn_effect(
         self, choice: Choice, evaluation: Evaluation, without: Evaluation, reaches: frozenset[Category] = frozenset()
     ) -> None:
-        """Learn what one choice does, to what its technique reaches, from two traces that differ in it alone."""
+        """Learn the effect of one choice from two traces that differ only in this choice.
+
+        Args:
+            choice: the choice.
+            evaluation: the trace with it.
+            without: the trace without it.
+            reaches: categories that its technique can reduce.
+        """
         fixed, shares = dict[Phase, float](), dict[Phase, float]()
         phases = [phase for phase in self._alive if phase in evaluation.phases and phase in without.phases]
         for phase in phases:
@@ -157,7 +174,7 @@ class Surrogate:
         self._reference = without
 
     def learn_pair(self, first: Choice, second: Choice, evaluation: Evaluation) -> None:
-        """Learn from a trace of both what two choices do beyond what each does alone."""
+        """Learn the joint effect of two choices beyond their separate effects, from a trace with both."""
         self._pairs[first, second] = _Effect(
             **self._difference(evaluation)._asdict(),
             saved_bytes=0.0,
@@ -167,7 +184,7 @@ class Surrogate:
         )
 
     def interpolate(self, choice: Choice, strong: Choice, bytes_share: float, seconds_share: float) -> None:
-        """Take a choice to have a share of the effect of a stronger one, if that is known."""
+        """Give a choice a share of the known effect of a stronger option."""
         effect = self._effects.get(strong)
         if effect is not None:
             self._effects[choice] = replace(
@@ -180,8 +197,9 @@ class Surrogate:
             )
 
     def suppose(self, choice: Choice, strong: Choice, may_be_faster: bool) -> None:
-        """Take a weaker choice to do as much as a stronger one in less time, until it is in a combination that is
-        traced.
+        """Suppose that a weaker option saves as much as a stronger one in less time.
+
+        This holds until a combination with the weaker option is traced.
         """
         effect = self._effects.get(strong)
         if effect is not None:
@@ -194,7 +212,7 @@ class Surrogate:
             self._supposed[choice] = strong
 
     def correct(self, evaluation: Evaluation) -> None:
-        """Learn from a trace of a whole combination; what was only supposed of a choice is put right first."""
+        """Learn from a traced combination, after replacing the supposed effects of its choices."""
         size = np.asarray([evaluation.micro_batch])
         for choice in [one for one in evaluation.combination if one in self._supposed]:
             self._put_right(choice, self._supposed.pop(choice), evaluation)
@@ -207,7 +225,7 @@ class Surrogate:
         points[evaluation.micro_batch] = (need_off, seconds_off)
 
     def _put_right(self, choice: Choice, strong: Choice, evaluation: Evaluation) -> None:
-        """Take what a guess of a combination is off by to be due to one choice in it, no slower than a stronger one."""
+        """Attribute the error of a guess to one choice, which is taken to be no slower than the stronger option."""
         effect = self._effects[choice]
         asked = [evaluation.combination], np.zeros(1, dtype=int), np.asarray([evaluation.micro_batch])
         seconds, off = float(self.guess(*asked)[1][0]), self._difference(evaluation)
@@ -225,7 +243,7 @@ class Surrogate:
         )
 
     def _difference(self, evaluation: Evaluation) -> _Difference:
-        """By what the sum of the effects of its choices is off from a trace."""
+        """Return the difference between a trace and the summed effects of its choices."""
         known = self._known(_Members([evaluation.combination]))
         asked = np.zeros(1, dtype=int), np.asarray([evaluation.micro_batch])
         fixed, shares = dict[Phase, float](), dict[Phase, float]()
@@ -243,12 +261,15 @@ class Surrogate:
         )
 
     def guess(self, combinations: Sequence[Choices], numbers: Column, micro_batches: Column) -> tuple[Column, Column]:
-        """Guess the budget that combinations are safe in, and the seconds of a step.
+        """Guess the needs in bytes and the step times in seconds of combinations.
 
         Args:
             combinations: without micro-batches.
-            numbers: of each guess the number of its combination.
-            micro_batches: of each guess, in samples.
+            numbers: (N,) int64, the index of the combination for each guess.
+            micro_batches: (N,) int64, the samples of a micro-batch for each guess.
+
+        Returns:
+            needs and seconds, each of shape (N,).
         """
         members = _Members(combinations)
         known = self._known(members)
@@ -269,7 +290,7 @@ class Surrogate:
     def _phase_bytes(
         self, known: Sequence[_Known], phase: Phase, numbers: Column, micro_batches: Column
     ) -> tuple[Column, Column]:
-        """Of what is alive at the peak of a phase, what does not grow with the micro-batch and what does."""
+        """Return the fixed and the growing bytes that are alive at the peak of a phase."""
         num_combinations, growing = numbers.max(initial=0) + 1, self._growing[phase].at(micro_batches)
         added = sum((has * effect.fixed_bytes.get(phase, 0.0) for has, effect in known), np.zeros(num_combinations))
         fixed = self._alive[phase].at(micro_batches) - growing + added[numbers]
@@ -294,17 +315,17 @@ class Surrogate:
                 seconds += added * passes / effect.passes
             else:
                 seconds += added * plain / effect.passes_seconds
-            if len(effect.reaches) == 1:  # what cheaper ones of the same category leave to do
+            if len(effect.reaches) == 1:  # a cheaper choice of the same category leaves less to do
                 share = min(1.0, effect.shares_left.get(self._largest_phase, 1.0))
                 left[effect.reaches] = left[effect.reaches] * np.where(has, share, 1.0)
         return seconds
 
     def _plain_seconds(self, micro_batches: Column) -> Any:
-        """The time of all passes: of one pass in a line between those traced, whether its calls or its work take it."""
+        """Return the time of all passes. The time of one pass is interpolated linearly between the traced sizes."""
         passes = self._passes(micro_batches)
         samples, smallest = self._batch_size / passes, self._batch_size / self._passes(self._smallest)
         of_smallest = self._pass_seconds.at(smallest)
-        # A smaller pass takes no less than its part of the smallest one that was traced, and no more than all of it.
+        # A smaller pass takes at least its share of the smallest traced pass, and at most the whole of it.
         below = np.clip(self._pass_seconds.at(samples), of_smallest * np.minimum(samples / smallest, 1), of_smallest)
         return passes * np.where(samples < smallest, below, self._pass_seconds.at(samples))
 
@@ -313,7 +334,7 @@ class Surrogate:
 
     @staticmethod
     def _share_left(known: Sequence[_Known], phase: Phase, num_combinations: int) -> Column:
-        """What choices leave of the bytes that grow. What two save of one category (activations) is saved once."""
+        """Return the share of the growing bytes that is left. Savings in the same category count once."""
         left, least = np.ones(num_combinations), dict[frozenset[Category], Column]()
         for has, effect in known:
             share = effect.shares_left.get(phase, 1.0)
@@ -327,17 +348,20 @@ class Surrogate:
         return left
 
     def is_useful(self, choice: Choice) -> bool:
-        """Whether a choice that was learned saves time, or memory in any phase, that is worth another trace."""
+        """Return whether a learned choice saves enough time or memory to be worth another trace."""
         effect = self._effects[choice]
         saves_time = -effect.seconds > _WORTH_SHARE * self._reference.seconds
         return saves_time or effect.saved_bytes > _WORTH_SHARE * self._reference.need_bytes
 
     def is_free(self, choice: Choice) -> bool:
-        """Whether a choice that was learned takes no time."""
+        """Return whether a learned choice adds no time."""
         return self._effects[choice].seconds <= _WORTH_SHARE * self._reference.seconds
 
     def _off_of(self, members: _Members, numbers: Column, micro_batches: Column) -> tuple[Column, Column]:
-        """By how much guesses are off: at the sizes that were traced of the combination, or of the one most like it."""
+        """Return the corrections in bytes and seconds, from the nearest combination that was traced.
+
+        Between the traced micro-batches of this combination, they are interpolated.
+        """
         off_bytes, off_seconds = np.zeros(len(numbers)), np.zeros(len(numbers))
         known = sorted((combination for combination, points in self._off.items() if points), key=str)
         if known:
@@ -352,7 +376,7 @@ class Surrogate:
 
 
 class _Members:
-    """Which choices each of many combinations has, in columns."""
+    """A membership table: which combinations contain which choices."""
 
     def __init__(self, combinations: Sequence[Choices]) -> None:
         self._places: dict[Choice, int] = {}
@@ -365,16 +389,16 @@ class _Members:
             self._has[number, places] = 1
 
     def __contains__(self, choice: Choice) -> bool:
-        """Whether any of them has it."""
+        """Return whether any combination contains the choice."""
         return choice in self._places
 
     def of(self, choice: Choice) -> Column:
-        """Which of them have a choice."""
+        """Return a mask of the combinations that contain a choice."""
         found: Column = self._has[:, self._places[choice]] > 0
         return found
 
     def distances(self, combination: Choices) -> Column:
-        """In how many choices each of them and another combination differ."""
+        """Return the number of choices in which each combination differs from another."""
         places = [self._places[choice] for choice in combination if choice in self]
         found: Column = self._has.sum(axis=1) + len(combination) - 2 * self._has[:, places].sum(axis=1)
         return found
@@ -391,10 +415,10 @@ def _growing(evaluation: Evaluation, phase: Phase) -> float:
 
 
 def _share(after: float, before: float) -> float:
-    """What is left, which is all of it at most."""
+    """Return the share that is left, at most 1."""
     return min(max(after, 0.0) / before, 1.0) if before > 0 else 1.0
 
 
 def _beyond(evaluation: Evaluation) -> float:
-    """What a peak needs beyond what is alive: process, context, fragmentation, the upper half of the range."""
+    """Return the bytes beyond live tensors: process, context, fragmentation, the upper half of the range."""
     return evaluation.need_bytes - max((_alive(evaluation, phase) for phase in evaluation.phases), default=0.0)

@@ -1,14 +1,14 @@
-"""The seconds of one optimizer step, from its trace and what the device can do.
+"""The time model: the seconds of one optimizer step, from its trace and the speed of the device.
 
     duration = step_duration(counted, speed, batch_size=64, micro_batch=8, dry_run_samples=16)
 
-Each op takes what its products or its bytes take at the device's rates, whichever is more (a roofline), and its call.
-What runs beside what is in `plimsoll.planning.search.stream_timeline`. A dry run has at most two micro-batches, from
-which those of the real step follow.
+Each op takes the time of its floating-point operations or of its bytes at the device's rates, whichever is longer (a
+roofline), plus its call. `plimsoll.planning.search.stream_timeline` models the overlap. A dry run has at most two
+micro-batches, and the time of the real step is extrapolated from them.
 
-What counts is that of two plans the faster is said to be faster: `benchmarks/plan_time_model.py` compares that with
-measured steps of a processor, `benchmarks/plan_time_gpu.py` with recorded ones of a GPU. It does NOT cover reading the
-data, evaluation, and waiting for ranks that are slower than this one.
+The goal is that the faster of two plans is also predicted to be faster. `benchmarks/plan_time_model.py` checks this
+with measured steps of a processor, and `benchmarks/plan_time_gpu.py` with recorded steps of a GPU. Not covered: reading
+the data, evaluation, and waiting for slower ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from plimsoll.records.trace import Phase, Trace
 
 _OF_A_MICRO_BATCH: frozenset[Phase] = frozenset({"copy", "forward", "loss", "backward"})
 _NOT_COUNTED: frozenset[Phase] = frozenset({"setup", "evaluation"})
-# A call from Python (a forward, a recomputation) costs more than one by autograd, and that more than one of these.
+# A call from Python (a forward, a recomputation) costs more than a call by autograd. A call in these phases costs
+# least.
 _CALLED_BARE: frozenset[Phase] = frozenset({"copy", "clip", "optimizer"})
-_REPLAY_CALLS = 20  # inputs, what backward begins with, and the launch of the graph itself
-_CAST_BELOW = frozenset({"_to_copy"})  # most are autocast's, which no Python calls
+_REPLAY_CALLS = 20  # the inputs, the start of backward, and the launch of the graph itself
+_CAST_BELOW = frozenset({"_to_copy"})  # mostly called by autocast, not from Python
 
-# Of ops with products in them their bytes hardly ever count; any other op that is not named here is plain.
+# For ops with products, bytes hardly ever matter. Ops without an entry are of the kind "plain".
 _KIND_NAMES: dict[MovingKind, str] = {
     "strided": "clone copy_ _to_copy tril triu sum mean constant_pad_nd",
     "transcendental": (
@@ -66,17 +67,17 @@ def step_duration(
     step: int | None = None,
     exchange: ExchangeSpeed | None = None,
 ) -> Duration:
-    """Compute the seconds of one optimizer step, or of one pass of a model that is applied.
+    """Compute the seconds of one optimizer step, or of one inference pass.
 
     Args:
-        counted: a dry run of one or two micro-batches a step and a smaller last one, as its target counts it.
-        speed: of the device it was lowered to.
+        counted: a dry run of one or two micro-batches a step and a smaller last one, counted for its target.
+        speed: of the device that the trace was lowered to.
         batch_size: samples of a real step.
         micro_batch: samples of one pass.
         dry_run_samples: samples of a step of the trace.
-        learned: measured over predicted seconds, from runs like this one (`learned_ratio`).
-        step: which of the trace; by default the last one.
-        exchange: what exchanges take, where the trace is of one of several ranks.
+        learned: ratio of measured to predicted seconds, from similar runs (`learned_ratio`).
+        step: number of the step in the trace; by default the last one.
+        exchange: speed of collectives, if the trace is for one of several ranks.
     """
     passes, once = _stretches(counted, speed, step, exchange)
     seconds = once + sum(passes)
@@ -92,12 +93,12 @@ def step_duration(
 
 
 def update_seconds(counted: Counted, speed: Speed, exchange: ExchangeSpeed | None = None) -> float:
-    """Compute the seconds of what one optimizer step does once; arguments as `step_duration`."""
+    """Compute the seconds of the work that one optimizer step does once. For the arguments see `step_duration`."""
     return _stretches(counted, speed, None, exchange)[1]
 
 
 def moved_outside(counted: Counted, *, batch_size: int, micro_batch: int, dry_run_samples: int) -> int:
-    """Count the bytes outside the device that one optimizer step reads and writes; arguments as `step_duration`."""
+    """Count the bytes outside the device that one optimizer step reads and writes; see `step_duration`."""
     ops = counted.trace.ops
     last_step = max(ops.step, default=0)
     passes: list[int] = []
@@ -118,10 +119,10 @@ def moved_outside(counted: Counted, *, batch_size: int, micro_batch: int, dry_ru
 
 
 def with_disk(duration: Duration, moved_bytes: int, disk_bytes_per_second: float) -> Duration:
-    """Add what a step waits for a disk, where the machine's memory cannot keep what is in files.
+    """Add the time in which a step waits for a disk, if the machine's memory cannot hold the offloaded files.
 
-    Passes go over all of it in order, so what is needed next was written out longest ago: each byte that is moved comes
-    from the disk or goes there. At the least half of it is kept after all.
+    Passes go through all bytes in order, so the bytes needed next were evicted longest ago. Each moved byte is then
+    read from or written to the disk. The lower end of the range assumes that half of the bytes stay in memory.
     """
     seconds = moved_bytes / disk_bytes_per_second
     return Duration(
@@ -132,9 +133,9 @@ def with_disk(duration: Duration, moved_bytes: int, disk_bytes_per_second: float
 
 
 def learned_ratio(calibration: Calibration, lowered_to: str, techniques: Iterable[str]) -> Learned | None:
-    """Return what runs have shown of the time of a set of techniques; of an unknown set, what the others have.
+    """Return the learned time ratio for a set of techniques; for an unknown set, the average over known sets.
 
-    Sets that no run has tried must not seem faster for it than those that were slower than predicted.
+    Otherwise, an untried set would seem faster than sets whose runs were slower than predicted.
     """
     target = calibration.targets.get(lowered_to)
     if target is None or not target.step_ratios:
@@ -149,7 +150,7 @@ def learned_ratio(calibration: Calibration, lowered_to: str, techniques: Iterabl
 
 
 def learned_peak(calibration: Calibration, lowered_to: str, techniques: Iterable[str]) -> Learned | None:
-    """Return what runs have shown of the peak with a set of techniques; nothing of a set that no run has tried."""
+    """Return the learned peak ratio for a set of techniques, or ``None`` for an untried set."""
     target = calibration.targets.get(lowered_to)
     return target.peak_ratios.get(_set_name(techniques)) if target else None
 
@@ -161,13 +162,13 @@ def learn_time(
     predicted_seconds: float,
     measured_seconds: float,
 ) -> Calibration:
-    """Return what is known of step times after one more run.
+    """Return the calibration of step times, updated with one more run.
 
     Args:
-        calibration: what was known.
-        lowered_to: the target, as its traces call it.
-        techniques: the names of those that were in force.
-        predicted_seconds: of a step, without what had been learned.
+        calibration: the previous calibration.
+        lowered_to: name of the target in traces.
+        techniques: names of the techniques in force.
+        predicted_seconds: of a step, without calibration.
         measured_seconds: of a step, the median of the run.
     """
     target = calibration.targets.get(lowered_to, Target())
@@ -178,7 +179,7 @@ def learn_time(
 def learn_peak(
     calibration: Calibration, lowered_to: str, techniques: Iterable[str], predicted_bytes: int, measured_bytes: int
 ) -> Calibration:
-    """Return what is known of a process's peaks after one more run; see `learn_time`."""
+    """Return the calibration of a process's peaks, updated with one more run; see `learn_time`."""
     target = calibration.targets.get(lowered_to, Target())
     ratios = _with_run(target.peak_ratios, _set_name(techniques), measured_bytes / predicted_bytes)
     return _with_target(calibration, lowered_to, target.model_copy(update={"peak_ratios": ratios}))
@@ -193,12 +194,15 @@ def _with_target(calibration: Calibration, lowered_to: str, target: Target) -> C
 
 
 def _set_name(techniques: Iterable[str]) -> str:
-    """A micro-batch is in every plan; its size is what the trace tells."""
+    """Return the key of a set of techniques. It leaves out the micro-batch, which is in every plan and traced."""
     return "+".join(sorted(set(techniques) - {MICRO_BATCH}))
 
 
 def _of_all(passes: Sequence[float], num_micro_batches: int, ends_smaller: bool) -> float:
-    """The first pass meets no gradients to add to, all others do; only a last one of another size is unlike those."""
+    """Extrapolate the sum over all micro-batches from the traced ones.
+
+    The first pass has no gradients to add to. The others do, and only the last one may be smaller.
+    """
     if not passes:
         return 0.0
     first, last = passes[0], passes[-1]
@@ -211,7 +215,7 @@ def _of_all(passes: Sequence[float], num_micro_batches: int, ends_smaller: bool)
 def _stretches(
     counted: Counted, speed: Speed, step: int | None, exchange: ExchangeSpeed | None
 ) -> tuple[list[float], float]:
-    """Seconds of each micro-batch of a step, by default the last one, and of what a step does once."""
+    """Return the seconds of each micro-batch of a step, and of the work that a step does once."""
     trace, fresh_bytes = counted.trace, counted.fresh_bytes
     ops = trace.ops
     names = [_plain_name(text) for text in trace.texts]
@@ -219,7 +223,7 @@ def _stretches(
     once, last_phase = StreamTimeline(speed.overlaps), None
     beside, waits = dict(trace.copies) if speed.overlaps else {}, _waits_by_row(trace)
     is_captured = captured_rows(trace)
-    kernels: dict[Hashable, float] = {}  # ops of one kind and size come again and again
+    kernels: dict[Hashable, float] = {}  # cached, because ops of the same kind and size repeat
     rows = [row for row, phase in enumerate(ops.phase) if phase not in _NOT_COUNTED]
     wanted = max((ops.step[row] for row in rows), default=0) if step is None else step
     for row in rows:
@@ -244,7 +248,7 @@ def _stretches(
         asked = name, ops.flops[row], ops.moved_bytes[row], ops.outside_bytes[row], ops.dtype[row]
         if asked not in kernels:
             kernels[asked] = _kernel_seconds(trace, row, name, speed)
-        # On a processor the step also clears what the process grows by: what its heap has given back is taken anew.
+        # On a processor, the step also clears fresh pages: memory that the heap returned is mapped anew.
         kernel_seconds = kernels[asked] + fresh_bytes.get(row, 0) * speed.fresh_seconds_per_byte
         if row in beside:
             seconds = speed.kernel_seconds + ops.outside_bytes[row] / speed.link_bytes_per_second
@@ -266,7 +270,7 @@ def _waits_by_row(trace: Trace) -> dict[int, list[tuple[int, bool]]]:
 
 
 def _host_seconds(trace: Trace, row: int, name: str, speed: Speed) -> tuple[float, float, float]:
-    """The call of an op, what it copies over the link, and what the processor works itself in memory outside a GPU."""
+    """Return the seconds of an op's call, of its copy over the link, and of its work in host memory."""
     ops = trace.ops
     moved_bytes, outside_bytes = ops.moved_bytes[row], ops.outside_bytes[row]
     call_seconds = _call_seconds(ops.phase[row], ops.by_autograd[row] or name in _CAST_BELOW, speed)
@@ -298,6 +302,6 @@ def _kernel_seconds(trace: Trace, row: int, name: str, speed: Speed) -> float:
 
 
 def _plain_name(op: str) -> str:
-    """``aten.add.Tensor`` as ``add``."""
+    """Return the short name of an op: ``add`` for ``aten.add.Tensor``."""
     parts = op.split(".")
     return parts[1] if len(parts) == 3 else op

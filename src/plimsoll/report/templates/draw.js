@@ -1,8 +1,8 @@
-// Draws each chart from the JSON beside it, with the colours of the scheme in force, and again when the scheme changes.
-// The legend is a row of buttons that show and hide what they name; the keys reach all that the pointer does.
+// Draws each chart from the JSON next to it in the colours of the current scheme, and again when the scheme changes.
+// The legend is a row of buttons that show and hide lines. Every function is available from the keyboard.
 const isTouch = matchMedia("(pointer: coarse)").matches;
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
-const hidden = new WeakMap();  // chart -> names that are not shown
+const hidden = new WeakMap();  // chart -> names of hidden lines
 const signs = {"triangle-down": "▼", "x": "✕", "x-thin-open": "×", "circle": "●", "circle-open": "○", "square": "■",
   "diamond-open": "◇"};
 
@@ -17,7 +17,7 @@ function draw(chart) {
   const off = hidden.get(chart);
   for (const trace of figure.data) if (off.has(trace.name)) trace.visible = false;
   figure.layout.showlegend = false;
-  figure.layout.uirevision = "same";  // what was zoomed stays so in the other scheme
+  figure.layout.uirevision = "same";  // keeps the zoom when the scheme changes
   if (isTouch) figure.layout.dragmode = false;  // a finger on a chart scrolls the page
   paint(chart, figure.data);
   return Plotly.react(chart, figure.data, figure.layout, {responsive: true, displayModeBar: false});
@@ -51,7 +51,7 @@ function reset(chart) {
   Plotly.relayout(chart, {...whole("xaxis", xaxis), ...whole("yaxis", yaxis)});
 }
 
-// The colour and the sign of each button are those of what it names.
+// Give each button the colour and the symbol of its line.
 function paint(chart, traces) {
   for (const item of chart.parentElement.querySelectorAll("[data-name]")) {
     const trace = traces.find(one => one.name === item.dataset.name);

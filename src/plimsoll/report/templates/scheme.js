@@ -1,5 +1,5 @@
-// Light or dark as the reader's system has it, until the reader chooses; printed in light. What was chosen is kept where
-// the browser lets a page keep something (not every browser does for a file).
+// The colour scheme follows the system until the reader chooses light or dark. Printing uses light. The choice is kept in
+// localStorage, which not every browser allows for local files.
 const root = document.documentElement;
 
 function remembered() {
@@ -24,7 +24,7 @@ addEventListener("DOMContentLoaded", () => {
   systemDark.addEventListener("change", say);
   toggle.addEventListener("click", () => {
     const scheme = isDark() ? "light" : "dark";
-    try { localStorage.setItem("plimsoll-scheme", scheme); } catch { /* it is for this page only */ }
+    try { localStorage.setItem("plimsoll-scheme", scheme); } catch { /* no storage: the choice holds for this page only */ }
     setScheme(scheme);
     say();
   });

@@ -1,1 +1,1 @@
-"""Repeated passes, blocks and updates of a dry run, recorded from one that ran."""
+"""Passes, blocks and updates of a dry run whose events are repeated from an earlier run."""

@@ -1,7 +1,7 @@
-"""Which blocks of a model are alike: all that decides what they do is the same, but for the number of the block.
+"""The test that blocks of a model are alike: everything that determines their behavior is equal, except their number.
 
 Compared are the classes of their modules, all attributes, and the layouts of parameters and buffers. An attribute that
-is neither a number nor a text is the same if it is the same object, so a hook of its own makes a block another one.
+is neither a number nor a string must be the same object. So a block with its own hook is different.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from plimsoll.techniques.mechanisms.blocks import blocks_of
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.Size)
-"""What is the same if it is equal."""
+"""Types whose values are compared by equality."""
 
 _FEWEST = 3  # in a row
 _PARTS = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def rows_of(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Return the blocks of a model that follow one another, are alike and share no parameter, three or more each."""
+    """Yield rows of three or more consecutive blocks of a model that are alike and share no parameter."""
     waiting = [(name.rpartition("."), block) for name, block in blocks_of(model)]
     while waiting:
         (path, _, number), first = waiting[0]
@@ -40,7 +40,7 @@ def rows_of(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def are_alike(first: nn.Module, first_number: int, other: nn.Module, other_number: int) -> bool:
-    """Whether two blocks, each with its number, are alike."""
+    """Return whether two blocks, each with its number, are alike."""
     some, others = [*_traits(first)], [*_traits(other)]
     own = (int, first_number), (int, other_number)
     return len(some) == len(others) and all(
@@ -50,12 +50,12 @@ def are_alike(first: nn.Module, first_number: int, other: nn.Module, other_numbe
 
 
 def layout_of(tensor: Tensor) -> Hashable:
-    """Return what two tensors have in common that may stand for one another."""
+    """Return a key that is equal for tensors which can stand in for one another."""
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def _traits(block: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """What decides what a block does: each trait with its name, and its type and value last."""
+    """Yield the traits that determine the behavior of a block: each with its name first, its type and value last."""
     for name, module in block.named_modules():
         yield name, "class", type(module)
         for key, value in vars(module).items():
@@ -67,7 +67,7 @@ def _traits(block: nn.Module) -> Iterator[tuple[Any, ...]]:
 
 
 def _identity(value: Any) -> Hashable:
-    """The same for what does the same."""
+    """Return a key that is equal for values with the same behavior."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, dict):

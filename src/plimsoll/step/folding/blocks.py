@@ -1,13 +1,17 @@
-"""Blocks of a dry run's pass that are alike: the first and the last of a row are run, the others are noted as these.
+"""Folding of alike blocks in a pass of a dry run: only the first and the last block of a row run.
 
-A transformer does the same in each of its layers. Of a row of layers that are alike (`plimsoll.step.folding.alike`) the
-first is run, the second to the last but one are noted as the first was, and the last is run. In backward the last is
-run, the others are noted as it was, and the first is run.
+A transformer does the same in each of its layers. In a row of alike layers (`plimsoll.step.folding.alike`), the first
+and the last run. The events of the layers between them are repeated in the trace: in forward from the first layer, in
+backward from the last.
 
-A block takes one tensor that has a gradient and returns one; its other arguments are the same for all blocks. Between
-the first and the last block nobody else uses these tensors or the blocks' parameters. The two blocks that were run did
-the same, event by event. Where one of this is not so, `BlocksDiffer` is raised, and the dry run begins again and runs
-all blocks. Does NOT see code that does something else in a block in the middle because of its number.
+The conditions are:
+
+- A block takes one tensor with a gradient and returns one. Its other arguments are the same for all blocks.
+- Between the first and the last block, no other code uses these tensors or the blocks' parameters.
+- The two blocks that ran recorded the same events.
+
+If a condition fails, `BlocksDiffer` is raised, and the dry run starts again and runs all blocks. Does not detect code
+that treats a block in the middle differently because of its number.
 """
 
 from __future__ import annotations
@@ -28,18 +32,18 @@ from plimsoll.memory.repeated import Place, Renamed, Stretch, end_alike, ended_s
 from plimsoll.step.folding.alike import PLAIN, layout_of, rows_of
 from plimsoll.techniques.mechanisms.forwards import replaced_forward
 
-_ONLY_KEPT = 1  # references to a storage that nobody else has
+_ONLY_KEPT = 1  # references to a storage that no other code holds
 
 
 class BlocksDiffer(PlimsollError):
-    """Blocks that looked alike have not done the same."""
+    """Raised if blocks that looked alike behave differently."""
 
 
 class FoldedBlocks:
-    """The rows of blocks of one model that are alike.
+    """The rows of alike blocks of one model.
 
     Args:
-        recorder: what records the dry run.
+        recorder: the recorder of the dry run.
         model: the model.
     """
 
@@ -48,7 +52,7 @@ class FoldedBlocks:
 
     @contextmanager
     def folded(self) -> Iterator[None]:
-        """Fold the rows in a forward and backward pass, which the ``with`` block makes. Techniques are installed."""
+        """Fold the rows in one forward and backward pass inside the block. Techniques must be installed before."""
         with ExitStack() as stack:
             for blocks in rows_of(self._model):
                 row = _Row(self._recorder, blocks)
@@ -70,7 +74,7 @@ class _Forward:
 
 
 class _Given(NamedTuple):
-    """What a block is given: the tensor that has a gradient, or ``None`` if there is not one, and all else."""
+    """The arguments of a block: the only tensor that has a gradient, or ``None``, and the others."""
 
     tensor: Tensor | None
     others: list[Any]
@@ -84,7 +88,7 @@ class _Given(NamedTuple):
         return cls(tensor, [None if leaf is tensor else leaf for leaf in leaves], structure)
 
     def is_like(self, layout: Hashable, other: _Given) -> bool:
-        """Whether the tensor has a layout, and all else is the same."""
+        """Return whether the tensor has this layout, and the other arguments are the same."""
         return (
             self.tensor is not None
             and layout_of(self.tensor) == layout
@@ -97,7 +101,7 @@ class _Given(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """What a block returns: at a place a tensor that has a gradient, and all else."""
+    """The result of a block: the position of the tensor that has a gradient, and the other values."""
 
     others: list[Any]
     place: int
@@ -108,7 +112,7 @@ class _Result(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """The forward pass of a block that was run."""
+    """The forward pass of a block that ran."""
 
     stretch: Stretch
     begin: Place
@@ -117,7 +121,7 @@ class _Passed(NamedTuple):
     result: _Result
 
     def compared(self, renamed: Renamed) -> Any:
-        """Return what is the same for a block that does the same."""
+        """Return a key that is equal for a block with the same behavior."""
         return self.stretch.compared({}, renamed), self.keeps_input, self.result
 
 
@@ -125,11 +129,11 @@ class _Row:
     """One forward and backward pass over a row of blocks.
 
     Attributes:
-        recorder: what records it.
+        recorder: the recorder of the dry run.
         blocks: the blocks.
-        names: what they are called in the record.
-        noted: those that were noted, in the order of forward.
-        last: the backward pass of the last block, once it was run.
+        names: their names in the record.
+        noted: the repeated blocks, in forward order.
+        last: the backward pass of the last block, once it has run.
     """
 
     def __init__(self, recorder: Recorder, blocks: Sequence[nn.Module]) -> None:
@@ -139,24 +143,24 @@ class _Row:
         self.last: _Backward | None = None
         self._num_called = 0
         self._first: _Passed | None = None
-        self._given: _Given | None = None  # to the first, without its tensor, until the last is called
+        self._given: _Given | None = None  # arguments of the first block without its tensor, until the last is called
         self._layout: Hashable = None  # of that tensor
 
     def call(self, number: int, run: Callable[[], Any], given: _Given) -> Any:
-        """Run a block, or note it as the first was."""
+        """Run a block, or repeat the events of the first."""
         if number == 0:
             return self._call_first(run, given)
         if self._first is None:
             return run()
         self._num_called += 1
         if number != self._num_called or self._given is None or not given.is_like(self._layout, self._given):
-            raise BlocksDiffer(f"{self.names[number]} is called in another way than {self.names[0]}")
+            raise BlocksDiffer(f"{self.names[number]} is called differently from {self.names[0]}")
         if number < len(self.blocks) - 1:
             return self._note(number, given, self._first)
         self._given = None
         result, last = self._run(number, run, given)
         if last is None or last.compared(self.renamed(number, 0)) != self._first.compared(_as_it_is):
-            raise BlocksDiffer(f"{self.names[number]} does not do what {self.names[0]} does")
+            raise BlocksDiffer(f"{self.names[number]} behaves differently from {self.names[0]}")
         return result
 
     def _call_first(self, run: Callable[[], Any], given: _Given) -> Any:
@@ -168,7 +172,7 @@ class _Row:
         return result
 
     def _run(self, number: int, run: Callable[[], Any], given: _Given) -> tuple[Any, _Passed | None]:
-        """Run a block, and look at its backward pass, too; ``None``: its like cannot be noted."""
+        """Run a block and observe its backward pass. Return ``None`` as the pass if it cannot be repeated."""
         begin, tensor = place_of(self.recorder), given.tensor
         references = None if tensor is None else _references_to(tensor)
         result = run()
@@ -199,7 +203,7 @@ class _Row:
         return example.result.with_tensor(tensor)
 
     def renamed(self, number: int, other: int) -> Renamed:
-        """Return a function that takes a text's number to that of the same text about another block."""
+        """Return a function from the number of a text to the number of the same text about another block."""
         texts, known = [*self.recorder._texts], dict[int, int]()
         name = re.compile(rf"(?<![\w.]){re.escape(self.names[number])}(?!\w)")
 
@@ -216,27 +220,27 @@ def _as_it_is(text: int) -> int:
 
 
 def _references_to(tensor: Tensor) -> tuple[int, int, int]:
-    """How many references a tensor and its storage have: more once they are kept for backward."""
+    """Count the references to a tensor and its storage. The counts rise if it is saved for backward."""
     storage = tensor.untyped_storage()
     num_references = tensor._use_count()  # type: ignore[attr-defined]
     return num_references, torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
 
 
 def _call_before(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
-    """Have a function called with the gradient of a tensor once it is complete."""
+    """Register a function to be called with the gradient of a tensor once it is complete."""
     number = tensor.output_nr
     assert tensor.grad_fn is not None
     tensor.grad_fn.register_prehook(lambda gradients: function(gradients[number]))
 
 
 class _Backward:
-    """The backward pass of a block that is run, from the gradient of its result to that of its input.
+    """The backward pass of a block that runs, from the gradient of its result to the gradient of its input.
 
     Attributes:
-        stretch: what was recorded.
-        ended: what the storages are that have ended in it and were there before.
-        reached: the places of the parameters that have a gradient since.
-        is_new: whether the input's gradient has its own storage; it may share that of the result's gradient.
+        stretch: the recorded events.
+        ended: roles of the older storages that were freed in it.
+        reached: positions of the parameters that got a gradient in it.
+        is_new: whether the input's gradient has its own storage; it may share the storage of the result's gradient.
     """
 
     stretch: Stretch
@@ -249,10 +253,10 @@ class _Backward:
         self._parameters = [*row.blocks[number].parameters()]
         self._begin: Place | None = None
         self._given: tuple[int, Hashable] = -1, None  # the row and the layout of the result's gradient
-        self._before: list[int] = []  # the rows of the gradients that there were
+        self._before: list[int] = []  # the rows of the existing gradients
 
     def begin(self, gradient: Tensor) -> None:
-        """Note where it begins."""
+        """Record the start of the backward pass."""
         recorder = self._row.recorder
         if self._number:  # the last of its row, whose backward pass is the first
             self._end_twins()
@@ -261,18 +265,18 @@ class _Backward:
         self._before = [_row_of_gradient(recorder, one) for one in self._parameters]
 
     def _end_twins(self) -> None:
-        """End in all blocks that were noted what has ended between the last one's passes: casts that nobody saved."""
+        """Repeat for the other blocks that storages ended between the last block's passes, such as unsaved casts."""
         stretch, begin = self._passed.stretch, self._passed.begin.storage
         twins = {row: [noted.begin_row + row - begin for noted in self._row.noted] for row in stretch.left}
         end_alike(self._row.recorder, stretch.end, twins)
 
     def end(self, gradient: Tensor) -> None:
-        """Note all of it: as an example for the blocks that are noted, or, of the first, to compare it with that."""
+        """Record the end. The last block becomes the example for repeated blocks, and the first is compared with it."""
         recorder, begin, row = self._row.recorder, self._begin, self._row
         if begin is None:
             raise BlocksDiffer(f"the backward pass of {row.names[self._number]} has not begun")
         if not self._is_alone(begin):
-            raise BlocksDiffer(f"the backward pass of {row.names[self._number]} is mixed with that of something else")
+            raise BlocksDiffer(f"the backward pass of {row.names[self._number]} is mixed with other work")
         rows = [_row_of_gradient(recorder, one) for one in self._parameters]
         self.reached = [place for place, now in enumerate(rows) if now != self._before[place]]
         self.is_new = row_of(recorder, gradient) != self._given[0]
@@ -282,18 +286,18 @@ class _Backward:
         self.stretch = Stretch(recorder, begin, made, ended)
         self.ended = [names[one] for one in ended if one in names]
         is_alike = self.is_new or layout_of(gradient) == self._given[1]
-        if self._number == 0:  # what all blocks were given may end with it, too
+        if self._number == 0:  # arguments shared by all blocks may be freed here, too
             if row.last is None or row.last.compared(row.renamed(len(row.blocks) - 1, 0)) != self.compared(_as_it_is):
-                raise BlocksDiffer(f"the backward pass of {row.names[0]} does not do what that of {row.names[-1]} does")
+                raise BlocksDiffer(f"{row.names[0]} behaves differently from {row.names[-1]} in backward")
         elif not is_alike or not self.stretch.is_plain or self.stretch.left or len(self.ended) != len(ended):
             raise BlocksDiffer(f"the backward pass of {row.names[-1]} leaves more than gradients")
         elif self._passed.keeps_input != ("input" in self.ended):
-            raise BlocksDiffer(f"what {row.names[-1]} was given does not end with its backward pass")
+            raise BlocksDiffer(f"the input of {row.names[-1]} is not freed in its backward pass")
         else:
             row.last = self
 
     def _is_alone(self, begin: Place) -> bool:
-        """Whether all ops since a place are of modules of the block; those that add up gradients are of none."""
+        """Return whether all ops since ``begin`` belong to modules of the block, or to none (sums of gradients)."""
         recorder, name = self._row.recorder, self._row.names[self._number]
         texts = [*recorder._texts]
         modules = {texts[number] for number in recorder._ops[1][begin.op :]}
@@ -301,18 +305,18 @@ class _Backward:
 
     @property
     def had_none(self) -> list[bool]:
-        """Of each parameter whether it had no gradient before."""
+        """For each parameter, True if it had no gradient before."""
         return [row < 0 for row in self._before]
 
     def _older(self) -> dict[int, Hashable]:
-        """What the storages are that were there before."""
+        """Return the roles of the storages that existed before."""
         begin = self._passed.begin.storage
         names: dict[int, Hashable] = {row: ("gradient", place) for place, row in enumerate(self._before)}
         names |= {row: ("saved", row - begin) for row in self._passed.stretch.left}
         return names | {self._passed.input_row: "input", self._given[0]: "given"}
 
     def compared(self, renamed: Renamed) -> Any:
-        """Return what is the same for a block that does the same."""
+        """Return a key that is equal for a block with the same behavior."""
         return self.stretch.compared(self._older(), renamed), self.reached, self.is_new
 
 
@@ -321,47 +325,47 @@ def _row_of_gradient(recorder: Recorder, parameter: nn.Parameter) -> int:
 
 
 class _Noted:
-    """A block that is noted as others of its row were.
+    """A block that does not run: the events of another block of its row are repeated.
 
     Attributes:
-        begin_row: of the storages of its forward pass.
+        begin_row: the row of the first storage of its forward pass.
     """
 
     def __init__(self, row: _Row, number: int, example: _Passed, given: Tensor) -> None:
         self._row, self._number, self._example = row, number, example
         self._input_row = row_of(row.recorder, given)
         self._kept = given.untyped_storage() if example.keeps_input else None
-        self._returned: tuple[int, Place] | None = None  # the row of its input's gradient, and where that was
+        self._returned: tuple[int, Place] | None = None  # the row of its input's gradient, and its place in the record
         self.begin_row = place_of(row.recorder).storage
 
     def forward(self) -> Tensor:
-        """Note its forward pass; returns its result."""
+        """Repeat the forward pass and return its result."""
         (result,) = self._example.stretch.again(renamed=self._row.renamed(0, self._number))
         return result
 
     def require_own(self, gradient: Tensor) -> None:
-        """Refuse a gradient of the input to which others have added.
+        """Refuse a gradient of the input to which other code has added.
 
         Raises:
-            BlocksDiffer: if what the block was given is used elsewhere.
+            BlocksDiffer: if the input of the block is used elsewhere.
         """
         if (row_of(self._row.recorder, gradient), place_of(self._row.recorder)) != self._returned:
-            raise BlocksDiffer(f"what {self._row.names[self._number]} was given is used elsewhere, too")
+            raise BlocksDiffer(f"the input of {self._row.names[self._number]} is also used elsewhere")
 
     def backward(self, given: Tensor) -> Tensor:
-        """Note its backward pass, from the gradient of its result; returns that of its input.
+        """Repeat the backward pass, from the gradient of the result, and return the gradient of the input.
 
         Raises:
-            BlocksDiffer: if it cannot do what the last block's does.
+            BlocksDiffer: if the pass cannot be the same as in the last block.
         """
         row, example = self._row, self._row.last
         if example is None:
-            raise BlocksDiffer(f"the backward pass of {row.names[self._number]} comes before that of {row.names[-1]}")
+            raise BlocksDiffer(f"the backward pass of {row.names[self._number]} runs before {row.names[-1]}")
         parameters = [*row.blocks[self._number].parameters()]
         if [one.grad is None for one in parameters] != example.had_none:
-            raise BlocksDiffer(f"parameters of {row.names[self._number]} are used elsewhere, too")
+            raise BlocksDiffer(f"parameters of {row.names[self._number]} are also used elsewhere")
         if self._kept is not None and torch._C._storage_Use_Count(self._kept._cdata) != _ONLY_KEPT:
-            raise BlocksDiffer(f"what {row.names[self._number]} was given is kept elsewhere, too")
+            raise BlocksDiffer(f"the input of {row.names[self._number]} is also kept elsewhere")
         rows: dict[Hashable, int] = {"input": self._input_row, "given": row_of(row.recorder, given)}
         rows |= {("gradient", place): _row_of_gradient(row.recorder, one) for place, one in enumerate(parameters)}
         begin = self._example.begin.storage
@@ -372,22 +376,22 @@ class _Noted:
         gradient = next(made) if example.is_new else given
         for place in example.reached:
             parameters[place].grad = next(made)
-        if not example.reached:  # all gradients were there, and it adds to them
+        if not example.reached:  # all gradients existed, and the pass adds to them
             name_gradients(row.recorder, parameters)
         self._returned = row_of(row.recorder, gradient), place_of(row.recorder)
         return gradient
 
 
 class _NotedBlock(torch.autograd.Function):
-    """Stands in the graph for a block that is noted."""
+    """The autograd node of a block that does not run."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, noted: _Noted) -> Tensor:
-        """Note the forward pass."""
+        """Repeat the forward pass."""
         ctx.noted = noted
         return noted.forward()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Note the backward pass."""
+        """Repeat the backward pass."""
         return ctx.noted.backward(*gradients), None

@@ -1,14 +1,14 @@
-"""Passes of a dry run that are like one it has done: they are noted again and not run.
+"""Folding of alike passes in a dry run: the events of a pass that has run are repeated in the trace.
 
-The first micro-batch of the second step does what that of the first step did, and so on. So each kind of pass runs
-once: of the same values, with or without gradients to add to. Passes are noted again only if
+The first micro-batch of the second step does the same as in the first step, and so on. So each kind of pass runs once:
+a kind has the same input values, and gradients exist or not. Passes are repeated only if
 
-- the code of all modules and hooks is torch's, transformers' or ours,
-- no technique keeps anything from pass to pass (`plimsoll.techniques.Technique`), and
-- a pass leaves every attribute of the modules the same.
+- the code of all modules and hooks belongs to torch, transformers, peft or Plimsoll,
+- no technique keeps state between passes (`plimsoll.techniques.Technique`), and
+- a pass leaves every attribute of the modules unchanged.
 
-Does NOT see what a module changes inside an attribute that is not a collection, nor the state of a function that is
-registered with a library, such as an attention function.
+Does not detect changes inside an attribute that is not a collection. Nor does it detect the state of a function that
+is registered with a library, such as an attention function.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CALLED = ("func", "__func__", "__wrapped__", "forward")
 
 
 def passes_repeat(workload: Workload, choices: Choices) -> bool:
-    """Whether a pass of this training does what one like it did."""
+    """Return whether alike passes of this training have the same events."""
     return (
         workload.loss is model_loss
         and workload.ranks.is_alone
@@ -49,16 +49,16 @@ def passes_repeat(workload: Workload, choices: Choices) -> bool:
 
 
 def _put_on(module: nn.Module) -> Iterator[Any]:
-    """What is called with a module and is none of its class: hooks, and a method that was exchanged."""
+    """Yield the code that runs with a module and is not part of its class: hooks, and a replaced ``forward``."""
     for name, value in vars(module).items():
-        if name.endswith("_hooks"):  # transformers keeps handles in a list of such a name
+        if name.endswith("_hooks"):  # a list with such a name holds handles in transformers
             yield from value.values() if isinstance(value, dict) else ()
     if "forward" in vars(module):
         yield module.forward
 
 
 def _is_known(code: Any) -> bool:
-    """Whether a class, a function or a callable object is of a library that we know, and so is what it wraps."""
+    """Return whether a class, function or callable object, and the code it wraps, belongs to a known library."""
     home = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", "")
     is_known = isinstance(code, partial | MethodType) or str(home).partition(".")[0] in _KNOWN_CODE
     return is_known and all(_is_known(getattr(code, name)) for name in _CALLED if hasattr(code, name))
@@ -68,10 +68,10 @@ class Folded:
     """The passes of one dry run.
 
     Args:
-        recorder: what records them.
+        recorder: the recorder of the dry run.
         workload: the training.
-        parameters: iterates over what has gradients.
-        blocks: folds blocks in the passes that are run; ``None``: all of them are run.
+        parameters: iterates over the parameters that have gradients.
+        blocks: folds blocks in the passes that run; ``None`` runs all blocks.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class Folded:
         self._blocks = blocks
 
     def run(self, micro_batch: Any, is_share: bool, do_pass: Callable[[], Tensor]) -> Tensor:
-        """Do a pass, or note it again.
+        """Run a pass, or repeat the events of an alike one.
 
         Args:
             micro_batch: its inputs.
             is_share: whether its loss is scaled.
-            do_pass: does it and returns its loss.
+            do_pass: runs the pass and returns its loss.
         """
         without = [one for one in dict.fromkeys(self._parameters()) if one.grad is None]
         given = _Given([*map(_known_leaf, tree_leaves(micro_batch))], is_share, without)
@@ -101,7 +101,7 @@ class Folded:
             loss, *gradients = done.stretch.again()
             for parameter, gradient in zip(done.reached, gradients, strict=True):
                 parameter.grad = gradient
-            if not done.reached:  # all gradients were there, and it adds to them
+            if not done.reached:  # all gradients existed, and the pass adds to them
                 name_gradients(self._recorder, self._parameters())
             return loss
         begin = place_of(self._recorder)
@@ -115,7 +115,7 @@ class Folded:
 
 
 class _Leaf(NamedTuple):
-    """What is known of a leaf of a micro-batch; it keeps no fake tensor, whose death is to be recorded."""
+    """The known facts about a leaf of a micro-batch. It holds no fake tensor, so that its end can be recorded."""
 
     layout: Any
     value: Any
@@ -128,7 +128,7 @@ class _Leaf(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What a pass is given: its micro-batch, whether the loss is scaled, and who has no gradient yet."""
+    """The inputs of a pass: its micro-batch, whether the loss is scaled, and the parameters without a gradient."""
 
     leaves: list[_Leaf]
     is_share: bool
@@ -140,7 +140,7 @@ class _Given(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """A pass that was run: what it was given, the model's attributes, and who has a gradient since."""
+    """A pass that ran: its inputs, the model's attributes, and the parameters that got a gradient."""
 
     given: _Given
     before: list[Any]
@@ -155,7 +155,7 @@ def _known_leaf(leaf: Any) -> _Leaf:
 
 
 def _attributes_of(model: nn.Module) -> Iterator[Any]:
-    """What stands for each attribute of the modules, and for what is in those that are collections."""
+    """Yield a token for each attribute of the modules, and for each item of those that are collections."""
     for module in model.modules():
         for value in vars(module).values():
             yield _token(value)
@@ -166,10 +166,10 @@ def _attributes_of(model: nn.Module) -> Iterator[Any]:
 
 
 def _token(value: Any) -> Any:
-    """The same for the same object and another for another, without keeping what a model would let go of."""
+    """Return a token that identifies an object without keeping it alive."""
     if isinstance(value, dict | list | tuple | set):
         return type(value)
     try:
-        return weakref.ref(value)  # the one that there is already, as long as the object lives
+        return weakref.ref(value)  # the same reference as long as the object is alive
     except TypeError:
         return value

@@ -1,10 +1,9 @@
-"""Chunks of a dry run's update that are like one it has done in the same step: they are noted again and not run.
+"""Folding of alike chunks of an update in a dry run: the events of a chunk that ran in the same step are repeated.
 
-The matrices of twelve layers are updated one after the other, in chunks of their own (`plimsoll.step.update.commit`):
-the first of a kind is run, and the others are noted as it was, with gradients and states of their own. Chunks are alike
-whose parameters, gradients and states have the same layouts, and the same values where these are known, such as the
-count of steps: nothing else decides what an update does that treats each parameter alone, and only such an update has
-chunks.
+The matrices of twelve layers are updated one after the other, in separate chunks (`plimsoll.step.update.commit`). The
+first chunk of a kind runs. For the others its events are repeated, with their gradients and states. Chunks are alike if
+their parameters, gradients and states have the same layouts, and the same values if known, such as the step count.
+Nothing else affects an update that treats each parameter separately, and only such updates have chunks.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from plimsoll.memory.repeated import Stretch, notes_of, place_of, row_of, take_n
 from plimsoll.models.optimizers import settings_of
 from plimsoll.step.update.transient_memory import Members
 
-_MOST_PARAMETERS = 8  # of a chunk: those of more are seldom alike, and to compare them takes time, too
+_MOST_PARAMETERS = 8  # of a chunk: larger chunks are rarely alike, and comparing them takes time
 
 
 class FoldedUpdates:
     """The chunks of the updates of one dry run.
 
     Args:
-        recorder: what records them.
+        recorder: the recorder of the dry run.
         optimizer: the optimizer.
     """
 
@@ -40,17 +39,17 @@ class FoldedUpdates:
         self._done: dict[Hashable, _Done] = {}
 
     def run(self, members: Members, do_chunk: Callable[[], Any]) -> Any:
-        """Update a chunk and let its gradients go, or note that again.
+        """Update a chunk and free its gradients, or repeat the events of an alike chunk.
 
         Args:
             members: the parameters of the chunk.
-            do_chunk: does it; ``None`` says that it is done.
+            do_chunk: runs the update; it returns ``None`` on success.
         """
         if len(members) > _MOST_PARAMETERS:
             return do_chunk()
         if self._step != self._recorder.step:
             self._step, self._done = self._recorder.step, {}
-        with _disable_current_modes():  # to look at values is no part of the training
+        with _disable_current_modes():  # reading values must not be recorded
             kinds = tuple(self._kind_of(*member) for member in members)
         if None in kinds:
             return do_chunk()
@@ -70,13 +69,13 @@ class FoldedUpdates:
             value for one in states for value in one.values() if isinstance(value, Tensor) and id(value) not in before
         ]
         stretch = Stretch(self._recorder, begin, new, ended)
-        # One that leaves anything but states, such as the memory for later copies, is no example for others.
+        # A chunk that leaves other memory than states, such as memory for later copies, is not repeated.
         if event is None and stretch.is_closed and all(map(operator.is_, settings, self._settings())):
             self._done[kinds] = _Done(stretch, [_example_of(one, {*map(id, new)}) for one in states])
         return event
 
     def _take(self, parameter: nn.Parameter, example: dict[str, Any], made: Iterator[Tensor]) -> None:
-        """Let a parameter be as its update would leave it."""
+        """Leave a parameter as its update would leave it."""
         parameter.grad = None
         if not example:
             return
@@ -88,7 +87,7 @@ class FoldedUpdates:
                 state[name] = next(made) if value is _NEW else value
 
     def _kind_of(self, group: int, parameter: nn.Parameter) -> Hashable:
-        """What decides what an update does; ``None`` if it cannot be told."""
+        """Return a key for everything that affects the update of a parameter; ``None`` if it cannot be determined."""
         states = self._states_of(parameter)
         traits = [_trait_of(one) for one in (parameter, parameter.grad, *states.values())]
         return None if None in traits else (group, *states, *traits)
@@ -102,18 +101,18 @@ class FoldedUpdates:
 
 
 class _Done(NamedTuple):
-    """A chunk that was run, and what it left in the states of each parameter."""
+    """A chunk that ran, and the states of each parameter after it."""
 
     stretch: Stretch
     examples: list[dict[str, Any]]
 
 
 class _Notes(dict[str, Any]):
-    """What is noted of a state that was there before."""
+    """The record of a state that existed before."""
 
 
 _NEW = object()
-"""In place of a state that was made."""
+"""Stands for a state that the update creates."""
 
 
 def _example_of(states: dict[str, Any], new: set[int]) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def _example_of(states: dict[str, Any], new: set[int]) -> dict[str, Any]:
 
 
 def _trait_of(value: Any) -> Hashable:
-    """The layout of a dense fake tensor with what is noted of it, or a number with its type; ``None`` of all else."""
+    """Return the layout and known values of a dense fake tensor, or a number with its type; otherwise ``None``."""
     if isinstance(value, bool | int | float | str):
         return type(value), value
     if type(value) is not FakeTensor or value.layout is not torch.strided:

@@ -1,1 +1,1 @@
-"""Whether the loss of a batch is the sum of the losses of its micro-batches."""
+"""Checks that the loss of a batch is the sum of the losses of its micro-batches."""

@@ -1,15 +1,15 @@
-"""Whether a loss is additive: that of a batch is the sum of those of its parts, each by its share of the units.
+"""The check that a loss is additive: that the loss of a batch is the weighted sum of the losses of its parts.
 
-Only then may a batch be cut, into micro-batches, over ranks or into passes of an evaluation. A loss that compares the
-samples of a batch (contrastive losses), that averages over something else than the units (class weights), or that has a
-term over the whole batch (the balance of a router) is another one in parts. So before a batch is cut, the losses of a
-few of its samples, and their gradients, are computed at once and one by one, and compared. Nothing of that stays
+Only then may a batch be cut, into micro-batches, over ranks or into passes of an evaluation. A loss is not additive if
+it compares the samples of a batch (contrastive losses) or averages over something other than the units (class weights).
+Nor is it if it has a term over the whole batch (the load balance of a router). So before a batch is cut, losses and
+gradients of a few samples are computed at once and one by one, and compared. All effects of these passes are undone
 (`plimsoll.step.losses.without_dropout`, `plimsoll.step.undo.step_state`).
 
-It costs two passes of at most sixteen samples, once for each kind of batch (fields, labels or padding that were not
-compared), and again at the 2nd, 4th, 8th, ... cut.
+The check costs two passes of at most sixteen samples, once for each kind of batch: fields, labels or padding that were
+not compared before. It is repeated at the 2nd, 4th, 8th, ... cut.
 
-Does NOT see what a loss does only with more samples than these, or later in a training, until it is checked again.
+Does not detect effects that appear only with more samples, or later in a training, until the next check.
 """
 
 from __future__ import annotations
@@ -45,39 +45,39 @@ from plimsoll.techniques.mechanisms.segment_recompute import has_hook
 LossOf = Callable[[Any, float], Tensor]
 """``(micro-batch, share) -> mean loss``, as a step computes it."""
 
-_NUM_ROWS = (16, 8, 4, 2)  # fewer where memory runs out
-_MOST_GRADIENTS = 1 << 20  # numbers that are compared
-# That are let through, of the precision that it is computed in: in fp32 1e-6 of the loss (models of six layers had
-# 1e-7). Of bf16 (8e-3) and fp16 (1e-3) it is one.
+_NUM_ROWS = (16, 8, 4, 2)  # fewer if memory runs out
+_MOST_GRADIENTS = 1 << 20  # numbers to compare
+# Tolerated relative difference, in roundings of the precision: in fp32 1e-6 of the loss (models of six layers had
+# 1e-7). For bf16 (8e-3) and fp16 (1e-3) it is one rounding.
 _NUM_ROUNDINGS = 8
-_GRADIENTS_TO_LOSSES = 4  # by which differences of gradients may be larger
-# Where a loss cancels (the squared error of a model that predicts well) roundings weigh more: what differs is computed
-# again with parameters changed by a rounding, and a multiple of what that changes is let through, too.
+_GRADIENTS_TO_LOSSES = 4  # factor by which differences of gradients may be larger
+# Roundings weigh more if a loss cancels (the squared error of a model that predicts well). If values differ, they are
+# computed again with parameters changed by a rounding. A multiple of the resulting change is tolerated, too.
 _NUM_CHANGES = 2
-_MOST_CHANGES = 3  # times the largest difference among them
-_LEAST_DIFFERENCE = 1e-6  # models in float64 have losses that compute in float32
-_MOST_ROWS_TRIED = 64  # until there are two samples with something to learn
+_MOST_CHANGES = 3  # times the largest of these changes
+_LEAST_DIFFERENCE = 1e-6  # a model in float64 may have a loss that computes in float32
+_MOST_ROWS_TRIED = 64  # until two samples with a target are found
 
 _ALTERNATIVES = (
     "give the units that it averages over, a function from a batch to a number; for a loss that compares samples use "
-    "the technique gradient_cache, or one that is cached (sentence-transformers' CachedMultipleNegativesRankingLoss); "
-    "keep batches whole with never_cut=True; or allow another loss with recut_loss=True (job.yaml: allow: [recut_loss])"
+    "the technique gradient_cache, or a cached loss (sentence-transformers' CachedMultipleNegativesRankingLoss); keep "
+    "batches whole with never_cut=True; or allow a different loss with recut_loss=True (job.yaml: allow: [recut_loss])"
 )
-_NOT_ADDITIVE = "the loss of a batch is not the sum of those of its parts"
+_NOT_ADDITIVE = "the loss of a batch is not the sum of the losses of its parts"
 _OF_WEIGHTS = "cross_entropy(weight=...) averages over the weights of the labels, and not over"
-_RANDOM = "the loss, or the model, draws random numbers besides dropout, which a cut draws otherwise"
-_FAILS = "the loss of some samples of a batch fails by itself"
-_SAMPLES_FIRST = "make dimension 0 of every field the sample (time-first texts cannot be cut)"
+_RANDOM = "the loss, or the model, draws random numbers besides dropout, and a cut changes these numbers"
+_FAILS = "the loss cannot be computed for a few samples of a batch"
+_SAMPLES_FIRST = "put the samples in dimension 0 of every field (time-first texts cannot be cut)"
 _WEIGHTS = (
-    'give units=lambda batch: float(weight[batch["labels"]].sum()), what the loss divides by; keep batches whole with '
-    "never_cut=True; or allow another loss with recut_loss=True"
+    'give units=lambda batch: float(weight[batch["labels"]].sum()), the divisor of the loss; keep batches whole with '
+    "never_cut=True; or allow a different loss with recut_loss=True"
 )
 _ALLOW = "keep batches whole with never_cut=True, or allow it with recut_loss=True (job.yaml: allow: [recut_loss])"
 _KNOWN = LossCheck(verdict="known", why="a loss that is known to be additive")
 
 
 class _Found(NamedTuple):
-    """The loss of some samples at once and in parts, and what was noticed on the way."""
+    """The loss of some samples at once and in parts, and observations from these passes."""
 
     num_samples: int
     whole: float
@@ -100,16 +100,16 @@ class _Found(NamedTuple):
 
 
 class Additivity:
-    """Asked before a batch of one training is cut; what it found last is ``found``.
+    """The check before a batch of one training is cut; ``found`` is the latest result.
 
     Args:
-        workload: the training, before techniques are installed; ``kept_whole`` is set where it is not additive.
-        backend: of its device.
-        position: where the training is.
-        recut_loss: whether the user allows the loss to be another one in parts: nothing is compared.
-        never_cut: whether the user forbids to cut.
-        extra_state: put back when samples have been compared, as for a step.
-        roots: where the loss keeps something besides, by name.
+        workload: the training, before techniques are installed. ``kept_whole`` is set if the loss is not additive.
+        backend: the backend of the device.
+        position: the current position in the training.
+        recut_loss: whether the user allows a loss that changes when a batch is cut. Then nothing is compared.
+        never_cut: whether the user forbids cutting.
+        extra_state: objects that are restored after samples have been compared, as for a step.
+        roots: further objects that may hold state of the loss, by name.
     """
 
     def __init__(
@@ -128,21 +128,23 @@ class Additivity:
         self.found: LossCheck | None = _said(workload, recut_loss, never_cut, self.is_known)
         self._kinds = Kinds()
         self._extra_state, self._roots = extra_state, roots or {}
-        self._new: frozenset[tuple[Any, ...]] = frozenset()  # kinds of the batch in hand
-        self.most_samples = _NUM_ROWS[0]  # to compute at once; less where the process was killed for memory
-        self._has_own_rows = True  # whether those that are compared are of this rank
+        self._new: frozenset[tuple[Any, ...]] = frozenset()  # kinds in the current batch
+        self.most_samples = _NUM_ROWS[0]  # to compute at once; fewer after the process was killed for memory
+        self._has_own_rows = True  # whether the compared samples are from this rank
         self._num_cuts = self._num_checks = 0
         self._told: LossCheck | None = None
 
     def before_cut(self, batch: Any, loss_of: LossOf | None = None) -> Reason | None:
-        """Return why a batch must not be cut, if it must not; all ranks must ask.
+        """Return the reason why a batch must not be cut, or ``None``. All ranks must call it.
 
-        ``loss_of`` computes a micro-batch as the caller's loop does; by default by ``workload.loss``.
+        Args:
+            batch: this rank's part of the batch.
+            loss_of: computes the loss of a micro-batch as the caller's loop does; by default ``workload.loss``.
         """
         workload = self._workload
         if workload.kept_whole is None:
             ask = partial(self._ask, batch, loss_of or self._loss_of)
-            # Ranks agree in it, so that none may begin again by itself.
+            # Ranks communicate in it, so no rank may retry alone.
             found = attempt_twice(ask, self._backend, self._position) if workload.ranks.is_alone else ask()
             self.found = _out_of_memory("samples were compared", found) if isinstance(found, OomEvent) else found
         if self.found is not None and not self.found.may_cut:
@@ -150,7 +152,7 @@ class Additivity:
         return workload.kept_whole
 
     def news(self) -> LossCheck | None:
-        """What was found since this was asked last, but for what a user has said."""
+        """Return the result if it has changed since the last call, except for a decision of the user."""
         told, self._told = self._told, self.found
         return self.found if self._num_cuts and self.found is not told else None
 
@@ -158,7 +160,7 @@ class Additivity:
         return (self._check(batch, loss_of) if self._is_due(batch) else None) or self.found
 
     def _is_due(self, batch: Any) -> bool:
-        """Whether there is something to find out, on any rank."""
+        """Return whether a check is due on any rank."""
         if self.found is not None and self.found.verdict in {"allowed", "never cut", "not computed"}:
             return False
         self._num_cuts += 1
@@ -172,14 +174,14 @@ class Additivity:
         return self._workload.ranks.agree(bool(self._new)) or self._num_cuts & (self._num_cuts - 1) == 0
 
     def _check(self, batch: Any, loss_of: LossOf) -> LossCheck | None:
-        """Compare; ``None`` where there is nothing to compare, such as losses that are no numbers."""
+        """Compare losses. Return ``None`` if nothing can be compared, for example if losses are not finite."""
         rows = self._rows(batch)
         if isinstance(rows, LossCheck) or rows is None:
             return rows
         self._num_checks += 1
         position, precision = self._position, self._workload.precision
         phase, samples = position.phase, position.samples
-        position.samples = ()  # of an evaluation, whose answers these are not
+        position.samples = ()  # the samples of an evaluation, of which this check is not a part
         try:
             found = self._compared(rows, loss_of)
             if isinstance(found, str):
@@ -195,7 +197,7 @@ class Additivity:
         return None if found is None else _verdict(found, self._workload, self._num_cuts, self._num_checks)
 
     def _whole(self, batch: Any, loss_of: LossOf) -> None:
-        """Compute the loss of a whole batch, so that what fails there too is seen."""
+        """Compute the loss of a whole batch, so that an error that also occurs there is raised."""
         with self._left_alone(loss_of, batch):
             _loss(loss_of, [], self._backend.random_state(), self._backend, batch, 1.0)
 
@@ -212,7 +214,7 @@ class Additivity:
         )
 
     def _compared(self, rows: Any, loss_of: LossOf) -> _Found | OomEvent | str | None:
-        """Compare as many samples as fit, with gradients where that can be; or say how it fails."""
+        """Compare as many samples as fit, with gradients if possible. Return the error message if all attempts fail."""
         precision = self._workload.precision
         is_sharded = self._workload.hooks.sharding.is_sharded
         has_gradients = torch.is_grad_enabled() and not is_sharded and not _is_watched(self._workload)
@@ -221,7 +223,7 @@ class Additivity:
         attempts = [(count, True, False) for count in counts if has_gradients]
         attempts += [(count, False, False) for count in (counts[0], counts[-1])]
         attempts += [(counts[-1], has_gradients, True)] if precision != "fp32" else []
-        # A loss that fails for a single sample may do for more.
+        # A loss that fails for a single sample may work for several.
         for is_single, (count, gradients, casts) in product((True, False), attempts):
             self._workload.precision = precision if casts else "fp32"
             some = pick_samples(rows, range(count))
@@ -251,7 +253,7 @@ class Additivity:
             self._left_alone(function, rows) as before,
         ):
             whole = one(rows, 1.0)
-            before.restore()  # a state that a loss keeps from pass to pass is then another one in the parts
+            before.restore()  # so that state which a loss keeps between passes differs in the parts
             parts = weighted_micro_batches(rows, samples_of_part, shape, workload)
             losses = [one(part, share) for part, share, _ in parts]
             dtypes = mode.dtypes | {one.dtype for one in workload.model.parameters() if one.is_floating_point()}
@@ -262,7 +264,7 @@ class Additivity:
                 return found
             before.restore()
             if not _is_again(whole, one(rows, 1.0), found.most_difference):
-                return found  # a state that nobody sees changes it, and more than a rounding does
+                return found  # hidden state changes the loss by more than a rounding
             changed = list[_Loss]()
             for number in range(_NUM_CHANGES):
                 before.restore()
@@ -274,7 +276,7 @@ class Additivity:
         return mean_loss(self._workload, move_batch(part, self._workload.device))
 
     def _rows(self, batch: Any) -> Any:
-        """The samples to compute with, the same on all ranks; ``None`` where none has something to learn."""
+        """Return the samples to compare, identical on all ranks; ``None`` if no rank has a sample with a target."""
         own = None if batch is None or (isinstance(batch, dict) and not batch) else self._telling(batch)
         ranks, self._has_own_rows = self._workload.ranks, True
         if not ranks.is_alone:
@@ -288,11 +290,11 @@ class Additivity:
             if own is None and every and self.found is None:
                 return LossCheck(
                     verdict="not shown",
-                    why="no rank has two samples of a batch, whose loss could be computed at once and in parts",
+                    why="no rank has two samples of a batch, so no losses can be compared",
                     remedy=f"give more samples to a batch; {_ALLOW}",
                 )
         if own is None or batch_size_of(own) < 2:
-            self._kinds.forget()  # so that the next batch is asked
+            self._kinds.forget()  # so that the next batch is checked
             return None
         return own
 
@@ -311,21 +313,21 @@ class Additivity:
 
 
 def _worth(rows: Any, num_new: int) -> tuple[bool, int, int]:
-    """What samples of a rank are worth comparing: two at least, with what is new, and many."""
+    """Return a key that ranks the samples of a rank: first at least two samples, then new kinds, then their number."""
     num_rows = 0 if rows is None else batch_size_of(rows)
     return (num_rows > 1, num_new, num_rows)
 
 
-def loss_check_of(  # noqa: PLR0917 -- as for `Additivity`
+def loss_check_of(  # noqa: PLR0917 -- the arguments of `Additivity`
     workload: Workload, batch: Any, backend: Backend, recut_loss: bool, never_cut: bool, loss_of: LossOf | None = None
 ) -> LossCheck:
-    """Find out whether the loss of a training is additive, for a plan; of one that is known, without a batch."""
+    """Determine for a plan whether the loss of a training is additive. Known losses need no batch."""
     additivity = Additivity(workload, backend, Position(), recut_loss, never_cut)
     if additivity.found is None and batch is not None:
         additivity.before_cut(batch, loss_of)
     if additivity.found is None and additivity.is_known:
         return _KNOWN
-    return additivity.found or LossCheck.not_computed("the loss of the samples that were given is no number")
+    return additivity.found or LossCheck.not_computed("the loss of the given samples is not finite")
 
 
 def _out_of_memory(what: str, event: OomEvent) -> LossCheck:
@@ -341,7 +343,7 @@ class _Loss(NamedTuple):
     is_random: bool
 
 
-def _loss(  # noqa: PLR0917 -- bound to all but the last two
+def _loss(  # noqa: PLR0917 -- partial() binds all but the last two
     loss_of: LossOf,
     parameters: Sequence[Tensor],
     random_state: dict[str, Any],
@@ -402,7 +404,7 @@ def _gradient_scale(whole: _Loss, parts: list[_Loss]) -> float:
 
 
 def _is_again(whole: _Loss, again: _Loss, most_difference: float) -> bool:
-    """Whether a loss that is computed once more is the same; gradients may have been added up in another order."""
+    """Return whether a repeated loss is equal. Gradients may differ by the order of additions."""
     if whole.value != again.value or (whole.gradient is None) != (again.gradient is None):
         return False
     if whole.gradient is None or again.gradient is None:
@@ -412,7 +414,7 @@ def _is_again(whole: _Loss, again: _Loss, most_difference: float) -> bool:
 
 
 def _with_roundings(found: _Found, whole: _Loss, parts: list[_Loss], changed: list[_Loss]) -> _Found:
-    """Note how much the loss and the gradient change where the parameters do by a rounding."""
+    """Record how much the loss and the gradient change if the parameters change by a rounding."""
     size = _loss_scale(whole, parts)
     changes = [abs(one.value - whole.value) / size for one in changed if size]
     by_rounding = max((change for change in changes if math.isfinite(change)), default=0.0)
@@ -425,7 +427,7 @@ def _with_roundings(found: _Found, whole: _Loss, parts: list[_Loss], changed: li
 
 @contextmanager
 def _changed_by_a_rounding(parameters: Sequence[Tensor], seed: int) -> Iterator[None]:
-    """Let each number be the next one up or down in its precision, by draws of its own, while the block runs."""
+    """Change each number to a neighbouring one in its precision, at random but reproducibly, inside the block."""
     draws = torch.Generator().manual_seed(seed)
     kept = [one.detach().clone() for one in parameters]
     try:
@@ -441,9 +443,9 @@ def _changed_by_a_rounding(parameters: Sequence[Tensor], seed: int) -> Iterator[
 
 
 def _verdict(found: _Found, workload: Workload, num_cuts: int, num_checks: int) -> LossCheck:
-    """Say what a comparison means."""
+    """Return the result that follows from a comparison."""
     verdict, reason = _judged(found, workload)
-    later = f"; found at cut {num_cuts}, those before it looked additive" if reason and num_checks > 1 else ""
+    later = f"; found at cut {num_cuts}, earlier cuts looked additive" if reason and num_checks > 1 else ""
     return LossCheck(
         verdict=verdict,
         why=f"{reason.why}{later}" if reason else "",
@@ -463,42 +465,42 @@ def _judged(found: _Found, workload: Workload) -> tuple[Verdict, Reason | None]:
         return "not shown", Reason(_RANDOM, _ALLOW)
     if not found.shows:
         return "not shown", Reason(
-            f"the loss of {found.num_samples} samples is 0 with no gradient, which shows nothing of a cut", _ALLOW
+            f"the loss of {found.num_samples} samples is 0 with no gradient, which shows nothing about a cut", _ALLOW
         )
     if found.averages_weights and (not is_equal or not callable(workload.units)):
         return "not additive", Reason(f"{_OF_WEIGHTS} {counted}", _WEIGHTS)
     if not is_equal:
-        of_all = f"that of {found.num_samples} samples is {found.whole:.6g} at once, and {found.parts:.6g} one by one"
+        of_all = f"for {found.num_samples} samples it is {found.whole:.6g} at once, and {found.parts:.6g} one by one"
         return "not additive", Reason(f"{_NOT_ADDITIVE}: {of_all}, weighted by {counted}", _ALTERNATIVES)
     if not found.is_gradient_equal():
-        share = f"{found.gradient_difference or 0.0:.2g} of their size"
-        of_all = f"the gradients of {found.num_samples} samples differ by {share} at once and one by one"
+        share = f"{found.gradient_difference or 0.0:.2g} of their norm"
+        of_all = f"gradients of {found.num_samples} samples at once and one by one differ by {share}"
         return "not additive", Reason(f"{_NOT_ADDITIVE}: {of_all}, weighted by {counted}", _ALTERNATIVES)
     return "additive", None
 
 
 def _said(workload: Workload, recut_loss: bool, never_cut: bool, is_known: bool) -> LossCheck | None:
-    """What is known of a loss before anything is computed."""
+    """Return the result that is known before anything is computed."""
     if never_cut and recut_loss:
         raise InputError(f"never_cut={never_cut} forbids what recut_loss={recut_loss} allows: leave one of the two out")
     if never_cut:
         return LossCheck(verdict="never cut", why="never_cut=True says so", remedy="leave never_cut out")
     if recut_loss:
-        return LossCheck(verdict="allowed", why="recut_loss allows that the loss is another one in parts")
+        return LossCheck(verdict="allowed", why="recut_loss=True allows a loss that changes when a batch is cut")
     reason = known_reason(workload)
     if reason is not None:
         return LossCheck(verdict="not additive", why=reason.why, remedy=reason.remedy)
     is_empty = any(isinstance(one, FakeTensor) or one.is_meta for one in workload.model.parameters())
-    return LossCheck.not_computed("the parameters have no values here") if is_empty and not is_known else None
+    return LossCheck.not_computed("the parameters have no values") if is_empty and not is_known else None
 
 
 def _is_watched(workload: Workload) -> bool:
-    """Whether hooks of the user's would be called in a backward pass."""
+    """Return whether a backward pass would call hooks of the user."""
     return any(one._backward_hooks or one._backward_pre_hooks for one in workload.model.modules())
 
 
 def _smallest(workload: Workload) -> list[Tensor]:
-    """The smallest parameters that are trained, at least one: gradients differ where a loss has detached parts."""
+    """Return the smallest trainable parameters, at least one. Their gradients reveal a loss with detached parts."""
     of_optimizer = (one for group in workload.optimizer.param_groups for one in group["params"])
     every = (one for one in (*workload.model.parameters(), *of_optimizer) if one.requires_grad and not has_hook(one))
     trained = {id(one): one for one in every}

@@ -1,7 +1,7 @@
-"""A question about a training, asked with a few real samples before a plan says what the training can have.
+"""A check of a training with a few real samples, made before a plan relies on a technique.
 
-What is computed is undone: random numbers and buffers are as before, and no gradient is made. Does NOT answer for a
-model without memory, nor where the loss itself fails with fewer samples: the first step sees it then.
+Its effects are undone: random state and buffers are restored, and no gradients are left. Not handled: a model without
+values, and a loss that fails for a few samples. The first step reveals the problem then.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _OF_FEWER_SAMPLES = (RuntimeError, ValueError, IndexError, TypeError)
 
 
 def ask_few_rows(workload: Workload, batch: Any, question: OfRows) -> str | None:
-    """Ask why something cannot be; returns ``None`` where it can, or where nothing can be told.
+    """Return the reason why something is impossible; ``None`` if it is possible, or cannot be determined.
 
     Args:
-        workload: the training; it is as before afterwards.
+        workload: the training. It is restored afterwards.
         batch: one of its batches.
-        question: is asked of some of its samples.
+        question: the check, called with some of the samples.
     """
     parameters = list(workload.model.parameters())
     if not parameters or any(one.is_meta or isinstance(one, FakeTensor) for one in parameters):

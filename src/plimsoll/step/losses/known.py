@@ -1,14 +1,13 @@
-"""Losses that are known to be additive over the parts of a batch, or known not to be, from what computes them.
+"""Losses that are known to be additive over the parts of a batch, or known not to be, judged by their code.
 
-Known are: a model of transformers that computes its own loss, in a class of transformers' own, with the loss of its
-task as transformers has it and no other term, of which the units are given rightly; Plimsoll's own models and losses.
-What the loss averages over is that of the function that computes it, and no name says it: decoders such as
-`BartForCausalLM` do not shift their labels. Nothing is known of a model in which something is a user's: a module, a
-hook, another forward, a loss function.
-The balance term of a router (mixture of experts) is known not to be. Of everything else nothing is known.
+Known to be additive are Plimsoll's models and losses, and transformers models under these conditions: the class and its
+loss function are from transformers, the loss has no further term, and the user's units are correct. The units depend on
+the loss function and not on the name of the class: decoders such as `BartForCausalLM` do not shift their labels.
+Nothing is known if any part is user code: a module, a hook, a replaced forward, a loss function.
+The balance term of a router (mixture of experts) is known not to be additive.
 
-Does NOT look at values: see `plimsoll.step.losses.additive`. Does NOT see functions that a user has registered with
-transformers by name (an attention, an activation).
+Values are not inspected here: see `plimsoll.step.losses.additive`. Does not detect functions that a user has registered
+with transformers by name (an attention, an activation).
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ _OF_FUNCTIONS: dict[str, Units] = {
     "ForTokenClassification": "tokens",
     "ForSequenceClassificationLoss": "samples",
 }
-"""What the loss functions of transformers average over."""
+"""The units of the loss functions of transformers."""
 
 _OF_CROSS_ENTROPY: dict[str, Units] = {
     "ForMaskedLM": "tokens",
     "ForTokenClassification": "tokens",
     "ForSequenceClassification": "samples",
 }
-"""What classes of transformers that compute a cross entropy themselves average over, by the end of their names.
+"""The units of transformers classes that compute a cross entropy themselves, by the end of their names.
 
-Causal language models of this kind compare a position with its own label, or with the next: they are not known.
+Causal language models of this kind are unknown: they compare a position with its label or with the next label.
 """
 
 _OF_OWN: dict[str, Units] = {
@@ -49,29 +48,29 @@ _OF_OWN: dict[str, Units] = {
     "RecurrentLabeller": "tokens",
     "RecurrentClassifier": "samples",
 }
-"""What Plimsoll's models average over."""
+"""The units of Plimsoll's models."""
 
 _LIBRARIES = ("torch", "transformers", "peft", "plimsoll")
-_MORE_TERMS = re.compile("aux|router|balanc|z_loss|contrastive|diversity")  # names in a forward that has other terms
+_MORE_TERMS = re.compile("aux|router|balanc|z_loss|contrastive|diversity")  # names in a forward with further terms
 _FIELDS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ROW_BY_ROW = {
     "activation", "container", "conv", "dropout", "linear", "normalization", "padding", "pooling", "sparse"
 }  # fmt: skip
-"""Modules of ``torch.nn.modules`` whose layers compute each sample by itself, but for some."""
+"""Modules of ``torch.nn.modules`` whose layers compute each sample separately, except those in `_ACROSS`."""
 
 _ACROSS = (nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax, nn.Softmin)
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
 def known_additive(workload: Workload) -> bool:
-    """Whether the loss of a training is known to be additive; ask before techniques are installed."""
+    """Return whether the loss of a training is known to be additive. Call it before techniques are installed."""
     units = workload.units
     return isinstance(units, str) and _is_own(workload.loss) and known_units(workload.model) == units
 
 
 def known_units(model: nn.Module) -> Units | None:
-    """Return what the loss that a model computes itself averages over, and that alone; ``None`` if it is not known."""
+    """Return the units that the loss of a model averages over, if it has no other term; ``None`` if unknown."""
     plain = _plain(model)
     if not _is_unchanged(model) or _has_virtual_tokens(model):
         return None
@@ -79,7 +78,7 @@ def known_units(model: nn.Module) -> Units | None:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether a model compares each position with the next label, as far as its loss says it, or its name."""
+    """Return whether a model compares each position with the next label, judged by its loss function or class name."""
     plain = _plain(model)
     if is_hugging_face(plain) and "_loss_function" not in vars(plain):
         if "loss_function" in _names_in_forward(plain):
@@ -90,21 +89,21 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def known_reason(workload: Workload) -> Reason | None:
-    """Return why the loss of a training is known not to be additive, if it is."""
+    """Return why the loss of a training is known not to be additive, or ``None``."""
     model = _plain(workload.model)
     coefficient = _router_coefficient(model)
     if workload.loss is not model_loss or not coefficient:
         return None
     return Reason(
         f"the loss of {type(model).__name__} has a balance term of its router (output_router_logits=True, "
-        f"router_aux_loss_coef={coefficient:g}), which is of the whole batch and another one in parts",
-        "set output_router_logits=False in the model's config, or allow another term with recut_loss=True (job.yaml: "
+        f"router_aux_loss_coef={coefficient:g}), which changes when a batch is cut",
+        "set output_router_logits=False in the model's config, or allow a changed term with recut_loss=True (job.yaml: "
         "allow: [recut_loss])",
     )
 
 
 def is_usual(batch: Any, workload: Workload) -> bool:
-    """Whether a batch has only fields of which is known what a model of transformers does with them."""
+    """Return whether transformers models use all fields of a batch in a known way."""
     if workload.loss is not model_loss or not is_hugging_face(_plain(workload.model)):
         return True
     if not isinstance(batch, Mapping) or set(batch) - _FIELDS:
@@ -115,7 +114,7 @@ def is_usual(batch: Any, workload: Workload) -> bool:
 
 
 def _is_own(thing: Any) -> bool:
-    """Whether a loss or a model is Plimsoll's."""
+    """Return whether a loss or a model is part of Plimsoll."""
     if thing is model_loss:
         return True
     kind = type(thing) if not inspect.isfunction(thing) else thing
@@ -123,14 +122,14 @@ def _is_own(thing: Any) -> bool:
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """The model in what compiles it, or has put adapters into it."""
+    """Return the model without the wrappers of ``torch.compile`` and adapters."""
     model = getattr(model, "_orig_mod", model)
     of_peft = type(model).__module__.startswith("peft.")
     return model.get_base_model() if of_peft and hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def _has_virtual_tokens(model: nn.Module) -> bool:
-    """Whether peft puts tokens before the text, so that the first one that has a label is predicted, too."""
+    """Return whether peft puts tokens before the text. Then the first labelled token is predicted, too."""
     configs = getattr(getattr(model, "_orig_mod", model), "peft_config", {})
     return isinstance(configs, Mapping) and any(getattr(one, "is_prompt_learning", False) for one in configs.values())
 
@@ -150,7 +149,7 @@ def _units_of_head(model: nn.Module) -> Units | None:
 
 
 def _calls_of(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """A loss function, and what computes it."""
+    """Yield a loss function and the functions that compute it."""
     yield function
     yield nn.functional.cross_entropy
     inside = getattr(sys.modules[function.__module__], "fixed_cross_entropy", None)
@@ -159,7 +158,7 @@ def _calls_of(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 def _is_unchanged(model: nn.Module) -> bool:
-    """Whether all parts of a model are what libraries make them, and none computes across samples."""
+    """Return whether all parts of a model are unmodified library code, and none computes across samples."""
     every = nn.modules.module
     if every._global_forward_hooks or every._global_forward_pre_hooks or every._global_backward_hooks:
         return False
@@ -180,13 +179,13 @@ def _is_unchanged_part(part: nn.Module) -> bool:
 
 
 def _may_mix_samples(part: nn.Module) -> bool:
-    """Whether a module of torch's may take the first dimension for something else than samples."""
+    """Return whether a torch module may use the first dimension for something other than samples."""
     parents, _, kind = type(part).__module__.rpartition(".")
     return parents == "torch.nn.modules" and (kind not in _ROW_BY_ROW or isinstance(part, _ACROSS))
 
 
 def is_of_library(function: Any) -> bool:
-    """Whether a function, and each that it wraps, is written in a library, whatever name it has been given."""
+    """Return whether a function, and each function it wraps, is library code, even if it was renamed."""
     function = function.func if isinstance(function, partial) else function
     function = getattr(function, "__func__", function)
     if inspect.isbuiltin(function):

@@ -1,7 +1,7 @@
-"""Which samples of a batch tell most about a loss: those that differ most, and for each of them one that is like it.
+"""The choice of samples that reveal most about a loss: the most different ones, and a similar one for each of them.
 
-Samples differ in their labels, in how much of them is padding, mask or ignored label, and in what they are filled with.
-A loss of pairs needs both: samples of one label, and of others.
+Samples differ in their labels, in the amount of padding, mask or ignored labels, and in the values of these fillers.
+A loss over pairs needs both samples with equal labels and samples with different labels.
 
 Shapes: B samples, F features.
 """
@@ -18,19 +18,19 @@ from torch import Tensor
 
 from plimsoll.data.batch import IGNORED_LABEL, batch_size_of, leaves_of, map_leaves
 
-_LABEL_COUNTS = 4.0  # as much as so many other features: samples of one label are to be found next to each other
+_LABEL_COUNTS = 4.0  # the weight of a label in other features, so that samples with equal labels are close
 _MOST_INTEGER = 1 << 62
 _MOST_COUNTED = 1 << 16
-_MOST_TRIED = 4  # samples of a label, until one has something to learn
-_SHARE_OF_EDGES = 4  # one in so many samples that begins or ends alike is no chance
-MOST_VALUES = 64  # distinct ones of a field that are told apart
+_MOST_TRIED = 4  # samples of a label, until one has a target
+_SHARE_OF_EDGES = 4  # a value at the edge of one in four samples is common
+MOST_VALUES = 64  # values of a field that are distinguished
 MOST_FILLERS = 16
 
 
 def telling_rows(batch: Any, num_rows: int, first: Sequence[int] = ()) -> list[int]:
-    """Return the numbers of up to so many samples, ``first`` among them; parts in this order have samples that differ.
+    """Return the numbers of up to ``num_rows`` samples, ordered so that consecutive parts contain different samples.
 
-    Where there are some that come first, they are at most half of them.
+    ``first`` are numbers of samples to include, at most half of ``num_rows``.
     """
     num_samples = batch_size_of(batch)
     if num_samples <= num_rows:
@@ -50,7 +50,7 @@ def telling_rows(batch: Any, num_rows: int, first: Sequence[int] = ()) -> list[i
 
 
 def joined_samples(batches: Sequence[Any]) -> Any:
-    """Return the samples of several batches as one batch; ``None`` where their fields are not alike."""
+    """Return the samples of several batches as one batch; ``None`` if their fields differ."""
     fields = [list(leaves_of(batch)) for batch in batches]
     if any(not isinstance(leaf, Tensor) or not leaf.ndim for one in fields for _, leaf in one):
         return None
@@ -62,10 +62,10 @@ def joined_samples(batches: Sequence[Any]) -> Any:
 
 
 class Kinds:
-    """The kinds of batches that were compared: their fields, how these are filled, and which labels there were.
+    """The kinds of batches that were compared: their fields, the fillers of these, and the labels that occurred.
 
-    A field of ever more values has no labels, but for example the numbers of the samples, or tokens of a vocabulary:
-    so many kinds as `MOST_VALUES` and `MOST_FILLERS` say are told apart in a field, and all else is none.
+    A field with ever more values holds no labels but, for example, sample numbers or tokens of a vocabulary. So at most
+    `MOST_VALUES` labels and `MOST_FILLERS` fillers are distinguished in a field.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,10 @@ class Kinds:
         self._without_labels: set[str] = set()
 
     def new_in(self, batch: Any, *others: tuple[Any, ...]) -> frozenset[tuple[Any, ...]]:
-        """Return what of a batch, and of ``others``, was not noted: ``(field, label)``, and all else in three parts."""
+        """Return the kinds in a batch and in ``others`` that are new. A label has the kind ``(field, label)``.
+
+        Every other kind has three entries.
+        """
         found = set(others)
         for path, leaf in leaves_of(batch):
             filled = set(_kinds(path, leaf))
@@ -90,17 +93,17 @@ class Kinds:
         return frozenset(found - self._seen)
 
     def note(self, kinds: frozenset[tuple[Any, ...]], compared: Any = None, *, is_own: bool = True) -> None:
-        """Take kinds for seen, after samples were compared; a label stays new where none of them has it.
+        """Mark kinds as seen after samples were compared. A label that none of these samples has stays new.
 
-        Where these are samples of the same batch (``is_own``) and have no new label at all, they are seen all the same,
-        so that there is an end to it; and so where nothing could be ``compared``.
+        All kinds are marked if nothing could be ``compared``. The same applies if the samples are from the same batch
+        (``is_own``) and have no new label, so that the check is not repeated forever.
         """
         labels = [kind for kind in kinds if len(kind) == 2]
         absent = {kind for kind, rows in rows_with(compared, labels) if not rows} if compared is not None else set()
         self._seen |= kinds if is_own and len(absent) == len(labels) else kinds - absent
 
     def forget(self) -> None:
-        """Let every kind be new again."""
+        """Mark every kind as new again."""
         self._seen.clear()
 
 
@@ -121,7 +124,7 @@ def rows_with(batch: Any, kinds: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tu
 def first_rows(
     batch: Any, kinds: Iterable[tuple[Any, ...]], most: int, is_usable: Callable[[int], bool] = lambda row: True
 ) -> list[int]:
-    """Return the numbers of up to so many samples that have the labels among kinds, the rarest labels first."""
+    """Return the numbers of up to ``most`` samples with the labels among ``kinds``, the rarest labels first."""
     chosen: list[int] = []
     for _, rows in sorted(rows_with(batch, kinds), key=lambda one: (len(one[1]), one[1])):
         if len(chosen) == most:
@@ -148,7 +151,7 @@ def _kinds(path: str, leaf: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _fillers(rows: Tensor) -> set[float]:
-    """What may be padding: 0, an ignored label, and what rows begin or end with several times, or many of them do."""
+    """Return possible padding: 0, ignored labels, and values that are repeated, or common, at the ends of rows."""
     found: set[float] = {0, IGNORED_LABEL}
     if rows.shape[1] < 3:
         return found
@@ -162,7 +165,7 @@ def _fillers(rows: Tensor) -> set[float]:
 
 
 def _labels_in(leaf: Any) -> set[Any] | None:
-    """The values of a field, if they are few; of numbers with a point, if most of them are there more than once."""
+    """Return the values of a field; ``None`` if there are too many, or if floating-point values rarely repeat."""
     if _is_names(leaf):
         names = set(leaf)
         return names if len(names) <= MOST_VALUES else None
@@ -180,13 +183,13 @@ def _distinct(values: Tensor) -> Tensor:
     is_counted = not values.is_floating_point() and values.dtype != torch.bool
     least, most = (int(one) for one in values.aminmax()) if is_counted else (0, _MOST_COUNTED)
     if most - least < _MOST_COUNTED:
-        return torch.bincount((values - least).long()).nonzero().flatten() + least  # many times as fast
+        return torch.bincount((values - least).long()).nonzero().flatten() + least  # many times faster
     distinct: Tensor = torch.unique(values)
     return distinct
 
 
 def _features(batch: Any) -> Tensor:
-    """Numbers that tell samples apart, each with a mean of 0 and a variance of 1."""
+    """Return features that distinguish samples (B, F), each with mean 0 and variance 1."""
     columns: list[Tensor] = []
     for _, leaf in leaves_of(batch):
         values = _tensor_of(leaf)
@@ -201,7 +204,7 @@ def _features(batch: Any) -> Tensor:
 
 
 def _labels(flat: Tensor) -> list[Tensor]:
-    """A column for each label of a sample, so that one that is rare is far from all others; none where none are."""
+    """Return a column for each label, so that samples with a rare label are far from others; empty without labels."""
     if not 0 < flat.shape[1] <= MOST_VALUES:
         return []
     if flat.shape[1] == 1:
@@ -216,7 +219,7 @@ def _labels(flat: Tensor) -> list[Tensor]:
 
 
 def _tensor_of(leaf: Any) -> Tensor | None:
-    """A field that has numbers for each sample, or names, each with a number of its own."""
+    """Return a field as a tensor with a number for each sample or name; ``None`` if that is impossible."""
     if _is_names(leaf):
         numbers = {name: number for number, name in enumerate(sorted(set(leaf)))}
         return torch.tensor([numbers[name] for name in leaf])

@@ -1,11 +1,11 @@
-"""A forward pass without dropout in a model that trains, and what else in it is random or depends on the pass.
+"""Forward passes without dropout in a model that stays in training mode, and detection of other randomness.
 
-Models drop by modules and by functions, and a loss may have terms that it has in training only: so the flags of modules
-stay as they are, and the functions of dropout are taken out, of attention and recurrent layers too. Whatever is drawn
-all the same (negatives, noise, masks) is noticed by the random numbers that were used up. A single number that is drawn
-for a whole layer (layer drop) is drawn as if it had not been.
+Models apply dropout through modules and functions, and a loss may have terms only in training mode. So the flags of
+modules stay unchanged, and the dropout functions are disabled instead, also in attention and recurrent layers. Other
+random draws (negatives, noise, masks) are detected because they advance the random state. A single number drawn for a
+whole layer (layer drop) is not detected: the random state is restored after it.
 
-Does NOT cover dropout that a program writes itself, or that a compiled or fused kernel has: that is noticed as random.
+Not handled: dropout that a program implements itself, or inside a compiled or fused kernel. It is detected as random.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _DROPS: set[Callable[..., Any]] = {
     torch.feature_alpha_dropout,
 }  # fmt: skip
 _ATTENTIONS = {functional.scaled_dot_product_attention: 4, functional.multi_head_attention_forward: 10}
-"""Functions with an argument ``dropout_p``, and its place."""
+"""Functions with an argument ``dropout_p``, and its position."""
 
 _MEANS = {functional.cross_entropy: 6, functional.nll_loss: 6}
-"""Functions that average over the weights of the labels, where they are given, and the place of ``reduction``."""
+"""Functions that average over the weights of the labels, if given, and the position of ``reduction``."""
 
 
 class Undropped(TorchFunctionMode):
-    """Takes dropout out of the functions that are called; notes the precision of autocast and means over weights."""
+    """A mode that disables dropout in functions. It records the dtypes of autocast, and weighted means."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Undropped(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, or what is left of it without dropout."""
+        """Call ``func`` without its dropout."""
         options = dict(kwargs or {})
         if func in _DROPS:
             return args[0] if args else options["input"]
@@ -64,7 +64,7 @@ class Undropped(TorchFunctionMode):
 
 @contextmanager
 def undropped(model: nn.Module) -> Iterator[Undropped]:
-    """Compute a model without dropout, and with the running statistics of BatchNorm, while the block runs."""
+    """Disable dropout, and use the running statistics of BatchNorm, inside the block."""
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase) and module.dropout]
     dropped = [layer.dropout for layer in layers]
     norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.training]
@@ -96,7 +96,7 @@ _AFTER_DROPOUT: dict[Any, tuple[str, ...]] = {
 
 
 def _named(func: Any, place: int, args: tuple[Any, ...]) -> dict[str, Any]:
-    """The arguments after the dropout that were given by their place, by name."""
+    """Return the positional arguments after the dropout argument, by name."""
     return dict(zip(_AFTER_DROPOUT[func], args[place + 1 :], strict=False))
 
 

@@ -67,7 +67,7 @@ def test_recurrent_models_are_loaded_in_what_their_file_has(architecture, kind, 
         (
             lambda: shrunk("float8", made("bert")),
             CHOICE,
-            "bf16: bert.encoder.layer.0.attention.self.query.weight is quantized and stays as it is: do bf16 before",
+            "bf16: bert.encoder.layer.0.attention.self.query.weight is quantized and cannot be converted: use bf16",
         ),
     ],
 )

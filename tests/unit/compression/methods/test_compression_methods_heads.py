@@ -113,4 +113,4 @@ def test_what_cannot_be_is_refused_with_what_was_looked_for():
     with torch.device("meta"):
         config = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=40)
         slopes = transformers.BloomForCausalLM(config)
-    assert "`transformer` of BloomForCausalLM has num_heads too" in HEADS.choices(Bundle(slopes))
+    assert "number of heads: num_heads of `transformer` would become" in HEADS.choices(Bundle(slopes))

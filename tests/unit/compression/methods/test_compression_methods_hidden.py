@@ -79,8 +79,8 @@ def test_whole_heads_leave_where_their_width_is_not_in_the_configuration():
 def test_shares_that_are_no_whole_heads_are_refused_with_those_that_are():
     said = HIDDEN.refusal(Bundle(small_model("bert", "meta")), chosen(share=0.3))
     assert said == (
-        "a share of 0.3 of 16 dimensions does not leave whole heads of 4, which BertForSequenceClassification has 4 "
-        "of: give one of 0.25, 0.5, 0.75"
+        "a share of 0.3 of 16 dimensions does not leave whole heads of 4; BertForSequenceClassification has 4: "
+        "give one of 0.25, 0.5, 0.75"
     )
 
 
@@ -90,7 +90,7 @@ def test_where_heads_stay_the_width_is_a_multiple_of_their_number():
     HIDDEN.shrink(Bundle(model), chosen(share=0.3), Calibration())
     assert (model.config.hidden_size, model.config.head_dim) == (12, 4)
     said = HIDDEN.refusal(Bundle(model), chosen(share=0.1))
-    assert said == "a share of 0.1 of 3 times 4 dimensions is none of them: give a share from 0.333 to 0.667"
+    assert said == "a share of 0.1 of 3 blocks of 4 dimensions is none of them: give a share from 0.333 to 0.667"
 
 
 def test_it_offers_what_can_be():
@@ -106,4 +106,4 @@ def test_what_cannot_be_is_refused():
     assert "Linear has no hidden size between blocks: looked for hidden_size" in HIDDEN.choices(Bundle(nn.Linear(1, 1)))
     bundle = Bundle(small_model("bert", "meta"))
     Heads().shrink(bundle, Choice(technique="heads"), Calibration())
-    assert "whose sizes do not follow its hidden size: use hidden before other methods" in HIDDEN.choices(bundle)
+    assert "whose sizes are independent of its hidden size: use hidden before other methods" in HIDDEN.choices(bundle)

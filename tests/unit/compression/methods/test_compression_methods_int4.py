@@ -47,7 +47,7 @@ def test_sizes_without_a_kernel_are_refused():
     bundle = Bundle(made("bert", hidden_size=24, intermediate_size=40))
     fault = SHRINKERS["int4"].choices(bundle)
     assert fault == (
-        "int4(group=32): no linear layer reads a multiple of 32 numbers and gives a multiple of 16 (24 x 24, 24 x 40, "
+        "int4(group=32): no linear layer has a multiple of 32 inputs and a multiple of 16 outputs (24 x 24, 24 x 40, "
         "40 x 24): use int8"
     )
 
@@ -62,9 +62,9 @@ def test_small_and_large_groups_are_offered():
 def test_what_decodes_to_float32_does_not_go_with_bfloat16():
     bundle = Bundle(shrunk("int8_embeddings", made("bert")))
     fault = SHRINKERS["int4"].refusal(bundle, choice_of("int4"))
-    assert "word_embeddings.weight is quantized and decodes to float32: give compute=fp32" in fault
+    assert "word_embeddings.weight is already quantized and decodes to float32: give compute=fp32" in fault
     assert SHRINKERS["int4"].refusal(bundle, choice_of("int4", compute="fp32")) is None
-    assert SHRINKERS["int4"].refusal(bundle, choice_of("int4")).endswith("give compute=fp32 or do int4 alone")
+    assert SHRINKERS["int4"].refusal(bundle, choice_of("int4")).endswith("give compute=fp32 or use int4 alone")
     half = Bundle(shrunk("int8_embeddings", shrunk("bf16", made("bert"))))
     assert SHRINKERS["int4"].refusal(half, choice_of("int4")) is None
     assert "decodes to bfloat16: give" in SHRINKERS["int4"].refusal(half, choice_of("int4", compute="fp32"))

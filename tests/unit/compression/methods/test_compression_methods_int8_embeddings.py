@@ -31,10 +31,10 @@ def test_the_layers_may_follow(tmp_path):
 
 def test_a_table_that_is_the_output_too_is_refused():
     fault = SHRINKERS["int8_embeddings"].choices(Bundle(made("gpt2")))
-    assert "the table of 100 tokens is shared with another layer" in fault
+    assert "the embedding of 100 tokens is shared with another layer" in fault
 
 
 def test_it_is_done_once():
     model = shrunk("int8_embeddings", made("bert"))
     fault = SHRINKERS["int8_embeddings"].refusal(Bundle(model), choice_of("int8_embeddings"))
-    assert fault == "int8_embeddings: the 100 token embeddings are quantized already: leave it out"
+    assert fault == "int8_embeddings: the 100 token embeddings are already quantized: leave it out"

@@ -109,7 +109,7 @@ def test_it_offers_three_quarters_and_a_half():
     [
         ("bert", {}, {"keep": 2}, "cannot keep 2 of 2: give keep from 1 to 1"),
         ("bert", {}, {"share": 0.1}, "a share of 0.1 of 2 layers is none of them: give a share from 0.5 to 0.5"),
-        ("bert", {"num_hidden_layers": 1}, {"keep": 1}, "has 1 layer, and none can be spared"),
+        ("bert", {"num_hidden_layers": 1}, {"keep": 1}, "has 1 layer, which cannot be removed"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_layer": 4}, {"keep": 2}, "keep all layers"),
     ],
 )
@@ -123,7 +123,7 @@ def test_models_without_a_stack_of_their_own_are_refused():
     with torch.device("meta"):
         shared = transformers.AlbertModel(transformers.AlbertConfig(hidden_size=16, num_attention_heads=2))
     assert "they may share their weights" in LAYERS.choices(Bundle(shared))
-    assert "Linear has no one stack of layers: looked for" in LAYERS.choices(Bundle(nn.Linear(2, 2)))
+    assert "Linear has no single stack of layers: looked for" in LAYERS.choices(Bundle(nn.Linear(2, 2)))
 
 
 def test_what_is_noted_of_layers_has_the_numbers_of_those_that_are_left():

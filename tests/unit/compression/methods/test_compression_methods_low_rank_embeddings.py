@@ -57,7 +57,7 @@ def test_the_row_of_padding_stays():
 
 def test_bad_input_is_refused_with_what_to_do():
     assert "train it with a smaller `model.embedding_size`" in METHOD.choices(bundle("lstm-lm"))
-    assert "read by" in METHOD.choices(bundle("t5-whole"))
+    assert "share the token embedding" in METHOD.choices(bundle("t5-whole"))
     given = bundle("gpt2")
     assert "give a smaller rank or share" in METHOD.refusal(given, choice(rank=32))
     METHOD.shrink(given, choice(), Calibration())

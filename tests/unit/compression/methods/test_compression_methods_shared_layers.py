@@ -50,7 +50,7 @@ def test_bad_input_is_refused_with_what_to_do():
     assert [one.options["groups"] for one in METHOD.choices(given)] == [2, 1]
     assert "give fewer groups" in METHOD.refusal(given, choice(groups=3))
     METHOD.shrink(given, choice(groups=1), Calibration())
-    assert "share parameters already" in METHOD.choices(given)
+    assert "already share parameters" in METHOD.choices(given)
     other = bundle("bert")
     other.model.bert.encoder.layer[1].intermediate.dense.weight = torch.nn.Parameter(torch.zeros(40, 32))
-    assert "not all the same sizes" in METHOD.choices(other)
+    assert "differ in size" in METHOD.choices(other)

@@ -116,7 +116,7 @@ def test_what_cannot_be_is_refused():
     assert "BertForSequenceClassification has no recurrent layers: looked for an LSTM, GRU or RNN" in said
     assert "Linear has no recurrent layers" in UNITS.choices(Bundle(nn.Linear(1, 1)))
     adaptive = built("lstm", "language model", "meta", adaptive_cutoffs=(4,))
-    assert "an adaptive softmax with cutoffs [4] have features whose number follows" in UNITS.choices(Bundle(adaptive))
+    assert "adaptive softmax with cutoffs [4], the feature sizes of rare words" in UNITS.choices(Bundle(adaptive))
     plain = Bundle(built("lstm", "language model", "meta"))
     assert "a share of 0.01 of 12 units is none of them" in str(UNITS.refusal(plain, chosen(share=0.01)))
     assert [str(choice) for choice in UNITS.choices(plain)] == ["units=0.125", "units=0.25", "units=0.5"]

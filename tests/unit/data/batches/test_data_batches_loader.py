@@ -202,7 +202,7 @@ def test_an_ordinary_data_set_is_collated_as_torch_or_the_caller_does():
 
 
 def test_ranks_and_workers_that_cannot_be_are_refused():
-    with pytest.raises(DataError, match="rank 2 is none of 2: give a rank from 0 to 1"):
+    with pytest.raises(DataError, match="rank 2 is not among 2 ranks: give a rank from 0 to 1"):
         Loader(Numbers(4), 4, rank=2, world_size=2)
     with pytest.raises(DataError, match="there cannot be -1 workers: give 0"):
         Loader(Numbers(4), 4, workers=-1)
@@ -256,20 +256,20 @@ def test_a_state_of_another_seed_order_data_or_length_is_refused(kind: str, orde
 
 
 FAULTS: list[tuple[Any, str]] = [
-    (None, "a dict of whole numbers, and this is NoneType"),
+    (None, "a dict of whole numbers, but this is NoneType"),
     ("x", "this is str"),
     ([("epoch", 0)], "this is list"),
     ({}, "has no epoch, position, num_samples, order .it has nothing"),
-    ({"epoch": "one"}, "epoch = 'one' .* is no whole number"),
+    ({"epoch": "one"}, "epoch = 'one' .* is not a whole number"),
     ({"epoch": 10**9}, "epoch = 1,000,000,000 .* more than any training reaches"),
-    ({"position": 3.5}, "position = 3.5 .* is no whole number"),
-    ({"position": True}, "position = True .* is no whole number"),
-    ({"order": None}, "order = None .* is no whole number"),
-    ({"data": None}, "data = None .* is no whole number"),
-    ({"num_samples": None}, "num_samples = None .* is no whole number"),
-    ({"batch": "1"}, "batch = '1' .* is no whole number"),
+    ({"position": 3.5}, "position = 3.5 .* is not a whole number"),
+    ({"position": True}, "position = True .* is not a whole number"),
+    ({"order": None}, "order = None .* is not a whole number"),
+    ({"data": None}, "data = None .* is not a whole number"),
+    ({"num_samples": None}, "num_samples = None .* is not a whole number"),
+    ({"batch": "1"}, "batch = '1' .* is not a whole number"),
     ({"batch": 10**6}, "no batch begins at position 40, batch 1,000,000 of epoch 0"),
-    ({"seed": 1}, "'seed', which is none of its names"),
+    ({"seed": 1}, "'seed', which is not one of its names"),
 ]
 
 

@@ -175,8 +175,8 @@ def test_killed_workers_lose_and_repeat_nothing(loader_of):
     assert [text.partition(" failed")[0] for text in said] == [
         "reading with 4 workers", "reading with 2 workers", "reading with 1 worker",
     ]  # fmt: skip
-    assert "was killed (SIGKILL), by the kernel for lack of memory or by somebody. Going on at the same" in said[0]
-    assert "with no workers: no sample is lost or comes twice" in said[2]
+    assert "was killed (SIGKILL), by the kernel for lack of memory or by a user. Continuing at the same" in said[0]
+    assert "with no workers: no sample is lost or repeated" in said[2]
     assert not children()
 
 
@@ -309,7 +309,7 @@ def test_shared_memory_that_will_not_do_is_noticed_before(
     assert loader._feed._prefetch == prefetch
     assert len(said) == (free_batches < 8)
     if said:
-        assert "4 workers that read 2 batches ahead need 704 B of it (88 B a batch): going on with" in said[0]
+        assert "4 workers that read 2 batches ahead need 704 B of it (88 B a batch): continuing with" in said[0]
 
 
 IN_SMALL_SHARED_MEMORY = """
@@ -341,7 +341,7 @@ def test_shared_memory_that_overflows_later_is_survived():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     before, *later = done.stdout.strip().split("|")
-    assert "need 8.0 MiB of it (1.0 MiB a batch): going on with 4 workers that read 1 ahead" in before
+    assert "need 8.0 MiB of it (1.0 MiB a batch): continuing with 4 workers that read 1 ahead" in before
     assert later
     assert all("No space left on device (28) (/dev/shm has" in text for text in later)
 

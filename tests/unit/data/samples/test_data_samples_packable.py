@@ -36,7 +36,7 @@ def test_causal_models_of_transformers_keep_texts_apart(kind: str, attention: st
 def test_a_cache_switches_packing_off():
     fault = packing_fault(causal("llama", use_cache=True))
     assert fault is not None
-    assert "LlamaForCausalLM, a text changes with the text before it" in fault
+    assert "LlamaForCausalLM, the output for a text changes with the text before it" in fault
     assert "set use_cache=False" in fault
 
 
@@ -81,11 +81,11 @@ class Recurrent(nn.Module):
 
 def test_a_recurrent_network_cannot_be_packed():
     assert packing_fault(Recurrent(False)) == (
-        "Recurrent takes no position_ids, so it cannot know where a text of a row begins"
+        "Recurrent takes no position_ids, so it cannot tell where a text of a row begins"
     )
     fault = packing_fault(Recurrent(True))
     assert fault is not None
-    assert "its LSTM carries its state from one into the other" in fault
+    assert "its LSTM carries its state from one text into the next" in fault
 
 
 class PerToken(nn.Module):
@@ -106,7 +106,7 @@ def test_positions_must_begin_anew():
     assert packing_fault(PerToken(of_row=False)) is None
     fault = packing_fault(PerToken(of_row=True))
     assert fault is not None
-    assert "PerToken gives a text another output behind another one than alone" in fault
+    assert "PerToken returns other outputs for a text after another text than alone" in fault
 
 
 def test_what_cannot_be_told_is_a_fault():

@@ -116,7 +116,7 @@ def test_many_words_have_larger_numbers(tmp_path):
 
 
 def test_what_is_gone_is_said(tmp_path):
-    with pytest.raises(DataError, match="the words of the teacher .* are gone"):
+    with pytest.raises(DataError, match="the words of the teacher .* are missing"):
         open_teacher_cache(tmp_path / "teacher")
 
 

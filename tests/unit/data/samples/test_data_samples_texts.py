@@ -119,7 +119,7 @@ def test_a_split_by_text_shares_no_text_and_loses_no_window(tmp_path: Path):
 
 def test_a_share_of_one_text_cannot_be_held_out_however_many_windows_it_has(tmp_path: Path):
     spans = cut_texts(store_of_lengths(tmp_path, [100]), 8)
-    why = r"share of 0\.1 of 1 text, for windows .*: set data\.unit=line or data\.unit=paragraph .*data\.validation"
+    why = r"share of 0\.1 of 1 text, because windows .*: set data\.unit=line or data\.unit=paragraph .*data\.validation"
     with pytest.raises(DataError, match=why):
         split_by_text(spans, 0.1, seed=0)
 

@@ -266,7 +266,7 @@ def test_no_batch_is_cut_unasked_though_the_techniques_ran_out_of_memory(
     loop = Loop(num_steps_per_update, fallbacks=[[Choice(technique="cache"), micro_batch_choice(1)]])
     loop.loss_of = lambda micro_batch, share: (loop.model(micro_batch["x"]) - micro_batch["y"]).square().max()
     before = [one.detach().clone() for one in loop.model.parameters()]
-    with pytest.raises(InputError, match="the loss of a batch is not the sum of those of its parts"):
+    with pytest.raises(InputError, match="the loss of a batch is not the sum of the losses of its parts"):
         loop.train()
     assert loop.micro_batches == []
     assert all(map(torch.equal, before, loop.model.parameters()))

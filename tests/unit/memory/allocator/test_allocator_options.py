@@ -53,8 +53,8 @@ def test_texts(text: str, rules: AllocatorRules):
         ("large_segment_size_mb:40,max_split_size_mb:39", "give a whole number of MiB from 40 on"),
         ("garbage_collection_threshold:1.0", "is '1.0': give a number between 0 and 1"),
         ("garbage_collection_threshold:lots", "is 'lots': give a number"),
-        ("roundup_power2_divisions:3", "'3' in it is no power of two"),
-        ("roundup_power2_divisions:[256:1,512]", "'' in it is no power of two"),
+        ("roundup_power2_divisions:3", "'3' is not a power of two"),
+        ("roundup_power2_divisions:[256:1,512]", "'' is not a power of two"),
         ("backend:cudaMallocAsync", "choose the backend 'cudaMallocAsync', whose memory cannot be predicted: use"),
     ],
 )

@@ -120,7 +120,7 @@ def test_deterministic_algorithms_exclude_cudnn() -> None:
 def test_where_nothing_is_left_it_says_what_to_allow() -> None:
     with (
         sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-        pytest.raises(DeviceError, match=r"capability 8\.0, and `math` is switched off: allow SDPBackend\.MATH"),
+        pytest.raises(DeviceError, match=r"capability 8\.0, and `math` is disabled: allow SDPBackend\.MATH"),
     ):
         choose(A100, FP32)
 

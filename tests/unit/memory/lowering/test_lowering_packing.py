@@ -75,7 +75,7 @@ REFUSED = [
     pytest.param((5, 3, 2), [5, -1, -1], True, "greater than 0", "sample 1 .* its length is -1", id="negative"),
     pytest.param((5, 3, 2), [0, 0, 0], False, "greater than 0", "sample 0 .* its length is 0", id="all zero"),
     pytest.param(
-        (5, 3, 2), [2, 5, 3], True, "sorted in decreasing", "sample 1 .* with 5 .* with 2 as .*False", id="order"
+        (5, 3, 2), [2, 5, 3], True, "sorted in decreasing", "sample 1 .* with 5 .* with 2 because .*False", id="order"
     ),
     pytest.param((5, 3, 2), [5, 3], True, "equal to batch_size", r"3 samples with 2 lengths \[5, 3\]", id="too few"),
     pytest.param((5, 0, 2), [], True, "empty tensors", r"shape \[5, 0, 2\] .*: leave out", id="no samples"),

@@ -58,7 +58,7 @@ def test_a_dry_run_reads_no_file(folders: dict[str, Path], kind: str, tmp_path: 
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"distill.teacher: there is no folder .*nowhere: give one"):
+    with pytest.raises(JobError, match=r"distill.teacher: there is no folder .*nowhere: give the folder"):
         sketch_teacher(tmp_path / "nowhere", "classification", CLASSIFIER)
     with pytest.raises(JobError, match=r"distill.teacher: .* is not a Hugging Face checkpoint"):
         sketch_teacher(tmp_path, "classification", CLASSIFIER)
@@ -71,10 +71,10 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     [
         ("gpt2", "language-modeling", {"vocab_size": 60}, "50 token embeddings, but the tokenizer has 60 tokens"),
         ("lstm", "language-modeling", {"vocab_size": 60}, "50 token embeddings, but the tokenizer has 60 tokens"),
-        ("bert classifier", "classification", {"num_labels": 5}, "tells 3 labels apart, but the data have 5"),
-        ("lstm classifier", "classification", {"num_labels": 5}, "tells 3 labels apart, but the data have 5"),
+        ("bert classifier", "classification", {"num_labels": 5}, "has 3 labels, but the data have 5"),
+        ("lstm classifier", "classification", {"num_labels": 5}, "has 3 labels, but the data have 5"),
         ("gpt2", "language-modeling", {"sequence_length": 64}, "n_positions 32 cannot hold sequence_length 64"),
-        ("lstm", "classification", {"num_labels": 3}, "is for language-modeling, and the task is classification"),
+        ("lstm", "classification", {"num_labels": 3}, "is for language-modeling, but the task is classification"),
         ("bert classifier", "language-modeling", {"num_labels": None}, "lacks|lack"),
     ],
 )
@@ -87,7 +87,9 @@ def test_what_does_not_fit_is_refused_with_both_sizes(
 
 
 def test_a_model_without_the_head_of_the_task_is_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(JobError, match=r"was not trained for classification, for it lacks 1 weights \(score.weight\)"):
+    with pytest.raises(
+        JobError, match=r"was not trained for classification, because it lacks 1 weights \(score.weight\)"
+    ):
         sketch_teacher(folders["gpt2"], "classification", CLASSIFIER._replace(num_labels=2))
 
 
@@ -101,7 +103,7 @@ def test_labels_in_another_order_are_refused(folders: dict[str, Path], kind: str
     (folder / "config.json").write_text(json.dumps(fields))
     sketch_teacher(folder, "classification", CLASSIFIER, names)
     sketch_teacher(folder, "classification", CLASSIFIER)
-    with pytest.raises(JobError, match="calls label 0 'bad', but the data 'good'"):
+    with pytest.raises(JobError, match="label 0 is 'bad' in .*, but 'good' in the data"):
         sketch_teacher(folder, "classification", CLASSIFIER, names[::-1])
     sketch_teacher(folders[kind], "classification", CLASSIFIER, names)  # whose labels have no names
 
@@ -129,7 +131,7 @@ def test_a_single_changed_number_makes_another_teacher(tmp_path: Path) -> None:
 
 def test_other_tokens_are_refused_by_name(tmp_path: Path) -> None:
     require_same_tokens(tmp_path, {"a": 0, "b": 1}, {"b": 1, "a": 0})
-    with pytest.raises(JobError, match=r"of 2 tokens, than the job, of 3: 'b' is 1 there and 2 here; set `tokenizer: "):
+    with pytest.raises(JobError, match=r"the id of 'b' is 1 in the teacher's and 2 in the job's; set `tokenizer: "):
         require_same_tokens(tmp_path, {"a": 0, "b": 1}, {"a": 0, "c": 1, "b": 2})
-    with pytest.raises(JobError, match="'c' is null there and 1 here"):
+    with pytest.raises(JobError, match="the id of 'c' is null in the teacher's and 1 in the job's"):
         require_same_tokens(tmp_path, {"a": 0}, {"a": 0, "c": 1})

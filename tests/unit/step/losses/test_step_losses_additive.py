@@ -109,7 +109,7 @@ NOT_ADDITIVE = {
 def test_what_is_not_additive_is_found(name):
     check = checked(*NOT_ADDITIVE[name])
     assert check.verdict == "not additive"
-    assert "the loss of a batch is not the sum of those of its parts" in check.why
+    assert "the loss of a batch is not the sum of the losses of its parts" in check.why
     assert all(word in check.remedy for word in ("units", "CachedMultipleNegativesRankingLoss", "never_cut=True"))
 
 
@@ -219,8 +219,8 @@ def test_a_batch_whose_first_dimension_is_time_is_said_not_to_be_cut_though_it_i
 
     check = checked(last_of_time, batch={"x": torch.randn(12, 12, 4), "label": torch.arange(12) % 2})
     assert check.verdict == "not shown"
-    assert "the loss of some samples of a batch fails by itself (ValueError: Expected" in check.why
-    assert "make dimension 0 of every field the sample" in check.remedy
+    assert "the loss cannot be computed for a few samples of a batch (ValueError: Expected" in check.why
+    assert "put the samples in dimension 0 of every field" in check.remedy
 
 
 def test_where_memory_runs_out_fewer_samples_are_taken_then_no_gradients():
@@ -303,7 +303,7 @@ def test_what_is_found_later_says_since_when():
     is_late[0] = True
     reason = additivity.before_cut(batch_of())
     assert reason is not None
-    assert reason.why.endswith("found at cut 2, those before it looked additive")
+    assert reason.why.endswith("found at cut 2, earlier cuts looked additive")
     assert workload.kept_whole == reason
     assert additivity.news().verdict == "not additive"
     assert additivity.news() is None
