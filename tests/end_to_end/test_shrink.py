@@ -102,7 +102,7 @@ def test_the_best_under_a_target_is_found_trained_again_and_loads(run, tmp_path)
     assert json.loads(applied.stdout)["num_faults"] == 0
     page = tmp_path / "small.html"
     assert plimsoll("report", small, "-o", page).returncode == 0
-    assert "Quality against size" in page.read_text()
+    assert "Quality and size" in page.read_text()
 
 
 @pytest.mark.slow

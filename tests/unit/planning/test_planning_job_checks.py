@@ -45,7 +45,7 @@ FAULTS = {
     "labels": ({"task": "classification"}, JobError, "at least 2 labels, but the data have 1"),
     "column": ({"task": "classification", "data": {"train": "rows.jsonl", "label": "clas"}}, DataError, "clas"),
     "pin": ({"pin": "heeap=never"}, InputError, "no technique `heeap`; did you mean `heap`"),
-    "budget": ({"budget": "100MiB", "device": "cpu"}, BudgetError, "a budget of 100.0 MiB cannot hold any training"),
+    "budget": ({"budget": "100MiB", "device": "cpu"}, BudgetError, "a budget of 100.0 MiB is too small for any training"),
 }
 
 
