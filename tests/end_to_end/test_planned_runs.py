@@ -146,9 +146,7 @@ def test_ctrl_c_while_planning_says_so_and_leaves_nothing_behind(planned, tmp_pa
     process.send_signal(signal.SIGINT)
     done = finish(process)
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == (
-        "the planning was stopped before there was an answer: give the same command to begin again\n"
-    )
+    assert done.stderr == ("planning was stopped before it had a result: run the same command again\n")
     assert list(tmp_path.iterdir()) == []
     baseline.wait(LONGEST_SECONDS)  # it ends by itself
 

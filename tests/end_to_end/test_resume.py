@@ -153,6 +153,6 @@ def test_a_run_that_was_stopped_before_it_had_data_says_so(short_run):
     done = plimsoll("train", "--resume", "--out", short_run, "--json")
     assert (done.returncode, done.stderr) == (
         2,
-        f"error: {short_run} was stopped before its data was ready, so there is nothing to go on with: "
+        f"error: {short_run} was stopped before its data was ready, so there is nothing to resume: "
         f"start it again with `plimsoll train job.yaml --out {short_run}`\n",
     )

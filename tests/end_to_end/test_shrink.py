@@ -131,5 +131,5 @@ def test_ctrl_c_loses_nothing_that_was_made(run, tmp_path):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode == 130
-    assert "give the same command again to go on" in json.loads(output)["message"]
+    assert "run the same command again to continue" in json.loads(output)["message"]
     assert list(models.glob("*/small-*.json"))

@@ -28,9 +28,11 @@ def require_known(out: Path, dtype: str, quantize: str | None, cache: str) -> No
         OutputError: if the suffix of ``out`` belongs to another format.
     """
     if out.suffix.lower() in _OTHER_FORMS:
-        raise OutputError(f"results are JSON lines, but {out} ends in {out.suffix}: give an --out that ends in .jsonl")
+        raise OutputError(
+            f"results are JSON lines, but --out {out} ends in {out.suffix}: give it a name that ends in .jsonl"
+        )
     if dtype not in (words := get_args(Dtype)):
-        raise InputError(f"--dtype {dtype} is not supported: give one of {', '.join(words)}")
+        raise InputError(f"--dtype {dtype} is not supported for weights: give one of {', '.join(words)}")
     if quantize not in {None, "int8", "int4"}:
         raise InputError(f"--quantize {quantize} is not supported: give int8 or int4, or leave it out")
     if cache not in {"full", "offloaded"}:
@@ -48,16 +50,16 @@ def generation_of(
     if max_new_tokens is None:
         if temperature is not None:
             raise InputError(
-                f"--temperature {temperature} applies to new tokens only: give --max-new-tokens too, or leave it out"
+                f"--temperature {temperature} needs --max-new-tokens: give that too, or leave --temperature out"
             )
         if cache != "full":
-            raise InputError(f"--cache {cache} applies to new tokens only: give --max-new-tokens too, or leave it out")
+            raise InputError(f"--cache {cache} needs --max-new-tokens: give that too, or leave --cache out")
         return None
     if max_new_tokens < 1:
         raise InputError(f"--max-new-tokens {max_new_tokens} generates nothing: give 1 or more")
     if temperature is not None and not 0 < temperature < float("inf"):
         raise InputError(
-            f"--temperature is {temperature}, but must be above 0 and finite: give a number, or leave it out"
+            f"--temperature {temperature} is not a finite number above 0: give one, or leave it out for greedy decoding"
         )
     if not 0 < top_p <= 1:
         raise InputError(f"--top-p {top_p} is not a probability: give a number above 0 and at most 1")

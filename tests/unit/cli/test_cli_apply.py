@@ -42,14 +42,14 @@ def test_a_failure_is_one_record_too(call, model, data, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--dtype", "int8"], "--dtype int8 is not supported"),
+        (["--dtype", "int8"], "--dtype int8 is not supported for weights"),
         (["--quantize", "int3"], "--quantize int3 is not supported: give int8 or int4"),
         (["--budget", "much"], "--budget: cannot read"),
-        (["--temperature", "1"], "give --max-new-tokens too"),
+        (["--temperature", "1"], "--temperature 1.0 needs --max-new-tokens"),
         (["--max-new-tokens", "0"], "generates nothing"),
-        (["--max-new-tokens", "5", "--temperature", "0"], "must be above 0 and finite"),
+        (["--max-new-tokens", "5", "--temperature", "0"], "is not a finite number above 0"),
         (["--max-new-tokens", "5", "--top-p", "1.5"], "is not a probability"),
-        (["--cache", "offloaded"], "--cache offloaded applies to new tokens only"),
+        (["--cache", "offloaded"], "--cache offloaded needs --max-new-tokens"),
         (["--max-new-tokens", "5", "--cache", "small"], "--cache small is not supported"),
         (["--task", "generate", "--max-new-tokens", "5", "--cache", "offloaded"], "--cache offloaded moves keys"),
         (["--adapter", "nowhere"], "nowhere"),
@@ -74,7 +74,7 @@ def test_the_first_row_of_a_csv_is_a_row_if_that_is_said(call, model, tmp_path):
 
 def test_results_are_json_lines(call, model, data, tmp_path):
     done = call("apply", model, "--data", data, "--out", tmp_path / "y.csv")
-    assert (done.code, "give an --out that ends in .jsonl" in done.err) == (2, True)
+    assert (done.code, "give it a name that ends in .jsonl" in done.err) == (2, True)
 
 
 def test_options_come_to_the_work(call, monkeypatch, model, data, tmp_path):
@@ -88,7 +88,7 @@ def test_options_come_to_the_work(call, monkeypatch, model, data, tmp_path):
     options = ["--task", "generate", "--max-new-tokens", 5, "--temperature", 0.5, "--seed", 3, "--batch-size", 8]
     done = call("apply", model, "--data", data, "--out", tmp_path / "y.jsonl", *options, "--budget", "1GiB", "--force")
     assert done.code == 130
-    assert "give the same command again to go on" in done.err
+    assert "run the same command again to continue" in done.err
     ((arguments, named),) = asked
     assert arguments[:3] == (model, data, tmp_path / "y.jsonl")
     assert arguments[3].generation == Generation(5, 0.5, 1.0, 3)

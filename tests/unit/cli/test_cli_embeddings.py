@@ -113,17 +113,20 @@ BAD = {
     "a folder": (("info", "."), ". is a folder: name the file with the vectors in it"),
     "no vectors": (("info", "words.txt"), "words.txt holds no word vectors that are known here (it begins with b'the"),
     "nothing in it": (("info", "empty.txt"), "empty.txt holds 0 bytes"),
-    "no words": (("subset", "glove.txt"), "0 options say which words are wanted (none): give one of --vocabulary"),
+    "no words": (
+        ("subset", "glove.txt"),
+        "the words must come from one option, not 0 (none): give one of --vocabulary",
+    ),
     "words twice": (
         ("subset", "glove.txt", "--vocabulary", "words.txt", "--corpus", "words.txt"),
-        "2 options say which words are wanted (--vocabulary, --corpus)",
+        "the words must come from one option, not 2 (--vocabulary, --corpus)",
     ),
     "no such words": (("subset", "glove.txt", "--vocabulary", "none"), "cannot read the vocabulary none (No such file"),
     "no hit": (
         ("subset", "glove.txt", "--vocabulary", "other.txt"),
         "none of the 2 words of other.txt (xyzzy, plugh, ...) is in glove.txt (the, cat, Dog, of, ...)",
     ),
-    "no format": (("convert", "glove.txt", "-o", "out.doc"), "cannot tell from the name out.doc what to write"),
+    "no format": (("convert", "glove.txt", "-o", "out.doc"), "cannot write out.doc: its suffix is unknown"),
     "no folder": (("convert", "glove.txt", "-o", "none/out.txt"), "there is no folder none: make it"),
     "not for words of this text": (
         ("subset", "glove.txt", "--vocabulary", "words.txt", "--padding", "<pad>"),
@@ -135,7 +138,7 @@ BAD = {
     ),
     "of a corpus": (
         ("subset", "glove.txt", "--vocabulary", "words.txt", "--min-count", "2"),
-        "--min-count is for words counted with --corpus: leave it out, or give that",
+        "--min-count needs --corpus: leave it out, or give --corpus too",
     ),
     "below a file": (("info", "glove.txt/inside.txt"), "glove.txt is no zip archive, so it holds no inside.txt"),
     "a pipe": (("info", "pipe"), "pipe is no file that can be read more than once: write it to a disk"),

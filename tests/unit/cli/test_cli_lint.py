@@ -70,7 +70,7 @@ def test_rules_are_left_out_or_chosen(bad):
     assert lint(bad, "--select", RULE).exit_code == 1
     answer = lint(bad, "--ignore", "nothing_such")
     assert answer.exit_code != 0
-    assert "no rule 'nothing_such' to ignore" in str(answer.exception)
+    assert "--ignore nothing_such: there is no such rule: give one of" in str(answer.exception)
 
 
 def test_a_path_that_is_not_there_is_bad_input(tmp_path):

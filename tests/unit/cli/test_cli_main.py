@@ -1,5 +1,6 @@
 """The command line as a whole: its commands, their flags, their help, and what becomes of an error."""
 
+import inspect
 import os
 import re
 import signal
@@ -132,6 +133,36 @@ def test_every_help_has_examples_that_use_only_its_own_flags(name):
     used = {flag for example in examples for flag in re.findall(r"(?<= )--?[a-z][a-z-]*", example)}
     assert used <= FLAGS[name]
     assert f"plimsoll {name}" in CliRunner().invoke(app, [*name.split(), "--help"]).stdout
+
+
+VISIBLE = [name for name, command in COMMANDS.items() if not command.hidden]
+TEXTS = {name: command.help for name, command in {**PLIMSOLL.commands, **COMMANDS}.items() if not command.hidden}
+
+
+@pytest.mark.parametrize("name", VISIBLE)
+def test_no_line_of_a_help_text_and_no_example_wraps_at_80_columns(call, name):
+    shown = [line.strip() for line in call(*name.split(), "--help").out.splitlines()]
+    lines = [line.strip() for line in inspect.cleandoc(TEXTS[name]).splitlines() if line.strip("\b ")]
+    assert [line for line in lines if line not in shown] == []
+    examples = lines[lines.index("Examples:") + 1 :]
+    assert 1 <= len(examples) <= 5
+
+
+@pytest.mark.parametrize("group", ["", "cache", "data", "embeddings"])
+def test_a_list_of_commands_has_one_line_for_each(call, group):
+    inner = PLIMSOLL.commands[group] if group else PLIMSOLL
+    shown = [line.strip("│ ").split(maxsplit=1) for line in call(*group.split(), "--help").out.splitlines()]
+    for name, command in inner.commands.items():
+        if not command.hidden:
+            assert [name, inspect.cleandoc(command.help).split("\n\n")[0]] in shown
+
+
+@pytest.mark.parametrize("name", VISIBLE)
+def test_every_option_is_in_a_group(name):
+    command = COMMANDS[name]
+    options = [one for one in command.get_params(typer.Context(command)) if one.opts[0].startswith("-")]
+    assert [one.name for one in options if not one.rich_help_panel] == []
+    assert options[-1].name == "help"
 
 
 def test_every_flag_says_what_it_does():

@@ -164,7 +164,7 @@ def test_what_contradicts_itself_is_refused_before_the_work(refused, job, planni
     ("options", "message"),
     [
         (["--set", "batchsize=3"], "batch_size"),
-        (["-o", "a.pdf"], "cannot tell from the name a.pdf what to write: give -o a name in .html or .json"),
+        (["-o", "a.pdf"], "cannot write a.pdf: its suffix is not .html or .json: give -o a name with one of them"),
         (["--calibration", "none.json"], "there is no 'calibration' record at none.json: check the path"),
     ],
 )
@@ -184,7 +184,7 @@ def test_json_says_what_went_wrong(failed_as_json, job, planning):
 
 def test_ctrl_c_is_said_in_a_line(failed_as_json, job, planning):
     planning(KeyboardInterrupt())
-    message = "the planning was stopped before there was an answer: give the same command to begin again"
+    message = "planning was stopped before it had a result: run the same command again"
     assert failed_as_json("plan", job) == {"error": "Interrupted", "message": message, "exit_code": 130}
 
 

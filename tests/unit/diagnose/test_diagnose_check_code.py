@@ -149,7 +149,7 @@ def test_a_link_stays_one(tmp_path):
 def test_rules_can_be_chosen(tmp_path):
     path = write(tmp_path / "a.py", FIXABLE + BAD)
     assert {rule for *_, rule in found(path, rules=["loss_graph_kept"])} == {"loss_graph_kept"}
-    with pytest.raises(InputError, match="no rule 'los_graph'.*choose of.*loss_graph_kept"):
+    with pytest.raises(InputError, match="no rule 'los_graph'.*give one of.*loss_graph_kept"):
         check_code([path], rules=["los_graph"])
 
 

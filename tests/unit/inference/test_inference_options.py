@@ -12,7 +12,7 @@ from plimsoll.models.generation import Generation
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("int8", None, "full"), "--dtype int8 is not supported: give one of stored"),
+        (("int8", None, "full"), "--dtype int8 is not supported for weights: give one of stored"),
         (("stored", "int3", "full"), "--quantize int3 is not supported"),
         (("stored", "int4", "small"), "--cache small is not supported"),
     ],
@@ -24,18 +24,18 @@ def test_words_that_there_are_not_are_refused(words, message):
 
 
 def test_results_are_not_called_a_table():
-    with pytest.raises(OutputError, match="results are JSON lines, but a.csv ends in .csv"):
+    with pytest.raises(OutputError, match="results are JSON lines, but --out a.csv ends in .csv"):
         require_known(Path("a.csv"), "stored", None, "full")
 
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ((None, 0.5, 1.0, 0, "full"), "applies to new tokens only: give --max-new-tokens too"),
-        ((None, None, 1.0, 0, "offloaded"), "applies to new tokens only: give --max-new-tokens too"),
+        ((None, 0.5, 1.0, 0, "full"), "needs --max-new-tokens: give that too"),
+        ((None, None, 1.0, 0, "offloaded"), "needs --max-new-tokens: give that too"),
         ((0, None, 1.0, 0, "full"), "generates nothing"),
-        ((5, 0.0, 1.0, 0, "full"), "must be above 0 and finite"),
-        ((5, float("inf"), 1.0, 0, "full"), "must be above 0 and finite"),
+        ((5, 0.0, 1.0, 0, "full"), "is not a finite number above 0"),
+        ((5, float("inf"), 1.0, 0, "full"), "is not a finite number above 0"),
         ((5, None, 0.0, 0, "full"), "is not a probability"),
     ],
 )

@@ -157,7 +157,7 @@ def test_a_torn_checkpoint_is_refused_and_the_good_one_named(tmp_path, name, dam
     save(tmp_path, 10)
     save(tmp_path, 20)
     damage(tmp_path / "step-00000020" / name)
-    with pytest.raises(CheckpointError, match=r"step 20 .* is torn .* step 10 is good: .* --from-step 10"):
+    with pytest.raises(CheckpointError, match=r"step 20 .* is damaged .* step 10 is intact: .* --from-step 10"):
         checkpoint.load(tmp_path, MARKS)
     assert checkpoint.newest_good(tmp_path, MARKS).step == 10
     assert checkpoint.load(tmp_path, MARKS, step=10).step == 10
@@ -168,7 +168,7 @@ def test_in_place_of_a_torn_one_no_later_one_is_named(tmp_path):
     save(tmp_path, 10)
     save(tmp_path, 20)
     remove(tmp_path / "step-00000010" / "model.pt")
-    with pytest.raises(CheckpointError, match=r"step 10 .* is torn .*start anew in another --out"):
+    with pytest.raises(CheckpointError, match=r"step 10 .* is damaged .*start again with another --out"):
         checkpoint.load(tmp_path, MARKS, step=10)
 
 
@@ -214,8 +214,8 @@ def test_a_flipped_byte_is_shown_in_numbers(tmp_path):
     save(tmp_path, 10)
     flip_byte(tmp_path / "step-00000010" / "model.pt")
     num_bytes = (tmp_path / "step-00000010" / "model.pt").stat().st_size
-    expected = rf"is torn \(model.pt has {num_bytes} bytes and CRC [0-9a-f]{{8}}, written were {num_bytes} and "
-    with pytest.raises(CheckpointError, match=expected + r"[0-9a-f]{8}\); start anew in another --out"):
+    expected = rf"is damaged \(model.pt has {num_bytes} bytes and CRC [0-9a-f]{{8}}, expected {num_bytes} and "
+    with pytest.raises(CheckpointError, match=expected + r"[0-9a-f]{8}\); start again with another --out"):
         checkpoint.load(tmp_path, MARKS)
 
 
@@ -228,7 +228,7 @@ def test_a_checkpoint_of_another_job_is_refused_with_what_differs(tmp_path):
         ({"model": "gru"}, "seed was 0, is not set"),
     ]:
         assert checkpoint.newest_good(tmp_path, marks) is None
-        with pytest.raises(CheckpointError, match=rf"belongs to another job \({difference}\); start anew"):
+        with pytest.raises(CheckpointError, match=rf"belongs to another job \({difference}\); start again"):
             checkpoint.load(tmp_path, marks)
 
 
@@ -299,7 +299,7 @@ assert len(os.listdir("/proc/self/fd")) == num_open
 def test_a_full_disk_is_said_and_leaves_the_earlier_checkpoint(tmp_path):
     done = run_program(FULL_DISK, tmp_path)
     assert "cannot write the checkpoint of step 20" in done.stdout, done.stderr
-    assert "File too large; earlier checkpoints are intact: free some space and go on with --resume" in done.stdout
+    assert "File too large; earlier checkpoints are intact: free some space and continue with --resume" in done.stdout
     assert done.stderr == ""
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     assert checkpoint.load(tmp_path, {}).step == 10

@@ -292,7 +292,7 @@ print(directory.lines() == [line, line])
 def test_a_line_that_the_disk_has_no_room_for_leaves_no_part_behind(tmp_path):
     done = run_program(FULL_DISK, tmp_path / "a")
     message, is_whole = done.stdout.splitlines()
-    assert "metrics.jsonl: File too large; free some space and go on with --resume" in message
+    assert "metrics.jsonl: File too large; free some space and continue with --resume" in message
     assert is_whole == "True", done.stderr
 
 

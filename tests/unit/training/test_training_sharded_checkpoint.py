@@ -140,7 +140,7 @@ def test_the_last_few_are_kept_and_a_torn_one_is_refused(tmp_path, trained):
     assert sorted(one.name for one in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
     shard = next((tmp_path / "step-00000003" / "shards").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"step 3 .* is torn \(shards/.*; the one of step 2 is good"):
+    with pytest.raises(CheckpointError, match=r"step 3 .* is damaged \(shards/.*; the checkpoint of step 2 is intact"):
         checkpoint.load(tmp_path, MARKS)
 
 
