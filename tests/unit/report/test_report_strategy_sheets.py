@@ -1,4 +1,4 @@
-"""The text about fine-tuning strategies: which fit, what memory each needs, and which change the training."""
+"""The text about fine-tuning strategies: which fit, which memory each needs, and which change the training."""
 
 import shlex
 
