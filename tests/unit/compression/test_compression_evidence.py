@@ -1,4 +1,4 @@
-"""The evaluation data for models: samples, counts and quality equal those of a training."""
+"""The evaluation data for models: samples, counts and quality are the same as in a training."""
 
 from __future__ import annotations
 

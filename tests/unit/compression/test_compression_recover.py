@@ -26,7 +26,7 @@ JOB = Job.from_fields({
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Replace the training command by one that always fails, and return a list of its arguments."""
+    """Replace the training command by a function that always fails, and return a list of its arguments."""
     commands = []
 
     def run(command, **_):

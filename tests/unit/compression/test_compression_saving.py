@@ -21,7 +21,7 @@ IDS_BT = torch.arange(14).reshape(2, 7)
 
 
 def restructured(model):
-    """Let the last layer of a model share the parameters of the one before, and factor its embedding."""
+    """Share the parameters of the last two layers of a model, and factor its embedding."""
     is_bert = model.config.model_type == "bert"
     layers, rows = ("bert.encoder.layer", "bert.embeddings.word_embeddings") if is_bert else ("h", "wte")
     layers, rows = (layers, rows) if is_bert else (f"transformer.{layers}", f"transformer.{rows}")

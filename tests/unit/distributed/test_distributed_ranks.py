@@ -120,7 +120,7 @@ def test_another_ranks_lack_of_memory_is_named_as_such():
 
 
 def met(monkeypatch: pytest.MonkeyPatch, store: HashStore, world_size: int, ranks: range) -> list[Store]:
-    """Let ranks meet at a store, each in a separate thread."""
+    """Connect ranks through a store, each in a separate thread."""
     monkeypatch.setattr("plimsoll.distributed.ranks.rendezvous", lambda *_, **__: iter([(store, 0, world_size)]))
     with ThreadPoolExecutor() as pool:
         return [*pool.map(lambda rank: _met(rank, world_size, 2.0), ranks)]

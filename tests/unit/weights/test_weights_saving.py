@@ -1,4 +1,4 @@
-"""Weights that share one buffer, like those of cuDNN's recurrent layers, are written and read back."""
+"""Weights that share one buffer, like the weights of cuDNN's recurrent layers, are written and read back."""
 
 import pytest
 import torch
