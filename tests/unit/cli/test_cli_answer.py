@@ -1,4 +1,4 @@
-"""What `predict` and `plan` have in common, called as they call it."""
+"""The code that `predict` and `plan` share, called as they call it."""
 
 import pytest
 

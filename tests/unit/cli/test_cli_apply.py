@@ -1,4 +1,4 @@
-"""`plimsoll apply`: what it asks for, how it answers and how it ends; the work itself is tested where it is done."""
+"""`plimsoll apply`: its options, output and exit codes. Tests of the modules cover the work itself."""
 
 import json
 
@@ -66,7 +66,7 @@ def test_what_cannot_be_meant_is_refused(call, model, data, tmp_path, options, s
 
 
 def test_the_first_row_of_a_csv_is_a_row_if_that_is_said(call, model, tmp_path):
-    (tmp_path / "x.csv").write_text("2,w1\n4,w3\n")  # the first row holds a 2, which could be a name
+    (tmp_path / "x.csv").write_text("2,w1\n4,w3\n")  # the first row contains a 2, which could be a column name
     options = ["--column", "2", "--no-header", "--keep", "1", "--out", tmp_path / "y.jsonl", "--quiet"]
     assert call("apply", model, "--data", tmp_path / "x.csv", *options).code == 0
     assert [row["1"] for row in read_rows(tmp_path / "y.jsonl")] == ["2", "4"]

@@ -1,4 +1,4 @@
-"""`plimsoll embeddings` as a user calls it: what it prints, writes, refuses, and leaves alone."""
+"""`plimsoll embeddings`: its output, the files it writes, its refusals, and the files that it leaves unchanged."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_the_output_is_of_the_format_of_its_name_and_is_not_overwritten(call, fo
     assert Path("rows.vec").read_text().startswith("3 2\nthe 0.1 0.2\n")
     again = call(*take, "rows.txt")
     assert (again.code, "rows.txt exists already and is not overwritten" in again.err) == (2, True)
-    array = call(*take, "rows.npy", "--missing", "zeros")  # whose words would be in rows.txt
+    array = call(*take, "rows.npy", "--missing", "zeros")  # its words would be written to rows.txt
     assert (array.code, "rows.txt exists already" in array.err) == (2, True)
     assert not Path("rows.npy").exists()
     assert call(*take, "rows.npy", "--missing", "zeros", "--force").code == 0
@@ -73,8 +73,9 @@ def test_words_are_counted_in_texts_and_in_a_column_of_them(call, folder):
         "embeddings", "subset", "glove.txt", "--corpus", "text.txt", "--min-count", "2", "--json", "--exact-case"
     )
     found = json.loads(done.out)
-    assert (found["num_rows"], found["num_words"], found["num_exact"]) == (4, 3, 2)  # padding; unknown, the, of
-    assert (found["num_tokens"], found["num_hit_tokens"]) == (8, 5)  # 3 the, 2 of; cat, dog and bird have no row
+    assert (found["num_rows"], found["num_words"], found["num_exact"]) == (4, 3, 2)  # rows: padding; unknown, the, of
+    # 3 times "the" and 2 times "of"; cat, dog and bird have no row
+    assert (found["num_tokens"], found["num_hit_tokens"]) == (8, 5)
     Path("table.csv").write_text("title,body\nthe,cat cat\nof,cat dog\n")
     done = call("embeddings", "subset", "glove.txt", "--corpus", "table.csv", "--set", "data.text=body", "--json")
     found = json.loads(done.out)

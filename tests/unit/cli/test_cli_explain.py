@@ -1,4 +1,4 @@
-"""`plimsoll explain`, on directories of runs written by hand."""
+"""`plimsoll explain`, with directories of runs written by hand."""
 
 import gzip
 import json

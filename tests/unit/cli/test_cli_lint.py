@@ -1,4 +1,4 @@
-"""``plimsoll lint``: what it prints, and how it ends."""
+"""``plimsoll lint``: its output and exit codes."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_a_file_that_was_named_and_is_not_python_is_bad_input(bad, format):
     answer = lint(bad, torn, "--format", format)
     assert answer.exit_code == 2
     assert "torn.py: not checked: line 2" in answer.stdout + answer.stderr
-    assert lint(bad.parent).exit_code == 1  # in a folder it may be a template
+    assert lint(bad.parent).exit_code == 1  # a file in a folder may be a template
     bad.unlink()
     assert lint(bad.parent).exit_code == 0
 

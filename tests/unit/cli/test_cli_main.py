@@ -1,4 +1,4 @@
-"""The command line as a whole: its commands, their flags, their help, and what becomes of an error."""
+"""The command line as a whole: its commands, flags and help, and the handling of errors."""
 
 import inspect
 import os
@@ -26,7 +26,7 @@ COMMANDS = {
     ).items()
 }
 
-# Every flag there is. A field of a job is changed with --set and has no flag of its own: think twice before this grows.
+# All flags. --set changes every field of a job, so a field needs no flag: think twice before this list grows.
 FLAGS = {
     "plimsoll": {"--version"},
     "probe": {"--json"},
@@ -172,7 +172,7 @@ def test_every_flag_says_what_it_does():
 
 
 def plimsoll(*arguments, **options):
-    """Run the command as a process of its own."""
+    """Run the command as a separate process."""
     return subprocess.run(
         [sys.executable, "-m", "plimsoll", *map(str, arguments)],
         env=environment(),
@@ -200,14 +200,14 @@ def test_what_the_command_line_does_not_know_is_bad_input(arguments):
 
 @pytest.fixture
 def waiting(tmp_path):
-    """A command that reads a file nobody writes."""
+    """Start a command that waits for a file which nobody writes."""
     (tmp_path / "plan.json").write_text("{}")
     os.mkfifo(tmp_path / "run.json")
     command = [sys.executable, "-m", "plimsoll", "report", str(tmp_path)]
     process = subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
     )
-    with open(tmp_path / "run.json", "w"):  # waits for the command to open it
+    with open(tmp_path / "run.json", "w"):  # blocks until the command opens the file
         time.sleep(0.1)
         yield process
     process.wait(timeout=LONGEST_SECONDS)
@@ -220,7 +220,7 @@ def test_ctrl_c_is_no_traceback(waiting):
     assert "Traceback" not in errors
 
 
-# As `plimsoll --help | true`: the reader is gone before anything is written.
+# Like `plimsoll --help | true`: the reader exits before anything is written.
 NO_READER = """
 import os, subprocess, sys
 reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""Options that several commands have are one option."""
+"""Options that several commands share have one definition."""
 
 import tempfile
 

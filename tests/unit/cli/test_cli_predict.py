@@ -1,6 +1,6 @@
-"""`plimsoll predict`: what it asks for, what it writes where, and how it ends.
+"""`plimsoll predict`: its options, the files it writes, and its exit codes.
 
-The prediction itself is made by hand here: what a training needs is tested where it is predicted.
+The predictions are made by hand. Tests of planning cover the computation of a prediction.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from prediction_records import MIB, fitting, moment, on_cpu, too_large
 
 @pytest.fixture
 def predicting(standing_in):
-    """Return ``predicting(prediction or error)``: what `predict_job` then does; its list has what it was asked."""
+    """Return ``predicting(prediction or error)``, which replaces `predict_job` and returns its arguments."""
     return partial(standing_in, "plimsoll.planning.predict_job", "predict_job")
 
 

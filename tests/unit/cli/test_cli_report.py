@@ -1,4 +1,4 @@
-"""`plimsoll report`, on the directory of a run written by hand."""
+"""`plimsoll report`, with the directory of a run written by hand."""
 
 import json
 import os
@@ -22,7 +22,7 @@ GIBIBYTE = 1 << 30
 
 @pytest.fixture
 def run(tmp_path):
-    """Two steps of 100 tokens, finished."""
+    """Create a finished run of two steps with 100 tokens each."""
     directory = RunDirectory.create(tmp_path / "ship", force=False)
     use = MemoryUse(used_bytes=GIBIBYTE // 2, peak_bytes=GIBIBYTE // 2, reserved_bytes=0)
     device = Device(

@@ -1,4 +1,4 @@
-"""`plimsoll train`: what it refuses before anything starts, and one small run from beginning to end."""
+"""`plimsoll train`: its refusals before anything starts, and one complete small run."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def job(tmp_path):
 
 
 def refused(*arguments):
-    """Give arguments that nothing is to be started for, and return the error."""
+    """Run the command with arguments that it refuses, and return the error."""
     done = CliRunner().invoke(app, ["train", *map(str, arguments)])
     assert done.stdout == ""
     return done.exception
@@ -83,7 +83,7 @@ def test_what_cannot_be_used_is_refused_and_nothing_is_made(job, tmp_path, argum
 
 def test_a_run_that_is_there_is_not_overwritten(job, tmp_path):
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "metrics.jsonl").write_text("mine")  # not every file of that name is Plimsoll's
+    (tmp_path / "a" / "metrics.jsonl").write_text("mine")  # another program may have written a file of this name
     error = refused(job, "--out", tmp_path / "a", "--force")
     assert isinstance(error, OutputError)
     assert "is not empty and not a run, so nothing is written there or removed" in str(error)
@@ -116,7 +116,7 @@ def test_a_rank_that_is_alone_tries_its_plan_unless_it_is_told_not_to(job, tmp_p
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("plimsoll.training.ranks.prepared_by_first", lambda *_: (0, 0))
     monkeypatch.setattr("plimsoll.training.session.Session.run", lambda session: asked.append(session.trial))
-    refused(job, "--out", tmp_path / "a", *options)  # in the end, since there is no run to show
+    refused(job, "--out", tmp_path / "a", *options)  # refused at the end, because there is no run to show
     assert asked == [not options]
 
 
@@ -145,7 +145,7 @@ def train_json(*arguments):
 
 
 def failure_of(done):
-    """The one JSON object of a command that failed, which must say what standard error says."""
+    """Return the JSON object of a failed command, which must contain the message on standard error."""
     (line,) = done.stdout.splitlines()
     fields = json.loads(line)
     assert fields.keys() == {"error", "message", "exit_code"}
@@ -173,7 +173,7 @@ def test_json_of_a_run_that_failed_in_training_is_its_record_and_of_one_that_was
     record = RunRecord.from_json(line)
     assert (record.name, record.status) == ("a", "failed")
     assert done.stderr == f"error: {record.message}\n"
-    assert failure_of(train_json(job, "--out", out))["error"] == "OutputError"  # the record is not of this command
+    assert failure_of(train_json(job, "--out", out))["error"] == "OutputError"  # the record belongs to another command
     refused = failure_of(train_json("--resume", "--out", out, "--set", "seed=2"))
     assert (refused["error"], "seed was 1, is 2" in refused["message"]) == ("CheckpointError", True)
 

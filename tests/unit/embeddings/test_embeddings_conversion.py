@@ -1,4 +1,4 @@
-"""Vectors written in another format are read back bit for bit, and appear whole or not at all."""
+"""Conversion of vectors: the new file is complete or absent, and is read back bit for bit."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The fallback schedule of a plan, how a choice is written, what may be pinned, and when a batch may be cut."""
+"""The fallback schedule of a plan, the notation of a choice, valid pins, and the batches that may be split."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Several tensors of a file that are one weight of torchao."""
+"""Weights of torchao that are stored as several tensors."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders: one file or several, and what is wrong with those that cannot be opened."""
+"""Checkpoint folders with one or several files, and the faults of folders that cannot be opened."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The header of safetensors: what it says is what the library reads, and any damage is a `WeightsError`."""
+"""The header of safetensors: it is read like the library reads it, and any damage is a `WeightsError`."""
 
 import json
 from pathlib import Path

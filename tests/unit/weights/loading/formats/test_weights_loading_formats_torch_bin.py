@@ -1,4 +1,4 @@
-"""Files of torch.save: tensors where torch says their records are; nothing in them is run."""
+"""Files of torch.save: tensors are found in their records, and no code of the file runs."""
 
 import zipfile
 from pathlib import Path
