@@ -1,4 +1,4 @@
-"""What a step refuses, and what it does not."""
+"""Trainings that a step refuses, and trainings that it accepts."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_distributed_data_parallel_is_refused_with_the_reason():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_loss_that_is_no_number_is_of_the_step_that_was_begun(value):
-    """The rate that is told is that of the first group."""
+    """The error reports the learning rate of the first parameter group."""
     groups = [{"params": [MODEL.weight], "lr": 0.1}, {"params": [MODEL.bias], "lr": 0.3}]
     workload = Workload(MODEL, torch.optim.SGD(groups, lr=0.2), lambda *_: None, "samples")
     refuse_non_finite("loss", 1e30, workload, Position(step=5))

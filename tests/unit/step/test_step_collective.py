@@ -1,4 +1,7 @@
-"""What all do or none: here one process, and a stand-in for a rank whose peer failed; real ranks in tests/numerics."""
+"""Work that all ranks complete, or none.
+
+Here a stand-in plays a rank whose peer failed; tests/numerics has real ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An evaluation counts each sample once, in as large micro-batches as fit, and leaves the training as it was."""
+"""An evaluation counts each sample once, in micro-batches as large as fit, and does not change the training."""
 
 import pytest
 import torch

@@ -54,7 +54,7 @@ def test_the_environment_counts_from_the_first_passage(monkeypatch):
 
 def test_the_environment_arms_several_points(monkeypatch):
     monkeypatch.setenv("PLIMSOLL_FAILPOINTS", "copy@1,copy@3,clip@2")
-    with armed("copy"), armed("clip"):  # disarms what the environment adds
+    with armed("copy"), armed("clip"):  # disarms the points that the environment adds
         arm_from_environment()
         assert passages_that_fail("copy", 4) == [1, 3]
         assert passages_that_fail("clip", 4) == [2]

@@ -58,7 +58,7 @@ def test_a_part_without_a_target_has_no_micro_batches(micro_batch):
 
 
 def texts_of(*lengths):
-    """Texts of so many tokens in 16 columns; the one in the third place, if there is one, has no target."""
+    """Return texts of the given lengths in tokens, in 16 columns. The third text, if any, has no target."""
     mask = torch.arange(16).expand(len(lengths), 16) < torch.tensor(lengths)[:, None]
     labels = torch.where(mask, 1, -100)
     labels[2:3] = -100
@@ -98,11 +98,11 @@ def test_texts_of_alike_length_are_a_micro_batch_without_the_padding_of_longer_o
 def test_where_more_short_texts_make_a_pass_each_counts_as_a_full_one(changes, elements_per_sample):
     workload = replace(WORKLOAD, **changes)
     assert shape_of(texts_of(16, 8, 16), workload) == Shape(3, 24, elements_per_sample)
-    assert shape_of({"labels": LABELS}, workload) == Shape(3, 3, 2)  # nothing says how long these are
+    assert shape_of({"labels": LABELS}, workload) == Shape(3, 3, 2)  # the lengths of these are unknown
 
 
 class Of(Ranks):
-    """One of two, of which the other has this shape."""
+    """One of two ranks; the other one has the given shape."""
 
     def __init__(self, other):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ranks tell each other of their buffers; that streams go on so is in `tests/end_to_end/test_rank_jobs.py`."""
+"""Buffers that ranks exchange. `tests/end_to_end/test_rank_jobs.py` tests that streams continue with them."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from plimsoll.step.rank_buffers import own_slots, share_slots, share_statistics
 
 
 class OfThree(Ranks):
-    """One of three, of which the first says 7 and the others together add 100."""
+    """One of three ranks; the first one broadcasts 7, and the others together add 100."""
 
     def __init__(self, rank):
         super().__init__()

@@ -1,4 +1,7 @@
-"""The fallback schedule, step by step and by hand; ten elements per sample unless a test says otherwise."""
+"""The fallback schedule, step by step, with hand-computed values.
+
+Samples have ten elements unless a test sets another number.
+"""
 
 import json
 
@@ -53,7 +56,7 @@ def test_sizes_that_do_not_go_down_are_refused(sizes):
 
 
 def in_force_of(fallback_schedule):
-    """In samples, as is what the functions below take and return: these schedules have one level."""
+    """Return the current size in samples. The functions below use samples, too: these schedules have one level."""
     return fallback_schedule.sizes[fallback_schedule.in_force].samples
 
 
@@ -115,7 +118,7 @@ def test_the_known_limit_counts_elements_and_not_samples():
     fallback_schedule = descended(grow_after=1)
     held(fallback_schedule, 40)
     assert choose(fallback_schedule, 10) == 4  # 8 x 10 failed
-    assert choose(fallback_schedule, 9.9) == 8  # 79.2 elements are less than what failed
+    assert choose(fallback_schedule, 9.9) == 8  # 79.2 elements are fewer than the 80 that failed
 
 
 def test_the_next_larger_size_is_taken_after_clean_steps_one_fallback_at_a_time():
@@ -184,7 +187,7 @@ def test_a_failure_of_a_later_fallback_leaves_the_one_in_force():
     held(fallback_schedule, 8)
     failed(fallback_schedule, 8, 240)
     fallback_schedule.start_at(8)
-    assert choose(fallback_schedule, 60) == 2  # 4 x 60 is what failed
+    assert choose(fallback_schedule, 60) == 2  # 4 x 60 elements have failed
     assert failed(fallback_schedule, 2, 120) == 1
     assert in_force_of(fallback_schedule) == 8
 
@@ -471,7 +474,7 @@ def steps_with(fallback_schedule, lengths, limit_bytes, spoiled=(), real=1.0):
 
 
 def test_after_an_event_the_fastest_fallback_that_fits_by_what_was_measured_is_taken():
-    """The first needs 1.5 times its growth: 190 where there are 150, so that of 160 x 150 / 190 is left."""
+    """The first needs 1.5 times its growth, which is 190 of 150 bytes, so the fallback for 160 x 150 / 190 is taken."""
     fallback_schedule = FallbackSchedule(OF_A_PLAN, needs=NEEDS)
     assert steps_with(fallback_schedule, [10], limit_bytes=150, real=1.5) == [1]
     far_over = FallbackSchedule(OF_A_PLAN, needs=NEEDS)
@@ -499,7 +502,7 @@ def test_where_there_is_no_room_the_size_that_failed_is_left_alone():
 
 
 def test_a_larger_size_that_was_tried_in_vain_waits_four_times_as_long():
-    """Measured peaks say that there is room, and each time there is none: after 3, 12 and 48 more clean steps."""
+    """Measured peaks promise enough memory, but each try fails: after 3, 12 and 48 more clean steps."""
     fallback_schedule, tries = FallbackSchedule((16, 8), grow_after=1000), []
     fallback_schedule.failed(0, 16, 160, ran_out=RanOut(1000, 900))
     for number in range(70):
@@ -527,6 +530,6 @@ def test_free_memory_is_asked_for_only_after_an_event_and_below_the_first_fallba
     fallback_schedule = FallbackSchedule((16, 8))
     assert not fallback_schedule.is_lowered
     fallback_schedule.start_at(8)
-    assert not fallback_schedule.is_lowered  # that is what was begun with
+    assert not fallback_schedule.is_lowered  # this is the size that training started with
     fallback_schedule.failed(1, 8, 80, ran_out=RanOut(100, 100))
     assert fallback_schedule.is_lowered

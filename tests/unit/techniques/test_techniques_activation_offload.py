@@ -1,4 +1,4 @@
-"""What backward needs off the device: the same bits, less memory, and nothing left of it."""
+"""Offloaded activations: the same bits, less memory, and no trace afterwards."""
 
 import gc
 import weakref
@@ -34,7 +34,7 @@ def all_sizes(monkeypatch):
 
 
 class Kept:
-    """Counts what is kept away, as it is made."""
+    """A record of all offloaded tensors as they are created."""
 
     def __init__(self, monkeypatch):
         self.made, original = [], activation_offload._Kept.__init__

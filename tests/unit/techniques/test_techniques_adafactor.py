@@ -1,4 +1,4 @@
-"""Adafactor: the plain PyTorch training with it, nearly no states, and the user's optimizer back afterwards."""
+"""Adafactor: the same training as in plain PyTorch, tiny states, and the user's optimizer restored afterwards."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""An adaptive softmax for the run: what is trained and saved meanwhile, what is refused, and that all is put back."""
+"""An adaptive softmax for the run: the trained and saved weights, refused models, and restoration."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The CUDA allocator's settings: what is offered, what clashes, and that the prediction counts them."""
+"""The settings of the CUDA allocator: choices, conflicts, and their part in the prediction."""
 
 import pytest
 import torch

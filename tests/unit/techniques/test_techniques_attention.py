@@ -1,4 +1,4 @@
-"""Eager attention is exchanged, agrees, keeps no scores, and comes back."""
+"""Eager attention is replaced, gives the same results without saving scores, and is restored."""
 
 import pytest
 import torch

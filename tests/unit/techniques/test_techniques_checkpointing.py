@@ -1,4 +1,4 @@
-"""Checkpointed blocks compute the same bits, keep nothing, and are themselves again afterwards."""
+"""Checkpointed blocks compute the same bits, save nothing, and are restored afterwards."""
 
 import copy
 import gc
@@ -36,7 +36,7 @@ ALL = checkpointing_choice("all")
 
 
 def bits_of(name, choices, dtype=None):
-    """What one pass forward and backward leaves: loss, gradients, buffers, random numbers."""
+    """Return the loss, gradients, buffers and random state after one forward and backward pass."""
     model, batch = fresh(name)
     torch.manual_seed(1)
     with installed(workload_of(model), choices):
@@ -67,7 +67,7 @@ def test_what_is_predicted_is_what_is_needed_and_less_than_plain(name):
     peaks = []
     for choices in ((), (ALL,)):
         predicted = live_bytes(dry_run(model, batch, choices)).peak_bytes
-        if name != "lstms":  # oneDNN's recurrent layers keep what a recorder cannot see
+        if name != "lstms":  # oneDNN's recurrent layers save tensors that a recorder cannot see
             assert predicted == live_bytes(recorded(model, batch, choices)).peak_bytes
         peaks.append(predicted)
     assert peaks[1] < peaks[0]
@@ -337,7 +337,7 @@ class Squares(nn.Module):
 
 
 def test_what_blocks_keep_by_hand():
-    """Of 8 x 10 floats: exp, tanh and the result; the product with the weight dies. The result is what must stay."""
+    """Each block saves exp, tanh and the result, of 8 x 10 floats; the product with the weight is freed."""
     model = Squares()
     batch = {"x": torch.rand(8, 10), "labels": torch.zeros(8)}
     names = tuple(name for name, _ in blocks_of(model))
@@ -348,7 +348,7 @@ def test_what_blocks_keep_by_hand():
 
 
 def test_the_largest_of_several_passes_counts():
-    """A layer norm makes its statistics after its result: BERT's blocks keep what has the hidden states' size."""
+    """A layer norm makes its statistics after its result; BERT's blocks keep tensors of the size of hidden states."""
     model, batch = fresh("bert")
     names = tuple(name for name, _ in blocks_of(model))
     kept = [block.kept_bytes for block in saved_per_block(dry_run(model, batch), names)]
@@ -368,4 +368,8 @@ def test_tensors_given_by_keyword_are_seen_by_torch(monkeypatch):
     model, batch = fresh("blocks")
     with installed(workload_of(model), (ALL,)):
         model_loss(model, batch).backward()
-    assert seen == [[0, 3], [0, 0, 3], [0, 0, 3]]  # the scale, what was seen, hidden states
+    assert seen == [
+        [0, 3],
+        [0, 0, 3],
+        [0, 0, 3],
+    ]  # the dimensions of the scale, of the tensors in `seen`, and of hidden states

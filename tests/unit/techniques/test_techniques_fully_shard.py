@@ -1,4 +1,4 @@
-"""What is offered of shards, and why not; what they train is in `tests/numerics/test_shards.py`."""
+"""Shards that are offered, and reasons for refusals. `tests/numerics/test_shards.py` tests training with them."""
 
 from dataclasses import replace
 

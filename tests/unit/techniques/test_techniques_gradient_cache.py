@@ -1,4 +1,4 @@
-"""A batch embedded in slices: loss, gradients and weights are those of plain PyTorch with the whole batch."""
+"""A batch embedded in slices: loss, gradients and weights equal plain PyTorch with the whole batch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_several_steps_are_those_of_plain_pytorch(name):
 
 @every_case
 def test_dropout_is_drawn_once(name):
-    """As plain PyTorch with a graph of all slices: the second pass draws what the first one drew."""
+    """The results equal plain PyTorch with a graph of all slices: the second pass draws the same numbers again."""
     batch = batches(1)[0]
     workload = workload_of(name, dropout=0.3)
     with installed(workload, [gradient_cache_choice(4)]):
@@ -94,7 +94,7 @@ def test_dropout_is_drawn_once(name):
 
 
 class in_slices_with_a_graph:
-    """What embeds, called by hand with a few rows at a time; all graphs stay."""
+    """A context in which embedding modules run on a few rows at a time, and all graphs stay."""
 
     def __init__(self, model, num_rows):
         self.parts = [one for one in model.modules() if isinstance(one, (Encoder, CASES["dicts"].build))]
@@ -242,7 +242,7 @@ def test_why_nothing_applies():
 
 
 def test_the_model_itself_embeds_but_where_it_returns_its_loss():
-    """In a loop that is someone else's the loss is not known: what the model takes says it."""
+    """In a user's own loop the loss is unknown, so the arguments of the model decide."""
     for build, embeds in ((Encoder, True), (Classified, False)):
         model = build()
         workload = Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")

@@ -1,6 +1,6 @@
-"""Weights of blocks on the host: the same training, what belongs to them moves with them, and less is on the device.
+"""Weights of blocks on the host: the training is the same, and the device holds less.
 
-There is no GPU in most places: the CPU stands in for one, and copies are made all the same.
+There is rarely a GPU: the CPU stands in for one, and copies are made nevertheless.
 """
 
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Moments of few bits: which choices there are, the user's optimizer back afterwards, and steps that can be undone."""
+"""Low-bit moments: the choices, the user's optimizer restored afterwards, and steps that can be undone."""
 
 import pytest
 import torch
@@ -154,7 +154,7 @@ def test_an_oom_in_the_middle_of_a_parameter_undoes_all_of_it(choice, num_before
 
 @BOTH
 def test_the_first_step_reserves_just_the_memory_that_is_to_come(choice, monkeypatch):
-    """States, of the largest parameter 1/4 or 1/8 of Adam's, of the small ones not; and what the next takes."""
+    """The reserve covers the states (low-bit only for the largest parameter) and the temporaries of the next update."""
     proven = []
     monkeypatch.setattr("plimsoll.step.update.commit.prove_room", lambda blocks, device: proven.append(sum(blocks)))
     workload = workload_of(model=nn.Sequential(nn.Linear(64, 100), nn.Linear(100, 40), nn.Linear(40, 50)))

@@ -1,4 +1,4 @@
-"""Gradient release: the bits of plain PyTorch, also after memory ran out in the middle of it, with fewer gradients."""
+"""Gradient release: the bits of plain PyTorch, even if memory runs out in the middle, with fewer gradients alive."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Optimizer states off the device: the same bits, less memory, and everything as before afterwards."""
+"""Optimizer states off the device: the same bits, less memory, and everything restored afterwards."""
 
 import copy
 import io
@@ -82,7 +82,7 @@ def large_states(optimizer):
 
 
 def is_mapped(tensor):
-    """Whether a tensor lies in a file, as the kernel says."""
+    """Return whether a tensor is in a mapped file, according to the kernel."""
     address = tensor.data_ptr()
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -224,7 +224,7 @@ def test_a_checkpoint_is_an_ordinary_one_and_goes_where_states_are(choice):
         assert all(map(is_mapped, large_states(resumed[1]))) == (choice is DISK)
         assert len(large_states(resumed[1])) == len(large_states(plain[1]))
         torch.testing.assert_close(resumed[1].state_dict(), kept, rtol=0, atol=0)
-    torch.testing.assert_close(loaded, kept, rtol=0, atol=0)  # what was given stays as it was
+    torch.testing.assert_close(loaded, kept, rtol=0, atol=0)  # the loaded state is unchanged
 
 
 def test_a_run_goes_on_from_its_checkpoint_with_states_in_a_file_again(tmp_path):
@@ -239,7 +239,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_states_in_a_file_again(tmp_path)
         )  # fmt: skip
     with installed(workload_of(*resumed), [DISK]):
         checkpoint.load(tmp_path, {}).restore(*resumed)
-        assert "optimizer.pt" not in Path("/proc/self/maps").read_text()  # what is updated is a copy
+        assert "optimizer.pt" not in Path("/proc/self/maps").read_text()  # the update changes a copy
         for state in resumed[1].state.values():
             state["exp_avg"].add_(0)
         assert all(map(is_mapped, large_states(resumed[1])))
@@ -268,7 +268,7 @@ WHOLE = micro_batch_choice(4)
 
 
 def recorded(choices):
-    """What three real steps of the job allocate."""
+    """Return the trace of three real steps of the job."""
     model = build_model(JOB, *TEXTS.of_model)
     optimizer = build_optimizer(JOB.optimizer, model.parameters())
     position = Position()

@@ -1,4 +1,4 @@
-"""Truncated backpropagation through time is the textbook's loop, and is refused where it would be something else."""
+"""Truncated backpropagation through time equals the textbook loop, and is refused if it would not."""
 
 import copy
 
@@ -30,7 +30,7 @@ def choice_of(steps):
 
 
 def textbook(model, ids, steps):
-    """The hidden state goes on, detached."""
+    """Return the loss of the textbook loop, which passes on the detached hidden state."""
     state, total = None, 0.0
     targets = functional.pad(ids[:, 1:], (0, 1), value=-100)
     for start in range(0, ids.shape[1], steps):

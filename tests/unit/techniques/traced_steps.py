@@ -1,4 +1,4 @@
-"""A training step with techniques, dry-run on fake tensors and run for real, both recorded op by op."""
+"""Training steps with techniques: a dry run on fake tensors and a real run, both recorded op by op."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def recorded(
 ) -> Trace:
     """Three steps of SGD, for real."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    # No rows are compared: what that takes is not of the steps.
+    # `recut_loss` skips the comparison of rows, whose memory does not belong to the steps.
     step = TrainStep(model, optimizer, loss, units="samples", precision=precision, recut_loss=True)
     recorder = Recorder(phase=lambda: phase_of(step.position))
     with recorder, installed(step.workload, choices):

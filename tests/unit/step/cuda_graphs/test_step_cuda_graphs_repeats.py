@@ -1,4 +1,4 @@
-"""A pass is another over again to the bit where others are, and else as near to them as they are to each other."""
+"""A pass must equal others bit for bit if they agree, and otherwise be as near to them as they are to each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batches that are replayed are those of plain steps, to the bit, or are not replayed and say why.
+"""Replayed micro-batches equal plain steps bit for bit; a refused replay names its reason.
 
 A tape of operators stands in for the graph (`op_tapes`); tests/numerics/test_replays_cuda.py has real ones.
 """
@@ -155,7 +155,7 @@ class Counting:
 
 
 class Keeping(Net):
-    """Keeps what its last pass has computed."""
+    """A model that keeps the output of its last pass."""
 
     def forward(self, x):
         self.last = super().forward(x)
@@ -352,7 +352,7 @@ def test_extra_state_and_iterators_are_not_captured_with(tapes):
 
 
 def test_a_loop_inside_of_autocast_is_not_captured(tapes):
-    """Which would go on with the weights as they were cast before the capture."""
+    """Its replays would continue to use the weights that were cast before the capture."""
     net = Net()
     with torch.autocast("cpu", torch.bfloat16):
         assert "inside torch.autocast" in refused(net)

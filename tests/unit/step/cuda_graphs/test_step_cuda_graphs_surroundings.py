@@ -1,4 +1,4 @@
-"""What the loop changes between steps, and no operator shows, is seen before the next replay, or nothing is captured.
+"""Changes between steps that no operator shows are noticed before the next replay, or nothing is captured.
 
 A tape of operators stands in for the graph (`op_tapes`).
 """

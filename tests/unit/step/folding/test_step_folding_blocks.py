@@ -1,4 +1,4 @@
-"""Blocks that are noted as others were: the trace is that of running each of them, and what may differ is run."""
+"""Folding of alike blocks: the trace equals the trace of running each block, and blocks that may differ are run."""
 
 from functools import partial
 from random import Random as Rng
@@ -85,7 +85,7 @@ TRAININGS = [(one, "fp32") for one in ARCHITECTURES] + [("gpt2", "fp16"), ("gpt2
 def test_the_trace_is_that_of_running_all_blocks(architecture, target, precision, noted, monkeypatch):
     """Of five blocks three are noted in each pass that is run: four of them with a scaler, which makes its scale."""
     trace = job_traced(architecture, target, precision)
-    all_run(monkeypatch, trace)  # which imports, and asks torch for what it then remembers
+    all_run(monkeypatch, trace)  # a warm-up: the first trace imports modules and fills caches of torch
     folded = trace()
     assert noted == [1, 2, 3] * (4 if precision == "fp16" else 3)
     assert written_out(folded) == written_out(all_run(monkeypatch, trace))
@@ -178,7 +178,7 @@ class Model(nn.Module):
 
 @of_transformers
 class UsedElsewhere(Model):
-    """What a block in the middle takes and has, used in another place of the model, too."""
+    """A model that also uses an input, output or parameter of a middle block elsewhere."""
 
     def __init__(self, use):
         super().__init__(map(Block, range(5)))
@@ -283,7 +283,7 @@ def test_what_is_computed_between_blocks_is_run(noted, monkeypatch):
 
 
 def test_layers_that_transformers_checkpoints_itself_are_noted(noted, monkeypatch):
-    """It puts a list of handles into each, whose name is that of hooks."""
+    """transformers puts a list of handles into each layer, under a name that hooks have, too."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(**FEW_KEYS, vocab_size=64, use_cache=False)).train()
@@ -311,7 +311,7 @@ USES = {
 
 @of_transformers
 class Random(Model):
-    """Between blocks, drawn for all of them or for each, something of the tensor that goes on or of the next block."""
+    """A model with random uses, between blocks, of the hidden tensor or of the next block."""
 
     def __init__(self, seed):
         random = Rng(seed)

@@ -1,4 +1,4 @@
-"""What is asked with a few samples, of a loss whose embeddings are made in slices; the training is then as before."""
+"""A check of a training with a few samples, for losses whose embeddings are computed in slices. It changes nothing."""
 
 from __future__ import annotations
 

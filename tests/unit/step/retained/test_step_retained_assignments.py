@@ -1,4 +1,4 @@
-"""The line that keeps a value, and what to write for it: models of all kinds, whose sources are this file."""
+"""The line that stores a value, and its replacement, for models of all kinds. Their source is this file."""
 
 import linecache
 from collections import deque

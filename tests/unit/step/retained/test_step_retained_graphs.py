@@ -1,4 +1,4 @@
-"""Which graphs are alive after a step, who keeps them, and what an error of backward says; in a loop of one's own."""
+"""Graphs that stay alive after a step, the objects that hold them, and the error of backward, in a user's own loop."""
 
 import gc
 from collections import deque
@@ -19,7 +19,7 @@ ELSEWHERE = {}
 
 
 class Model(nn.Module):
-    """A layer, and a way of keeping what it computes."""
+    """A layer, and a method `keep` that stores its output."""
 
     def __init__(self, keep):
         super().__init__()
@@ -217,7 +217,7 @@ def test_a_state_that_is_fed_back_is_named_with_its_line(micro_batch):
 
 
 def test_segments_in_time_name_it_as_plain_training_does():
-    """And what is explained of the step is what the error said, until a step has gone well."""
+    """`explain` quotes the error as evidence, until a step succeeds."""
     messages = []
     for fallbacks in ([[micro_batch_choice(4)]], [[micro_batch_choice(4), time_segments_choice(2)]]):
         model = Recurrent()

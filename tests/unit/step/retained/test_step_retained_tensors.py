@@ -1,4 +1,4 @@
-"""Where tensors with a graph are found, and where they are not looked for."""
+"""Tensors with a graph: the places in which they are found, and the places that are not searched."""
 
 from collections import deque
 from collections.abc import Mapping

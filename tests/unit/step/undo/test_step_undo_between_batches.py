@@ -1,4 +1,4 @@
-"""What a loop changes between two batches: done again after an undo, or named."""
+"""Changes that a loop makes between two batches are repeated after an undo, or named in an error."""
 
 import numpy
 import pytest
@@ -19,7 +19,7 @@ class Model(nn.Module):
 
 
 class Counter:
-    """Says its state itself, as an average of weights does; nothing else knows it."""
+    """An object whose state is only available from its `state_dict`, such as an average of weights."""
 
     def __init__(self):
         self._hidden = torch.zeros(2)

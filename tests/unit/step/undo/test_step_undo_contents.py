@@ -1,4 +1,4 @@
-"""Contents of many places: what is taken is what was there, and all that differs is found."""
+"""Contents of many places: the saved contents are the original ones, and every difference is found."""
 
 import random
 from array import array

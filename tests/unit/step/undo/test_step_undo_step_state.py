@@ -1,4 +1,4 @@
-"""Random numbers and buffers go back to what they were."""
+"""Random number generators and buffers are restored."""
 
 import functools
 import random
@@ -15,7 +15,7 @@ from plimsoll.step.undo.step_state import Undo, left_alone
 
 
 class Counting(nn.Module):
-    """A module with a buffer that it may change in place, one that it may reassign, and one it may set."""
+    """A module with three buffers: to change in place, to reassign, and to set."""
 
     def __init__(self):
         super().__init__()
@@ -396,7 +396,7 @@ class Centred(nn.Module):
 
 
 class Holder:
-    """Has a loss, and a call that is bound to itself, as what wraps calls of others has."""
+    """An object with a loss and a reference to that bound method, as wrappers of calls have."""
 
     def __init__(self):
         self.calls = 0

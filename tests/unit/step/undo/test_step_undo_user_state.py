@@ -1,4 +1,4 @@
-"""What is kept is looked for once, copied where it may change, and held no longer than its owner holds it."""
+"""User state is searched for once, copied if it may change, and released when its owner releases it."""
 
 import gc
 import weakref

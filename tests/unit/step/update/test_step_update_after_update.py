@@ -1,4 +1,4 @@
-"""What follows an update is done once, as a whole, whatever memory does; the update is never to be repeated."""
+"""The parts that follow an update are done once, as a whole, even if memory runs out. The update is never repeated."""
 
 import re
 import weakref
@@ -40,7 +40,7 @@ class Warmup(torch.optim.lr_scheduler.LRScheduler):
 
 
 def trained(failures=(), precision="fp32", **arguments):
-    """Train for some steps; ``failures`` are those of the schedule after the first."""
+    """Yield each step and its batch; ``failures`` are the failures of the schedule after the first step."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -77,7 +77,7 @@ def test_a_schedule_in_which_memory_runs_out_has_stepped_once_all_the_same(failu
 
 
 def test_an_error_says_that_the_update_is_done_and_nothing_else_is_half_done():
-    """The step after it goes on as if the schedule had not been asked."""
+    """The next step continues as if the schedule had not been called."""
     done = []
     for number, (step, batch) in enumerate(trained()):
         schedule = step.workload.schedule
@@ -92,7 +92,7 @@ def test_an_error_says_that_the_update_is_done_and_nothing_else_is_half_done():
                 step(batch)
             assert (schedule.count, schedule.rates, schedule.total.item(), schedule.get_last_lr()) == before
             assert [parameter.tolist() for parameter in step.workload.model.parameters()] != weights
-            assert done == [True]  # what tidies up is done all the same
+            assert done == [True]  # cleanup functions run even so
             del schedule.step
         else:
             step(batch)
@@ -156,7 +156,7 @@ def test_the_message_has_what_a_user_needs():
 
 
 class Trainer:
-    """What a schedule's function is a method of; it has much that no schedule changes."""
+    """The object whose method is the function of a schedule. Most of its state is never changed by the schedule."""
 
     def __init__(self):
         self.arrays = [numpy.zeros(1 << 16) for _ in range(4)]  # of half a MiB
@@ -176,7 +176,7 @@ class MyLambda(torch.optim.lr_scheduler.LambdaLR):
 
 
 class Steps:
-    """What follows updates of an optimizer with a schedule whose function is bound to a trainer."""
+    """Updates and the parts that follow them, with a schedule whose function is bound to a trainer."""
 
     def __init__(self):
         self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
@@ -196,7 +196,7 @@ def test_what_a_schedule_keeps_is_looked_for_when_something_new_has_come(monkeyp
     monkeypatch.setattr(Kept, "_look_for_all", lambda *given: looked.append(1) or look(*given))
     steps = Steps()
     steps(6)
-    assert len(looked) == 2  # the second time it is seen what is exchanged: torch's list of rates
+    assert len(looked) == 2  # the second search finds the list that torch replaces: its rates
     steps.trainer.records[-1]["new"] = []
     steps(1)
     assert len(looked) == 3

@@ -1,4 +1,4 @@
-"""Updates in backward, without the step around them: when they happen, what undoes them, and when they are not done."""
+"""Updates in backward, without a surrounding step: when they happen, how they are undone, and when they are skipped."""
 
 from dataclasses import replace
 

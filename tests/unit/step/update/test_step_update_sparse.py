@@ -1,4 +1,4 @@
-"""Steps on tables with sparse gradients: only rows are copied for the undo; all else is as for dense ones."""
+"""Steps on tables with sparse gradients: only rows are copied for the undo; all else equals the dense case."""
 
 import copy
 
@@ -17,7 +17,7 @@ from plimsoll.step.train_step import TrainStep
 from plimsoll.step.update.commit import StepCommit
 from plimsoll.step.update.sparse import bytes_of, bytes_updated, changed_rows, clippable
 
-# torch 2.13 says this of every optimizer's own sparse tensors, once in a process.
+# torch 2.13 warns once in a process, about the sparse tensors that any optimizer makes.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 
 ROWS, WIDTH, NUM_STEPS = 200_000, 4, 4  # a table of 3 MB: larger than a piece, so a piece of its own
@@ -56,7 +56,7 @@ def fresh(on_host, kind, path=None):
 
 
 def by_hand(kind, clip_norm=None, cut=8):
-    """Plain PyTorch: the norm is that of the coalesced gradients."""
+    """Train in plain PyTorch, with the norm of the coalesced gradients."""
     model, optimizer = fresh(False, kind)
     for batch in batches():
         optimizer.zero_grad()

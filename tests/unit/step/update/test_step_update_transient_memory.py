@@ -1,4 +1,4 @@
-"""What an update takes at most, counted in updates of all of torch.optim; sizes in bytes by hand."""
+"""The peak memory of an update, measured for all optimizers of torch.optim; sizes in bytes by hand."""
 
 import inspect
 import random
@@ -42,7 +42,7 @@ def room_for(optimizer, members):
 
 
 def took_and_shown(optimizer, parameters):
-    """What an update took beyond what was there, and the room that was shown for it."""
+    """Return the bytes that an update allocated beyond known tensors, and the bytes that were reserved for it."""
     members = [
         (index, parameter)
         for index, group in enumerate(optimizer.param_groups)
@@ -64,11 +64,11 @@ def took_and_shown(optimizer, parameters):
 @pytest.mark.parametrize(("name", "options"), ALL_OF_TORCH, ids=str)
 @pytest.mark.parametrize("widths", [(128,), (128, 128, 128, 128), (128, 8), (8, 128)], ids=str)
 def test_no_update_of_torch_takes_more_than_the_memory_reserved_for_it(name, options, widths):
-    """Counted in the first step, which makes states, and in the second; up to 64 KiB each, so that little else counts.
+    """The first step, which creates states, and the second one are measured. Tensors have up to 64 KiB.
 
-    Of states an eighth more is shown than come, for the heap's holes: with much more, a training went in pieces that
-    its plan had not simulated, and ran out of memory in the next step. (Adafactor's are small, as a rule; Muon's is
-    there without momentum, too.)
+    An eighth more than the states need is reserved, for fragmentation of the heap. With much more, a training would use
+    chunks that its plan did not simulate, and run out of memory in the next step. (Adafactor's states are small, as a
+    rule; Muon has a state without momentum, too.)
     """
     chosen = [nn.Parameter(torch.randn(width, 128)) for width in widths]
     optimizer = getattr(torch.optim, name)(chosen, lr=0.1, **options)
@@ -197,7 +197,7 @@ def test_a_buffer_of_none_is_no_state():
 
 
 def test_on_a_gpu_all_temporaries_of_a_piece_are_there_at_once():
-    """``foreach`` is what torch takes there by itself; the loop on the CPU has those of two."""
+    """torch defaults to ``foreach`` on a GPU; the loop on the CPU holds the temporaries of two parameters."""
     lengths = (10, 5, 2)
     on_gpu = [nn.Parameter(torch.ones(length, device="meta")) for length in lengths]
     here = [nn.Parameter(torch.ones(length)) for length in lengths]
@@ -209,7 +209,7 @@ def test_on_a_gpu_all_temporaries_of_a_piece_are_there_at_once():
 
 
 def test_each_group_has_the_kernel_and_the_settings_that_it_has():
-    """Temporaries of the loop's one, no state of what has momentum 0; and none of `fused`, whatever else is asked."""
+    """A looped parameter has temporaries, but no state for momentum 0; `fused` has no temporaries in any case."""
     looped, fused = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(5))
     groups = [{"params": [looped]}, {"params": [fused], "fused": True, "momentum": 0.9, "weight_decay": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=0.1)

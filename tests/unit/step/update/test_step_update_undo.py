@@ -1,4 +1,4 @@
-"""What an update changes is copied before it, and what is not copied is known not to be."""
+"""The data that an update changes is copied before it, and data that is not copied is known not to change."""
 
 import weakref
 
@@ -45,7 +45,7 @@ def whole_of(optimizer, learned, is_again=False):
         (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": True, "weight_decay": 0.1}, False),
         (torch.optim.Rprop, {"foreach": True}, False),
         (torch.optim.AdamW, {"foreach": True}, False),
-        (torch.optim.AdamW, {"fused": True}, False),  # whose schema says that it writes gradients
+        (torch.optim.AdamW, {"fused": True}, False),  # its schema declares that it writes gradients
     ],
 )
 def test_it_is_seen_whether_an_update_changes_gradients(kind, settings, changes):
@@ -84,7 +84,7 @@ def test_updates_are_observed_less_and_less_often():
 
 
 def hooked(parameter, average, is_due):
-    """SGD whose hook changes a large average in those updates of which ``is_due`` says so."""
+    """Return SGD with a hook that changes a large average in the updates for which ``is_due`` is true."""
     optimizer, count = torch.optim.SGD([parameter], lr=1.0), [0]
 
     def hook(*_):

@@ -1,4 +1,4 @@
-"""A cache is copied by its structure; its tensors are shared while they are needed, and no longer."""
+"""A cache is copied with its structure; its tensors are shared only while they are needed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights in codes of 8 and 4 bits: how far off they are, and which values 4 bits stand for."""
+"""Weights in codes of 8 and 4 bits: their error, and the values that 4 bits represent."""
 
 import pytest
 import torch

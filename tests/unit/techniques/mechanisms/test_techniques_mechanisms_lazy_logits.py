@@ -1,4 +1,4 @@
-"""Logits that are not computed: what keeps them so, and that everything else gets the real ones."""
+"""Logits that are not computed: operations that keep them lazy, and real logits for all others."""
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ BECOME_REAL = {
 
 
 class Reversed(torch.autograd.Function):
-    """A library's own function, of which torch functions do not know; its backward is not that of its forward."""
+    """A function of a library, unknown to torch functions, whose backward is not the gradient of its forward."""
 
     @staticmethod
     def forward(ctx, x):

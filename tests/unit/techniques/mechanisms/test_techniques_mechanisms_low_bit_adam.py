@@ -1,4 +1,4 @@
-"""Adam with moments of few bits: torchao's bit for bit, with less memory in between."""
+"""Adam with low-bit moments equals the optimizer of torchao bit for bit, with fewer temporaries."""
 
 import copy
 
@@ -166,7 +166,7 @@ def test_a_copy_of_it_goes_on_bit_for_bit():
 
 
 def taken_bytes(some, optimizer):
-    """The most beside what stays, and the states, as counted in the ops of an update."""
+    """Return the peak of temporaries and the size of the states in an update, in bytes."""
     give(some, 9)
     known = [("", one) for parameter in some for one in (parameter, parameter.grad)]
     with Recorder(phase=lambda: "optimizer") as recorder:

@@ -1,4 +1,4 @@
-"""A tensor from outside of a segment is refused, and what a segment may use is not."""
+"""A tensor from outside a segment is refused, unless the segment may use it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The schedule computes as little again as any does, and visits every segment once."""
+"""The schedule recomputes as little as possible, and visits every segment once."""
 
 from functools import cache
 

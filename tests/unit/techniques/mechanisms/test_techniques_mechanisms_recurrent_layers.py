@@ -1,4 +1,4 @@
-"""torch's recurrent layers in segments against the same layers as they are: outputs, states and all gradients."""
+"""Recurrent layers of torch in segments against the unchanged layers: outputs, states and all gradients."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""Whether each row is computed by itself: what mixes rows a little is found, and what does not is let through."""
+"""The check that rows are computed independently: even slight mixing is found, and independent rows pass."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_random_numbers_stay_where_they_were():
 def test_rows_that_are_all_the_same_tell_nothing():
     assert told(MIXED["the mean"], torch.ones(9, WIDTH)) is None
     rows = torch.ones(9, WIDTH)
-    rows[6] = 2.0  # one that differs is found
+    rows[6] = 2.0  # a row that differs is enough to find it
     with pytest.raises(InputError, match="2 rows together"):
         told(MIXED["the mean"], rows)
 

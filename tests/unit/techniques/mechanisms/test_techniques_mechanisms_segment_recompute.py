@@ -1,4 +1,4 @@
-"""A chain in segments has the gradients of the chain as a whole, and keeps no more than it says."""
+"""A chain in segments has the gradients of the whole chain, and retains no more than promised."""
 
 import gc
 import weakref
@@ -261,7 +261,7 @@ def test_truncated_segments_give_nothing_but_one_sum():
 
 
 def test_no_more_than_one_segment_is_alive():
-    """Of the results of `run`, at any time, those of one segment, and states."""
+    """At any time, only the results of `run` for one segment are alive, and states."""
     alive, most = weakref.WeakSet(), []
 
     class Marked(torch.autograd.Function):

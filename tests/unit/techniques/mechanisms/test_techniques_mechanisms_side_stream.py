@@ -1,4 +1,4 @@
-"""Copies beside the computation: who waits for them sees them, and nothing is used again before."""
+"""Copies on a side stream: a reader that waits for them sees them, and no memory is reused before."""
 
 import copy
 import random
@@ -145,7 +145,7 @@ def test_streamed_blocks_wait_for_their_copies_whatever_the_link_does(seed):
 
 
 def chosen(chance):
-    """Some of the techniques that copy, and what else may be beside them."""
+    """Return a random choice of techniques that copy, and of techniques that may be combined with them."""
     bounded = ACTIVATIONS.model_copy(
         update={"options": {"to": "host", "pool_bytes": chance.choice((300, 2000, 10**6))}}
     )

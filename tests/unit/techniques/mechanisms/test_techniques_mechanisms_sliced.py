@@ -1,4 +1,4 @@
-"""What a module must not do, to be computed in slices and again: each is seen, and refused by name."""
+"""Actions that prevent a module from being computed in slices and repeated: each is found, and refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks on copies of their parameters: the same bits with and without gradients, and at most two blocks there."""
+"""Blocks on copies of their parameters: the same bits with and without gradients, and at most two blocks copied."""
 
 import copy
 import gc
