@@ -1,4 +1,4 @@
-"""Other programs that keep cores busy are found and named; our own are not."""
+"""Other programs that keep cores busy are found and named; processes of Plimsoll are not."""
 
 import os
 import subprocess

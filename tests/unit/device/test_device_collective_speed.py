@@ -1,4 +1,4 @@
-"""Exchanges of ranks: measured over gloo with none but this process, and assumed for GPUs, by hand."""
+"""The speed of exchanges between ranks: measured over gloo with one process, and assumed for GPUs, by hand."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What is made outside the device is counted apart, in a trace and in a recording of a real run."""
+"""Memory outside the device is counted separately, in a trace and in a recording of a real run."""
 
 import threading
 

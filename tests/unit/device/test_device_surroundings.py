@@ -1,4 +1,4 @@
-"""What an answer made here depends on beside its job: the same twice, and another where anything of it changes."""
+"""The facts besides the job that determine an answer: the result is equal twice, and changes with each of them."""
 
 import platform
 import sys

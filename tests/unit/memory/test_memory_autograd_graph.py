@@ -1,4 +1,4 @@
-"""Autograd's graph: sizes counted by hand, and its nodes told op by op: how many are made, and when they are gone."""
+"""Autograd's graph: sizes by hand, and how many nodes each op creates and frees."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a dispatch mode changes or does not see: sums of gradients in place, and storages that are resized."""
+"""Effects that a dispatch mode changes or does not see: in-place sums of gradients, and resized storages."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from plimsoll.memory.trace import trace_training
 
 
 class Residual(nn.Module):
-    """Residual connections, an RMS norm and a tied output: what gives a node several gradients."""
+    """A model with residual connections, an RMS norm and a tied output, so that nodes get several gradients."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""cuBLAS's buffers in the sequence of allocations, and what is exchanged in a trace whose ops are named by hand."""
+"""cuBLAS's buffers in the sequence of allocations, and communication in a trace whose ops are named by hand."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ def traced():
 
 
 def added(trace, **options):
-    """What is not in the trace, with the number of the trace's own events before it."""
+    """Return the events that are not in the trace, each with the number of trace events before it."""
     own = [(storage, num_bytes) for _, storage, num_bytes in trace.deltas()]
     found, seen = [], 0
     for delta in deltas_with_workspaces(trace, **options):

@@ -1,4 +1,4 @@
-"""An adaptive softmax: torch's own mathematics, whatever it is cut into, and a prediction that holds for every text."""
+"""An adaptive softmax: equal to torch's for every cut, and a prediction that holds for every text."""
 
 import pytest
 import torch

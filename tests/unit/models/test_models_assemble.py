@@ -1,4 +1,4 @@
-"""A job becomes live objects, and is refused where its budget cannot hold them; an LSTM small enough to count."""
+"""A job becomes live objects, or is refused if its budget cannot hold them. The LSTM is small enough to count."""
 
 import json
 import random
@@ -110,7 +110,7 @@ def test_workers_take_what_the_host_has_left(host, are_there):
     ids=lambda value: str(value),
 )
 def test_what_is_there_before_the_first_activation_must_fit(prepared, optimizer, copies):
-    """Parameters, gradients and the optimizer's states, besides what the process uses already."""
+    """Parameters, gradients and optimizer states count, besides the memory that the process uses already."""
     need_bytes = 1000 + copies * PARAMETER_BYTES
     require_memory(job(optimizer=optimizer), prepared, lambda: 1000, need_bytes)
     with pytest.raises(BudgetError):
@@ -192,7 +192,7 @@ def test_every_field_of_a_job_is_in_one_of_the_lists():
 
 
 def test_word_vectors_are_known_by_their_bits(prepared):
-    """Where their file is does not matter, but what is in it does, and whether they are trained."""
+    """The fingerprint depends on their contents and on whether they are trained, but not on the path."""
     with_vectors = prepared.model_copy(update={"vectors_folder": "a", "vectors_digest": "d1"})
     marks = fingerprint(job(embeddings="a.txt"), with_vectors)
     assert differences(fingerprint(job(), prepared), marks) == ["embeddings.trainable", "embeddings.vectors"]
@@ -205,7 +205,7 @@ def test_word_vectors_are_known_by_their_bits(prepared):
 
 
 def test_a_teacher_is_known_by_what_it_is_and_by_its_numbers(prepared, tmp_path):
-    """Where its folder and its weights are does not matter, but for codes of 8 bits."""
+    """The place of its folder and weights does not matter, except for 8-bit codes."""
     marks = []
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         torch.manual_seed(seed)
@@ -223,7 +223,7 @@ def test_a_teacher_is_known_by_what_it_is_and_by_its_numbers(prepared, tmp_path)
 
 
 def test_the_data_are_known_by_their_key(prepared):
-    """Where they are and what the job calls them does not matter."""
+    """Their path, and their name in the job, do not matter."""
     moved = job(data={"train": "/elsewhere"})
     assert fingerprint(moved, prepared) == fingerprint(job(), prepared)
     other = prepared.model_copy(update={"key": "k2"})

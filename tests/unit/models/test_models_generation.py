@@ -1,4 +1,4 @@
-"""Continuations: greedy as transformers has it, draws of the right distribution that belong to their row."""
+"""Continuations: greedy ones equal transformers', and draws have the right distribution and depend on their row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model built in files has the bits of one built in memory, and its weights are never in private memory."""
+"""A model built in files has the bits of a model built in memory, and its weights are never in private memory."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Loading tensor by tensor: the weights are bitwise those of ``from_pretrained``, in little memory, or in none."""
+"""Loading tensor by tensor: the weights equal ``from_pretrained`` bitwise, in little memory or none."""
 
 import json
 import shutil
@@ -187,7 +187,7 @@ def test_what_cannot_be_is_refused(tmp_path):
         load_model(tmp_path)
 
 
-# Each case in a process of its own, forked from one that has loaded a small model: a limit stays where it was set.
+# Each case forks a process that has loaded a small model, because a limit cannot be taken back.
 LIMITED = """
 import gc, json, os, resource, sys, torch, transformers
 from plimsoll.device import process
@@ -230,7 +230,7 @@ def large(tmp_path_factory) -> tuple[Path, Path, int, int]:
 
 
 def outcomes(large: tuple[Path, Path, int, int], *cases: tuple[str, str | None, int]) -> list[str]:
-    """What comes of loading, in each case a place, a type and the bytes of room."""
+    """Return the outcome of loading for each case: a place, a dtype and the available bytes."""
     folder, small, _, _ = large
     command = [sys.executable, "-c", LIMITED, str(folder), str(small), *map(json.dumps, cases)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250)
@@ -239,7 +239,7 @@ def outcomes(large: tuple[Path, Path, int, int], *cases: tuple[str, str | None, 
 
 
 def trained(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The weights after two steps of AdamW, and after what peft's merging and ``.data`` do to them."""
+    """Return the weights after two steps of AdamW, and after in-place changes as by ``.data`` and peft's merging."""
     model.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What sources say there is, is what there is: torch and transformers themselves are the oracle."""
+"""Names read from sources are the real ones: torch and transformers themselves are the oracle."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: those of the whole logits, whatever the head does, with few logits at once."""
+"""Log-probabilities of tokens equal the result of all logits, for every head, with few logits at once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SIZES = {
     "eos_token_id": 2,
 }
 
-# What each does beside a matrix: nothing; a projection in the body; a transform before the head; a soft cap; a scale;
-# a bias; experts; a body that is not told apart (llama4) or gives what cannot be cut (prophetnet).
+# The heads differ from a plain matrix by: nothing; a projection in the body; a transform before the head; a soft cap;
+# a scale; a bias; experts; a body that cannot be separated (llama4), or whose output cannot be cut (prophetnet).
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {},

@@ -1,4 +1,4 @@
-"""Word vectors in models: where they go, whether they fit, and whether they are trained."""
+"""Word vectors in models: the module that receives them, checks that they fit, and whether they are trained."""
 
 from pathlib import Path
 
@@ -84,7 +84,7 @@ class Pair(nn.Module):
 
 
 class Asked(Pair):
-    """It says which."""
+    """A model that names its word embedding."""
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.others

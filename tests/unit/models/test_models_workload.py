@@ -1,4 +1,4 @@
-"""Hooks go as they came, and the bytes that stay are those of real tensors."""
+"""Hooks are removed as they were added, and the counted bytes equal real tensors."""
 
 from dataclasses import replace
 

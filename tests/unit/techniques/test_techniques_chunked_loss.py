@@ -282,7 +282,7 @@ def choices_of(workload, setting=SETTING):
 
 
 def test_the_choices_have_few_sizes_weakest_first():
-    """On a CPU, 1024 is no faster than 256 and needs more memory."""
+    """On a CPU, 1024 is as fast as 256 and needs more memory."""
     offered = [
         [str(choice) for choice in choices_of(workload_of(gpt2()), Setting(device, 4))] for device in ("cpu", "cuda")
     ]

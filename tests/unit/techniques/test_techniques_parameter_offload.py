@@ -123,7 +123,7 @@ def test_a_sentence_says_why_not():
 
 
 def test_a_model_that_was_built_in_files_is_taken_over_and_stays_there():
-    """Nothing is copied in either direction; only gradients return to memory."""
+    """Nothing is copied in either direction; only parameters that were not built in files return to memory."""
     pool = MappedPool()
     with made_in(pool):
         model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 2))

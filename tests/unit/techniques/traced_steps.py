@@ -65,7 +65,7 @@ def recorded(
 ) -> Trace:
     """Three steps of SGD, for real."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    # `recut_loss` skips the comparison of rows, whose memory does not belong to the steps.
+    # `recut_loss` skips the check of the loss, whose memory does not belong to the steps.
     step = TrainStep(model, optimizer, loss, units="samples", precision=precision, recut_loss=True)
     recorder = Recorder(phase=lambda: phase_of(step.position))
     with recorder, installed(step.workload, choices):

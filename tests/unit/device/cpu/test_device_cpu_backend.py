@@ -1,4 +1,4 @@
-"""What the CPU backend says of this machine, of memory it saw taken, and of limits set by others."""
+"""The CPU backend: its facts about this machine, counted memory, and limits set by others."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Whether this processor has an LSTM of half precision, as autocast runs it; what models are told, `autocast` tests."""
+"""The check that autocast can run an LSTM on this processor. Its use for models is tested with `autocast`."""
 
 from contextlib import nullcontext
 

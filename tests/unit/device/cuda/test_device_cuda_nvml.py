@@ -1,4 +1,4 @@
-"""What of a driver's answer can be known, and a machine without a driver."""
+"""Facts that a driver's answer contains or lacks, and a machine without a driver."""
 
 import pynvml
 import pytest

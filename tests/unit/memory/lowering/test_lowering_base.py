@@ -1,4 +1,4 @@
-"""What a lowering replaces, against what torch does with real tensors; and that it is undone."""
+"""Ops that a lowering replaces, compared with torch on real tensors; the replacement is undone."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def update(fake: bool, devices: tuple[str, ...] | None) -> list[str]:
 def test_adamw_loops_on_the_cpu_as_with_real_parameters():
     real = update(fake=False, devices=None)
     assert "_foreach_add_" not in real
-    # A fake scalar is read with another op; what allocates is the same.
+    # A fake scalar is read with another op; the ops that allocate are the same.
     steps = {"addcdiv_", "mul_", "lerp_", "addcmul_", "sqrt"}
     fake = update(fake=True, devices=("cuda", "xpu"))
     assert [name for name in fake if name in steps] == [name for name in real if name in steps]

@@ -1,4 +1,4 @@
-"""The CPU as a target: the ops of a trace are those that a real run dispatches."""
+"""The CPU as a target: the ops of a trace are the ops that a real run dispatches."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What CUDA's kernels take beside their results, against the events and probes of `tests/recordings`."""
+"""Scratch memory of CUDA kernels, in addition to results, against the events and probes of `tests/recordings`."""
 
 import gzip
 import json

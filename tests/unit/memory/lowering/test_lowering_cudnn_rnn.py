@@ -1,4 +1,4 @@
-"""The recurrent layers of a trace: shapes as the real module gives, and every byte cuDNN would hold."""
+"""The recurrent layers of a trace: shapes as in the real module, and every byte that cuDNN would hold."""
 
 import contextlib
 import gc
@@ -96,7 +96,7 @@ def flatten_like_cudnn(model):
 
 
 def flat_weight_bytes(module):
-    """cuDNN has room for biases also where a layer has none."""
+    """Return the bytes of the flat weights. cuDNN allocates biases even for a layer without biases."""
     return shape_of(module, 1, 1).weight_elements * next(module.parameters()).element_size()
 
 
@@ -162,7 +162,7 @@ def test_of_a_packed_batch_only_the_rows_that_are_there_are_counted():
 
 
 def kept_after_forward(module, inputs, **grad):
-    """Bytes that live after forward beside the weights, the inputs and what forward returned."""
+    """Return the bytes alive after forward, without weights, inputs and results, and the module."""
     with traced() as recorder:
         module, inputs = module(), inputs()
         flatten_like_cudnn(module)
@@ -223,7 +223,7 @@ def test_only_gradients_remain_after_backward(first):
         before = recorder.total
         module(inputs)[0].sum().backward()
         gc.collect()
-        # One buffer for the gradients of all weights, and that of the input.
+        # One buffer for the gradients of all weights, and the gradient of the input.
         assert recorder.total - before == flat_weight_bytes(module) + 4 * T * B * I
         assert len({p.grad.untyped_storage()._cdata for p in module.parameters()}) == 1
 

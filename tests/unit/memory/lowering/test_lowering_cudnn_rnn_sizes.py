@@ -1,4 +1,4 @@
-"""The sizes of cuDNN's buffers: what an H200 took for 480 shapes and in two trainings, and ranges around the likely."""
+"""The sizes of cuDNN's buffers: measured on an H200 for 480 shapes and in two trainings, and predicted ranges."""
 
 import gzip
 import itertools

@@ -1,4 +1,4 @@
-"""The workspace of an LSTM layer, by hand and as oneDNN takes it, and what its backward pass returns."""
+"""The workspace of an LSTM layer, by hand and as oneDNN allocates it, and the results of its backward pass."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ SHAPES = [
 
 
 class Layers(TorchDispatchMode):
-    """Notes the sizes of what the ops of oneDNN's recurrent layer give, and to how many storages they belong."""
+    """A mode that records the result sizes of oneDNN's recurrent ops, and the number of their storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_what_is_written_of_a_workspace_by_hand():
 
 
 def test_what_backward_writes_of_it_is_float32_in_any_precision():
-    """The gradients of the layers' states, half of those of the steps' and of the cells'."""
+    """Backward writes the gradients of layer states, and half of the gradients of step and cell states."""
     part = (2 * 1025 * 64 // 1024 + 1) * 4096
     for dtype in (torch.float32, torch.bfloat16):
         assert written_in_backward_bytes(layer_arguments(is_reverse=True, dtype=dtype)) == 2 * part

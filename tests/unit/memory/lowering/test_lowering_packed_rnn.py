@@ -1,4 +1,4 @@
-"""Recurrent nets over packed sequences: a step takes, to the byte, what it takes with the real nets."""
+"""Recurrent nets over packed sequences: a traced step allocates exactly the bytes of a real one."""
 
 from collections import Counter
 from itertools import product

@@ -1,4 +1,4 @@
-"""Packed sequences of fake tensors have the shapes, the counts and the bytes of real ones."""
+"""Packed sequences of fake tensors have the shapes, counts and bytes of real ones."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_lengths_must_be_known():
         pack_padded_sequence(torch.empty(3, 2, 4), torch.empty(2, dtype=torch.int64), enforce_sorted=True)
 
 
-# What torch refuses: the batch's shape (steps first), its lengths, and how they are given.
+# Cases that torch refuses: the shape of the batch (steps first), the lengths, and whether they are sorted.
 REFUSED = [
     pytest.param(
         (5, 3, 2), [5, 0, 2], False, "greater than 0", r"sample 2 \(counted from 0, longest first\)", id="zero"

@@ -1,4 +1,4 @@
-"""Which memory is the device's and which the host's, as the trace of user code says it."""
+"""The assignment of memory to device or host, as the trace of user code shows it."""
 
 import copy
 

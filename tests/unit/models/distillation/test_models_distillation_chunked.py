@@ -1,4 +1,4 @@
-"""A chunk at a time the loss and its gradients are those of the whole, and targets are compared as the formula says."""
+"""The loss in chunks equals the whole loss, as do its gradients. Targets are compared by the formula."""
 
 from __future__ import annotations
 

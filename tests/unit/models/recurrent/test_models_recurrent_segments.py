@@ -1,4 +1,4 @@
-"""Our recurrent models say how they run in segments; one that reads in reverse says that it cannot."""
+"""Our recurrent models run in time segments, except a bidirectional one, which reports that it cannot."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Recurrent taggers: padding changes nothing, the loss is the hand-written one, files load back bitwise."""
+"""Recurrent taggers: padding changes nothing, the loss is the hand-written one, and files load back bitwise."""
 
 import pytest
 import torch
