@@ -1,4 +1,4 @@
-"""Pages of real files in the real page cache: requested pages are loaded, dropped ones are gone, others do not change."""
+"""Pages of real files in the real page cache: requested pages are loaded, dropped ones are gone, others stay."""
 
 import mmap
 import os

@@ -156,8 +156,8 @@ def test_every_event_leaves_what_the_real_heap_leaves(sequence, setting, real_he
     assert abs(errors[worst]) <= 512 << 10
 
 
-# The relative error allowed on the peak of a real training. With glibc's own thresholds the peak of the same training
-# differs by 3 % from run to run, due to random small blocks between the tensors.
+# The relative error allowed on the peak of a real training. With glibc's own thresholds the peak differs by 3 % from run
+# to run of a training, due to random small blocks between the tensors.
 TRAININGS = [
     pytest.param("gpt2", TIGHT_HEAP, TIGHT_HEAP.mmap_threshold_bytes, 0.03, marks=pytest.mark.slow),
     ("lstm", TIGHT_HEAP, TIGHT_HEAP.mmap_threshold_bytes, 0.03),
