@@ -57,7 +57,7 @@ def trace_of(ops: list[str], storages: list[Storage], phase: Phase = "forward", 
 
 
 class Row(NamedTuple):
-    """One storage of a recorded trace, in words."""
+    """One storage of a recorded trace, with names."""
 
     shape: str
     category: Category
@@ -86,7 +86,7 @@ class Recorded:
         ]  # fmt: skip
 
     def of(self, category: Category) -> list[str]:
-        """The shapes of the storages of one category."""
+        """Return the shapes of the storages of one category."""
         return [row.shape for row in self.rows() if row.category == category]
 
 

@@ -48,7 +48,7 @@ def test_a_recorder_notes_the_ops_of_the_block_and_their_storages():
 
 
 def two_steps(captured):
-    """An eager step of 32 MiB of activations, one whose 32 MiB are a graph's, and an update that needs 24."""
+    """Return a trace of an eager step with 32 MiB of activations, and a captured one with an update of 24 MiB."""
     return trace_of(
         ("setup", 0, f"+w parameters {16 * MIB}"),
         ("forward", 1, f"+h activations {32 * MIB} -h"),

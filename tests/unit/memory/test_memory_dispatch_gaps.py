@@ -34,7 +34,7 @@ def sums_of_real_engine():
 
 
 def sums_of_trace(model_class):
-    """How many sums in backward were in place, and how many made a tensor."""
+    """Return how many sums in backward were in place, and how many made a tensor."""
 
     def train(place):
         model_class()(place.fake_batch(torch.randint(0, 20, (3, 7)))).backward()
@@ -88,7 +88,7 @@ def test_a_sum_in_a_backward_of_the_users_own_makes_a_tensor():
     ],
 )
 def test_what_a_backward_formula_fills_is_filled_in_place(pick):
-    """One tensor of the input's size for the gradient, as on real tensors: not the zeros and their filled copy."""
+    """The gradient is one tensor of the input's size, as on real tensors, instead of zeros and a filled copy."""
 
     def train(place):
         x = torch.zeros(6, 8, requires_grad=True)

@@ -23,7 +23,7 @@ RULES = [DEFAULT_HEAP, FAST_HEAP, TIGHT_HEAP, KEPT_HEAP, FROM_32_MIB, TRIMMED, B
 
 
 def training(place: DryRun) -> None:
-    """Two steps and the passes of a third; blocks from a few bytes to 6 MiB."""
+    """Run two steps and the passes of a third, with blocks from a few bytes to 6 MiB."""
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.LayerNorm(512), nn.Linear(512, 3000))
     optimizer = torch.optim.Adam(model.parameters())
     place.recorder.know_model(model)

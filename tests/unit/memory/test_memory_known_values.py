@@ -29,7 +29,7 @@ def test_positions_are_known_without_a_batch():
 
 
 class Doubling(Tensor):
-    """Integers whose every sum is doubled by a dispatch of their own."""
+    """A tensor class whose dispatch doubles every sum."""
 
     @classmethod
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
@@ -117,7 +117,7 @@ def test_floating_point_values_of_a_few_elements_are_known():
 
 
 def unknown(place: DryRun, *shape: int) -> Tensor:
-    """A tensor whose values nobody knows."""
+    """Return a tensor with unknown values."""
     return place.fake_batch(torch.empty(*shape))
 
 

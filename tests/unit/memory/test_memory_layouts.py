@@ -24,7 +24,7 @@ MODES = [CpuLowering(), CudaLowering((8, 0))]
 @pytest.mark.parametrize("lowering", MODES, ids=["cpu", "cuda"])
 @pytest.mark.parametrize("case", [one for one in CASES if not one.has_batch_norm], ids=lambda case: case.name)
 def test_a_training_is_the_same_where_torch_is_asked_each_time(case, lowering, monkeypatch):
-    """Shapes, strides by their effects, and when each storage is born and dies."""
+    """Traces show shapes, effects of strides, and the birth and death of each storage."""
 
     def traced(*choices):
         model, optimizer = case.fresh()

@@ -50,7 +50,7 @@ def test_one_thread_has_one_workspace():
 
 
 def test_a_layer_with_a_bias_keeps_cublaslt_s_workspace():
-    """As events of torch 2.11 show: the first such layer takes it, and those after it do not."""
+    """Events of torch 2.11 show that only the first such layer allocates it."""
     assert [num_bytes for _, _, num_bytes in added(traced(), workspace_bytes=0)] == [LT_BYTES]
 
 

@@ -36,7 +36,7 @@ def mib(column) -> list[float]:
 
 
 def step_trace(**fields):
-    """16 of weights; 12 of activations; 16 of gradients; 3 for a moment; 12 of states where the activations were."""
+    """Return a trace, in MiB: 16 weights, 12 activations, 16 gradients, 3 temporaries, 12 states in freed memory."""
     return trace_of(
         ("setup", 0, f"+w parameters {16 * MIB}"),
         ("forward", 1, f"+h activations {12 * MIB}"),
@@ -228,7 +228,7 @@ def test_where_large_blocks_are_kept_the_steps_that_follow_the_traced_ones_count
 
 
 def test_what_a_model_is_built_of_goes_back_where_its_blocks_are_mapped_until_the_first_step():
-    """Four parameters of 1 MiB are built, and shared out: the last stays, above the holes of the others."""
+    """Four parameters of 1 MiB are built, then all but the last are freed, which leaves holes below it."""
     names = "abcd"
     trace = trace_of(
         *(("setup", 0, f"+{name} parameters {MIB}") for name in names),
@@ -294,7 +294,7 @@ def test_a_short_timeline_has_every_event():
 
 
 def sawtooth(num_events: int, peak_at: int) -> Counted:
-    """Births and deaths of storages of all sizes; one is larger than every other."""
+    """Count a trace of births and deaths of storages of all sizes, with one largest storage."""
     script = []
     for pair in range(num_events // 2):
         num_bytes = 100 * MIB if pair == peak_at // 2 else (pair * 7919) % MIB + 1
@@ -313,7 +313,7 @@ def test_a_long_timeline_is_thinned_and_keeps_the_peak(num_events: int, peak_at:
 
 
 def test_a_thinned_timeline_keeps_the_most_that_is_reserved():
-    # On the CPU the heap may be at its largest when little is alive, and gives it back.
+    # On the CPU the heap may be largest when few bytes are alive, and then shrink.
     counted = sawtooth(30_000, 17_354)
     stretch = counted.live.total[101:115]
     row = 101 + int(np.argsort(stretch)[len(stretch) // 2])

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Square(torch.autograd.Function):
-    """A custom function: gradients are off while its forward runs."""
+    """A custom function, whose forward runs with gradients disabled."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ class Square(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Two layers, the first squared or recomputed if asked for."""
+    """Two layers, with `function` between them."""
 
     def __init__(self, function: Any = torch.relu) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ def test_a_linear_layer_is_counted_to_the_byte(lowering: Lowering):
     trace = few_steps(nn.Linear(64, 32), {"input": torch.zeros(4, 64)}, lowering, loss_of=Tensor.sum)
     live = live_bytes(trace)
     assert live.by_category["parameters"].max() == live.by_category["gradients"].max() == 8192 + 128
-    # Two moments of each, and on the CPU, where everything is in one place, two counts of steps of 4 bytes.
+    # Two moments of each parameter, and on the CPU two step counts of 4 bytes. On CUDA these are on the host.
     assert live.by_category["optimizer states"].max() == 2 * (8192 + 128) + (8 if lowering.kind == "cpu" else 0)
     assert live.by_category["inputs"].max() == 1024
     assert trace.lowered_to == lowering.name
@@ -471,7 +471,7 @@ def test_fake_tensors_pass_for_real_ones_inside_the_block_only():
 
 
 def test_a_model_without_padding_builds_no_mask_although_its_tensors_are_fake():
-    """Positions that a caller gives are where GPT-2 looks for packed sequences."""
+    """GPT-2 searches given positions for packed sequences."""
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=4, n_head=2, n_layer=1, n_positions=8))
     model.config.use_cache = False
 

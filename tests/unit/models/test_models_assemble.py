@@ -84,7 +84,7 @@ def test_the_exported_pair_says_what_the_model_said_in_training(tmp_path, kind, 
 
 
 class Slow:
-    """Samples that are worth workers."""
+    """Samples that make worker processes worthwhile."""
 
     def __len__(self) -> int:
         return 100
@@ -170,7 +170,7 @@ def test_what_changes_what_is_learned_changes_its_mark_and_no_other(prepared, ch
 
 
 def test_where_a_state_begins_anew_is_a_mark_of_streams_alone(prepared):
-    """Without it there is no such mark, so that checkpoints from before there were streams are as good."""
+    """Without streams the fingerprint lacks this entry, so older checkpoints stay valid."""
     streams = {"train": "a.txt", "order": "streams"}
     marks, reset = (fingerprint(job(data=data), prepared) for data in (streams, streams | {"reset": "texts"}))
     assert differences(marks, reset) == ["data.reset"]
@@ -262,7 +262,7 @@ def test_otherwise_it_is_the_one_there_is():
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """Some 400 windows of 16 tokens."""
+    """Return the fields of a job and its prepared data, about 400 windows of 16 tokens."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "text.txt").write_text("\n".join(f"line {i} of the text" for i in range(1000)))
     source = {"data": {"train": str(folder / "text.txt"), "validation": 0.1}, "tokenizer": {"vocab_size": 300}}

@@ -35,7 +35,7 @@ def lstm():
 
 
 class OwnWay(nn.Module):
-    """Makes its weights in all the ways there are."""
+    """A model that creates its weights in every way."""
 
     def __init__(self):
         super().__init__()

@@ -18,7 +18,7 @@ from processes import environment
 
 
 def assert_same(loaded: Loaded, plain: torch.nn.Module) -> None:
-    """The same names, types and bits; also of buffers that are not saved."""
+    """Assert equal names, types and bits, including buffers that are not saved."""
     assert type(loaded.model) is type(plain)
     for mine, theirs in (
         (loaded.model.state_dict(), plain.state_dict()),
@@ -217,7 +217,7 @@ for how, dtype, room in map(json.loads, cases):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> tuple[Path, Path, int, int]:
-    """A folder with some 150 MiB of weights, a small one, the bytes of all weights and of the largest."""
+    """Return a folder with about 150 MiB of weights, a small one, and the bytes of all weights and of the largest."""
     folder, small = tmp_path_factory.mktemp("large"), tmp_path_factory.mktemp("small")
     fields = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 2000}
     config = transformers.LlamaConfig(**fields, num_attention_heads=4)

@@ -76,7 +76,7 @@ def test_rows_are_copied_and_those_beyond_the_words_stay(vectors, tmp_path):
 
 
 class Pair(nn.Module):
-    """Two embeddings that could both be of words."""
+    """A model with two embeddings, either of which could be the word embedding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from plimsoll.step.oom_boundary import Position
 
 
 class WithPeer(Ranks):
-    """The first of several, whose peers' memory has run out or not."""
+    """The first of several ranks, whose peers ran out of memory or did not."""
 
     def __init__(self, *peer_events: OomEvent | None) -> None:
         super().__init__()

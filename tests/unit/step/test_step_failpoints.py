@@ -75,6 +75,6 @@ def test_an_entry_of_another_form_is_refused(monkeypatch, entry):
 
 @pytest.mark.long
 def test_a_training_process_is_armed_by_its_environment(finished):
-    """The run was started with ``backward@2``; each of its two steps passes there once."""
+    """The run was started with ``backward@2``, and each of its two steps passes this point once."""
     events = [line for line in RunDirectory(finished.path).lines() if isinstance(line, OomEvent)]
     assert [(event.phase, event.step, event.requested_bytes) for event in events] == [("backward", 2, 1 << 60)]

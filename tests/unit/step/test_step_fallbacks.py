@@ -171,7 +171,7 @@ def test_out_of_memory_installs_the_next_level_and_loses_nothing(notes, phase, c
 
 
 def test_out_of_memory_in_the_update_takes_another_level_and_not_another_micro_batch(notes):
-    """At once, then in pieces, which are halved to one parameter that fails twice; then all of it once more."""
+    """The whole update fails, then halved chunks down to one parameter, which fails twice; then all of it again."""
     step = step_with(configuration(8, 0), configuration(4, 0), configuration(8, 1))
     with armed("optimizer", *range(1, 17)):  # 28 parameters at once, then 28, 14, 7, 4, 2, 1, 1; twice
         results = run(step)
@@ -345,7 +345,7 @@ FALLING = [
 
 
 def large_states(step):
-    """The tensors of the optimizer's states that are worth moving: objects, kept alive."""
+    """Return the optimizer's state tensors with more than one element."""
     states = step.workload.optimizer.state.values()
     return [value for state in states for value in state.values() if value.numel() > 1]
 
@@ -357,7 +357,7 @@ def require_the_same_objects(some, others):
 
 @contextmanager
 def failing(name, num_times):
-    """Memory runs out in the next installations of a technique, when it has done its work."""
+    """Make the next installations of a technique run out of memory at their end."""
     technique, left = TECHNIQUES[name], [None] * num_times
 
     class Failing:
@@ -399,7 +399,7 @@ def test_states_in_a_file_stay_there_from_level_to_level_and_back():
 @pytest.mark.parametrize("name", ["checkpointing", "parameter_offload"])
 @pytest.mark.parametrize("num_failures", [1, 2])
 def test_memory_that_runs_out_while_levels_change_moves_no_states_and_loses_nothing(name, num_failures):
-    """Once: the level is tried again. Twice: the next is taken, and the last has no next."""
+    """After one failure the level is tried again; after two, the next level is used, unless it is the last."""
     step = step_with(*FALLING, (micro_batch_choice(8), OFFLOAD, PARAMETERS))
     step(CASE.batches()[0])
     states = large_states(step)

@@ -76,7 +76,7 @@ def texts_of(*lengths):
 def test_texts_of_alike_length_are_a_micro_batch_without_the_padding_of_longer_ones(
     lengths, micro_batch, shares, numbers, columns
 ):
-    """Of 64 tokens that all ranks have."""
+    """All ranks together have 64 tokens."""
     workload, batch = replace(WORKLOAD, hooks=BY_LENGTH), texts_of(*lengths)
     micro_batches = list(
         weighted_micro_batches(batch, micro_batch, shape_of(batch, workload), workload, total_units=64)
@@ -127,7 +127,7 @@ def test_a_pass_computes_in_the_precision_of_the_workload(precision, dtype):
 
 
 class Lending(Ranks):
-    """One of two, of which the other has this sample."""
+    """One of two ranks; the other one has the given sample."""
 
     def __init__(self, other: object) -> None:
         super().__init__()

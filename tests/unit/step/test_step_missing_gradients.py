@@ -16,7 +16,7 @@ from plimsoll.step.failpoints import armed
 
 
 class Net(nn.Module):
-    """Two blocks and a head over an embedding that is not trained; ``how`` is how the blocks are run."""
+    """Two blocks and a head on a frozen embedding; ``how`` runs the blocks."""
 
     def __init__(self, how: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ def step_of(model, fails=(), **options):
 
 
 class Hidden:
-    """Counts where nothing looks: in the length of a file in memory."""
+    """An object that counts in the length of an in-memory file, where no search looks."""
 
     def __init__(self):
         self._file = io.BytesIO()
@@ -274,7 +274,7 @@ def test_state_that_passes_change_is_put_back_although_failures_changed_it():
 
 
 def test_where_there_was_no_memory_to_compare_it_is_said_and_done_in_the_next_step():
-    """The state that the first pass has moved by then cannot be named yet."""
+    """The state that the first pass has changed cannot be named at that time."""
     torch.manual_seed(0)
     hidden, fails = Hidden(), [True]
 
@@ -303,7 +303,7 @@ def test_a_failed_undo_is_tried_again_and_then_says_that_the_step_is_torn():
 
 
 def test_gradients_that_are_not_the_steps_stay_as_they_are():
-    """Of a tensor that a loop updates by itself, for example."""
+    """An example is a tensor that the user's loop updates."""
     torch.manual_seed(0)
     model, delta = Net(), torch.zeros(4, requires_grad=True)
     delta.grad = torch.ones(4)

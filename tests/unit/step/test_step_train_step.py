@@ -16,7 +16,7 @@ from workloads import mean_square
 
 
 def line_through(num_samples=4):
-    """y = 2x for x = 1, 2, ...: with the weight 0 and no bias the loss is the mean of (2x)^2."""
+    """Return samples of y = 2x for x = 1, 2, ...: with weight 0 and no bias, the loss is the mean of (2x)^2."""
     x = torch.arange(1.0, num_samples + 1).unsqueeze(1)
     return {"x": x, "y": 2 * x}
 
@@ -193,7 +193,7 @@ def test_schedule_and_scaler_go_on_where_both_have_one(before, after):
 
 
 def infinite_for(num_steps):
-    """A loss whose gradients are not finite in the first steps, while it is finite itself."""
+    """Return a finite loss with non-finite gradients in the first steps."""
     passes = []
 
     def loss(model, batch):

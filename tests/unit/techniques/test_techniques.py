@@ -84,7 +84,7 @@ def test_they_are_taken_back_where_the_block_fails(workload, notes):
 
 
 def test_a_technique_that_does_not_exist_is_named_before_anything_is_installed(workload, notes):
-    """As in a plan that another version wrote."""
+    """A plan of another version may contain one."""
     with pytest.raises(InputError, match="there is no technique `fist`"), installed(workload, choices("first", "fist")):
         raise AssertionError("it was installed")
     assert notes == []

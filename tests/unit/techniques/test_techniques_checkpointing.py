@@ -100,7 +100,7 @@ def test_nothing_is_kept_after_backward(name):
 
 
 def test_a_cache_that_is_given_is_read_and_filled_as_without():
-    """Two layers of a prefix: each block reads its own, and the caller's cache grows once."""
+    """The prefix has two layers: each block reads its layer, and the caller's cache grows once."""
     from transformers import DynamicCache
 
     def filled(choices):
@@ -183,7 +183,7 @@ def test_a_step_that_fails_is_done_again(phase):
 
 
 def test_memory_that_runs_out_while_recomputing():
-    """The first call of a part of a block is in forward, the second when backward computes it again."""
+    """A part of a block is first called in forward, and again when backward recomputes it."""
     results = []
     for fails in (False, True):
         model, batch = fresh("bert")
@@ -313,7 +313,7 @@ def test_a_block_that_changes_a_buffer_is_refused():
 
 
 class Square(nn.Module):
-    """Keeps two tensors of its input's size for backward (of exp its result, of the product exp's), and a result."""
+    """A block that saves the results of exp and tanh for backward, and returns a third tensor."""
 
     def __init__(self):
         super().__init__()
@@ -356,7 +356,7 @@ def test_the_largest_of_several_passes_counts():
 
 
 def test_tensors_given_by_keyword_are_seen_by_torch(monkeypatch):
-    """It keeps the random numbers of the devices of positional tensors only."""
+    """torch saves the random state only for devices of positional tensors."""
     seen = []
     real = torch.utils.checkpoint.checkpoint
 

@@ -84,7 +84,7 @@ def weighed_per_token(model, batch):
 
 
 def z_loss(model, batch):
-    """Part of it needs all logits."""
+    """Return a loss of which a part needs all logits."""
     logits = model(**batch)
     loss = functional.cross_entropy(logits.view(-1, VOCABULARY), batch["labels"].view(-1))
     return loss + 0.1 * logits.logsumexp(-1).square().mean()
@@ -115,7 +115,7 @@ def workload_of(model, loss=model_loss):
 
 
 def gradients(workload, batches):
-    """The losses and the sum of the gradients over the batches."""
+    """Return the losses, and the gradients summed over the batches."""
     for parameter in workload.model.parameters():
         parameter.grad = None
     losses = []

@@ -90,7 +90,7 @@ def test_the_exit_gives_back_what_was_captured():
 
 @pytest.fixture(scope="module")
 def traces():
-    """Traces of three steps of micro-batches of 3 of 8 samples, without a graph and with one."""
+    """Return traces of three steps, 8 samples in micro-batches of 3, without a graph and with one."""
     found = {}
     for more in ((), (GRAPH,)):
         choices = (micro_batch_choice(3), *more)
@@ -164,7 +164,7 @@ def test_recorded_steps_were_those_of_the_eager_ones_to_the_bit():
 @pytest.mark.long
 @pytest.mark.parametrize("row", recorded(), ids=lambda row: f"{row['choices']} of {row['batch']}")
 def test_recorded_memory_and_replays_are_as_predicted(row):
-    """Within 1 % of memory and 5 % of time; deterministic kernels take a fifth longer, and some need more."""
+    """Memory is within 1 % and time within 5 %. Deterministic kernels are a fifth slower; some need more memory."""
     job = JOB.model_copy(update={"batch_size": row["batch"], "sequence_length": row["length"]})
     job = job.model_copy(update={"model": {"architecture": "gpt2", "n_positions": 512}})
     choices = tuple(

@@ -175,7 +175,7 @@ def test_evaluation_is_in_slices_too():
 
 @pytest.mark.long
 def test_what_is_predicted_falls_with_the_slices_and_is_traced_in_a_few_of_them():
-    """A quarter of the rows needs little more than a quarter of the activations; 32 slices are no longer to trace."""
+    """A quarter of the rows needs little more than a quarter of the activations. 32 slices make the trace no longer."""
     model = fresh(CASES["one encoder, two calls"])
     optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), batches(1, num_samples=128, length=40)[0]
     peaks, ops = {}, {}
@@ -252,7 +252,7 @@ def test_the_model_itself_embeds_but_where_it_returns_its_loss():
 
 
 class Classified(Encoder):
-    """Returns a loss."""
+    """A model that returns a loss."""
 
     def forward(self, ids, labels):
         return nn.functional.cross_entropy(super().forward(ids), labels)
@@ -296,7 +296,7 @@ def test_a_part_can_be_named():
 
 
 def test_it_says_that_it_saved_nothing():
-    """Of a model that returns similarities; not where all rows are in one slice."""
+    """The warning comes for a model that returns similarities, but not if all rows fit in one slice."""
     workload = workload_of("similarities")
     named = Choice(technique="gradient_cache", options={"samples": 4, "part": ""})
     with (

@@ -143,7 +143,7 @@ def test_blocks_are_mapped_from_there_on_and_afterwards_as_before():
 
 
 def test_a_trim_between_steps_is_in_the_prediction():
-    """Step 1 leaves a hole of 3 MiB below a live block; step 2 takes a mapping, and the hole only counts untrimmed."""
+    """Step 1 leaves a hole of 3 MiB below a live block. Step 2 maps its block, so the hole only counts untrimmed."""
     mib = 1 << 20
     trace = trace_of(
         ("forward", 1, f"+a activations {3 * mib} +b gradients {mib} -a"),

@@ -149,7 +149,7 @@ def test_a_checkpoint_says_the_kernel_that_was_given_and_one_can_be_loaded_meanw
 
 
 def test_the_count_of_steps_is_of_the_kind_the_kernel_wants():
-    """In training of double precision `fused` counts in float32, the others in float64."""
+    """In double precision, `fused` counts steps in float32, and the other kernels count in float64."""
     torch.set_default_dtype(torch.float64)
     try:
         optimizer = made()

@@ -55,7 +55,7 @@ def workload_of(model, optimizer):
 
 
 def train(case, model, optimizer, num_steps=3):
-    """Plain PyTorch."""
+    """Train in plain PyTorch."""
     losses = []
     for batch in case.batches()[:num_steps]:
         optimizer.zero_grad()
@@ -152,7 +152,7 @@ def test_afterwards_the_optimizer_is_an_ordinary_one(choice):
 
 @BOTH
 def test_an_exit_that_runs_out_of_memory_leaves_states_that_train_on(choice, monkeypatch):
-    """The first three states come back; on CUDA the others do with the next updates, of which one fails."""
+    """The first three states return at once; on CUDA the others return in the next updates, one of which fails."""
     model, optimizer = fresh()
     room_for, num_calls = offload._room_for, []
 
@@ -310,7 +310,7 @@ def test_a_trace_has_the_states_outside(choice, lowering):
     state_bytes = 2 * sum(parameter.nbytes for parameter in build_model(JOB, *TEXTS.of_model).parameters())
     assert (states_at_the_end(plain, False), states_at_the_end(plain, True)) == (state_bytes, 0)
     assert (states_at_the_end(offloaded, False), states_at_the_end(offloaded, True)) == (0, state_bytes)
-    # So small a training has its peak in the update, which is done at once only where states are on the device.
+    # A training this small peaks in the update, which is a single chunk only if states are on the device.
 
 
 MEASURED = """

@@ -38,7 +38,7 @@ VARYING = Setting("cpu", 4, lengths_vary=True)
 
 
 def twins(name, dtype=torch.float64, **options):
-    """A layer, and its copy in stretches."""
+    """Return a layer, and its copy that runs in stretches."""
     torch.manual_seed(0)
     plain = LAYERS[name](INPUTS, HIDDEN, **options).to(dtype)
     stretched = copy.deepcopy(plain)
@@ -130,7 +130,7 @@ def test_under_autocast(name):
 
 
 def test_weights_are_those_of_now():
-    """Also of a parametrization, and those that `functional_call` puts there; and hooks see a gradient once."""
+    """Current weights include parametrized ones, and weights set by `functional_call`. Hooks see a gradient once."""
     plain, stretched = twins("lstm")
     inputs, lengths = tensors((7, 3, INPUTS), torch.float64, 1), torch.tensor([7, 4, 2])
     seen = []
@@ -175,7 +175,7 @@ def test_a_wrong_first_state_is_refused_as_torch_does():
 
 
 class Names(TorchDispatchMode):
-    """The names of the ops that are called."""
+    """A mode that records the names of the called ops."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ class Names(TorchDispatchMode):
 
 @pytest.mark.parametrize(("bidirectional", "calls"), [(False, 1), (True, 4)])
 def test_there_is_a_call_for_each_length(bidirectional, calls, monkeypatch):
-    """In two directions for each layer and direction."""
+    """A bidirectional layer has such calls for each layer and direction."""
     shapes, together = [], StretchedLayer._together
 
     def noted(layer, part, *rest):

@@ -89,7 +89,7 @@ def test_what_shares_memory_still_does():
 
 
 def test_an_exit_that_runs_out_of_memory_leaves_parameters_that_train_on(monkeypatch):
-    """Two storages come back, one of them tied."""
+    """Two storages return to memory, one of them tied."""
     case = CASES[0]
     model, optimizer = case.fresh()
     parameters, clone, num_clones = list(model.parameters()), torch.Tensor.clone, []

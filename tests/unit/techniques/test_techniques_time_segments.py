@@ -33,7 +33,7 @@ def workload_of(model, units="next-tokens"):
 
 
 class Mixed(nn.Module):
-    """Layers of all kinds that can be cut, and some that cannot."""
+    """A model with all kinds of layers that can be cut, and some that cannot."""
 
     def __init__(self):
         super().__init__()
@@ -320,7 +320,7 @@ def peak_bytes(num_steps, choices, lowering=None):
 
 @pytest.mark.long
 def test_what_is_kept_grows_with_the_square_root():
-    """Four times the steps: plainly four times as much, in segments of the square root about twice."""
+    """16 times the steps save about 16 times as much, but in segments of the square root about four times."""
     few, many = (peak_bytes(steps, [time_segments_choice(isqrt(steps))]) for steps in (256, 4096))
     plain_few, plain_many = (peak_bytes(steps, []) for steps in (256, 4096))
     least_bytes = peak_bytes(16, [time_segments_choice(0)])  # parameters, gradients and the like
@@ -337,7 +337,7 @@ def test_fewer_states_are_less_memory():
 
 
 def test_on_cuda_too():
-    """cuDNN's layers keep a reserve of each segment only."""
+    """cuDNN's layers hold the reserve of one segment at a time."""
     lowering = CudaLowering((8, 6))
     plain, segmented = (peak_bytes(1024, choices, lowering) for choices in ([], [time_segments_choice(64)]))
     assert segmented < 0.4 * plain  # both have cuDNN's workspaces, whose size depends on the layers only

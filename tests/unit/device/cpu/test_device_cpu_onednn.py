@@ -160,7 +160,7 @@ def test_preparing_goes_backwards_in_any_mode_and_draws_no_random_numbers(mode):
 
 CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
-# Each case in a fork of its own: oneDNN reads the environment when it is first used, and loading torch takes longest.
+# Each case has a separate fork: oneDNN reads the environment at its first use, and loading torch is slow.
 MANY_SHAPES = """
 import json, os, sys, torch
 from plimsoll.device import process

@@ -3,8 +3,8 @@
     python real_training.py gpt2|lstm MMAP_THRESHOLD      0: glibc's own threshold
 
 Storages count with the size of the request, but the workspace of an LSTM only as far as it is written
-(`unwritten_workspace`). `scratch_bytes` are alive while an op runs. Prints one JSON object: the events, and the growth
-of private memory after each of them.
+(`unwritten_workspace`). `scratch_bytes` are alive while an op runs. Prints one JSON object: the events, and the peak
+growth of private memory.
 """
 
 import gc

@@ -156,8 +156,8 @@ def test_every_event_leaves_what_the_real_heap_leaves(sequence, setting, real_he
     assert abs(errors[worst]) <= 512 << 10
 
 
-# The relative error allowed on the peak of a real training. With glibc's own thresholds the peak differs by 3 % from run
-# to run of a training, due to random small blocks between the tensors.
+# The relative error allowed on the peak of a real training. With glibc's own thresholds, the peak varies by 3 % between
+# runs, due to random small blocks between the tensors.
 TRAININGS = [
     pytest.param("gpt2", TIGHT_HEAP, TIGHT_HEAP.mmap_threshold_bytes, 0.03, marks=pytest.mark.slow),
     ("lstm", TIGHT_HEAP, TIGHT_HEAP.mmap_threshold_bytes, 0.03),
@@ -290,7 +290,7 @@ def rules_at_random(draw: random.Random) -> HeapRules:
 
 
 def asked_at_random(draw: random.Random, num_deltas: int) -> dict:
-    """Deltas of tensors small and large, some of no bytes, with nodes, trims and thresholds between them."""
+    """Return random deltas of small, large and empty tensors, with nodes, trims and thresholds."""
     live: dict[int, int] = {}
     deltas, changes, num_nodes, most_bytes = [], {}, 0, draw.choice((2000, 60_000, 300_000, 5 * MIB))
     for index in range(num_deltas):
@@ -344,7 +344,7 @@ def test_so_it_does_in_a_training(rules):
 
 
 def test_what_holds_for_other_rules_is_what_they_give():
-    """Whether it does is known without a replay: over many, each time, and it is often so and often not."""
+    """The claim is checked without a replay; over many random cases it is often true and often false."""
     num_alike = num_others = 0
     for seed in range(25):
         draw = random.Random(seed)

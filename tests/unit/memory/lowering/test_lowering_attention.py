@@ -43,7 +43,7 @@ def inputs(dtype=BF16, heads=4, key_heads=4, length=48, width=64, batch=2, requi
 
 
 class Births(TorchDispatchMode):
-    """Sizes of the storages that are born, by the dtype they are born with, and how many bytes live."""
+    """A mode that records the sizes of new storages by dtype, and the live bytes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -133,7 +133,7 @@ def operator(name: str):
 
 
 def maker(*dtypes: torch.dtype) -> Make:
-    """Tensors in (0.2, 0.7), their dtypes in turn."""
+    """Return a function that makes tensors with values in (0.2, 0.7), with the given dtypes in turn."""
     generator = torch.Generator().manual_seed(0)
     turn = [0]
 
@@ -186,7 +186,7 @@ def test_an_op_of_a_list_gives_what_casting_by_hand_gives(name, inputs, output) 
     given = ARGUMENTS[name](maker(*inputs))
     with cuda_autocast_lists(), torch.autocast("cpu", dtype=BF16):
         got = operator(name)(*given)
-    # These convert in the kernel, with the sums in fp32 either way; the others before it.
+    # These convert in the kernel and sum in fp32 in both cases; the others convert before it.
     by_dtype = cuda_policies()[name].startswith("fp32_")
     expected = operator(name)(*cast(list(given), FP32 if by_dtype else output))
     for one, other in zip(tensors([got]), tensors([expected]), strict=True):
@@ -201,7 +201,7 @@ def test_an_op_of_a_list_gives_what_casting_by_hand_gives(name, inputs, output) 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_an_op_that_only_cuda_has_is_given_lower_precision(name) -> None:
     class Seen(Exception):
-        """Carries the dtypes out."""
+        """An exception that carries the dtypes."""
 
     class Look(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -252,7 +252,7 @@ def test_another_floating_dtype_among_promoted_ones_is_refused_as_cuda_does() ->
 
 
 class Copies(TorchDispatchMode):
-    """Counts casts."""
+    """A mode that counts casts."""
 
     count = 0
 

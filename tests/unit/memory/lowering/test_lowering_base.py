@@ -14,7 +14,7 @@ from plimsoll.memory.trace import trace_training
 
 
 class Names(TorchDispatchMode):
-    """The names of the ops that run."""
+    """A mode that records the names of the ops that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_kernels_are_put_back_after_an_error():
 
 
 def update(fake: bool, devices: tuple[str, ...] | None) -> list[str]:
-    """The ops of an update of AdamW on two parameters."""
+    """Return the ops of an AdamW update of two parameters."""
 
     def run() -> None:
         parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
@@ -202,7 +202,7 @@ def test_apply_is_put_back_after_an_error():
 
 
 def outputs_of(is_contiguous, has_bias=True):
-    """How many tensors of the output's size a linear layer's forward makes."""
+    """Return how many tensors of the output's size the forward of a linear layer makes."""
 
     def step(place):
         layer = nn.Linear(4, 5, bias=has_bias).to("cuda")

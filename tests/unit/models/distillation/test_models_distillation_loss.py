@@ -41,7 +41,7 @@ def distillation(kind: str, teacher: nn.Module | None, temperature: float, hard:
 
 
 def cut(loss: Distillation, student: nn.Module, batch: dict[str, Tensor], kind: str, num_samples: int) -> float:
-    """Gradients in pieces, weighted as a step does."""
+    """Accumulate the gradients of micro-batches, weighted as in a step, and return the loss."""
     units, total = UNITS[task_of(kind)], 0.0
     for piece in split_batch(batch, num_samples):
         part = loss(student, piece) * (count_units(piece, units) / count_units(batch, units))

@@ -36,7 +36,7 @@ def test_a_tagger_does_not_see_padding(architecture, bidirectional):
 
 
 class Plain(nn.Module):
-    """The tagger as one would write it by hand."""
+    """The hand-written tagger."""
 
     def __init__(self):
         super().__init__()

@@ -53,7 +53,7 @@ COMBINATIONS = [
 
 @pytest.fixture
 def noted(monkeypatch):
-    """The numbers of the blocks that were noted."""
+    """Return the list of the numbers of folded blocks."""
     numbers, note = [], folded_blocks._Row._note
 
     def counted(self, number, given, example):
@@ -83,7 +83,7 @@ TRAININGS = [(one, "fp32") for one in ARCHITECTURES] + [("gpt2", "fp16"), ("gpt2
 @pytest.mark.parametrize("target", LOWERINGS)
 @pytest.mark.parametrize(("architecture", "precision"), TRAININGS)
 def test_the_trace_is_that_of_running_all_blocks(architecture, target, precision, noted, monkeypatch):
-    """Of five blocks three are noted in each pass that is run: four of them with a scaler, which makes its scale."""
+    """Each pass that runs folds three of five blocks. With a gradient scaler, the first pass creates its scale."""
     trace = job_traced(architecture, target, precision)
     all_run(monkeypatch, trace)  # a warm-up: the first trace imports modules and fills caches of torch
     folded = trace()
@@ -112,7 +112,7 @@ def test_blocks_are_run_where_a_technique_goes_on_from_one_to_the_next(technique
 
 
 def of_transformers(kind):
-    """A class as if transformers had it, whose code is known."""
+    """Return the class as if it were defined in transformers, whose code is known."""
     kind.__module__ = "transformers.of_test"
     forward = kind.forward
     names = {**forward.__globals__, "__name__": kind.__module__}
@@ -122,7 +122,7 @@ def of_transformers(kind):
 
 @of_transformers
 class Block(nn.Module):
-    """A block that may do something else where its number is `odd`."""
+    """A block that may behave differently if its number is `odd`."""
 
     def __init__(self, number, odd=-1):
         super().__init__()
@@ -138,7 +138,7 @@ class Block(nn.Module):
 
 @of_transformers
 class OddBackward(Block):
-    """A block of which only the backward pass is another."""
+    """A block of which only the backward pass differs."""
 
     def forward(self, hidden, scale=None):
         inner = self.first(hidden).relu()
@@ -155,7 +155,7 @@ class TwoResults(Block):
 
 @of_transformers
 class Model(nn.Module):
-    """Blocks in a row, each called with `arguments` of its number."""
+    """A row of blocks, each called with ``arguments(number)``."""
 
     def __init__(self, blocks, arguments=lambda number: {}, order=None):
         super().__init__()

@@ -41,7 +41,7 @@ ARCHITECTURES = {
 
 @pytest.fixture
 def folds(monkeypatch):
-    """How many passes were noted again; without one if they are all to be run."""
+    """Return a list with an entry for each folded pass."""
     noted, again = [], Stretch.again
 
     def counted(self, ended=(), renamed=None):
@@ -61,9 +61,9 @@ def job(**changes):
 @pytest.mark.parametrize("target", LOWERINGS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_trace_of_a_job_is_that_of_all_its_passes(architecture, target, folds, monkeypatch):
-    """Three steps of two micro-batches and a smaller last one, an evaluation between: three passes are run.
+    """Three steps have two micro-batches and a smaller last one, with an evaluation between: three passes are run.
 
-    In half precision four: the scaler of the loss makes its scale in the first.
+    In half precision four passes are run, because the gradient scaler creates its scale in the first one.
     """
     precision = "fp16" if architecture in ("gpt2", "lstm") else "fp32"
     monkeypatch.setattr(
@@ -114,13 +114,13 @@ def gpt2_traced(model_loss=model_loss, prepare=lambda model: None):
 
 
 def of_transformers(function):
-    """The same as if transformers had it, whose code is known."""
+    """Return the function as if it were defined in transformers, whose code is known."""
     names = {**function.__globals__, "__name__": "transformers.of_test"}
     return FunctionType(function.__code__, names, closure=function.__closure__)
 
 
 def test_a_model_that_changes_from_pass_to_pass_is_run_each_time(folds):
-    """An attribute of any module that is another after a pass: the next may do something else."""
+    """If a pass changes an attribute of a module, the next pass may differ."""
 
     def count(model, args, output):
         model.num_passes += 1

@@ -83,7 +83,7 @@ def test_the_trace_with_a_technique_is_that_of_all_its_pieces(name, target, monk
 
 @pytest.mark.usefixtures("small_pieces")
 def test_parameters_that_have_been_updated_more_often_are_of_another_kind(monkeypatch):
-    """RAdam takes more from its sixth update on."""
+    """RAdam needs more memory from its sixth update on."""
     setup = setup_for("gpt2", ["micro_batch"])
     model, _ = setup.fresh()
     optimizer, batch = torch.optim.RAdam(model.parameters()), setup.case.batches()[0]

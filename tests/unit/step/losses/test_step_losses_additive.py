@@ -138,7 +138,7 @@ def test_a_loss_that_keeps_a_state_is_found():
 
 
 class Kept:
-    """Where a check does not look."""
+    """An object that the check does not search."""
 
 
 def test_a_state_that_nobody_sees_is_not_taken_for_rounding():
@@ -266,7 +266,7 @@ def test_a_loss_that_fails_for_one_sample_is_compared_in_larger_parts():
 
 
 def asked(additivity, batches):
-    """How often the loss is computed for each batch."""
+    """Return how often the loss is checked for each batch."""
     counts = []
     for batch in batches:
         before = additivity._num_checks

@@ -16,7 +16,7 @@ from plimsoll.techniques.gradient_cache import gradient_cache_choice, refusal_of
 
 
 class Centered(Encoder):
-    """Embeddings without their mean over the batch, a little."""
+    """An encoder that subtracts a little of the batch mean from its embeddings."""
 
     def forward(self, ids):
         embeddings = super().forward(ids)

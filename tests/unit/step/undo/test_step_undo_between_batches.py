@@ -96,7 +96,7 @@ def test_state_that_says_itself_is_that_of_the_loop_again():
 
 
 def test_what_passes_wrote_before_is_still_missed_after_the_loop_wrote_it():
-    """Where nothing had been copied, the count of versions must not begin anew."""
+    """If nothing was copied, version counts must not be reset."""
     model = Model()
     undo = Undo({"model": model}, backend_for("cpu"))
     undo.remember()

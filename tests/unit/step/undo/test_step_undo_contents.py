@@ -15,7 +15,7 @@ class Thing:
 
 
 class OwnDict(dict):
-    """Iterates over nothing, as a class may that keeps its items elsewhere."""
+    """A dict that iterates over nothing, as a class may that stores its items elsewhere."""
 
     def __iter__(self):
         return iter(())

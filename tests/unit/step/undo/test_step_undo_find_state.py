@@ -34,7 +34,7 @@ class Slotted:
 
 
 class Averager:
-    """An object of a user's, as an exponential average is."""
+    """A user's object, such as an exponential average."""
 
     def __init__(self):
         self.values, self.inner = {"mean": [0.0]}, Slotted()

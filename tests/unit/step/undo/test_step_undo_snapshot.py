@@ -9,7 +9,7 @@ from plimsoll.step.undo.user_state import Kept
 
 
 class Keeper:
-    """Something that work changes."""
+    """An object that the work changes."""
 
     def __init__(self):
         self.count, self.items, self.tensor, self.array = 0, [1, 2], torch.zeros(2), numpy.zeros(2)

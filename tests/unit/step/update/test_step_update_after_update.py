@@ -21,7 +21,7 @@ NUM_STEPS = 4
 
 
 class Warmup(torch.optim.lr_scheduler.LRScheduler):
-    """Counts in an attribute, a list and a tensor, then sets the rate; memory runs out in between, so often."""
+    """A schedule that counts in an attribute, a list and a tensor, and then may run out of memory."""
 
     def __init__(self, optimizer, failures=(), work=exhaust_memory):
         self.count, self.rates, self.total, self.work, self.failures = 0, [], torch.zeros(()), work, []
@@ -113,7 +113,7 @@ def test_another_error_of_a_schedule_counts_the_step_whose_update_is_done():
 
 
 def test_what_fails_and_moves_is_state_and_begins_as_it_was():
-    """A counter that failing changes is left changed in the last try, moves on in it, and is therefore put back."""
+    """A counter that failures change is not restored before the last try. It changes there, so it is state."""
     count, failures, seen = [0], [True, True], []
 
     def tidy_up():
@@ -172,7 +172,7 @@ class Trainer:
 
 
 class MyLambda(torch.optim.lr_scheduler.LambdaLR):
-    """A schedule of the user's."""
+    """A user's schedule."""
 
 
 class Steps:
@@ -203,7 +203,7 @@ def test_what_a_schedule_keeps_is_looked_for_when_something_new_has_come(monkeyp
 
 
 def test_what_nobody_was_seen_to_change_is_not_copied(monkeypatch):
-    """Neither the arrays beyond one MiB nor the records behind the first places; it is looked at now and then."""
+    """Arrays beyond one MiB and records after the first places are not copied, and only sometimes compared."""
     steps, copied = Steps(), []
     taken = Kept.arrays
     monkeypatch.setattr(Kept, "arrays", lambda kept: copied.append(tally(kept, [*taken(kept)])) or taken(kept))
@@ -213,7 +213,7 @@ def test_what_nobody_was_seen_to_change_is_not_copied(monkeypatch):
 
 
 def tally(kept, arrays):
-    """How many arrays are copied, and whether all places are."""
+    """Return the number of copied arrays, and whether all places are copied."""
     return sum(copy is not None for _, _, copy in arrays), not kept.others
 
 

@@ -22,11 +22,11 @@ from processes import run_program
 
 
 class FromElsewhere(torch.optim.SGD):
-    """An optimizer that is not of torch.optim: it might look at all parameters together."""
+    """An optimizer from outside torch.optim, which might use all parameters together."""
 
 
 def parameters(*lengths):
-    """Parameters of as many floats, each with a gradient of ones."""
+    """Return parameters of the given lengths, each with a gradient of ones."""
     made = [nn.Parameter(torch.full((length,), float(length))) for length in lengths]
     for parameter in made:
         parameter.grad = torch.ones_like(parameter)
@@ -34,7 +34,7 @@ def parameters(*lengths):
 
 
 def commit_of(optimizer, chunk_bytes=1):
-    """Each parameter is a piece of its own, where nothing else is asked for."""
+    """Return a commit, by default with a separate chunk for each parameter."""
     return StepCommit(optimizer, backend_for("cpu"), Position(step=4, phase="optimizer"), chunk_bytes)
 
 
@@ -58,7 +58,7 @@ def test_the_largest_come_first_and_a_piece_has_at_most_so_many_bytes(chunk_byte
 
 
 def test_parts_of_parameters_are_cut_alike_on_every_rank():
-    """Rows of 1025 on two ranks are 513 and 512: by their own sizes one would have two pieces and the other one."""
+    """1025 rows on two ranks are 513 and 512. By local sizes, one rank would have two chunks and the other one."""
     of_ranks = []
     for own in ((513, 1, 513), (512, 0, 512)):
         rows = parameters(*own)
@@ -86,7 +86,7 @@ def test_a_parameter_without_a_gradient_is_in_no_piece():
 def test_the_groups_of_parameters_keep_their_own_options():
     first, second, third = parameters(4, 2, 3)
     optimizer = torch.optim.SGD([{"params": [first, second], "lr": 1.0}, {"params": [third], "lr": 10.0}])
-    commit_of(optimizer, chunk_bytes=28).step()  # one piece of both groups, then the last parameter
+    commit_of(optimizer, chunk_bytes=28).step()  # one chunk with both groups, then the last parameter
     assert (first.tolist(), second.tolist(), third.tolist()) == ([3] * 4, [1] * 2, [-7] * 3)
     assert [group["params"] for group in optimizer.param_groups] == [[first, second], [third]]
 
@@ -147,7 +147,7 @@ def test_when_the_first_piece_fails_twice_nothing_has_happened():
         commit.step()
     assert (commit.outcome.phase, commit.outcome.step) == ("optimizer", 5)
     assert [parameter.tolist() for parameter in chosen] == [[5] * 5, [2] * 2]
-    assert len(optimizer.state) == 0  # states that the step had made are gone again
+    assert len(optimizer.state) == 0  # states that the step created are removed
     assert all(parameter.grad is not None for parameter in chosen)
     assert [group["params"] for group in optimizer.param_groups] == [chosen]
 
@@ -170,7 +170,7 @@ def test_states_are_as_before_when_a_later_step_fails():
 
 
 class StridedStates(torch.optim.SGD):
-    """Like an optimizer that keeps a transposed state; it is of one piece."""
+    """An optimizer with a transposed state, which is updated in one chunk."""
 
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
@@ -233,7 +233,7 @@ def test_when_a_later_piece_fails_twice_the_step_is_torn_and_says_so():
 
 
 class FailsInTheMiddle(torch.optim.SGD):
-    """Changes the first parameter, then runs out of memory, so often."""
+    """An optimizer that changes the first parameter, then runs out of memory, `num_failures` times."""
 
     num_failures = 1
 
@@ -354,7 +354,7 @@ def test_where_the_update_has_no_room_nothing_happens(inside_limits):
 
 @pytest.mark.parametrize("leave", [False, True], ids=["on the device", "outside"])
 def test_what_is_to_come_must_fit_unless_it_leaves_the_device(leave):
-    """Of the second parameter a state, and three temporaries."""
+    """The reserve covers a state of the second parameter and three temporaries."""
     first, second = parameters(1000, 500)
     optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.9)
     recorder = Recorder(phase=lambda: "optimizer")
@@ -381,7 +381,7 @@ def test_an_update_at_once_copies_nothing_and_is_the_optimizers_own():
 
 def differentiable(chosen):
     for parameter in chosen:
-        parameter.requires_grad_(False)  # else torch does not let it be updated
+        parameter.requires_grad_(False)  # otherwise torch refuses to update it
     return torch.optim.SGD(chosen, lr=1.0, differentiable=True)
 
 

@@ -87,7 +87,7 @@ def test_no_update_of_torch_takes_more_than_the_memory_reserved_for_it(name, opt
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES_OF_TORCH)
 def test_nor_does_one_with_groups_shapes_and_settings_as_they_come(name):
-    """Settings change after the second step; some gradients are not there in the first, some are not contiguous."""
+    """Settings change after the second step. Some gradients are missing in the first, some are not contiguous."""
     drawn = random.Random(name)
     for _ in range(8):
         groups = [group_of(name, drawn) for _ in range(drawn.choice([1, 2, 3]))]
@@ -129,7 +129,7 @@ def state_bytes_of(optimizer):
 
 
 def test_blocks_are_as_large_as_the_parameters_and_states_that_exist_are_not_counted():
-    """Of 40, 20 and 8 bytes temporaries of the two largest, and states of the one without, with an eighth more."""
+    """Of 40, 20 and 8 bytes, temporaries of the two largest count, and states of the one without, plus an eighth."""
     chosen = [nn.Parameter(torch.ones(length)) for length in (10, 5, 2)]
     optimizer = torch.optim.Adam(chosen)
     for parameter in chosen[:2]:
@@ -141,7 +141,7 @@ def test_blocks_are_as_large_as_the_parameters_and_states_that_exist_are_not_cou
 
 
 class FromElsewhere(torch.optim.Adam):
-    """Of an optimizer that is not of torch.optim nothing is known."""
+    """An optimizer from outside torch.optim, about which nothing is known."""
 
 
 def test_states_of_an_optimizer_from_elsewhere_are_as_many_as_is_said():
@@ -168,7 +168,7 @@ def test_of_a_matrix_adafactor_keeps_rows_and_columns(shape, expected_bytes):
 
 
 def test_an_optimizer_of_this_package_says_what_it_takes():
-    """Parameters take turns, so that the temporaries of one are there."""
+    """Parameters are updated in turn, so only the temporaries of one of them exist."""
     chosen = [nn.Parameter(torch.ones(length)) for length in (5000, 300, 7000)]
     members = [(0, parameter) for parameter in chosen]
     optimizer = LowBitAdam(chosen, bits=8)
@@ -186,7 +186,7 @@ def test_free_memory_is_proven_by_taking_all_blocks_at_once_and_giving_them_back
 
 
 def test_a_buffer_of_none_is_no_state():
-    """As SGD of torch before 2.0 saved it where there was no momentum, which a loaded training may then have."""
+    """SGD of torch before 2.0 saved such a buffer without momentum; a loaded training may still have it."""
     parameter = nn.Parameter(torch.ones(10))
     optimizer = torch.optim.SGD([parameter], momentum=0.9)
     optimizer.state[parameter]["momentum_buffer"] = None

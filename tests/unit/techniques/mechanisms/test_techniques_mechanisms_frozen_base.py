@@ -13,7 +13,7 @@ from plimsoll.techniques.mechanisms.frozen_base import CodedLinear, KeptOutside,
 
 
 class Wrapper(nn.Module):
-    """As peft has a layer in one of its own."""
+    """A module that wraps a layer, as in peft."""
 
     def __init__(self, base_layer):
         super().__init__()

@@ -15,7 +15,7 @@ SHARE = 1e-3
 
 
 class Mixed(nn.Module):
-    """Rows of numbers through two layers, then mixed."""
+    """Two layers on rows of numbers, followed by a function that may mix the rows."""
 
     def __init__(self, mix):
         super().__init__()

@@ -16,7 +16,7 @@ WIDTH, STEPS, SAMPLES = 3, 11, 2
 
 
 def chain(segment, state, slices, weight, bias):
-    """``state = tanh(state W + input + b)``, with a sum of all states."""
+    """Run ``state = tanh(state W + input + b)``, and sum up all states."""
     (inputs,) = slices
     hidden = state[0] if state else torch.zeros(SAMPLES, WIDTH, dtype=inputs.dtype)
     outputs = []
@@ -170,7 +170,7 @@ def test_a_row_lookup_is_added_up_in_one_dense_gradient_unless_it_is_to_stay_spa
 
 @pytest.mark.parametrize("truncates", [False, True])
 def test_parameters_that_share_a_gradient_each_get_it_once(truncates):
-    """Of a sum of two parameters torch returns one gradient tensor for both."""
+    """torch returns one gradient tensor for both parameters of a sum."""
     base, delta = (torch.randn(WIDTH, dtype=torch.float64).requires_grad_() for _ in range(2))
     inputs = torch.randn(STEPS, SAMPLES, WIDTH, dtype=torch.float64)
 
