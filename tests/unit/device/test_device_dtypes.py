@@ -1,4 +1,4 @@
-"""Types of weights by the names that people give them; what is none is refused, never taken for another."""
+"""Types of weights by their usual names; other names are refused, and never taken for another type."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tensors in files: pools of them, and named ones, which are whole or refused with the numbers."""
+"""Tensors in files: pools of them, and named ones, which are complete or refused with the numbers."""
 
 import errno
 import gc

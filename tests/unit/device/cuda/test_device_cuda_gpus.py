@@ -1,4 +1,4 @@
-"""The table of GPUs: every row is sound, names are found however they are written, and a live card keeps its own."""
+"""The table of GPUs: every row is sound, all spellings of a name are found, and a live card keeps its real values."""
 
 import pytest
 

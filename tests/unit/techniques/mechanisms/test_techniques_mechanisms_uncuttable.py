@@ -1,4 +1,4 @@
-"""What keeps a batch whole: gradients that would be others in micro-batches are refused, not made."""
+"""Batches that must stay whole: if micro-batches would change the gradients, they are refused."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def step_of(model, **options):
 
 
 def moved(model, *batches):
-    """What plain accumulation adds to the rows of an embedding."""
+    """Return the gradient of an embedding after plain accumulation."""
     for ids in batches:
         (model(ids, labels=ids).loss / len(batches)).backward()
     return model.embedding.weight.grad
