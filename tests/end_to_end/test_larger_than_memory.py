@@ -1,8 +1,8 @@
 """Full fine-tuning of a model whose weights, gradients and Adam states exceed the whole budget, killed midway.
 
 It runs on the CPU with a disk. The budget covers all private memory of the training process, including libraries;
-offloaded tensors are in files. The run is killed and resumed, and its result must equal that of an unlimited run to the
-bit. The case with four times the budget takes minutes and is `slow`.
+offloaded tensors are in files. The run is killed and resumed, and its result must equal an unlimited run to the bit.
+The case with four times the budget takes minutes and is `slow`.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ WIDE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("budget_mib", [600, 1000])
 def test_a_tight_plan_that_was_told_30_percent_too_little_is_survived(budget_mib, tmp_path):
-    """The plan is that of a planner which predicts 0.7 of every need, for 0.7 of this budget, with heap options.
+    """The plan assumes 0.7 of every need. It is made for 0.7 of this budget, with heap options.
 
     These heaps leave holes, among which no fallback may fit. Then the run continues in a new process.
     """

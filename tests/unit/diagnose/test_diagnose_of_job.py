@@ -1,6 +1,6 @@
 """Jobs before they run, for a GPU that is absent, and runs that ran out of memory.
 
-The job is that of tests/unit/planning/test_planning_remedies.py.
+The job is the same as in tests/unit/planning/test_planning_remedies.py.
 """
 
 import shutil
@@ -75,7 +75,7 @@ def test_a_job_that_fits_has_shares_and_no_findings():
 
 
 def test_a_run_with_memory_for_what_was_predicted_is_not_explained_by_it(folder):
-    """Memory has grown: the note says so, and the parts of the peak are not causes."""
+    """The note reports growth, and the parts of the peak are not causes."""
     diagnosis = diagnosis_of_run(ended(), folder, device="rtx3060", limit_bytes=2000 * MIB)
     assert [finding.cause for finding in diagnosis.findings] == []
     assert "should need" in diagnosis.notes[0]

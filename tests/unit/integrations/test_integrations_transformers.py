@@ -1,6 +1,6 @@
 """A `Trainer` under the adapter against the plain one: same steps, losses and weights after any out-of-memory error.
 
-One scenario is that of `auto_find_batch_size`: memory runs out at batch 5 of 8, and each of 64 samples must be trained
+One scenario is known from `auto_find_batch_size`: memory runs out at batch 5 of 8. Each of 64 samples must be trained
 once.
 """
 

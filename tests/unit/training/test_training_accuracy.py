@@ -97,7 +97,7 @@ def test_a_text_of_which_windows_are_missing_is_not_counted_yet():
 
 
 def test_samples_that_a_pass_has_in_another_order_are_told_apart():
-    """The order is that of `by_length`: the longest first."""
+    """The order is as in `by_length`: the longest first."""
     texts = Texts()
     ids = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [2, 1, 1, 1]])
     mask = (torch.arange(4) < torch.tensor([[1], [2], [3], [4]])).long()

@@ -191,7 +191,7 @@ def test_deaths_count_until_a_checkpoint_is_written(cause):
 
 
 def test_a_later_fallback_counts_as_progress_but_only_once():
-    """A model that cannot be split (BatchNorm) stays at the first fallback, whatever it is given."""
+    """A model that cannot be split (BatchNorm) stays at the first fallback, for any given one."""
     given = retries()
     counts = []
     for in_force in (0, 1, 2, 3, 3, 0, 0):
@@ -211,7 +211,7 @@ def test_memory_is_blamed_only_where_the_machine_does(cause, error):
 
 
 def test_what_is_done_after_a_death_is_said_with_the_techniques(new_run, capsys):
-    """The message names the techniques of the next fallback, and at the end those of the last one."""
+    """The message names the techniques of the next fallback, and at the end the techniques of the last one."""
     choices = (
         Choice(technique="checkpointing", options={"blocks": "all"}),
         Choice(technique="optimizer_offload", options={"to": "disk"}),

@@ -19,7 +19,7 @@ from plimsoll.training.supervise import make_plan, prepare_data, supervise
 
 NewRun = Callable[..., RunDirectory]
 LOST = f"exit {RankLostError.exit_code}"
-BUS = "kill -BUS $$"  # as if /dev/shm were full; it counts as lack of memory, whatever happens on this machine
+BUS = "kill -BUS $$"  # as if /dev/shm were full; it counts as lack of memory on any machine
 
 
 def start(fallback: int = 0, step: int = 0) -> StartLine:

@@ -292,7 +292,7 @@ def test_the_dry_run_has_a_batch_of_two_whole_passes_that_ends_as_the_whole_one(
 
 
 def test_a_smaller_last_pass_does_not_hide_that_a_whole_one_meets_gradients():
-    """13 samples in passes of 4 leave a last pass of one sample; the peak equals that of 12 samples."""
+    """13 samples in passes of 4 leave a last pass of one sample. The peak is as for 12 samples."""
     peaks = []
     for batch_size in (12, 13):
         trace = dry_run_job(job(batch_size=batch_size), TEXTS, CpuLowering(), (micro_batch_choice(4),), is_short=True)
@@ -417,7 +417,7 @@ def test_what_a_teacher_said_of_a_text_is_of_all_labels():
     ids=["files", "the host"],
 )
 def test_parameters_that_are_kept_outside_are_never_on_the_device(lowering, choice, are_all_outside):
-    """All parameters are in files, or those of the two blocks (3,280 each) are in host memory."""
+    """All parameters are in files, or both blocks (3,280 parameters each) are in host memory."""
     gpt2 = job(model={"architecture": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2})
     whole, outside = (dry_run_job(gpt2, TEXTS, lowering, (*WHOLE, *more)) for more in ((), (choice,)))
 

@@ -19,7 +19,7 @@ def counted(*ops):
 
 
 def test_each_phase_has_its_own_peak_with_what_grows_of_it():
-    """Forward has 10 + 3 + 6 at its second op, backward 10 + 6 + 5 + 2, and the update 10 + 5 + 20 + 1."""
+    """Forward needs 10+3+6 at its second op, backward 10+6+5+2, and the update 10+5+20+1."""
     found = phase_peaks(
         counted(
             ("setup", 0, f"+w parameters {10 * MIB}"),
