@@ -226,7 +226,7 @@ def test_a_kill_is_for_memory_where_the_kernel_counts_one(monkeypatch, before, n
 
 
 def _ended(code, run=None):
-    """Return the end of a watched process that exited with a code that its watcher could not read."""
+    """Return the end of a watched process that has exited with `code` and was not waited for."""
     command = [sys.executable, "-c", f"import sys; sys.stdin.read(); sys.exit({code})"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process, Watch(process.pid, run) as watch:
         process.stdin.close()

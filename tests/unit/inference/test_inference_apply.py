@@ -248,7 +248,7 @@ def test_what_a_signal_stops_is_gone_on_with(gpt2: Path, data: Path, monkeypatch
 
     def progress(done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
         told.append((done_bytes, total_bytes, num_rows, num_tokens))
-        if num_rows == 25 and sum(one[2] == 25 for one in told) == 1:  # a second error would end the tests
+        if num_rows == 25 and sum(one[2] == 25 for one in told) == 1:  # a second signal would end the tests
             signal.raise_signal(signal.SIGTERM)
 
     out = data.with_name("z.jsonl")
@@ -334,7 +334,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
 ) -> None:
     with pytest.raises(error, match=said):
         applied(gpt2, data, is_strict=True, **options)
-    if "columns" not in options:  # otherwise each row is faulty
+    if "columns" not in options:  # a missing column is a fault of each row
         assert not list(data.parent.glob("y*"))
 
 
@@ -352,7 +352,7 @@ def test_another_model_or_other_data_is_refused_where_results_are_begun(
         apply_model(other, data, tmp_path / "y.jsonl", strict)
     before = data.read_bytes()
     (gpt2 / "README.md").write_text("A note changes no result.")
-    data.write_bytes(before)  # and this time does not write it either
+    data.write_bytes(before)  # a new time changes none either
     os.utime(data, ns=(1, 1))
     with pytest.raises(DataError):
         apply_model(gpt2, data, tmp_path / "y.jsonl", strict)

@@ -146,7 +146,7 @@ def test_what_the_loop_changes_is_put_back_before_each_new_try():
             loop.train(num_batches=2)
         return len(told)
 
-    assert num_put_back(1, 2) == num_put_back() + 2  # besides two of the check whether a pass can be repeated
+    assert num_put_back(1, 2) == num_put_back() + 2  # more than the check of passes restores
 
 
 def test_the_fallbacks_of_a_plan_are_taken_in_order():

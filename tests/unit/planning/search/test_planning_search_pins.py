@@ -53,7 +53,7 @@ def test_a_pin_that_only_the_number_of_ranks_forbids_is_left_out_with_the_reason
     assert decide([parse_pin(pin)], [], problem.workload, several).pinned == (
         Choice(technique="shards", options={"level": 0}),
     )
-    with pytest.raises(InputError, match="it cannot be used here: the job has 1 rank"):
+    with pytest.raises(InputError, match="it cannot be used here: the job has 1 rank"):  # invalid on any number
         decided(world, ["shards(depth=3)"])
 
 
