@@ -1,4 +1,4 @@
-"""Options of applying a model that cannot be meant are refused before anything is loaded."""
+"""Invalid options of inference: refused before anything is loaded."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Results that are written once each: begun, gone on with after any end, refused where they would be mixed."""
+"""Results that are written once each: begun, resumed after any kind of end, and refused if runs would be mixed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHOLE = b"".join(BLOCKS)
 
 
 def write(out: Path, num_blocks: int = 3, finish: bool = True) -> None:
-    """Write what is missing of the first blocks."""
+    """Write the missing part of the first blocks."""
     with part_file(out, MADE_FROM) as part:
         before = 0
         for block in BLOCKS[:num_blocks]:
@@ -47,7 +47,7 @@ def test_what_is_behind_the_last_block_is_cut_off(tmp_path: Path, num_blocks: in
     out, generator = tmp_path / "y.jsonl", random.Random(num_blocks)
     write(out, num_blocks, finish=False)
     with (tmp_path / "y.jsonl.part").open("ab") as file:
-        file.write(generator.randbytes(100))  # a block that was torn, by a kill or a loss of power
+        file.write(generator.randbytes(100))  # a block that a kill or a power failure has torn
     write(out)
     assert out.read_bytes() == WHOLE
 
@@ -91,7 +91,7 @@ def test_what_differs_is_named_of_things_with_parts(tmp_path: Path) -> None:
 
 
 def test_of_what_differs_so_much_is_shown_as_a_line_has_room_for(tmp_path: Path) -> None:
-    """60 characters, with the quotes."""
+    """60 characters, including the quotes."""
     with part_file(tmp_path / "y.jsonl", {"task": "x" * 58}) as part:
         part.append(BLOCKS[0], 2, {})
     said = rf'was "{"x" * 58}", is "{"y" * 59}\.\.\.\)'
@@ -100,14 +100,14 @@ def test_of_what_differs_so_much_is_shown_as_a_line_has_room_for(tmp_path: Path)
 
 
 def test_without_a_row_nothing_was_begun(tmp_path: Path) -> None:
-    """A command that is refused after its first moment leaves nothing that refuses the right one."""
+    """A command that is refused early leaves no file that would refuse a corrected command."""
     out = tmp_path / "y.jsonl"
     with pytest.raises(RuntimeError), part_file(out, {"task": "embed"}):
         raise RuntimeError
     assert not list(tmp_path.iterdir())
     with part_file(out, {"task": "embed"}):
         state = (tmp_path / "y.jsonl.part.json").read_bytes()
-    (tmp_path / "y.jsonl.part.json").write_bytes(state)  # as a kill leaves it
+    (tmp_path / "y.jsonl.part.json").write_bytes(state)  # the state after a kill
     (tmp_path / "y.jsonl.part").touch()
     write(out)
     assert out.read_bytes() == WHOLE
@@ -146,7 +146,7 @@ def test_an_output_that_is_there_is_overwritten_only_when_forced(tmp_path: Path)
     with pytest.raises(OutputError, match="exists already and is not overwritten"):
         write(out)
     with part_file(out, MADE_FROM, force=True) as part:
-        assert out.read_bytes() == b"precious"  # until the new one is whole
+        assert out.read_bytes() == b"precious"  # until the new file is complete
         part.append(WHOLE, 6, {})
         part.finish()
     assert out.read_bytes() == WHOLE
@@ -225,7 +225,7 @@ with part_file(Path(sys.argv[1]), {}) as part:
 
 
 def test_after_a_full_disk_it_goes_on_behind_the_last_whole_block(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE lets some bytes of the second block through and fails the rest, as a full disk does."""
+    """RLIMIT_FSIZE accepts some bytes of the second block and fails the rest, like a full disk."""
     out = tmp_path / "y.jsonl"
     command = [sys.executable, "-c", FULL_DISK, str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""All that is wrong with a job is said at once, in the words that would refuse it later, and without torch."""
+"""Checks of a job: they report all its faults at once, in the messages of later refusals, and without torch."""
 
 import re
 import subprocess
@@ -55,7 +55,7 @@ FAULTS = {
 
 @pytest.fixture
 def job(tmp_path):
-    """Return ``job(**changes)``, a job with nothing wrong but the changes."""
+    """Return `job(**changes)`, which is valid except for the changes."""
     (tmp_path / "text.txt").write_text("A text.\nAnother one.\n")
     (tmp_path / "rows.jsonl").write_text('{"text": "One.", "class": "a"}\n{"text": "Two.", "class": "b"}\n')
 

@@ -1,4 +1,4 @@
-"""What `plimsoll plan` is asked for: which options go together. What it answers is tested with the command."""
+"""The options of `plimsoll plan` and their valid combinations. The tests of the command cover its answers."""
 
 from pathlib import Path
 

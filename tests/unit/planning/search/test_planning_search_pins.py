@@ -1,4 +1,4 @@
-"""Pins in terms of what techniques offer."""
+"""Pins, expressed as choices of the techniques."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_a_name_alone_leaves_the_options_to_the_plan_unless_there_is_one(world):
 
 
 class ForSeveral(MadeUp):
-    """Needs several ranks."""
+    """A technique that needs several ranks."""
 
     def choices(self, workload, setting):
         return "the job has 1 rank" if setting.num_ranks == 1 else super().choices(workload, setting)
@@ -53,7 +53,7 @@ def test_a_pin_that_only_the_number_of_ranks_forbids_is_left_out_with_the_reason
     assert decide([parse_pin(pin)], [], problem.workload, several).pinned == (
         Choice(technique="shards", options={"level": 0}),
     )
-    with pytest.raises(InputError, match="it cannot be used here: the job has 1 rank"):  # with however many ranks
+    with pytest.raises(InputError, match="it cannot be used here: the job has 1 rank"):  # invalid on any number
         decided(world, ["shards(depth=3)"])
 
 
