@@ -43,7 +43,7 @@ OF_TORCH: dict[str, Callable[..., optim.Optimizer]] = {
 
 
 class Own(optim.Optimizer):
-    """A base class that moves each parameter along a direction; subclasses differ in the state that the direction uses."""
+    """Base class that moves each parameter along a direction; subclasses differ in the state of the direction."""
 
     def __init__(self, parameters: Iterable[Any], lr: float = 0.1, **settings: Any) -> None:
         super().__init__(parameters, {"lr": lr, **settings})

@@ -100,7 +100,7 @@ def free_perturbation(is_kept: bool) -> Training:
 
 
 def free_adversarial() -> Training:
-    """Build a training whose perturbation gets its gradient in the step's backward pass and is moved in the next pass."""
+    """Build a training whose perturbation gets its gradient in the backward pass and is moved in the next pass."""
     delta = torch.zeros(6, WIDTH, requires_grad=True)
 
     def loss(model: Any, batch: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""One failure in a training of `storm.py`: injected, survived or not, and compared with the same training without it."""
+"""An injected failure in a training of `storm.py`, survived or not, compared with the same training without it."""
 
 from __future__ import annotations
 

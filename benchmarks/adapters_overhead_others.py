@@ -169,9 +169,7 @@ class Last(lightning.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         outputs["loss"].item()
-        for (
-            parameter
-        ) in pl_module.parameters():  # free the gradients in each arm: the adapter has done so, Lightning would in the next step
+        for parameter in pl_module.parameters():  # free them in each arm: Lightning would in the next step
             parameter.grad = None
         self.taken[self.first.arm].append(time.process_time() - self.first.started)
 

@@ -132,7 +132,9 @@ def main() -> None:
     parser.add_argument("--only", action="append", metavar="NAME", help="run only this benchmark; can be repeated")
     parser.add_argument("--list", action="store_true", help="list the benchmarks and exit")
     parser.add_argument("--news", type=Path, help="AG News: a csv file of class, title, description")
-    parser.add_argument("--text", type=Path, action="append", default=[], help="text file with one paragraph per line; can be repeated")
+    parser.add_argument(
+        "--text", type=Path, action="append", default=[], help="text file with one paragraph per line; can be repeated"
+    )
     parser.add_argument("--records", type=Path, help="csv file of the xMem authors with runs measured on GPUs")
     parser.add_argument("--folder", type=Path, help="folder in which large files are kept (default: a temporary one)")
     arguments = parser.parse_args()

@@ -369,7 +369,9 @@ def part_of(figures: dict[str, dict[str, Figures]], num_bytes: int, num_lines: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a file of lines instead of generated text")
-    parser.add_argument("--lines", type=int, default=10_000_000, help="number of lines to generate (default: %(default)s)")
+    parser.add_argument(
+        "--lines", type=int, default=10_000_000, help="number of lines to generate (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--without-datasets", action="store_true", help="leave Hugging Face datasets out")
     parser.add_argument("--folder", help="folder for files and caches (default: a temporary one)")

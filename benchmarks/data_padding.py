@@ -193,7 +193,9 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=200_000, help="number of random lengths (default: %(default)s)")
     parser.add_argument("--sequence-length", type=int, default=512, help="tokens of a row (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="texts of a padded batch (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=10, help="steps of each method; 0: no training (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="steps of each method; 0: no training (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
     add_out(parser)
     arguments = parser.parse_args()

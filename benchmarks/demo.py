@@ -61,9 +61,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=12, help="optimizer steps of the Plimsoll arm (default: %(default)s)"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo-out"), help="output folder (default: %(default)s)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="output folder (default: %(default)s)")
     parser.add_argument("--result", type=Path, help="folder for the result file, such as benchmarks/results")
     arguments = parser.parse_args()
     try:

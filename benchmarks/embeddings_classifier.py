@@ -169,7 +169,9 @@ def train(folder: Path, name: str, embeddings: dict[str, Any], args: argparse.Na
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="csv file without a header: label, title, body")
-    parser.add_argument("--text", type=Path, action="append", default=[], help="more text for the vectors; can be repeated")
+    parser.add_argument(
+        "--text", type=Path, action="append", default=[], help="more text for the vectors; can be repeated"
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--budget", default="450MiB")
     add_out(parser)

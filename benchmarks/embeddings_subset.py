@@ -438,7 +438,9 @@ def main() -> None:
     parser.add_argument("--rivals", type=Path, default=python_of("vectors"), help="a Python with gensim, pytorch-nlp")
     parser.add_argument("--vectors", type=Path, help="file in GloVe's text format (default: a generated one)")
     parser.add_argument("--data", help="ignored")
-    parser.add_argument("--folder", type=Path, help="folder in which generated files are kept (default: a temporary one)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder in which generated files are kept (default: a temporary one)"
+    )
     add_out(parser)
     parser.add_argument("--without-archives", action="store_true")
     parser.add_argument("--arm", choices=[*ARMS], help=argparse.SUPPRESS)

@@ -124,7 +124,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--budget", help=f"budget of the training process (default: its memory without a model, plus {MODEL_MEMORY})"
     )
-    parser.add_argument("--checkpoint-every", type=int, default=20, help="steps between checkpoints (default: %(default)s)")
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=20, help="steps between checkpoints (default: %(default)s)"
+    )
     parser.add_argument(
         "--plan", action=argparse.BooleanOptionalAction, default=True, help="plan first, which takes half a minute"
     )

@@ -334,16 +334,16 @@ def growth_rows(arguments: argparse.Namespace, figures: dict[str, Any]) -> list[
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps, of which one is inspected (default: %(default)s)")
+    parser.add_argument(
+        "--pairs", type=int, default=60, help="pairs of steps, of which one is inspected (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=40, help="steps of each growing training (default: %(default)s)")
     parser.add_argument(
         "--runs", type=int, default=2000, help="simulated runs of each kind and length (default: %(default)s)"
     )
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
     add_out(parser)
-    parser.add_argument(
-        "--arm", nargs=3, metavar=("MODEL", "KEPT", "HOW"), help="used internally: run one training"
-    )
+    parser.add_argument("--arm", nargs=3, metavar=("MODEL", "KEPT", "HOW"), help="used internally: run one training")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.set_verbosity_error()

@@ -51,7 +51,7 @@ def write_snapshot(path: Path, num_bytes: int, num_frames: int) -> int:
 
 
 def timed(command: list[str]) -> dict[str, Any]:
-    """Return the seconds, the processor seconds and the peak resident memory of one command, as counted by the kernel."""
+    """Return the seconds, processor seconds and peak resident memory of a command, as counted by the kernel."""
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
