@@ -263,7 +263,7 @@ class Experiment:
         return {**outcome, "limit_mib": limit_mib, "setting": asdict(setting) if setting else None}
 
     def _above_mib(self, tool: str, setting: Setting | None, fails_mib: int, steps: int) -> int:
-        """Return the next limit to try; if a tool needs more than guessed, the plain loop's limit for the whole batch."""
+        """Return the next limit to try, or the plain loop's limit if a tool needs more than was guessed."""
         plain_mib = self.found["limits"].get("plain", {}).get("limit_mib", fails_mib)
         if fails_mib > MOST_OF_NEED * plain_mib:
             said = self.measured(tool, setting, fails_mib, steps).get("said", "it trains something else")

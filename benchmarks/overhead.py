@@ -427,7 +427,7 @@ def measure_sizes() -> tuple[Table, dict[str, float]]:
 
 
 def settle_heap() -> None:
-    """Make glibc neither map blocks nor return memory (see the module docstring); does nothing with another C library."""
+    """Make glibc neither map blocks nor return memory (see the module docstring); do nothing in other C libraries."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX, of malloc.h

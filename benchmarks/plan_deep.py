@@ -85,7 +85,7 @@ def make_tokens(data: str | None, path: Path) -> None:
 def train_here(run: dict[str, Any]) -> None:
     """Train according to ``run``, and print a line of JSON for each step."""
     import torch
-    import transformers  # before the limit, like all imports
+    import transformers  # noqa: F401  -- before the limit, like all imports
 
     ids = torch.from_numpy(np.load(run["tokens"])[: run["samples"]])
     {"plain": _train_plainly, "plimsoll": _train_planned, "trainer": _train_with_trainer}[run["arm"]](run, ids)
@@ -216,7 +216,7 @@ def measured(run: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def smallest(run: dict[str, Any], fails_bytes: int, passes_bytes: int) -> tuple[int, dict[str, Any]]:
-    """Bisect the limit to a relative width of `_STEP_SHARE`; ``passes_bytes`` is first raised until training succeeds."""
+    """Bisect the limit to a relative width of `_STEP_SHARE`, after raising ``passes_bytes`` until training succeeds."""
     best = measured({**run, "limit_bytes": passes_bytes})
     while best is None:
         fails_bytes, passes_bytes = passes_bytes, int(1.05 * passes_bytes)

@@ -24,7 +24,7 @@ MARKED = re.compile(r"(<!-- table ([a-z0-9 -]+) -->\n).*?(<!-- /table -->)", re.
 
 
 def rewritten(page: str, results: Path = RESULTS, to_root: str = "") -> str:
-    """Return the page with the newest results; ``to_root`` is the relative path from the page to the root, for links."""
+    """Return the page with the newest results; ``to_root`` is the relative path from the page to the root."""
     return MARKED.sub(lambda found: f"{found[1]}{shown(found[2].split(), results, to_root)}\n{found[3]}", page)
 
 
