@@ -5,8 +5,8 @@
   tenth of its life. The whole run is compared as well, if it has at least `_FEWEST_READINGS` readings. Growth up to
   ``GROWTH_SHARE`` of the budget is tolerated. Some pages are touched late, and after the last worker is killed the
   training process holds a tokenizer with its word cache (10 MiB).
-- **The ledger is exact**: each step appears once, the samples of the steps tile the epochs, and they equal those of the
-  undisturbed run.
+- **The ledger is exact**: each step appears once, the samples of the steps tile the epochs, and they equal the samples
+  of the undisturbed run.
 - **Losses and weights** are bitwise identical until a step uses other micro-batches than in the undisturbed run. After
   that, rounding differs, which training amplifies: the tolerance is ``CLOSE`` for ``CLOSE_STEPS`` steps, then ``NEAR``.
 - **The replay** repeats every step with the micro-batches of the disturbed run, without a limit and without
@@ -68,7 +68,7 @@ class Verdict:
 
 
 def growth(readings: Sequence[Reading], name: str) -> int:
-    """Return the increase of one number of the readings: the median of the last third minus that of the first."""
+    """Return the increase of one number of the readings: the medians of the last minus the first third."""
     values = [getattr(reading, name) for reading in readings]
     third = max(len(values) // 3, 1)
     return round(median(values[-third:]) - median(values[:third]))

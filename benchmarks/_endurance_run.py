@@ -1,7 +1,7 @@
 """A `plimsoll train` command, and the disturbances that `endurance.py` applies to its processes.
 
 To deprive the running training process of memory, its RLIMIT_DATA is lowered from outside (prlimit) for a moment.
-Allocations then fail, whatever the process is doing. `PLIMSOLL_FAILPOINTS` injects errors into short phases that such a
+Allocations then fail at any point of the step. `PLIMSOLL_FAILPOINTS` injects errors into short phases that such a
 moment seldom hits. All other disturbances are signals. Linux only; no privileges are needed.
 """
 

@@ -1,4 +1,4 @@
-"""Files of benchmark results: `results/<what>-<device>-<date>.md`, whose last line names what produced it.
+"""Files of benchmark results: `results/<what>-<device>-<date>.md`, whose last line names their source.
 
 The part between `<!-- readme -->` and `<!-- /readme -->` is shown on pages; `readme.py` copies it there. (In results
 from before this format, the part was written by hand and the last line tells so; the next run replaces it.) The last
@@ -197,7 +197,7 @@ class Printed(io.TextIOBase):
 
 
 def keep_printed() -> Printed:
-    """Replace standard output by one that keeps the printed text."""
+    """Replace standard output by a stream that keeps the printed text."""
     sys.stdout = kept = Printed(sys.stdout)
     return kept
 

@@ -321,7 +321,7 @@ class Run:
         yield from self._others
 
     def follow(self, number: int) -> None:
-        """Do what an `AfterUpdateError` asks for: step the schedule; the update itself has happened."""
+        """Follow the remedy of an `AfterUpdateError`: step the schedule; the update itself has happened."""
         self.training.options["schedule"].step()
         self.cuts.append(self.updates.cut(number))
         self.losses.append(None)

@@ -43,7 +43,7 @@ Calls = list[tuple[Any, str, Any]]
 
 
 class Bare(nn.Module):
-    """A model without its configuration: a trainer sets attributes of it, but that of our recurrent nets is frozen."""
+    """A model without its configuration, which a trainer would change, but which is frozen in our recurrent nets."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

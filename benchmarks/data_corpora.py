@@ -4,9 +4,9 @@
     python benchmarks/data_corpora.py --lines 1000000 --rounds 3 --out data-corpora.md
     python benchmarks/data_corpora.py --data corpus.txt     # any file of lines
 
-Compared with Plimsoll: the machine's limits (reading the file, `wc -l`), Hugging Face `datasets` (`load_dataset` of
-text into an empty cache), a list of strings, and a memory map with all line offsets. Each arm runs in a separate
-process, in interleaved rounds; figures are medians.
+Plimsoll is compared with the machine's limits (reading the file, `wc -l`) and with three other methods. These are
+Hugging Face `datasets` (`load_dataset` of text, empty cache), a list of strings, and a memory map with all offsets.
+Each arm runs in a separate process, in interleaved rounds; figures are medians.
 
 Memory is the peak of private bytes, of all processes of an arm, sampled every 20 ms, above an interpreter with numpy.
 Cold means that `posix_fadvise` dropped the file's pages before; if pages cannot be dropped, the remaining share is

@@ -11,7 +11,7 @@ the reader and its children; it is more reliable than seconds if other programs 
 network latency: ``--delay`` makes the server wait that many milliseconds before each answer.
 
 Needs aiohttp; "HF datasets" (streaming) needs datasets. Lines of plain text would be more typical, but datasets 5.2
-cannot stream them from a web server with fsspec 2026.9 (it passes ``encoding`` to aiohttp).
+with fsspec 2026.9 cannot stream them from a web server. It passes ``encoding`` to aiohttp.
 """
 
 from __future__ import annotations

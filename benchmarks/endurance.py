@@ -11,8 +11,8 @@ more steps than can be done. When the time is over, the run is stopped with SIGI
 3. **Replay**: each of the N steps with the micro-batches of the disturbed run, in one process without a limit.
 
 Then everything is compared (`_endurance_judge.py`). Texts are lines of real text (the standard library's sources, or
-``--data``), tokenized on the fly by worker processes. One line in 300 is a hundred times as long as the others. There
-is no dropout: other micro-batches draw other masks, as in plain PyTorch.
+``--data``), tokenized on the fly by worker processes. One line in 300 is a hundred times as long as the others. The
+models have no dropout: other micro-batches draw other masks, as in plain PyTorch.
 
 After Ctrl-C, the same command resumes the current phase (a replay starts again). Prints a table, and one JSON object as
 the last line; exits with 1 if there was any fault. The three phases take two to three times the given minutes. Linux

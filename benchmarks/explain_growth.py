@@ -4,11 +4,11 @@
 
 Cost: one training in one process keeps all its losses with their graphs. Steps come in pairs, in random order: one is
 inspected (`plimsoll.step.retained.graphs`), the other is not. The result is the median difference in processor time of
-all threads, with a 95 % interval from order statistics, and the time inside the inspection itself. At most three of the
-first inspections walk the graph and read the source; their total extra time is reported separately. From these numbers
-follows the share of time in runs of 400 and 4,000 steps, with the real number of inspections.
+all threads, with a 95 % interval from order statistics. The time inside the inspection itself is shown as well. At most
+three of the first inspections walk the graph and read the source; their total extra time is reported separately. From
+these numbers follows the share of time in runs of 400 and 4,000 steps, with the real number of inspections.
 
-Growth: trainings that keep an object with its graph from step to step, each in a separate process with the C library's
+Growth: trainings keep an object with its graph from step to step. Each is a separate process with the C library's
 default heap and without a limit. *Named* is the growth per step in the finding ("at most" includes amounts that cannot
 be excluded). *Measured* is the median slope of private memory between two steps (smaps_rollup), without the first
 fifth. The same training with detached objects is measured for comparison.
@@ -16,8 +16,8 @@ fifth. The same training with detached objects is measured for comparison.
 Operations: private memory per operation while its graph is kept, after backward has freed the saved tensors. The graphs
 have 2,000 operations on one number each.
 
-Noise: the share of simulated runs without growth in which growth is reported. The runs are 300 MiB with independent
-noise of 20 MiB, the running maximum of such noise, and a random walk of 5 MiB per step.
+Noise: the share of simulated runs without growth in which growth is reported. Simulated are 300 MiB with independent
+noise of 20 MiB, the running maximum of it, and a random walk of 5 MiB per step.
 
 Does NOT cover CUDA, and batches of changing lengths.
 """

@@ -17,8 +17,8 @@ tool is set up for little memory as its documentation recommends: gradient check
 accumulation. Plimsoll gets only the commands that a user types: `plimsoll plan job.yaml --budget LIMIT -o plan.json`,
 and `train --plan plan.json`.
 
-The step time is measured within all, half and a quarter of the plain loop's smallest limit, from the end of one step to
-the end of the next. The fastest setting of a tool counts (the whole batch, a half, one sample, with and without
+The step time is measured within all, half and a quarter of the plain loop's smallest limit. It runs from the end of one
+step to the end of the next. The fastest setting of a tool counts (the whole batch, a half, one sample, with and without
 checkpointing). All tools run with one thread and take turns, in rounds. Prints tables, and one JSON object as the last
 line. Linux only.
 

@@ -3,9 +3,14 @@
     python benchmarks/house.py                  # of the working tree
     python benchmarks/house.py --at v0.1.0      # of a commit
 
-The counts are: technique names in text outside ``techniques/`` (as in `tests/house_rules.py`), imports inside
-functions, imports of underscore modules from another package, modules in the largest package, and modules that a budget
-passes from the command to its enforcement. No code is executed.
+Counted are
+
+- technique names in text outside ``techniques/`` (as in `tests/house_rules.py`);
+- imports inside functions, and imports of underscore modules from another package;
+- modules in the largest package;
+- modules that a budget passes from the command to its enforcement.
+
+No code is executed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python benchmarks/plan_by_length.py [--batch 64] [--micro-batch 8] [--rounds 5] [--out table.md]
 
-A BERT classifier (4 layers, width 256) takes one step on a batch padded to its longest text. The lengths are those of
-the lines of WikiText-2 in tokens, truncated at 128 (`wikitext2_lengths.json`). The time is processor time, the minimum
+A BERT classifier (4 layers, width 256) takes one step on a batch padded to its longest text. The lengths are taken from
+the lines of WikiText-2, in tokens, truncated at 128 (`wikitext2_lengths.json`). The time is processor time, the minimum
 of the rounds; the methods take turns. The losses are compared too.
 """
 

@@ -2,10 +2,10 @@
 
     python benchmarks/plan_fast.py [--data PATH] [--only gpt2] [--rounds 2] [--out table.md]
 
-The grid: micro-batches (powers of two) x checkpointing (none, every second block, all) x chunked loss (off, 256 tokens)
-x the optimizer kernel (loop, fused) x the heap (as a budget sets it, or one that keeps freed memory), if the model
-supports them. Every plan of the grid is trained once for a few steps inside the largest budget, to measure its time and
-private memory. A plan is feasible in a smaller budget if its peak was below it.
+The grid consists of micro-batches (powers of two) x checkpointing (none, every second block, all) x chunked loss (off,
+256 tokens) x the optimizer kernel (loop, fused) x the heap (as a budget sets it, or keeping freed memory). Options that
+a model does not support are left out. Every plan of the grid is trained once for a few steps inside the largest budget,
+to measure its time and private memory. A plan is feasible in a smaller budget if its peak was below it.
 
 For each combination of model and budget, three kinds of plans are then trained inside the budget, in turns: the three
 fastest feasible ones, the chosen plan, and the trivial baseline. The least time of each counts. If a plan runs out of

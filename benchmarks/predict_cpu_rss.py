@@ -71,7 +71,7 @@ class Case:
 
     @property
     def keeps(self) -> bool:
-        """Whether the heap keeps all freed memory, and so grows for some steps."""
+        """True if the heap keeps all freed memory, and so grows for some steps."""
         return KEPT in self.others
 
     @property

@@ -2,11 +2,11 @@
 
     python benchmarks/predict_gpu_measured.py --records records.csv [--rows] [--only NAME] [--out FILE.md]
 
-The runs are from the xMem repository (Stone-ResearchLife/xMem, arXiv 2510.21048): 4 steps of a Hugging Face model on
-WikiText-2 in fp32, on an RTX 3060, an RTX 4060 or an A100, with torch 2.6 and transformers 4.51.3. Each row has a
-model, an optimizer, a batch size, the place of zero_grad, the memory measured by NVML, and the results of four
-published predictors. The library's version is part of the workload. Therefore 4.51.3 is installed into a cache folder
-(``--cache``) and used by a child process; torch is the one of this environment.
+The runs are from the xMem repository (Stone-ResearchLife/xMem, arXiv 2510.21048). They are 4 steps of a Hugging Face
+model on WikiText-2 in fp32, with torch 2.6 and transformers 4.51.3. The GPU is an RTX 3060, an RTX 4060 or an A100.
+Each row has a model, an optimizer, a batch size and the place of zero_grad. It also has the memory measured by NVML,
+and the results of four published predictors. The library's version is part of the workload. Therefore 4.51.3 is
+installed into a cache folder (``--cache``) and used by a child process; torch is the one of this environment.
 
 The prediction is the peak of the simulated allocator's reserved memory, plus the process's memory outside of it
 (`OUTSIDE_MIB`). Batches were padded to their longest text, at most 128 tokens, but the texts are unknown. One rule
@@ -45,9 +45,15 @@ HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "plimsoll" / "transformers-4.51.3"
 # 4.51.3 with its tokenizers and hub; that hub needs requests, which transformers 5 does not install.
 PACKAGES = (
-    "transformers==4.51.3", "tokenizers==0.21.4", "huggingface-hub==0.36.0", "requests>=2.32", "urllib3>=2",
-    "certifi", "idna", "charset-normalizer",
-)  # fmt: skip
+    "transformers==4.51.3",
+    "tokenizers==0.21.4",
+    "huggingface-hub==0.36.0",
+    "requests>=2.32",
+    "urllib3>=2",
+    "certifi",
+    "idna",
+    "charset-normalizer",
+)  # Memory outside the allocator, in MiB. In the old layout of the records, a second run in the same process, with everything loaded, took less: 18 MiB on the RTX 3060 and 14 MiB on the 4060. NOTES.md next to the records infers this in section 2. On Colab's A100 that difference is 354 MiB. However, both available runs took 98 MiB in addition to the reserved memory (94 and 102): CHOSEN ON THESE two.
 MIB = 2**20
 
 # Memory outside the allocator, in MiB. In the old layout of the records, a second run in the same process, with

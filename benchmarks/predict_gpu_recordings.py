@@ -2,11 +2,11 @@
 
     PYTHONPATH=src:. python benchmarks/predict_gpu_recordings.py [FILE ...] [--only PART ...] [--out FOLDER]
 
-Prints a line for each run of ``tests/recordings`` and each row of ``benchmarks/recorded`` with peaks, the figures of
-each group, the rows that are left out with the reason, and a last line of JSON. Nothing is executed on a GPU. Exits
-with 1 if a figure exceeds the bounds of ``benchmarks/gpu/compare.py``, with a line for each such row. Exits with 2 if a
-FILE cannot be read or there is nothing to compare. If FILEs (recordings by `make gpu`) are given, only they are
-compared.
+Prints a line for each run of ``tests/recordings`` and each row of ``benchmarks/recorded`` with peaks. Then it prints
+the figures of each group, the rows that are left out with the reason, and a last line of JSON. Nothing is executed on a
+GPU. Exits with 1 if a figure exceeds the bounds of ``benchmarks/gpu/compare.py``, with a line for each such row. Exits
+with 2 if a FILE cannot be read or there is nothing to compare. If FILEs (recordings by `make gpu`) are given, only they
+are compared.
 """
 
 from __future__ import annotations

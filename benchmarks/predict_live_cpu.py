@@ -5,7 +5,7 @@
 Each case is a plain PyTorch loop of three steps (forward, backward, clip, optimizer, zero_grad). It is first traced on
 fake tensors and then run and recorded, in the same process. Cases are kinds x precision (fp32, bf16 autocast) x
 activation checkpointing (off, on, if the model supports it) x micro-batches per step (1, 2); AdamW and SGD alternate.
-Live bytes are those of all storages that the recorder sees; the allocator's overhead is not included (see `measure`).
+Live bytes include all storages that the recorder sees; the allocator's overhead is not included (see `measure`).
 
 The last line is one JSON object. For a case that is not equal, the first op at which the traces differ is listed.
 """

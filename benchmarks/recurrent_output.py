@@ -6,8 +6,9 @@
 The model has one LSTM layer (embedding 128, hidden 256) and is trained with AdamW. The tokenizer has the words of the
 training text by frequency, and unused words up to ``--words``. Three trainings use the same batches and seed on one
 thread, each in a separate process: as in plain PyTorch, with ``chunked_loss`` and with ``adaptive_softmax``. Measured
-are the highest private memory of the process during the steps, with and without its baseline, the median processor
-seconds per step, and the final loss on held-out text. Prints a table, and one JSON object as the last line. Linux only.
+is the highest private memory of the process during the steps, with and without its baseline. The other results are the
+median processor seconds per step, and the final loss on held-out text. Prints a table, and one JSON object as the last
+line. Linux only.
 """
 
 from __future__ import annotations

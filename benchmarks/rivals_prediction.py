@@ -20,9 +20,9 @@ measurement is added to each answer. torch-preflight's context is subtracted, si
 
 An answer is judged at three limits: 0.8 times the measured peak, where the training would run out of memory; just below
 the peak, where it would too (an unbiased answer is right half of the time); and 1.2 times the peak, where it fits.
-Medians have the minimum and maximum of the rounds in brackets; seconds have those of the trainings. Plimsoll was
-developed with such trainings and with these GPU runs available (its rows do not use the constants that were chosen on
-them); the other tools were not. Prints tables, and one JSON object as the last line.
+Medians have the minimum and maximum of the rounds in brackets; seconds have the minimum and maximum of the trainings.
+Plimsoll was developed with such trainings and with these GPU runs available (its rows do not use the constants that
+were chosen on them); the other tools were not. Prints tables, and one JSON object as the last line.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ measured. Texts are in the page cache.
 Each round prepares a new folder and reads an epoch, one library after the other; figures are medians, with the minimum
 and maximum of the rounds. Memory is private and shared memory of all processes together (shared pages count once), read
 20 times per second, above the process after its imports. Processor seconds include all processes. They hardly depend on
-other programs, whereas lines per second do. In the last round each library is also stopped after 40 % of the epoch and
-resumed from its state in another process, and one of its workers is killed. The cost per sample matters less for longer
-samples, so the same text is read a second time with 16 lines as one. Prints tables, and one JSON object with the
+other programs, whereas lines per second do. In the last round, each library is also stopped after 40 % of the epoch and
+resumed from its state in another process. One of its workers is killed, too. The cost per sample matters less for
+longer samples, so the same text is read a second time with 16 lines as one. Prints tables, and one JSON object with the
 figures as the last line. Linux only.
 """
 
@@ -69,7 +69,7 @@ Figures = dict[str, Any]
 
 
 def write_files(data: Path, folder: Path, num_joined: int = 1) -> tuple[list[Path], int]:
-    """Write the text into numbered lines of ``num_joined`` lines each, and return the files and their number of lines."""
+    """Write the text into files, joining ``num_joined`` lines into a numbered one; return the files and line counts."""
     with data.open("rb") as file:
         num_lines = sum(1 for _ in file) // num_joined
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Private memory of each of two ranks for each way of sharding a model, in fp32 and in bf16.
+"""Private memory of each of two ranks for each method of sharding a model, in fp32 and in bf16.
 
     python benchmarks/shards_memory.py [--out table.md]
 
@@ -49,7 +49,7 @@ class InPrecision(Shared):
 
 
 def main() -> None:
-    """Measure each way, and print the table and its figures."""
+    """Measure each method, and print the table and its figures."""
     options = argparse.ArgumentParser(description=__doc__)
     add_out(options)
     given = options.parse_args()

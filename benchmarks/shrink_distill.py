@@ -6,9 +6,9 @@ Each variant is a separate process: a few optimizer steps (AdamW) of a GPT-2 stu
 from a folder. Memory is the process's private memory (RssAnon: no pages of files) above the value without a model, read
 from outside every millisecond. The working set of the teacher is the peak of its passes alone.
 
-Goals: student and teacher together take at most 1.15 times the sum of both. The losses equal those of the plain loop,
-which has both models and all logits in memory, to 1e-5. The weights are random, so quality is not measured. The last
-line is JSON. Linux only.
+Goals: student and teacher together take at most 1.15 times the sum of both. The losses equal the losses of the plain
+loop, which has both models and all logits in memory, to 1e-5. The weights are random, so quality is not measured. The
+last line is JSON. Linux only.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def run_one(way: str, sizes: dict[str, Any]) -> None:
 
 
 def ratios_of(found: dict[str, Figures], form: str) -> tuple[float, float]:
-    """Return the peak with a teacher relative to the sum of both alone: for a student with all logits, and in chunks."""
+    """Return the peak with a teacher relative to both alone: for a student with all logits, and in chunks."""
     together, teacher = found[f"distilled, {form}"].peak_bytes, found[f"working set of {form}"].peak_bytes
     return tuple(together / (found[name].peak_bytes + teacher) for name in (ALONE, ALONE_CHUNKED))  # type: ignore[return-value]
 

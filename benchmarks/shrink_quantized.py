@@ -8,7 +8,7 @@ neither time nor memory. For each form the benchmark measures:
 - the bytes of the file;
 - the private peak of a process that loads it and passes 1 x 128 tokens, minus a process with the same imports;
 - the seconds of a pass of 1 and of 32 rows relative to float32; the forms take turns in each round;
-- the difference between the logits and those of float32.
+- the difference from the logits in float32.
 
 Prints a table, and one JSON object with the figures as the last line.
 """

@@ -2,7 +2,7 @@
 
     python benchmarks/storm.py                        # 7 minutes on 2 cores
     python benchmarks/storm.py --only BatchNorm       # kinds with this in their name or group; --list names them all
-    python benchmarks/storm.py --failures 0           # each allocation in each way, which takes an hour
+    python benchmarks/storm.py --failures 0           # all failures, which takes an hour
 
 Each kind trains a small model, loss, optimizer, loop or plan with more state than weights and gradients, as in real
 training code. In the first step, which Plimsoll observes, and in the third, the first allocation fails, in another run

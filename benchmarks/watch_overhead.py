@@ -105,7 +105,7 @@ def watching(options: list[str] | None, record: Path) -> Iterator[int | None]:
 
 
 def turn(training: subprocess.Popen[str], num_steps: int, watch: int | None) -> dict[str, float]:
-    """Run ``num_steps``; return the step time by the clock and of the processor, and the watch's share of a processor."""
+    """Run ``num_steps``; return wall and processor time of a step, and the processor share of the watch."""
     assert training.stdin is not None
     assert training.stdout is not None
     before, started = used_seconds(watch) if watch else 0.0, time.perf_counter()
