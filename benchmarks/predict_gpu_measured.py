@@ -45,21 +45,15 @@ HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "plimsoll" / "transformers-4.51.3"
 # 4.51.3 with its tokenizers and hub; that hub needs requests, which transformers 5 does not install.
 PACKAGES = (
-    "transformers==4.51.3",
-    "tokenizers==0.21.4",
-    "huggingface-hub==0.36.0",
-    "requests>=2.32",
-    "urllib3>=2",
-    "certifi",
-    "idna",
-    "charset-normalizer",
-)  # Memory outside the allocator, in MiB. In the old layout of the records, a second run in the same process, with everything loaded, took less: 18 MiB on the RTX 3060 and 14 MiB on the 4060. NOTES.md next to the records infers this in section 2. On Colab's A100 that difference is 354 MiB. However, both available runs took 98 MiB in addition to the reserved memory (94 and 102): CHOSEN ON THESE two.
+    "transformers==4.51.3", "tokenizers==0.21.4", "huggingface-hub==0.36.0", "requests>=2.32", "urllib3>=2",
+    "certifi", "idna", "charset-normalizer",
+)  # fmt: skip
 MIB = 2**20
 
 # Memory outside the allocator, in MiB. In the old layout of the records, a second run in the same process, with
-# everything loaded, took 18 MiB less on the RTX 3060 and 14 MiB on the 4060 (NOTES.md next to the records, section 2,
-# inferred there from the records). On Colab's A100 that difference is 354 MiB. However, both available runs took 98 MiB
-# in addition to the reserved memory (94 and 102): CHOSEN ON THESE two.
+# everything loaded, took less: 18 MiB on the RTX 3060 and 14 MiB on the 4060. NOTES.md next to the records infers this
+# in section 2. On Colab's A100 that difference is 354 MiB. However, both available runs took 98 MiB in addition to the
+# reserved memory (94 and 102): CHOSEN ON THESE two.
 OUTSIDE_MIB = {"RTX 3060": 18, "RTX 4060": 14, "A100": 98}
 # CHOSEN ON THE PUBLISHED ROWS, by layout: two values that no source gives, found in the residuals. New layout: 6 of 7
 # rows with batches from 15 on lie exactly 16 MiB above the old layout's constant. A likely reason, not confirmed: the
