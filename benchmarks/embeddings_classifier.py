@@ -4,9 +4,9 @@
     python benchmarks/embeddings_classifier.py                          # generated sentences, in seconds
     python benchmarks/embeddings_classifier.py --data ... --text wikitext2-valid.txt --text wikitext2-test.txt
 
-No pretrained vectors can be downloaded here, so they are computed from the texts (and from ``--text``). The positive
-pointwise mutual information of words at most four apart is reduced to 100 numbers per word by a singular value
-decomposition (Levy and Goldberg 2014). As in GloVe's files, hundreds of thousands of other words are in the file.
+No pretrained vectors can be downloaded here, so they are computed from the texts (and from ``--text``). A singular
+value decomposition reduces the positive pointwise mutual information of words at most four apart to 100 numbers per
+word (Levy and Goldberg 2014). As in GloVe's files, hundreds of thousands of other words are in the file.
 
 Three trainings use the same GRU, batch, steps, seed and budget: random trained vectors, frozen vectors from the file,
 and trained vectors from the file. The memory for loading the whole file in Python is measured for comparison. Prints a

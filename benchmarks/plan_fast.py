@@ -2,8 +2,15 @@
 
     python benchmarks/plan_fast.py [--data PATH] [--only gpt2] [--rounds 2] [--out table.md]
 
-The grid consists of micro-batches (powers of two) x checkpointing (none, every second block, all) x chunked loss (off,
-256 tokens) x the optimizer kernel (loop, fused) x the heap (as a budget sets it, or keeping freed memory). Options that
+The grid combines
+
+- micro-batches (powers of two);
+- checkpointing (none, every second block, all);
+- chunked loss (off, 256 tokens);
+- the optimizer kernel (loop, fused);
+- the heap (as a budget sets it, or keeping freed memory).
+
+Options that
 a model does not support are left out. Every plan of the grid is trained once for a few steps inside the largest budget,
 to measure its time and private memory. A plan is feasible in a smaller budget if its peak was below it.
 

@@ -2,9 +2,9 @@
 
     python benchmarks/plan_quick.py [--only TEXT] [--out FOLDER]
 
-`plan_job` makes each plan in a separate process. The cases are GPT-2 with 64 x 512 tokens on the CPU and an RTX 3060,
-and Qwen3-4B with 8 x 512 tokens on larger GPUs. (If no exact plan fits there, the plan names lossy alternatives.) All
-use AdamW in float32. The goals are 30 s and 120 s on 2 cores. Memory is the peak of the process, including libraries.
+`plan_job` makes each plan in a separate process. Cases: GPT-2 with 64 x 512 tokens on the CPU and an RTX 3060, and
+Qwen3-4B with 8 x 512 tokens on larger GPUs. (If no exact plan fits there, the plan names lossy alternatives.) All use
+AdamW in float32. The goals are 30 s and 120 s on 2 cores. Memory is the peak of the process, including libraries.
 
 Each case begins with a cache that contains only this machine's speed. It is then planned again for 15/16 of its budget
 (or of the GPU), with the cached traces. An evaluation is a new or cached trace; a count is an allocator's result for an

@@ -4,15 +4,15 @@
 
 The parts run in order of value, each in a separate process with a time limit; parts that the time does not reach are
 listed. Parts that tolerate other work on the GPU run at the same time if its memory suffices. The command prints one
-table (part, what, measured, bound, ok) and files it in ``benchmarks/results``. It also writes one recording, which
-tests and benchmarks replay on any machine. The default is
+table of parts, checks, measured values, bounds and results and files it in ``benchmarks/results``. It also writes one
+recording, which tests and benchmarks replay on any machine. The default is
 ``benchmarks/recorded/make-gpu-<card>-torch<version>.json.gz``.
 
 ``--resume`` continues that recording, on the same GPU, torch and processor. Finished parts are not repeated, and
 results of an earlier try of a part count until a later try reaches a check.
 
-Exit codes: 0 if all reached checks hold, 1 if a check fails or none was made, and 2 if there is no GPU, a package is
-missing, or a recording exists that cannot be continued.
+Exit codes: 0 if all reached checks hold, and 1 if a check fails or none was made. 2 means that there is no GPU, a
+package is missing, or an existing recording cannot be continued.
 
 It needs torch, transformers, pytest and Plimsoll's requirements, and installs nothing. ``--device cpu`` runs the same
 code with small models as a trial; its numbers are meaningless, and no file is kept.
@@ -98,7 +98,7 @@ def run_alone(options: argparse.Namespace) -> None:
 
 
 class Session:
-    """One command with its time and files; ``rows`` has the results of all tries, ``said`` those of this command."""
+    """One command with its time and files; ``rows`` has the results of all tries, ``said`` the results of this command."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, recording: Path) -> None:
         self.options, self.folder, self.recording = options, folder, recording

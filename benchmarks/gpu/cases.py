@@ -346,7 +346,7 @@ def bases() -> tuple[Case, ...]:
 
 
 def by_hand() -> tuple[Case, ...]:
-    """Return one job with the usual manual settings, micro-batch and checkpointing; probably fast or small ones first."""
+    """Return one job with usual manual settings of micro-batch and checkpointing; fast or small ones first."""
     job = Case(JOB_MODEL, JOB_BATCH_SIZE, JOB_LENGTH, precision="bf16", clipped=True)
     return tuple(
         replace(job, accumulation=JOB_BATCH_SIZE // samples, checkpointing=checkpointing)

@@ -97,7 +97,7 @@ class Compared:
 
     @property
     def is_verdict(self) -> bool:
-        """Whether the run had a limit, so that only the verdict "out of memory" or not is compared."""
+        """True if the run had a limit, so that only the verdict "out of memory" or not is compared."""
         return self.recorded.get("limit_bytes") is not None
 
     @property

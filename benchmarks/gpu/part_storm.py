@@ -5,8 +5,8 @@ for a part of a step. Meanwhile a thread of the training empties torch's cache a
 have to ask the driver and be refused. If no fallback is left, the training waits and repeats the batch, as `plimsoll
 train` does.
 
-*One way*: one micro-batch, with dropout. Losses and weights after every step are bitwise those of the same undisturbed
-training, and also those of a training resumed from a checkpoint of the storm. *Smaller*: fallbacks with fewer samples,
+*One way*: one micro-batch, with dropout. Losses and weights after every step equal the same undisturbed training bit
+for bit. So does a training that is resumed from a checkpoint of the storm. *Smaller*: fallbacks with fewer samples,
 without dropout: rounding differs, so losses and weights are close. Each sample counts once.
 
 Without a GPU, the training requests impossible amounts of memory in a random phase.
@@ -216,7 +216,7 @@ def give_back(over: threading.Event, step_seconds: float) -> None:
 
 
 def take(device: str) -> None:
-    """On request, fill the GPU except for the free bytes, and take those too, again and again, until told to end."""
+    """Fill the GPU except for the free bytes on request, and repeatedly take those too until told to end."""
     torch.zeros(1, device=device)
     seconds, step_seconds = map(float, sys.stdin.readline().split())
     drawn, over, times, held_seconds = random.Random(2), threading.Event(), 0, 0.0

@@ -42,7 +42,7 @@ class Task:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether there is no GPU, so that only the code is tried."""
+        """True if there is no GPU, so that only the code is tried."""
         return self.device == "cpu"
 
     @property

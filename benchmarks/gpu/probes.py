@@ -125,7 +125,7 @@ def _attention_inputs(meter: Meter, fields: Row, dtype: torch.dtype) -> tuple[Te
 
 
 def attention_choice(meter: Meter) -> Iterator[Row]:
-    """Record the kernel that torch chooses; the numbers are those of `torch.nn.attention.SDPBackend`."""
+    """Record the kernel that torch chooses; the numbers are `torch.nn.attention.SDPBackend` values."""
     shapes = ((8, 12, 256, 64), (8, 12, 100, 64), (2, 8, 300, 80), (1, 4, 2048, 256), (8, 12, 1, 64))
     grid = itertools.product((FP32, BF16, FP16), shapes, ("none", "causal", "bias"), (0.0, 0.1), (True, False))
     for dtype, shape, mask, dropout, trains in _some(meter, grid):

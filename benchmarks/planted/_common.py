@@ -1,6 +1,6 @@
 """Shared code of the planted scripts: small models in the style of users, and a run under a limit.
 
-``PLANTED_MIB`` sets the memory of a script beyond that of Python and torch ("0": no limit). ``PLANTED_CALLS`` ends the
+``PLANTED_MIB`` sets the memory of a script in addition to Python and torch ("0": no limit). ``PLANTED_CALLS`` ends the
 script before the next call after that many calls of its model. ``PLANTED_RESULT`` is the file for the result: the
 diagnosis, the number of model calls, and the highest private memory of the process and its children.
 """

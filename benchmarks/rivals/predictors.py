@@ -4,8 +4,8 @@
 
 A question is the name of a case of `trainings.py`, or a row of measured GPU runs (a list: model, optimizer, batch size,
 place of zero_grad, GPU). Each is answered in a fork of this process after its imports, as one JSON line. It has the
-bytes, the bytes that are not tensors of the training (a CUDA context), a range if the tool gives one, seconds, and the
-memory of the process. A missing answer has a reason.
+bytes, the part that is not tensors of the training (a CUDA context), and a range if the tool gives one. It also has
+seconds, and the memory of the process. A missing answer has a reason.
 
 The tools are set up as documented:
 

@@ -2,9 +2,14 @@
 
     python benchmarks/rivals/streams.py MODE STORE FOLDER FILE...
 
-It runs in the library's environment. MODE is ``prepare`` (write the library's files), ``epoch`` (an epoch of shuffled
-batches), ``resume-first`` and ``resume-rest`` (the epoch in two processes) or ``kill`` (a worker is killed in the
-middle). The process prints ``begin`` after its imports, waits for a line, works, and prints a JSON line.
+It runs in the library's environment. MODE is
+
+- ``prepare``: write the library's files;
+- ``epoch``: an epoch of shuffled batches;
+- ``resume-first`` and ``resume-rest``: the epoch in two processes;
+- ``kill``: a worker is killed in the middle.
+
+The process prints ``begin`` after its imports, waits for a line, works, and prints a JSON line.
 
 Each line of the files begins with its number. All stores get the same batch size, two workers, and the same `collate`.
 It returns the numbers and all bytes of the batch as tensors, in the workers if the library has any.

@@ -2,7 +2,7 @@
 
     python benchmarks/rivals/trainings.py CASE
 
-Trains a case for a few steps, and prints a JSON line after the imports and after each step, with the private memory of
+Trains a case for a few steps. After the imports and after each step it prints a JSON line with the private memory of
 this process. The interpreters of other tools import this file too, so that all get the same code. The loop is the usual
 one: forward, loss, backward, clip, step, ``zero_grad``, in float32, with default dropout.
 """
