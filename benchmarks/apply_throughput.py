@@ -103,7 +103,7 @@ def rounding(options: argparse.Namespace, texts: list[str], folder: Path) -> dic
         together = numbers(options, data, ApplyOptions(task=options.task, dtype=dtype))
         alone = numbers(options, data, ApplyOptions(task=options.task, dtype=dtype, rows_per_pass=1))
         found[f"most_rounding_{dtype}"] = (together - alone).abs().max().item()
-        print(f"{dtype}: results differ by up to {found[f'most_rounding_{dtype}']:.2g} from those of rows one by one")
+        print(f"{dtype}: results differ by up to {found[f'most_rounding_{dtype}']:.2g} from results of single rows")
     return found
 
 

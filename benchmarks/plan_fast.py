@@ -10,9 +10,8 @@ The grid combines
 - the optimizer kernel (loop, fused);
 - the heap (as a budget sets it, or keeping freed memory).
 
-Options that
-a model does not support are left out. Every plan of the grid is trained once for a few steps inside the largest budget,
-to measure its time and private memory. A plan is feasible in a smaller budget if its peak was below it.
+Options that a model does not support are left out. Every plan of the grid is trained once for a few steps inside the
+largest budget, to measure its time and private memory. A plan is feasible in a smaller budget if its peak was below it.
 
 For each combination of model and budget, three kinds of plans are then trained inside the budget, in turns: the three
 fastest feasible ones, the chosen plan, and the trivial baseline. The least time of each counts. If a plan runs out of

@@ -98,7 +98,7 @@ def run_alone(options: argparse.Namespace) -> None:
 
 
 class Session:
-    """One command with its time and files; ``rows`` has the results of all tries, ``said`` the results of this command."""
+    """One command with its time and files; ``rows`` has all results, ``said`` those found by this command."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, recording: Path) -> None:
         self.options, self.folder, self.recording = options, folder, recording
@@ -256,7 +256,7 @@ def begun(options: argparse.Namespace, folder: Path) -> Path:
     if not path.is_file():
         write_recording(path, recording)
     elif not options.resume:
-        refuse(f"{path.name} exists: go on with it by --resume, or give another --out")
+        refuse(f"{path.name} exists: continue it with --resume, or give another --out")
     else:
         try:
             differing = differences(read_recording(path)["header"], recording["header"])

@@ -328,7 +328,7 @@ def record(runs: list[Run], runner: Runner, recording: Recording, deadline: floa
     print(f"{recording.header['device']}, torch {recording.header['torch']}: {len(runs)} runs", flush=True)
     for number, run in enumerate(runs, start=1):
         if time.monotonic() > deadline - SPARE_SECONDS:
-            print(f"the time is over: {len(runs) - number + 1} runs are left out; go on with --resume", flush=True)
+            print(f"the time is over: {len(runs) - number + 1} runs are left out; continue with --resume", flush=True)
             break
         row = runner.do(run, recording)
         recording.add(row)
@@ -351,7 +351,7 @@ def summary_of(row: dict[str, Any]) -> str:
 
 def _go_on_in_new_process(deadline: float) -> None:
     """Replace this process, because CUDA does not answer in it after some errors."""
-    print("the device does not answer any more: going on in a new process", flush=True)
+    print("the device does not answer any more: continuing in a new process", flush=True)
     minutes = max((deadline - time.monotonic()) / 60, 0.0)
     given = [word for word in sys.argv[1:] if word != "--resume"]
     os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *given, "--resume", f"--minutes={minutes:.3f}"])
