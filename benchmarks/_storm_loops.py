@@ -26,7 +26,7 @@ from _storm_run import Kind, Training, Turn
 
 WINDOW = 2
 LARGE = 400_000
-"""Numbers of a tensor that is not copied before it was seen to be written."""
+"""Elements of a tensor that is large enough not to be copied before a write to it was observed."""
 
 
 class Told(NamedTuple):
@@ -211,7 +211,7 @@ TOLD: dict[str, Told] = {
         Holder, on_kept(lambda kept, n: setattr(kept, "count", kept.count + 1)), counted_item
     ),
 }
-"""What the loop does with something that the model has."""
+"""Changes that a loop makes to a piece of the model's state."""
 
 
 def told(one: Told, window: int) -> Training:
@@ -445,7 +445,7 @@ SEVERAL: dict[str, Callable[[], Training]] = {
 
 
 OTHERS = (_storm_states, _storm_kept, _storm_losses, _storm_recipes)
-"""Groups of which some are also done in windows."""
+"""Groups of which some kinds are repeated with windows."""
 
 
 def in_windows(kind: Kind) -> Kind:

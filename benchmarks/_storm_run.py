@@ -26,7 +26,7 @@ NAMES_STATE = re.compile(r"(is not|cannot be) put back")
 _OF_THE_LOOP = ("schedule of the loop", "saved")
 NUM_SAMPLES = 4
 NUM_UPDATES = 4
-"""The most that a trial does."""
+"""The maximum number of updates in a trial."""
 
 
 class Turn(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _NOT_TRAINED = ("_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called")
-"""Attributes of `torch.optim.Optimizer` that decide no number."""
+"""Attributes of `torch.optim.Optimizer` that affect no number."""
 
 State = dict[str, Any]
 

@@ -14,7 +14,7 @@ from _storm_models import CLASSES, VOCABULARY, WIDTH, Net, trained
 from _storm_run import Kind, Training
 
 KEPT = 0.9
-"""The share of an average that stays in each pass."""
+"""The share of an average that remains after each pass."""
 
 # -- other weights -----------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ WARM_UP_ROUNDS, NUM_SAMPLES = 5, 128
 ARMS = ("plain", "plain_again", "adapter")
 Seconds = dict[str, list[float]]
 Calls = list[tuple[Any, str, Any]]
-"""Objects, names of their own attributes, and what is in these; ``None`` where the class's is used."""
+"""Objects, attribute names, and their values; None if the object uses the attribute of its class."""
 
 
 class Bare(nn.Module):

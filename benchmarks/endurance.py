@@ -80,7 +80,7 @@ MODELS: dict[str, Any] = {
     "lstm": {"architecture": "lstm", "embedding_size": 48, "hidden_size": 64, "num_layers": 1},
 }  # fmt: skip
 MODEL_MEMORY = {"gpt2": "146MiB", "lstm": "104MiB"}
-"""What a budget leaves beside the process itself, which takes more or less with each version and processor."""
+"""Memory of the budget in addition to the process itself, whose size varies with versions and processors."""
 
 
 def main() -> None:

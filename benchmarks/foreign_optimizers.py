@@ -36,10 +36,10 @@ from plimsoll.step.failpoints import exhaust_memory
 from plimsoll.step.update.commit import StepCommit
 
 STEPS = (4, 8, 16, 32)
-"""So many, until there are as many allocations to fail as are wanted."""
+"""Numbers of steps to try, until there are enough allocations to fail."""
 
 Maker = Callable[[nn.Module], tuple[torch.optim.Optimizer, Any]]
-"""Makes an optimizer of a model, and what else is to be the same in the end."""
+"""Makes an optimizer of a model, and an object that must be equal at the end as well."""
 
 
 def build_model() -> nn.Module:

@@ -317,7 +317,7 @@ GROUPS = (
     ("inside a budget, with heap=never", True, True),
     ("without a budget, glibc's own malloc", False, False),
 )
-"""A title, whether there is a limit, and whether the heap keeps what is freed."""
+"""A title, whether there is a limit, and whether the heap keeps freed memory."""
 HEADER = ["case", "predicted MiB", "range", "measured MiB", "error", "inside", "live bytes alone"]
 
 

@@ -48,7 +48,7 @@ FORMS: dict[str, tuple[Choice, ...]] = {
     "both int8": (Choice(technique="int8_embeddings"), Choice(technique="dynamic_int8")),
 }
 SLOW = {"int4, fp32"}
-"""Of which one row is enough."""
+"""Forms that are timed with one row only."""
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ from _storm_run import (
 RIGHT = (EQUAL, NAMED, UNCHANGED)
 FAULTS = (DIFFERENT, RAW, CHANGED)
 EVERY = {ONCE: 1, TWICE: 4, FROM_THERE_ON: 4}
-"""Of the allocations of a step, which fail in each way: all, or every fourth."""
+"""The interval of the allocations of a step that fail in this mode: all, or every fourth."""
 
 
 class Fault(NamedTuple):

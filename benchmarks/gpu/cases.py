@@ -29,7 +29,7 @@ JOB_MODEL, JOB_BATCH_SIZE, JOB_LENGTH, JOB_VOCABULARY = "gpt2-job", 64, 512, 800
 
 Fields = dict[str, Tensor]
 Note = Callable[[int, str], None]
-"""``(step, phase)``, called when the phase of the step is over; steps count from 1, 0 is before the first."""
+"""Called as ``(step, phase)`` at the end of a phase; steps count from 1, and 0 is before the first."""
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,9 @@ class Kept:
 
 
 MEDIAN, NINE_IN_TEN, WORST = 0.003, 0.01, 0.03
-"""How far off predictions of peaks may be, as shares: half of them, nine in ten, and the worst one."""
+"""Bounds for relative errors of predicted peaks: of the median, of nine in ten, and of the worst."""
 IN_RANGE = 0.95
-"""The share of peaks that must lie in the range that is stated."""
+"""The share of peaks that must be within the predicted range."""
 
 
 @dataclass(frozen=True)

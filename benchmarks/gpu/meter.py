@@ -18,7 +18,7 @@ FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, NameError, OSError,
     RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""What a single run may raise without ending the recording; torch's own errors are RuntimeErrors."""
+"""Errors of a single run that do not end the recording; torch's own errors are RuntimeErrors."""
 
 MOST_EVENTS = 1_000_000
 _ACTIONS = {

@@ -277,4 +277,4 @@ PROBES: dict[str, Callable[[Meter], Iterator[Row]]] = {
     "cudnn_rnn": cudnn_rnn,
     "kernels": kernels,
 }
-"""Run in the process of the cases; `context_growth` wants a process of its own."""
+"""Probes that run in the process of the cases; `context_growth` needs a separate process."""
