@@ -146,9 +146,9 @@ def explained_text(content: bytes, path: Path) -> Diagnosis:
 def fuzz(
     inputs: Iterator[bytes], explained: Callable[[bytes, Path], Diagnosis], number: int, path: Path
 ) -> dict[str, int]:
-    """Explain so many inputs, and show each tenth diagnosis; return how many were explained and how many refused.
+    """Explain a number of inputs, and show each tenth diagnosis; return the counts of explained and refused inputs.
 
-    Anything but an error of Plimsoll's own goes on to the caller; ``path`` has the input then.
+    Errors other than Plimsoll's reach the caller; ``path`` then has the input.
     """
     counts = {"explained": 0, "refused": 0, "longest message": 0}
     for index in range(number):

@@ -162,7 +162,7 @@ class GlibcHeap:
         self._mmap_threshold_bytes = num_bytes
 
     def _take_small(self, chunk_bytes: int) -> tuple[int, int] | None:
-        """Take a chunk of exactly this size from the thread's cache, or from the fast list, which then fills the cache."""
+        """Take a chunk of exactly this size from the thread's cache, or from the fast list, which fills the cache."""
         cached = self._cached.setdefault(chunk_bytes, [])
         if cached:
             return cached.pop(), chunk_bytes

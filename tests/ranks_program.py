@@ -138,9 +138,7 @@ class Mixed(Stack):
         self.blocks[1].requires_grad_(False)
         self.words = nn.Embedding(3, 16)
         with torch.no_grad():
-            self.words.weight /= (
-                10  # the scale of an output layer: a loss of 20 has fewer exact digits than a loss of 1
-            )
+            self.words.weight /= 10  # the scale of an output layer: a loss of 20 has fewer digits than a loss of 1
         self.last.weight = self.words.weight
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
@@ -253,9 +251,7 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
         small = Wide if is_wide else small_model
         model = stacked_model(is_mixed, is_wide) if fallbacks_of(case) is not None else small()
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if (
-            case.get("precision") or is_first_small or is_wide
-        ):  # Adam divides by gradients that are only rounding errors
+        if case.get("precision") or is_first_small or is_wide:  # Adam divides by gradients that are only rounding
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         if isinstance(model, Wide):  # a million equivalent weights
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
@@ -385,7 +381,7 @@ def train_in_half(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
     """
     model, world_size = stacked_model(case.get("is_mixed", False)), case["half_for"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for block in model.blocks:  # the block's input is cast, the model's is not
+    for block in model.blocks:  # type: ignore[union-attr]  # its input is cast, but not the model's
         block.register_forward_pre_hook(lambda _, inputs: tuple(one.to(torch.bfloat16) for one in inputs))
 
     def loss_in_half(batch: dict[str, torch.Tensor]) -> torch.Tensor:
