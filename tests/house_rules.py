@@ -1,8 +1,8 @@
 """The house rules, checked with `ast`: each rule is a function from the repository to the faults it finds.
 
-The rules cover what the linters of pyproject.toml do not, or only until somebody writes `noqa`. They check imports
-between packages, sizes, broad `except`, units in names, error messages, and files that belong together. ruff checks
-docstrings (D1). The rules do NOT judge whether a name or a message is good.
+The rules check properties that the linters of pyproject.toml miss, or check only until somebody writes `noqa`. They
+check imports between packages, sizes, broad `except`, units in names, error messages, and files that belong together.
+ruff checks docstrings (D1). The rules do NOT judge whether a name or a message is good.
 
 `test_house_rules.py` tests them, and that every rule can fail.
 """
@@ -456,7 +456,7 @@ def no_path_of_one_machine(repository: Repository) -> Iterator[str]:
 
 
 def readme_has_no_number_that_no_script_writes(repository: Repository) -> Iterator[str]:
-    """Numbers are only between `<!-- table NAME -->` and `<!-- /table -->`, where `benchmarks/readme.py` writes them."""
+    """All numbers are between `<!-- table NAME -->` and `<!-- /table -->`; `benchmarks/readme.py` writes them."""
     text = without(WRITTEN_BY_SCRIPTS, repository.files.get("README.md", ""))
     for found in SESSION.finditer(text):
         yield f"README.md:{line_of(text, found.end())}: a session with what it prints, which no script writes"

@@ -1,6 +1,6 @@
 """A stand-in for CUDA graphs on the CPU: operators are recorded as they run, and replayed on the same tensors.
 
-As in a graph, kernels are replayed without Python. Numbers are those of the capture, tensors keep their addresses, and
+As in a graph, kernels are replayed without Python. Numbers keep the values of the capture, tensors keep their addresses, and
 random numbers are drawn anew.
 """
 

@@ -1,9 +1,9 @@
 """The programs and commands on the pages of docs/, extracted and run as by a reader.
 
-A block of `python` is a program. A block of `python` or `yaml` that begins with a comment of one word, such as `#
-train.py` or `# job.yaml`, is the file of that name. A block of `console` is a session: a line that begins with `$ ` is
-a command, and the following lines are its output; a line `...` stands for any lines. A block below a line `<!-- not
-run: why -->` is not run.
+A block of `python` is a program. A block of `python` or `yaml` is a file if it begins with a comment of one word, such
+as `# train.py` or `# job.yaml`. A block of `console` is a session. A line that begins with `$ ` is a command, and the
+following lines are its output; a line `...` stands for any lines. A block below a line `<!-- not run: why -->` is not
+run.
 
     python tests/pages.py docs/tutorial.md     # prints the page's sessions with the complete output of the commands
 """
@@ -122,9 +122,7 @@ def words(text: str) -> list[str]:
 
 
 def faults_of(page: Path, folder: Path) -> Iterator[str]:
-    """Run a page, and yield commands that fail or print other words than the page. Exit code 1, the answer "no", is no
-    failure.
-    """
+    """Run a page, and yield commands that fail or print other words than the page. Exit code 1 means "no", not a failure."""
     for block in blocks_of(page):
         if block.file:
             (folder / block.file).write_text(block.text, encoding="utf-8")

@@ -260,7 +260,7 @@ class GlibcHeap:
         return end - start
 
     def _join_fast(self) -> bool:
-        """Join the small chunks that were freed since the last call; return False if there were none."""
+        """Join the small chunks that were freed since the last call; return False if there was no chunk."""
         if not self._fast:
             return False
         for chunk_bytes, starts in sorted(self._fast.items()):

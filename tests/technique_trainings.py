@@ -208,7 +208,7 @@ def _needs_no_clipping(name: str, training: str) -> bool:
 
 @cache
 def available_choices(name: str, training: str) -> tuple[Choice, ...] | str:
-    """Return up to three choices, the first, second and last, or the reason why there are none."""
+    """Return up to three choices, the first, second and last, or the reason why no choice is available."""
     setup = setup_for(training, [name])
     workload, setting = setup.workload(), setup.setting()
     available = technique_of(name).choices(workload, setting)

@@ -179,7 +179,7 @@ def test_a_page_that_fails_is_a_fault(tmp_path):
 
 @pytest.mark.long
 def test_the_programs_of_the_tutorial_run_and_its_job_is_one(tmp_path):
-    """The quick part of the test below."""
+    """The three programs run, and the job is valid: the quick part of the test below."""
     from plimsoll.records.job import Job
 
     programs = [block.text for block in blocks_of(ROOT / "docs" / "tutorial.md") if block.language == "python"]

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def repository() -> Repository:
-    """The handwritten files: code, tests, pages and files at the top."""
+    """Read the handwritten files: code, tests, pages and files at the top."""
     folders = [ROOT / name for name in ("src/plimsoll", "tests", "docs", "benchmarks", "examples")]
     paths = [path for folder in folders for path in folder.rglob("*")] + list(ROOT.glob("*"))
     texts = [path for path in paths if path.suffix in {".py", ".md", ".toml", ".txt", ".yaml", ".html"}]

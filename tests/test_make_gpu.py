@@ -333,7 +333,7 @@ def test_what_repeats_in_a_step_is_not_traced():
 
 @pytest.fixture(scope="module")
 def storms(tmp_path_factory) -> tuple[part_storm.Storm, part_storm.Trained, part_storm.Trained]:
-    """A disturbed and an undisturbed training."""
+    """Train once disturbed and once undisturbed."""
     storm = part_storm.Storm("cpu", True, 0.1, (4,), tmp_path_factory.mktemp("storm") / "saved.pt")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(part_storm, "SAVE_EVERY", 2)

@@ -14,7 +14,7 @@ END = 0
 
 
 def store_of(folder: Path, texts: list[list[int]], marks: NDArray[np.uint8] | None = None) -> TokenStore:
-    """Store texts with the end token 0; ``marks`` tell what begins at each token."""
+    """Store texts with the end token 0; ``marks`` tell which unit begins at each token."""
 
     def write(place: Path) -> dict[str, object]:
         np.array([token for text in texts for token in [*text, END]], np.uint16).tofile(place / "tokens.bin")

@@ -1,4 +1,4 @@
-"""Processes that start warm: forked from one that has already loaded Plimsoll's libraries.
+"""Processes that start warm: forked from a process that has already loaded Plimsoll's libraries.
 
 Loading torch and transformers takes two seconds of a processor, and one `plimsoll train` does it three times. When a
 test starts ``python -m plimsoll``, ``python -c`` or ``python script.py``, a server forks a process for it. The server
@@ -8,9 +8,12 @@ and exit code: a test sees no difference.
 
 Two things differ: the modules that exist before the first line, and their memory. (That memory includes no free part of
 the heap, so growth is measured correctly.) Tests that depend on these have the marker ``cold``. Some processes are
-always started anew: programs with ``sys.modules`` or ``RLIMIT_`` in their text, processes with settings that libraries
-read while they are loaded, children of a process with several threads, and children of other programs (``prlimit``, a
-shell).
+always started anew:
+
+- programs with ``sys.modules`` or ``RLIMIT_`` in their text;
+- processes with settings that libraries read while they are loaded;
+- children of a process with several threads;
+- children of other programs (``prlimit``, a shell).
 
 Linux only. The protocol is that in `plimsoll.processes.fork_server`, whose processes are only commands of Plimsoll.
 This module adds the other programs that tests start, and all properties of a new process.
