@@ -104,9 +104,9 @@ MEASURED = re.compile(r"\d|\b(?:half|third|quarter|percent|twice (?:as|the)|time
 HOST_PATH = re.compile(r"(?<![\w.*~-])/(?:work|tmp|root|home|Users)/[\w.-]")
 
 
-# Words of the former private dialect, and the field's words for them. Left out because they have other meanings here:
-# mix (of samples, rows), look, opening (of a file), subject (of a report), way, early, held (out), store (of tokens),
-# piece (of a word, of an update), room, spare and together.
+# Words of the former private dialect, and the field's words for them. Words with other meanings here are left out. They
+# are mix (of samples, rows), look, opening (of a file), subject (of a report), way, early, held (out), store (of
+# tokens), piece (of a word, of an update), room, spare and together.
 DIALECT = {
     **dict.fromkeys(("rung", "rungs"), "fallback"),
     **dict.fromkeys(("ladder", "ladders"), "fallback schedule"),

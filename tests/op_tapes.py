@@ -1,7 +1,7 @@
 """A stand-in for CUDA graphs on the CPU: operators are recorded as they run, and replayed on the same tensors.
 
-As in a graph, kernels are replayed without Python. Numbers keep the values of the capture, tensors keep their addresses, and
-random numbers are drawn anew.
+As in a graph, kernels are replayed without Python. Numbers keep the values of the capture, tensors keep their
+addresses, and random numbers are drawn anew.
 """
 
 from __future__ import annotations

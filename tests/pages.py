@@ -122,7 +122,7 @@ def words(text: str) -> list[str]:
 
 
 def faults_of(page: Path, folder: Path) -> Iterator[str]:
-    """Run a page, and yield commands that fail or print other words than the page. Exit code 1 means "no", not a failure."""
+    """Run a page, and yield commands that fail or print other words than the page. Exit code 1, "no", is accepted."""
     for block in blocks_of(page):
         if block.file:
             (folder / block.file).write_text(block.text, encoding="utf-8")

@@ -50,7 +50,7 @@ def batches(num_samples=8, num_steps=NUM_STEPS, device="cpu"):
 def trained(
     net, *more, micro_batch=3, loss=loss_of, data=None, between_steps=lambda step: None, device="cpu", **options
 ):
-    """Train a copy; return losses, the model's state, the number of replays, and the reason why nothing was replayed."""
+    """Train a copy; return losses, the model's state, the number of replays, and why nothing was replayed."""
     torch.manual_seed(1)
     random.seed(1)
     model = copy.deepcopy(net).to(device).train()

@@ -1,4 +1,4 @@
-"""Models for tests of techniques, in addition to the models of `workloads`; each is called as ``model(**batch).loss``."""
+"""Models for tests of techniques, in addition to `workloads`; each is called as ``model(**batch).loss``."""
 
 from __future__ import annotations
 
