@@ -144,7 +144,7 @@ def require_same(folder: Path, arguments: argparse.Namespace) -> None:
     asked = {name: getattr(arguments, name) for name in fields}
     path = folder / "arguments.json"
     if path.is_file() and (before := json.loads(path.read_text())) != asked:
-        sys.exit(f"{folder} was started with {before}, not with {asked}: repeat those, or another --folder")
+        sys.exit(f"{folder} was started with {before}, not with {asked}: repeat those, or give another --folder")
     if not path.is_file() and any(folder.iterdir()):
         sys.exit(f"{folder} is not empty and not from an earlier endurance run: give another --folder")
     write_atomically(path, json.dumps(asked).encode())

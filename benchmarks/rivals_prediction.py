@@ -156,7 +156,7 @@ def watch(child: subprocess.Popen[str], peaks: list[int]) -> None:
     while child.poll() is None:
         with suppress(OSError):  # it may have ended
             found = [line for line in status.read_text().splitlines() if line.startswith("RssAnon")]
-            if found:  # the file is empty after the process has ended
+            if found:  # a zombie process has no such line
                 peaks[0] = max(peaks[0], int(found[0].split()[1]) << 10)
         time.sleep(0.001)
 
