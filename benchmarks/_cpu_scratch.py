@@ -1,16 +1,19 @@
-"""What torch's ops take on a CPU beside the tensors they return: for the length of the call, and for good.
+"""Memory that torch's CPU ops use in addition to the tensors they return: during the call, and permanently.
 
     python benchmarks/_cpu_scratch.py [--threads 1] [--case NAME]
 
-Each case runs in a process of its own in which glibc maps every block from 128 KiB (so that what is freed is gone) and
-runs three times under a dispatch mode that reads, around every op, resident private memory and its highest value (which
-the kernel counts anew after a write to ``/proc/self/clear_refs``). *Taken* is the highest value above what was there
-before, less the resident pages of the new tensors; *kept* is what is there afterwards, less the same. The first call is
-told from the later ones: what only it takes or keeps is a library's own. Also said: the new tensors' bytes of which no
-page was touched (oneDNN's workspace of a recurrent layer).
+Each case runs three times in a separate process. There, glibc maps every block from 128 KiB, so that freed blocks are
+returned to the system at once. A dispatch mode reads resident private memory and its peak around every op; a write to
+``/proc/self/clear_refs`` resets the kernel's peak.
 
-The last line is one JSON object. Source of the numbers in `plimsoll.memory.lowering.cpu_scratch`. Not covered: bfloat16
-and float16, other processors than the one it runs on.
+- *Taken* is the peak above the value before the op, minus the resident pages of the new tensors.
+- *Kept* is the increase after the op, minus the same pages.
+
+If only the first call takes or keeps memory, a library has cached it. The bytes of new tensors without a touched page
+are reported too (oneDNN's workspace of a recurrent layer).
+
+The last line of the output is one JSON object. It is the source of the numbers in
+`plimsoll.memory.lowering.cpu_scratch`. Not covered: bfloat16 and float16, and other processors than the current one.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 MIB = 1 << 20
 PAGE_BYTES = 4096
-LEAST_BYTES = 256 << 10  # what is less is not printed: reading costs pages too
+LEAST_BYTES = 256 << 10  # smaller numbers are not printed: the reading itself touches pages
 HIGH_WATER = re.compile(rb"VmHWM:\s*(\d+) kB.*?RssFile:\s*(\d+) kB\s*RssShmem:\s*(\d+) kB", re.DOTALL)
 
 
@@ -68,7 +71,7 @@ def resident_bytes(tensor: Tensor) -> int:
 
 
 class Watch(TorchDispatchMode):
-    """Reads memory around every op."""
+    """Dispatch mode that reads memory around every op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +231,7 @@ def run_case(name: str, num_threads: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--case", help="only the cases whose name has this in it")
+    parser.add_argument("--case", help="only cases whose name contains this")
     parser.add_argument("--here", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.here:

@@ -1,4 +1,5 @@
-"""A training of a mapped table inside a limit on private memory, for `embeddings_host.py`: prints one JSON object.
+"""Train a memory-mapped table inside a limit on private memory, and print one JSON object; used by
+`embeddings_host.py`.
 
 python benchmarks/_embeddings_process.py KIND ROWS WIDTH LIMIT_MIB IDS STEPS ORDER FOLDER
 """
@@ -24,7 +25,7 @@ LR = 0.05
 
 
 def zipf_batches(num_rows: int, num_ids: int, num_batches: int, order: str, seed: int = 0) -> list[Tensor]:
-    """Draw ids whose r-th most frequent one is as frequent as 1 / r: row r, or ``scattered`` all over the table."""
+    """Draw ids with Zipf frequencies: rank r is row r, or a row anywhere in the table if ``order`` is ``scattered``."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(num_batches, num_ids, generator=generator, dtype=torch.float64)
     ranks = (num_rows + 1.0) ** uniform
@@ -34,12 +35,12 @@ def zipf_batches(num_rows: int, num_ids: int, num_batches: int, order: str, seed
 
 
 def loss_of(table: nn.Module, ids: Tensor) -> Tensor:
-    """Let each row learn a number of its own: little work beside the table's."""
+    """Compute a loss in which each row learns one number, so that the table dominates the time."""
     return (table(ids).mean(-1) - torch.sin(ids.float())).square().mean()
 
 
 def small(block: Tensor) -> Tensor:
-    """Begin with rows that are quick to draw."""
+    """Initialize rows with a cheap uniform distribution."""
     return block.uniform_(-0.1, 0.1)
 
 
@@ -56,7 +57,7 @@ def main() -> None:
         step = plimsoll.TrainStep(table, optimizer, loss_of, units="samples")
         losses, seconds = [], []
         for ids in table.prefetched(batches, ids=lambda ids: ids, optimizer=optimizer):
-            peak.reset()  # in every step, for pages of the table that come later would be taken off the peak
+            peak.reset()  # every step: table pages that are touched later would be subtracted from the peak
             started = time.perf_counter()
             losses.append(step(ids).loss)
             seconds.append(time.perf_counter() - started)

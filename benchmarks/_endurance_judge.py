@@ -1,16 +1,18 @@
-"""What `endurance.py` makes of two runs, the readings of memory, and the replay: figures, and what is wrong.
+"""Verdicts of `endurance.py` on two runs, the memory readings and the replay: figures and faults.
 
-- **Memory is flat**: each second has the least, the median and the most private memory of the training process. Over
-  each long life of a process, after its first tenth, the medians of the first and the last third of these three are
-  compared, and so are those of the whole run, if that has `_FEWEST_READINGS`. ``GROWTH_SHARE`` of the budget is
-  tolerated: pages that are touched late, and the tokenizer with its cache of words (10 MiB), which the training process
-  has of its own once the last worker is dead.
-- **The ledger is exact**: each step is there once, their samples tile the epochs, and are the undisturbed ones.
-- **Losses and weights**: the same bits as long as no step was cut otherwise than in the undisturbed run. From then on
-  rounding differs, which training amplifies: ``CLOSE`` for ``CLOSE_STEPS`` steps, then ``NEAR``. The replay (every step
-  cut as it was in the disturbed run, without a limit and without a disturbance) has the same bits, or differs by less
-  than ``CLOSE``: where a library is refused its scratch memory in the middle of a step, it computes without, in another
-  order (seen with an LSTM: the last bit of 0.2 % of the weights). How many losses and tensors differ is told.
+- **Memory is flat**: for each second there are the minimum, median and maximum private memory of the training process.
+  Their medians over the first and the last third are compared, for each process that lived long and without the first
+  tenth of its life. The whole run is compared as well, if it has at least `_FEWEST_READINGS` readings. Growth up to
+  ``GROWTH_SHARE`` of the budget is tolerated. Some pages are touched late, and after the last worker is killed the
+  training process holds a tokenizer with its word cache (10 MiB).
+- **The ledger is exact**: each step appears once, the samples of the steps tile the epochs, and they equal the samples
+  of the undisturbed run.
+- **Losses and weights** are bitwise identical until a step uses other micro-batches than in the undisturbed run. After
+  that, rounding differs, which training amplifies: the tolerance is ``CLOSE`` for ``CLOSE_STEPS`` steps, then ``NEAR``.
+- **The replay** repeats every step with the micro-batches of the disturbed run, without a limit and without
+  disturbances. It is bitwise identical or differs by less than ``CLOSE``. If a library cannot allocate scratch memory
+  in the middle of a step, it computes without it in another order. With an LSTM, the last bit of 0.2 % of the weights
+  differed. The numbers of different losses and tensors are reported.
 """
 
 from __future__ import annotations
@@ -30,20 +32,21 @@ from plimsoll.records.run import RunRecord, StepLine
 from plimsoll.records.units import format_bytes
 
 GROWTH_SHARE = 0.03
-CLOSE, CLOSE_STEPS, NEAR = 1e-5, 1000, 1e-3  # of the loss
-LONG_LIFE_SHARE = 1 / 20  # of the seconds of the run; at least ...
+CLOSE, CLOSE_STEPS, NEAR = 1e-5, 1000, 1e-3  # relative to the loss
+LONG_LIFE_SHARE = 1 / 20  # of the run's duration, but at least ...
 _SHORTEST_LIFE_SECONDS = 30
 _WARM_SHARE = 0.1
-_MOST_GROWTH = {"num_files": 3, "num_threads": 1}  # in a life: over the run they are those of more or fewer workers
-_FEWEST_READINGS = 300  # of the whole run: in fewer there are few processes, and their first steps
+_MOST_GROWTH = {"num_files": 3, "num_threads": 1}  # per process; over the whole run, the number of workers varies
+_FEWEST_READINGS = 300  # of the whole run: fewer readings cover few processes, mostly their first steps
 
 Figures = dict[str, Any]
 
 
 class Reading(NamedTuple):
-    """A second of a training process, seen from outside; ``seconds`` are of the disturbed time.
+    """One second of a training process, observed from outside.
 
-    ``has_stepped``: it is past loading and its first step, so that what it takes should stay the same.
+    ``seconds`` is the time since the disturbed run began. ``has_stepped`` is True after loading and the first step,
+    when memory should stay constant.
     """
 
     seconds: float
@@ -58,21 +61,21 @@ class Reading(NamedTuple):
 
 @dataclass
 class Verdict:
-    """Figures for the table and the JSON, and what was wrong."""
+    """Figures for the table and the JSON output, and the faults found."""
 
     figures: Figures
     faults: list[str]
 
 
 def growth(readings: Sequence[Reading], name: str) -> int:
-    """How much more one number of the readings is in the last third than in the first: the medians of both."""
+    """Return the increase of one number of the readings: the medians of the last minus the first third."""
     values = [getattr(reading, name) for reading in readings]
     third = max(len(values) // 3, 1)
     return round(median(values[-third:]) - median(values[:third]))
 
 
 def lives(readings: Sequence[Reading], total_seconds: float) -> Iterator[list[Reading]]:
-    """The readings of each process that lived long, without the first tenth of its life."""
+    """Yield the readings of each process that lived long, without the first tenth of its life."""
     shortest = max(total_seconds * LONG_LIFE_SHARE, _SHORTEST_LIFE_SECONDS)
     for _, group in groupby(readings, key=lambda reading: reading.pid):
         life = list(group)
@@ -81,7 +84,7 @@ def lives(readings: Sequence[Reading], total_seconds: float) -> Iterator[list[Re
 
 
 def memory(readings: Sequence[Reading], record: RunRecord, budget_bytes: int, total_seconds: float) -> Verdict:
-    """Whether memory stayed under the budget, and flat."""
+    """Check that memory stayed under the budget and did not grow."""
     faults: list[str] = []
     seen, told = max((r.most_bytes for r in readings), default=0), max(s.peak_bytes or 0 for s in record.steps)
     for what, peak_bytes in {"seen from outside": seen, "counted by the kernel": told}.items():
@@ -108,7 +111,7 @@ def memory(readings: Sequence[Reading], record: RunRecord, budget_bytes: int, to
 
 
 def ledger(disturbed: Sequence[StepLine], undisturbed: Sequence[StepLine], repeated: Sequence[list]) -> Verdict:
-    """Whether every sample of every step was trained once, and the same in both runs."""
+    """Check that every sample of every step was trained once, in the same order as in the undisturbed run."""
     faults: list[str] = []
     if [line.step for line in disturbed] != list(range(1, len(disturbed) + 1)):
         times = Counter(line.step for line in disturbed)
@@ -147,7 +150,7 @@ def ledger(disturbed: Sequence[StepLine], undisturbed: Sequence[StepLine], repea
 
 
 def losses(disturbed: Sequence[StepLine], undisturbed: Sequence[StepLine]) -> Verdict:
-    """Whether the losses are the same: in their bits up to the first other cut, and nearly from then on."""
+    """Check that losses are bitwise identical until the micro-batches differ, and close from then on."""
     pairs = list(zip(disturbed, undisturbed, strict=True))
     cuts = [(one.micro_batch, one.fallback) == (other.micro_batch, other.fallback) for one, other in pairs]
     num_alike = next((number for number, is_same in enumerate(cuts) if not is_same), len(pairs))
@@ -168,12 +171,12 @@ def losses(disturbed: Sequence[StepLine], undisturbed: Sequence[StepLine]) -> Ve
 
 
 def saved(run: Path) -> dict[str, torch.Tensor]:
-    """The parameters that a run has written at its end."""
+    """Load the final parameters of a run."""
     return load_file(run / "model" / "model.safetensors")
 
 
 def weights(disturbed: Path, undisturbed: Path, has_same_cuts: bool) -> Verdict:
-    """How far the final weights are from the undisturbed ones: the norm of the difference, of the whole model."""
+    """Measure the relative distance of the final weights from the undisturbed ones: the norm over the whole model."""
     mine, theirs = saved(disturbed), saved(undisturbed)
     if mine.keys() != theirs.keys():
         return Verdict({}, [f"the models have other parameters: {sorted(mine.keys() ^ theirs.keys())[:3]}"])
@@ -184,7 +187,7 @@ def weights(disturbed: Path, undisturbed: Path, has_same_cuts: bool) -> Verdict:
 
 
 def replay_verdict(replayed: Figures) -> Verdict:
-    """Whether the same steps with the same cuts come to the same."""
+    """Check that the replay, with the same micro-batches, has the same losses and weights."""
     faults = [f"the replay cut {replayed['other_cuts']} steps otherwise"] if replayed["other_cuts"] else []
     for name in ("loss_difference", "weights_difference"):
         if replayed[name] > CLOSE:
@@ -193,7 +196,7 @@ def replay_verdict(replayed: Figures) -> Verdict:
 
 
 def left_behind(run: Path, processes: Sequence[str]) -> Verdict:
-    """What a run that is over must not leave: processes, halves of checkpoints, more checkpoints than are kept."""
+    """Check that a finished run left no processes, partial checkpoints or surplus checkpoints."""
     halves = [path.name for path in run.glob("checkpoints/.step-*")]
     faults = [f"left behind: {what}" for what in (*processes, *halves)]
     return Verdict({"left_behind": len(faults)}, faults)

@@ -1,9 +1,9 @@
-"""Do every step of a run again, cut as it was there, without a limit and undisturbed: the bits must be the same.
+"""Repeat every step of a run with the same micro-batches, without a limit and undisturbed: the bits must be identical.
 
     python benchmarks/_endurance_replay.py RUN
 
-It makes the training that `plimsoll train` makes (`assemble`, `step_of`) and has each step begin at the fallback that
-the run says it held with. Prints a line of progress for each hundred steps on standard error, and one JSON object.
+The training is built as in `plimsoll train` (`assemble`, `step_of`), and each step starts at the fallback recorded in
+the run. Prints progress on standard error every hundred steps, and one JSON object at the end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A `plimsoll train` as a user starts it, and everything that `endurance.py` does to its processes.
+"""A `plimsoll train` command, and the disturbances that `endurance.py` applies to its processes.
 
-Memory is taken from the running training process by lowering its own RLIMIT_DATA from outside (prlimit) and keeping it
-down for a moment: the allocator is refused what it asks for, wherever the process is. `PLIMSOLL_FAILPOINTS` adds errors
-in the phases that such a moment seldom meets. Everything else is signals. Linux only; no rights are needed.
+To deprive the running training process of memory, its RLIMIT_DATA is lowered from outside (prlimit) for a moment.
+Allocations then fail at any point of the step. `PLIMSOLL_FAILPOINTS` injects errors into short phases that such a
+moment seldom hits. All other disturbances are signals. Linux only; no privileges are needed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MIB = 1 << 20
 INTERRUPTED = {130, 143}
 _GONE = (psutil.Error, OSError)
 _LONGEST_WAIT_SECONDS = 180.0
-_HOLD_SECONDS = 0.002  # the training process makes its limit true again 20 times a second
+_HOLD_SECONDS = 0.002  # the training process restores its limit 20 times a second
 
-# How often each kind comes in a deck; a deck is shuffled and dealt before the next one.
+# How often each kind occurs in a deck. A deck is shuffled and dealt completely before the next one.
 SURVIVED = {"memory taken": 8, "loader worker killed": 2, "loader worker starved": 1, "frozen": 1}
 ENDING = {
     "training killed": 2,
@@ -46,17 +46,17 @@ _PHASES = ("fetch", "copy", "forward", "loss", "backward", "clip", "optimizer", 
 
 
 class Metrics:
-    """The lines of a run's metrics, read as they come; begun again where the run has taken some out."""
+    """The lines of a run's metrics, read incrementally; read from the start again if the run replaced the file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._inode, self._offset = path, 0, 0
-        self.began_seconds = 0.0  # when the process began that the last lines are of
+        self.began_seconds = 0.0  # start time of the process that wrote the last lines
         self.steps_since_start: list[StepLine] = []
         self.has_saved = False
         self.last_step = 0
 
     def read(self) -> None:
-        """Read what has been written since."""
+        """Read the lines written since the last call."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self._inode:
@@ -80,7 +80,7 @@ class Metrics:
 
 
 class Command:
-    """One `plimsoll train`, in a process group of its own, so that Ctrl-C reaches only who started it."""
+    """One `plimsoll train` in a separate process group, so that Ctrl-C does not reach it."""
 
     def __init__(self, arguments: list[str], folder: Path, log: IO[bytes], failpoints: str = "") -> None:
         environment = os.environ | {"PLIMSOLL_CACHE": str(folder / "cache"), "PLIMSOLL_FAILPOINTS": failpoints}
@@ -90,20 +90,20 @@ class Command:
         )
 
     def stop(self, number: int = signal.SIGINT) -> int:
-        """Ask it to stop after the step; returns its exit code."""
+        """Ask the command to stop after the current step, and return its exit code."""
         self.process.send_signal(number)
         return self.process.wait(_LONGEST_WAIT_SECONDS)
 
 
 def failpoints(drawn: random.Random) -> str:
-    """Draw what will run out of memory in the next processes: one passage of each of a few phases."""
+    """Draw the failpoints of the next processes: one out-of-memory error in each of a few phases."""
     phases = drawn.sample(_PHASES, 3)
     return ",".join(f"{phase}@{drawn.randint(*((1, 2) if phase in _PHASES[-2:] else (2, 60)))}" for phase in phases)
 
 
 @dataclass
 class Disturber:
-    """Disturbs one run until told to stop; what it did is noted as it is done."""
+    """Disturbs one run until it is told to stop, and records each disturbance."""
 
     run: Path
     start: Callable[[], Command]
@@ -111,25 +111,25 @@ class Disturber:
     note: Callable[[str, str], None]
     metrics: Metrics = field(init=False)
     command: Command | None = None
-    is_gentle: bool = False  # memory is away for less than a step, which a process survives with any fallback
-    stepping_pid: int | None = None  # the last process that was seen to have saved a step
-    repeated: Callable[[list[StepLine]], None] = lambda steps: None  # told of steps that will be done again
+    is_gentle: bool = False  # memory is taken for less than a step, which every fallback survives
+    stepping_pid: int | None = None  # the last process that has saved a step
+    repeated: Callable[[list[StepLine]], None] = lambda steps: None  # called with the steps that will be repeated
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.run / "metrics.jsonl")
 
     def begin(self) -> None:
-        """Start the command, or go on with it."""
+        """Start the command, or resume the run."""
         wait_until(lambda: self.training() is None, "the training process before this one to end")
         self.command = self.start()
 
     def stop(self) -> int:
-        """Ask the command to stop after the step; returns its exit code."""
+        """Ask the command to stop after the current step, and return its exit code."""
         assert self.command is not None
         return self.command.stop()
 
     def training(self) -> psutil.Process | None:
-        """The process that trains, which says so in a file of the run."""
+        """Return the training process, whose id is in a file of the run."""
         pid = RunDirectory(self.run).training_pid()
         if pid is None:
             return None
@@ -139,12 +139,12 @@ class Disturber:
         return None
 
     def ended(self) -> int | None:
-        """The exit code of the command, if it has ended though nobody asked it to."""
+        """Return the exit code of the command if it has ended without being asked."""
         assert self.command is not None
         return self.command.process.poll()
 
     def is_training(self, num_steps: int) -> bool:
-        """Whether the process that trains now has done so many steps, and has saved one of them."""
+        """Return whether the current training process has finished ``num_steps`` steps and saved one of them."""
         process = self.training()
         self.metrics.read()
         if process is None or not self._has_begun(process):
@@ -155,13 +155,13 @@ class Disturber:
         return True
 
     def _has_begun(self, process: psutil.Process) -> bool:
-        """Whether the last lines are of this process, and not of one before it."""
+        """Return whether the last metrics were written by this process and not by an earlier one."""
         with suppress(*_GONE):
             return self.metrics.began_seconds > process.create_time()
         return False
 
     def do(self, kind: str) -> None:
-        """Do one thing to the run, of `SURVIVED` or `ENDING`."""
+        """Apply one disturbance, of `SURVIVED` or `ENDING`."""
         said = getattr(self, "_" + kind.split(" (", maxsplit=1)[0].replace(" ", "_"))()
         if said is not None:
             self.note(kind, said)
@@ -169,7 +169,7 @@ class Disturber:
     # -- what the training process survives ----------------------------------------------------------------------------
 
     def _memory_taken(self) -> str | None:
-        """Leave it so much more than it has, which may be less than nothing, for a moment or for some seconds."""
+        """Limit the process to slightly more or less memory than it holds, for a moment or some seconds."""
         seconds = self.random.choice((0.05,) if self.is_gentle else (0.05, 0.3, 1.0, 3.0))
         seconds *= self.random.uniform(0.5, 1.5)
         free_bytes = round(self.random.choice((-4, 0, 1, 4, 16)) * MIB * self.random.uniform(0.5, 1))
@@ -202,7 +202,7 @@ class Disturber:
         return f"process {worker.pid}"
 
     def _loader_worker_starved(self) -> str | None:
-        """What it holds already is all that it may have from now on."""
+        """Limit a loader worker to the memory that it already holds."""
         worker = self._loader_worker()
         if worker is None:
             return None
@@ -211,7 +211,7 @@ class Disturber:
         return f"process {worker.pid}"
 
     def _frozen(self) -> str | None:
-        """Stop all processes of the run, as a laptop that is closed does, and let them go on."""
+        """Suspend all processes of the run, like a closed laptop, and continue them."""
         assert self.command is not None
         seconds = self.random.uniform(0.5, 3)
         with suppress(*_GONE):
@@ -238,7 +238,7 @@ class Disturber:
         return f"process {process.pid} after step {self.metrics.last_step}"
 
     def _training_killed_while_loading(self) -> str | None:
-        """Kill it, and the next one before it has done a step."""
+        """Kill the training process, and also the next one before its first step."""
         first = self._training_killed()
         if first is None:
             return None
@@ -253,7 +253,7 @@ class Disturber:
         return f"{first}, and process {process.pid} before its first step"
 
     def _supervisor_killed(self) -> str:
-        """The training process finishes its step, saves it and ends by itself."""
+        """Kill the supervisor; the training process finishes and saves its step, and ends by itself."""
         assert self.command is not None
         self.command.process.kill()
         self.command.process.wait()
@@ -262,9 +262,9 @@ class Disturber:
         return f"after step {step}"
 
     def _both_killed(self) -> str:
-        """As if the machine had lost its power."""
+        """Kill the supervisor and the training process at once, like a power failure."""
         assert self.command is not None
-        self.command.process.send_signal(signal.SIGSTOP)  # so that it starts nothing in between
+        self.command.process.send_signal(signal.SIGSTOP)  # so that it starts no process in between
         process = self.training()
         self.command.process.kill()
         with suppress(*_GONE):
@@ -295,7 +295,7 @@ class Disturber:
         return self.metrics.last_step
 
     def _note_repeated(self) -> None:
-        """Keep the steps that no checkpoint has: the next process does them again."""
+        """Report the steps after the last checkpoint, which the next process repeats."""
         lines = list(_lines(self.run / "metrics.jsonl"))
         saved = max((line.step for line in lines if isinstance(line, CheckpointLine)), default=0)
         self.repeated([line for line in lines if isinstance(line, StepLine) and line.step > saved])
@@ -309,10 +309,10 @@ def _lines(path: Path) -> Iterator[Line]:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for something that must come.
+    """Wait until a condition holds.
 
     Raises:
-        SystemExit: if it does not.
+        SystemExit: if it does not hold within the longest waiting time.
     """
     deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
     while not condition():
@@ -322,7 +322,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def deck_of(kinds: dict[str, int], drawn: random.Random) -> Iterator[str]:
-    """Deal kinds for ever, each as often as it says in every round."""
+    """Yield kinds forever: in every round each kind as often as its number, shuffled."""
     while True:
         cards = [kind for kind, number in kinds.items() for _ in range(number)]
         drawn.shuffle(cards)

@@ -9,20 +9,20 @@ from plimsoll.records.units import format_bytes
 
 
 def title(arguments: argparse.Namespace, budget_bytes: int) -> str:
-    """What was endured."""
+    """Return the title: duration, model and budget."""
     within = format_bytes(budget_bytes)
     return f"{arguments.minutes:g} minutes of {arguments.model} within {within}, disturbed all the time"
 
 
 def rows(verdicts: dict[str, Verdict], seconds: float) -> str:
-    """The whole table, as Markdown."""
+    """Return the complete table as Markdown."""
     figures = {name: verdict.figures for name, verdict in verdicts.items()}
     lines = [*_what_was_done(figures, seconds), *_memory(figures["memory"]), *_results(figures)]
     return _table("what", [*lines, ("not as it should be", _faults(verdicts))])
 
 
 def summary(verdicts: dict[str, Verdict], seconds: float, arguments: argparse.Namespace) -> str:
-    """What pages show of it."""
+    """Return the summary table for the pages."""
     figures = {name: verdict.figures for name, verdict in verdicts.items()}
     done, seen, far = (figures[name] for name in ("done", "memory", "weights"))
     grown = _signed(seen["growth"]["median_bytes"]["over_the_run"])

@@ -10,21 +10,21 @@ from typing import Any
 from _headline_tasks import Task
 
 SHARES = (1.0, 0.5, 0.25)
-FACTOR = 1.05  # from a limit to the next one that is tried
+FACTOR = 1.05  # ratio between two limits that are tried
 WANTED_LIMIT, WANTED_TIME = 0.5, 0.9
 OURS = "plimsoll"
 Found = dict[str, Any]
 
 
 def seconds_of(found: Found, tool: str, share: float) -> list[float]:
-    """The seconds of all timed steps but the first of each round, which has no optimizer states yet."""
+    """Return the seconds of all timed steps except the first of each round, which has no optimizer states yet."""
     keys = [json.loads(key) for key in found["times"]]
     rounds = [found["times"][json.dumps(key)] for key in keys if key[:2] == [tool, share]]
     return [second for one in rounds if one["trains"] for second in one["seconds"][1:]]
 
 
 def best_rival(found: Found) -> Found:
-    """The rival with the smallest limit, and at each share the one with the fastest step, beside ours."""
+    """Return the other tool with the smallest limit, and for each share the one with the fastest step, next to ours."""
     limits = found["limits"]
     rivals = {name: limits[name]["limit_mib"] for name in limits if name != OURS}
     least = min(rivals, key=lambda name: rivals[name])
@@ -45,7 +45,7 @@ def best_rival(found: Found) -> Found:
 
 
 def tables(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
-    """A table for each model."""
+    """Return one table per model."""
     lines: list[str] = []
     for task, found in measured.items():
         lines += [f"## {task.title}, {task.batch_size} x {task.length} tokens a step", "", *table(found, titles), ""]
@@ -53,7 +53,7 @@ def tables(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
 
 
 def summary(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
-    """A line for each model: the smallest limits, and a step's time in all and half of what the plain loop needs."""
+    """Return one line per model: the smallest limits, and step times within all and half of the plain loop's memory."""
     lines = [
         "| five exact steps of | plain loop | best other | Plimsoll | ratio | a step, in all of it | a step, in half |",
         "| --- | --: | --: | --: | --: | --: | --: |",
@@ -86,7 +86,7 @@ def _ratio(times: Found, titles: Mapping[str, str]) -> str:
 
 
 def table(found: Found, titles: Mapping[str, str]) -> list[str]:
-    """A line for each tool."""
+    """Return one line per tool."""
     need_mib = found["limits"]["plain"]["limit_mib"]
     shares = " | ".join(f"s in {share:.2f} x" for share in SHARES)
     lines = [
@@ -112,12 +112,12 @@ def table(found: Found, titles: Mapping[str, str]) -> list[str]:
 
 
 def verdict(what: str, ratio: float, wanted: float, of: str) -> str:
-    """Whether a goal is reached."""
+    """Return a sentence on whether a goal is reached."""
     return f"{what.capitalize()}: {ratio:.2f} {of}; the goal of {wanted} is {'' if ratio <= wanted else 'not '}reached."
 
 
 def time_of(found: Found, name: str, share: float) -> str:
-    """The median of the steps and their range; why there is none otherwise."""
+    """Return the median and range of the step times, or the reason why the step was not timed."""
     seconds = seconds_of(found, name, share)
     if seconds:
         return f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
@@ -127,7 +127,7 @@ def time_of(found: Found, name: str, share: float) -> str:
 
 
 def settings(found: Found, titles: Mapping[str, str]) -> str:
-    """What each tool used in each share, in the last round."""
+    """List the settings that each tool used for each share, in the last round."""
     used = {}
     for key, one in found["times"].items():
         name, share, _ = json.loads(key)

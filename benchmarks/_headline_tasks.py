@@ -1,4 +1,4 @@
-"""What the headline experiment trains: four models, and for each a job, five batches and the weights to begin with."""
+"""The tasks of the headline experiment: four models, each with a job, five batches and initial weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _NO_DROPOUT = {
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
 _LSTM = {"embedding_size": 1500, "hidden_size": 1500, "num_layers": 2}
-_CLASSES = ("asyncio", "email", "idlelib", "test")  # folders of the standard library; the last is large
+_CLASSES = ("asyncio", "email", "idlelib", "test")  # folders of the standard library; the last one is large
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A model, and the batch of one optimizer step.
+    """A model and the batch of one optimizer step.
 
-    ``blocks`` says whether the model has blocks that `gradient_checkpointing_enable` computes again.
+    ``blocks`` tells whether the model has blocks that `gradient_checkpointing_enable` recomputes.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Task:
 
 
 def tasks() -> list[Task]:
-    """GPT-2 124M, BERT-base, T5-small and an LSTM of the size of Zaremba et al. 2014 (arXiv:1409.2329)."""
+    """Return four tasks: GPT-2 124M, BERT-base, T5-small and an LSTM as in Zaremba et al. 2014 (arXiv:1409.2329)."""
     words = {"train": "words", "vocab_size": 10_000}
     return [
         Task(
@@ -70,7 +70,7 @@ def _bpe(vocab_size: int) -> dict[str, Any]:
 
 
 def write_task(task: Task, folder: Path, data: str | None) -> None:
-    """Write the job, and what the other tools need to train the same: batches and weights."""
+    """Write the job, and the batches and weights that the other tools need for the same training."""
     folder.mkdir(parents=True, exist_ok=True)
     job_file = folder / "job.yaml"
     fields = {
@@ -102,7 +102,7 @@ def write_task(task: Task, folder: Path, data: str | None) -> None:
 
 
 def texts(task: Task, data: str | None) -> list[str]:
-    """The texts of a task: the standard library's sources, or in ``data`` folders of texts, one for each class."""
+    """Return the text patterns of a task: the standard library's sources, or folders in ``data``, one per class."""
     if data is not None:
         return [str(Path(data).resolve() / "**" / "*")]
     if task.name != "bert":

@@ -1,10 +1,10 @@
-"""A large checkpoint with random weights, for benchmarks: built from a configuration and saved in shards.
+"""A large checkpoint with random weights for benchmarks, built from a configuration and saved in shards.
 
     PYTHONPATH=src python benchmarks/_large_model.py FOLDER [--layers 24] [--hidden 2048]
 
-The names and shapes are those of the model on the meta device; a shard is drawn, written and let go, so that the
-process needs a shard besides its libraries. With the same options a folder that is there already is used again. By
-default a Llama of 1.3 billion parameters, 2.5 GiB in bfloat16.
+Names and shapes come from the model on the meta device. Each shard is drawn, written and freed, so that the process
+needs memory for one shard. An existing folder with the same options is reused. The default is a Llama of 1.3 billion
+parameters, 2.5 GiB in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _OPTIONS = "options.json"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the model's size."""
+    """Add the options for the model's size."""
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--shard", type=int, default=500, help="MiB of a file")
+    parser.add_argument("--shard", type=int, default=500, help="size of a file in MiB")
 
 
 def large_model(folder: Path, options: argparse.Namespace) -> Path:
-    """Return a checkpoint folder of the asked size below ``folder``; it is made if it is not there."""
+    """Return a checkpoint folder of the requested size below ``folder``, and write it first if it does not exist."""
     asked = {"layers": options.layers, "hidden": options.hidden, "vocabulary": options.vocabulary}
     asked["shard"] = options.shard
     place = folder / "-".join(f"{name}{value}" for name, value in asked.items())
@@ -78,7 +78,7 @@ def _write_shards(place: Path, state: dict[str, torch.Tensor], shard_bytes: int)
 
 
 def _drawn(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Norms are ones, other weights as transformers draws them."""
+    """Return ones for norms, and normally distributed weights, as in transformers, for other parameters."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
     return torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)

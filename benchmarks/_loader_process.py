@@ -1,4 +1,4 @@
-"""One process for `data_loader.py`: an epoch of shuffled reads, or a training that is killed and goes on.
+"""A process for `data_loader.py`: one epoch of shuffled reads, or a training that is killed and resumed.
 
 python benchmarks/_loader_process.py read STORE WORKERS TEXT CACHE
 python benchmarks/_loader_process.py consume JOURNAL WORKERS BATCHES
@@ -29,7 +29,7 @@ CONSUMED = Buckets(max_tokens=300, pool_samples=100)
 
 
 class Lines:
-    """Lines by number: of a list, of a Hugging Face dataset, of a corpus."""
+    """Lines by number, from a list, a Hugging Face dataset or a corpus."""
 
     def __init__(self, lines: Any) -> None:
         self.lines = lines
@@ -54,12 +54,12 @@ class CorpusLines(Lines):
 
 
 def characters(lines: list[str]) -> torch.Tensor:
-    """What each store makes of a batch: few bytes, so that reading is what is measured."""
+    """Collate a batch to the length of each line: few bytes, so that only reading is measured."""
     return torch.tensor([len(line) for line in lines], dtype=torch.int32)
 
 
 def read(store: str, num_workers: int, text: Path, cache: Path) -> None:
-    """Read every line once, and print where the epoch is, for whoever watches the memory."""
+    """Read every line once, and print a line at the start and the end for the process that watches the memory."""
     batches = BATCHES[store](text, cache, num_workers)
     print("begin", flush=True)
     started_seconds, num_lines, num_characters = time.perf_counter(), 0, 0
@@ -101,7 +101,7 @@ BATCHES = {"list of str": list_batches, "HF datasets": hugging_face_batches, "pl
 
 
 class Numbers:
-    """Samples that are their numbers."""
+    """A data set whose samples are their indices."""
 
     def __len__(self) -> int:
         return 300
@@ -114,7 +114,7 @@ class Numbers:
 
 
 def consume(journal: Path, num_workers: int, num_batches: int) -> None:
-    """Take batches until the journal has ``num_batches`` lines, each a batch and the state after it."""
+    """Consume batches until the journal has ``num_batches`` lines, each with a batch and the loader's next state."""
     loader = Loader(Numbers(), CONSUMED, 1, workers=num_workers, on_event=lambda text: None)
     lines = whole_lines(journal)
     if lines:
@@ -131,12 +131,12 @@ def consume(journal: Path, num_workers: int, num_batches: int) -> None:
 
 
 def whole_lines(journal: Path) -> list[bytes]:
-    """Return what was written to its end."""
+    """Return the complete lines of a journal; a partial last line is left out."""
     return journal.read_bytes().split(b"\n")[:-1] if journal.exists() else []
 
 
 def main() -> None:
-    warnings.simplefilter("ignore", UserWarning)  # of torch, that there are more workers than cores
+    warnings.simplefilter("ignore", UserWarning)  # torch warns that there are more workers than cores
     mode, *arguments = sys.argv[1:]
     if mode == "read":
         store, num_workers, text, cache = arguments

@@ -1,4 +1,4 @@
-"""One way of loading a checkpoint, in a process of its own: see ``weights_loading.py``, which starts it."""
+"""One way to load a checkpoint, in a separate process that ``weights_loading.py`` starts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def bare(files: list[Path]) -> torch.Tensor:
 
 
 def bring(file: Path, is_wanted: bool) -> None:
-    """Have a file in the page cache, or not."""
+    """Load a file into the page cache, or evict it."""
     with file.open("rb", buffering=0) as opened:
         if not is_wanted:
             os.fsync(opened.fileno())
@@ -85,7 +85,7 @@ def bring(file: Path, is_wanted: bool) -> None:
 
 
 def warm_up() -> None:
-    """Load a small model both ways, so that what libraries do once is not counted."""
+    """Load a small model with both loaders, so that one-time work of the libraries is not counted."""
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
     )

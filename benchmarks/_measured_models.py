@@ -1,7 +1,7 @@
-"""The models of the measured runs, as their configs on the Hugging Face hub are, for transformers 4.51.3.
+"""The models of the measured runs, with their configurations from the Hugging Face hub, for transformers 4.51.3.
 
-Written down here because a prediction must not need the hub: layers, widths and dropouts as in the hub's config.json,
-checked by the number of parameters.
+They are written out because a prediction must not need the hub. Layers, widths and dropouts equal those in the hub's
+config.json; the number of parameters is checked.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
-# What `attn_implementation=None` comes to in 4.51.3: its T5, GPT-Neo have no SDPA, and Gemma 2 trains eagerly.
+# The meaning of `attn_implementation=None` in 4.51.3: its T5 and GPT-Neo have no SDPA, and Gemma 2 trains eagerly.
 _EAGER = ("EleutherAI/gpt-neo", "T5", "t5", "google/gemma-2")
-# Tokens that the tokenizer adds to a text: OPT a </s> before it, T5 a </s> behind it, the others a beginning.
+# Special tokens that the tokenizer adds: OPT a </s> before the text, T5 a </s> after it, the others a start token.
 _ADDED_TOKENS = {"facebook/opt": 1, "T5": 1, "t5": 1, "meta-llama": 1, "google/gemma": 1}
 # Tokenized with ``padding=True``: a thousand texts are padded together, so that every row has 128 tokens.
 _PADDED_BEFORE = ("EleutherAI/pythia", "deepseek-ai", "Qwen")

@@ -1,8 +1,8 @@
-"""The plain PyTorch loop that the demo compares with: the same model, samples and optimizer, written as most people do.
+"""The plain PyTorch loop that the demo compares with: the same model, samples and optimizer in a typical loop.
 
     python benchmarks/_plain_loop.py JOB PREPARED --steps 2 [--limit 1GiB]
 
-Prints one JSON object per step. Under ``--limit`` it dies as such a loop does, of an out-of-memory error.
+Prints one JSON object per step. Under ``--limit`` it ends with an out-of-memory error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What `plan_budgets.py` and `plan_fast.py` share: models, real text, plans for a budget, and their trainings.
+"""Shared parts of `plan_budgets.py` and `plan_fast.py`: models, real text, plans for a budget, and their trainings.
 
-Everything is on one thread, and times are seconds of the processor, so that other programs on the machine do not
-decide which of two plans is faster. `one_thread` must be called before torch is imported.
+Everything uses one thread, and times are processor seconds, so that other programs do not decide which plan is faster.
+Call `one_thread` before torch is imported.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MIB = 1 << 20
 _TEXT_BYTES = 2 << 20
 _POLL_SECONDS = 0.005
 _VOCAB_SIZE = 8000
-_IMPOSSIBLE_BYTES = 128 << 20  # of no use for any model here, and not refused before there is a plan
-_HEADROOM = 1.006  # a plan leaves half a percent of its limit to what a short evaluation may predict too low
+_IMPOSSIBLE_BYTES = 128 << 20  # too small for every model here, but large enough that a plan is attempted
+_HEADROOM = 1.006  # a plan leaves half a percent of its limit unused, because a short evaluation may predict too little
 
 
 @dataclass(frozen=True)
 class Model:
-    """A training to be planned; ``rows`` is the size of the vocabulary."""
+    """A training to plan; ``rows`` is the vocabulary size."""
 
     name: str
     model: dict[str, Any] | str
@@ -49,7 +49,7 @@ class Model:
 
 
 def one_thread() -> None:
-    """Let this process and those that it starts use one thread, and find the models that are named by a function."""
+    """Limit this process and its children to one thread, and make models importable that a function name refers to."""
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, str(HERE))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
@@ -63,7 +63,7 @@ def one_thread() -> None:
 
 @dataclass(frozen=True)
 class Texts:
-    """Real text in a folder: as it is, cut into lines of two classes, and its tokenizers by their size."""
+    """Real text in a folder, whole and cut into lines of two classes, and tokenizers by vocabulary size."""
 
     folder: Path
 
@@ -80,7 +80,7 @@ class Texts:
 
 
 def make_texts(data: str | None, folder: Path, rows: Sequence[int]) -> Texts:
-    """Write the texts and the tokenizers; what comes beyond a real vocabulary are tokens that no text has."""
+    """Write the texts and the tokenizers; tokens beyond the real vocabulary occur in no text."""
     from demo import standard_library
 
     texts, text = Texts(folder), ""
@@ -91,7 +91,7 @@ def make_texts(data: str | None, folder: Path, rows: Sequence[int]) -> Texts:
             break
     Path(texts.whole).write_text(text, "utf-8")
     words = text.split()
-    lines = [" ".join(words[start : start + 200]) for start in range(0, len(words) - 200, 200)]  # all are cut
+    lines = [" ".join(words[start : start + 200]) for start in range(0, len(words) - 200, 200)]  # all are truncated
     for number, name in enumerate(("first", "second")):
         (folder / "classes" / name).mkdir(exist_ok=True)
         half = lines[number * len(lines) // 2 : (number + 1) * len(lines) // 2]
@@ -135,7 +135,7 @@ class Training:
     plans: dict[int, Plan] = field(default_factory=dict)
 
     def plan(self, budget_bytes: int) -> Plan:
-        """Plan for a budget, once."""
+        """Plan for a budget; plans are cached."""
         from plimsoll.planning.plan import plan_job
 
         if budget_bytes not in self.plans:
@@ -143,10 +143,10 @@ class Training:
         return self.plans[budget_bytes]
 
     def budgets(self, number: int, least_factor: float = 1.1) -> list[int]:
-        """Budgets in whole MiB, falling.
+        """Return budgets in whole MiB, in falling order.
 
-        The first is enough for the plain training. The others are of equal ratio, from what the fastest plan needs,
-        above which memory is of no use, down to a factor of the smallest for which there is a plan.
+        The first is enough for the plain training. The others have equal ratios. They begin with the need of the
+        fastest plan, above which memory is useless, and end at ``least_factor`` times the smallest feasible budget.
         """
         impossible = self.plan(_IMPOSSIBLE_BYTES)
         enough = _budget_of(impossible.plain)
@@ -155,20 +155,20 @@ class Training:
         return [enough, *(-(-int(most * ratio**step) // MIB) * MIB for step in range(number - 1))]
 
     def run(self, fallbacks: Sequence[Sequence[Choice]], steps: int, budget_bytes: int) -> dict[str, Any]:
-        """What the worker is told."""
+        """Return the message that tells the worker to run a training."""
         listed = [[choice.model_dump() for choice in choices] for choices in fallbacks]
         run = {"job": self.job.to_json(), "prepared": str(self.prepared), "fallbacks": listed, "steps": steps}
         return {**run, "budget_bytes": budget_bytes}
 
     def run_tried(self, plan: Plan, steps: int, budget_bytes: int) -> dict[str, Any]:
-        """What the worker is told that is to try a plan first, as `plimsoll train` does."""
+        """Return the message that tells the worker to try a plan first, as `plimsoll train` does."""
         candidates = tuple(one.model_copy(update={"prediction": None}) for one in plan.candidates)
         bare = plan.model_copy(update={"prediction": None, "rejected": (), "candidates": candidates})
         return {**self.run([], steps, budget_bytes), "plan": bare.to_json()}
 
 
 def _budget_of(fallback: Configuration | None) -> int:
-    """What holds a fallback, in whole MiB."""
+    """Return the smallest budget in whole MiB for a fallback."""
     from plimsoll.device.cpu.data_limit import MARGIN_BYTES
 
     assert fallback is not None
@@ -193,7 +193,7 @@ def in_words(choices: Sequence[Choice]) -> str:
 
 @dataclass
 class Measured:
-    """A training that was run; ``peak_bytes`` is private memory as seen from outside, and by the kernel."""
+    """A finished training; ``peak_bytes`` is private memory as observed from outside and by the kernel."""
 
     peak_bytes: int = 0
     num_ooms: int = 0
@@ -203,12 +203,12 @@ class Measured:
 
     @property
     def step_seconds(self) -> float:
-        """The least of all steps but the first, which makes the optimizer's states."""
+        """The fastest step, without the first one, which creates the optimizer states."""
         return min(self.seconds[1:] or self.seconds or [float("inf")])
 
 
 class Worker:
-    """A process of `_planned_worker.py`, for runs of one model."""
+    """A process of `_planned_worker.py` for runs of one model."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -225,7 +225,7 @@ class Worker:
         self._process.wait()
 
     def measure(self, run: dict[str, Any]) -> Measured:
-        """Do a run, and watch its memory from outside."""
+        """Run a training and observe its memory from outside."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -267,7 +267,7 @@ def _watch(pid: int, peaks: list[int], ended: threading.Event) -> None:
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
-    """The options that both have."""
+    """Return a parser with the options that both benchmarks share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a text file, a folder or a pattern; by default the standard library's sources")
     parser.add_argument("--only", default="", help="models whose names contain this")
@@ -275,12 +275,12 @@ def parser_of(description: str) -> argparse.ArgumentParser:
         "--work", type=Path, default=Path("plan-benchmark"), help="folder for text (default: %(default)s)"
     )
     add_out(parser)
-    parser.add_argument("--kept", type=Path, help="a file that keeps each row; what is in it is not measured again")
+    parser.add_argument("--kept", type=Path, help="file that stores each row; stored rows are not measured again")
     return parser
 
 
 def kept_rows(path: Path | None) -> list[dict[str, Any]]:
-    """The fields of the rows that an earlier run kept."""
+    """Read the rows that an earlier run stored."""
     if path is None or not path.exists():
         return []
     rows: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))
@@ -288,7 +288,7 @@ def kept_rows(path: Path | None) -> list[dict[str, Any]]:
 
 
 def keep_rows(path: Path | None, rows: Sequence[Any]) -> None:
-    """Keep rows, which are dataclasses."""
+    """Store rows, which are dataclasses, in a file."""
     if path is not None:
         path.write_text(json.dumps([asdict(row) for row in rows]), "utf-8")
 
@@ -296,20 +296,20 @@ def keep_rows(path: Path | None, rows: Sequence[Any]) -> None:
 def hand_over(
     rows: Sequence[Any], figures: dict[str, Any], out: Path | None, what: str, title: str, text: str, part: str
 ) -> None:
-    """Print the report, and one line of JSON with everything; file the report where it is asked for."""
+    """Print the report and one JSON line with everything, and write the report to ``out`` if given."""
     print(text)
     file_result(out, what, title, text, part, threads=1)
     print(json.dumps({**figures, "rows": [asdict(row) for row in rows]}))
 
 
 def report_of(what: str, figures: dict[str, Any], table: str) -> str:
-    """Markdown: what is shown, what it comes to, and the rows."""
+    """Return Markdown: a description, the figures and the rows."""
     listed = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items())
     return f"{what}\n\n{listed}.\n\n{table}\n"
 
 
 def ends_with_its_code(main: Callable[[], None]) -> None:
-    """Run a benchmark; what the user did wrong is said without a traceback."""
+    """Run a benchmark, and report user errors without a traceback."""
     try:
         main()
     except PlimsollError as error:

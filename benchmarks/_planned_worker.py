@@ -1,12 +1,14 @@
-"""Planned trainings for `plan_budgets.py` and `plan_fast.py`, each in a process of its own inside its budget.
+"""Planned trainings for `plan_budgets.py` and `plan_fast.py`, each in a separate process inside its budget.
 
     python benchmarks/_planned_worker.py < runs.jsonl
 
 Every line of standard input is a run: ``job``, ``prepared`` (a path), ``fallbacks`` (lists of choices), ``steps`` and
-``budget_bytes``; or with ``plan`` in place of ``fallbacks``, whose candidates are tried first. It is done in a child,
-forked after the imports, as `plimsoll train` does it: the same limit, the same step, the same batches of the same text.
-Checkpoints and the final model are not written. Standard output gets one JSON object a line: the child's ``pid``, the
-``plan`` after a trial, one per step, and at last its ``exit`` with the ``error``, if there was one.
+``budget_bytes``. With ``plan`` in place of ``fallbacks``, the plan's candidates are tried first. Each run is a child
+process, forked after the imports, with the limit, step and batches of `plimsoll train`. Checkpoints and the final model
+are not written.
+
+Standard output gets one JSON object per line: the child's ``pid``, the ``plan`` after a trial, one object per step, and
+the ``exit`` code with the ``error``, if any.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from plimsoll.records.plan import Choice, Plan
 
 
 def main() -> None:
-    """Do one run after another; all are of the first one's kind of model, whose libraries are imported once."""
-    # readline: an iterator over the file would have read ahead what the children then have, too
+    """Perform the runs one after the other; all use the first run's kind of model, to import its libraries once."""
+    # readline, because an iterator over the file reads ahead, and the children inherit that buffer
     first = sys.stdin.readline()
     if not first:
         return
@@ -73,7 +75,7 @@ def train(run: dict[str, Any]) -> None:
     job, prepared = Job.from_json(run["job"]), Prepared.load(Path(run["prepared"]))
     plan = Plan.from_json(run["plan"]) if "plan" in run else None
     fallbacks = plan.fallbacks if plan else [[Choice(**choice) for choice in choices] for choices in run["fallbacks"]]
-    build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")  # imports what it needs
+    build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, device="meta")  # imports its modules
     backend = backend_for("cpu")
     backend.baseline_bytes()
     with backend.limited(run["budget_bytes"]):

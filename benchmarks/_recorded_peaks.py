@@ -1,6 +1,6 @@
-"""Peaks of `benchmarks/recorded`, predicted without a GPU: what `predict_gpu_recordings.py` compares beside the matrix.
+"""Peaks of `benchmarks/recorded`, predicted without a GPU, for `predict_gpu_recordings.py`.
 
-Kinds of rows: *plain* (forward and backward of one micro-batch), *technique* (a job by `TrainStep` with choices) and
+Kinds of rows: *plain* (forward and backward of one micro-batch), *technique* (a job in `TrainStep` with choices) and
 *by hand* (the same job in a plain loop). Each is dry-run as it was recorded (`benchmarks/recorded/README.md`).
 """
 
@@ -32,7 +32,7 @@ _BATCH_SIZE, _LENGTH, _VOCABULARY = plan_time_gpu.BATCH_SIZE, plan_time_gpu.LENG
 
 @dataclass(frozen=True)
 class RecordedPeak:
-    """The peaks of one recorded row, in bytes, less what an earlier run had left on the card."""
+    """The peaks of one recorded row in bytes, minus the memory that an earlier run left on the GPU."""
 
     kind: str
     name: str
@@ -42,7 +42,7 @@ class RecordedPeak:
 
 
 def recorded_peaks() -> tuple[list[RecordedPeak], dict[str, str]]:
-    """The rows with peaks, and those that are left out with the reason."""
+    """Return the rows with peaks, and the reason for each row that is left out."""
     recorded = json.loads(gzip.decompress(plan_time_gpu.ROWS.read_bytes()))
     rows, left_out = [], {}
     header = recorded["header"]
@@ -82,9 +82,9 @@ def _by_hand() -> Iterator[RecordedPeak]:
 
 
 def predict(task: tuple[Any, ...]) -> tuple[Estimate, Estimate]:
-    """The most that is allocated and reserved.
+    """Return the predicted peaks of allocated and reserved memory.
 
-    The process of a plain or technique row had multiplied before: the workspaces of both threads were there already.
+    In a plain or technique row, the process had multiplied matrices before: both threads' workspaces existed already.
     """
     trace = _traced(*task)
     counted = count_on_cuda(trace, plan_time_gpu.CARD)
@@ -101,7 +101,7 @@ def predict(task: tuple[Any, ...]) -> tuple[Estimate, Estimate]:
 
 
 def _moved(estimate: Estimate, likely_bytes: int) -> Estimate:
-    """The same range around another answer."""
+    """Move an estimate's range to another likely value."""
     by = likely_bytes - estimate.likely_bytes
     fields = ("likely_bytes", "low_bytes", "high_bytes", "modelled_bytes")
     return estimate.model_copy(update={name: getattr(estimate, name) + by for name in fields})
@@ -133,7 +133,7 @@ def _train_by_hand(place: DryRun, micro_batch: int, checkpoints: bool) -> None:
     num_micro_batches = _BATCH_SIZE // micro_batch
     for _ in range(_STEPS):
         optimizer.zero_grad()
-        for _ in range(min(num_micro_batches, 2)):  # those that follow are like the second
+        for _ in range(min(num_micro_batches, 2)):  # the following ones are like the second
             tokens = place.fake_batch(_tokens(micro_batch)).to("cuda")
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(input_ids=tokens, labels=tokens).loss / num_micro_batches

@@ -1,9 +1,8 @@
-"""Recurrent models that `recurrent_prediction.py` names by their function, beyond those that a job file describes.
+"""Recurrent models that `recurrent_prediction.py` refers to by function, and that a job file cannot describe.
 
-A padded batch that is read as it is, both ways; samples of different lengths, packed; a projected LSTM; ReLU cells.
-Each function takes ``vocab_size`` and ``num_labels`` (``None`` makes a language model), as a job's model function does.
-
-Shapes: B samples, T tokens, E embedding size, H hidden size.
+They are: a padded batch read without packing in both directions, packed samples of different lengths, a projected LSTM,
+and ReLU cells. Each function takes ``vocab_size`` and ``num_labels`` (``None`` for a language model), as the model
+function of a job does. Shapes: B samples, T tokens, E embedding size, H hidden size.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ class Recurrent(nn.Module):
     """An embedding, recurrent layers and a linear head on every output, or on the mean of the outputs.
 
     Args:
-        layers: the recurrent layers, which read ``width`` numbers a token.
-        width: of the embedding.
-        output_size: of what the layers give for a token.
-        vocab_size: of the embedding, and of a language model's head.
-        num_labels: of a classifier's head; ``None`` makes a language model.
-        is_packed: pack the batch: of B samples the last has half the length of the first.
+        layers: the recurrent layers, with ``width`` inputs per token.
+        width: embedding size.
+        output_size: outputs of the layers per token.
+        vocab_size: number of embeddings, and of outputs of a language model.
+        num_labels: outputs of a classifier; ``None`` for a language model.
+        is_packed: pack the batch; the last of B samples has half the length of the first.
     """
 
     def __init__(

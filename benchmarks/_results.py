@@ -1,10 +1,9 @@
-"""How a benchmark files what it found: `results/<what>-<device>-<date>.md`, whose last line says what made it.
+"""Files of benchmark results: `results/<what>-<device>-<date>.md`, whose last line names their source.
 
-What pages show of a result stands in it between `<!-- readme -->` and `<!-- /readme -->`, written by the same
-script; `readme.py` copies it. (Of results that are older than this form it was put together by hand, and their last
-line says so: the next run replaces it.) The last line names the command, the date, the processor, how many cores and
-threads, how busy the machine was, and versions. Of a command's arguments that are paths only the last part is written
-down.
+The part between `<!-- readme -->` and `<!-- /readme -->` is shown on pages; `readme.py` copies it there. (In results
+from before this format, the part was written by hand and the last line tells so; the next run replaces it.) The last
+line has the command, date, processor, cores, threads, load and versions. Of path arguments only the last component is
+recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import TextIO
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers")
-KEPT_ELSEWHERE = ("--out", "--result", "--kept", "--keep", "--measured", "--work")  # options that decide no number
+KEPT_ELSEWHERE = ("--out", "--result", "--kept", "--keep", "--measured", "--work")  # these change no number
 README = ("<!-- readme -->", "<!-- /readme -->")
 
 _NAME = re.compile(r"(?P<what>[a-z0-9-]+?)-(?P<device>cpu|gpu|[a-z]+\d+)-(?P<date>\d{4}-\d\d-\d\d)")
@@ -40,7 +39,7 @@ _MADE = re.compile(
 
 @dataclass(frozen=True)
 class Result:
-    """One file of `results/`; ``part`` is what pages show of it, ``made`` the fields of its last line."""
+    """One file of `results/`; ``part`` is the text that pages show, ``made`` the fields of the last line."""
 
     path: Path
     what: str
@@ -58,19 +57,19 @@ class Result:
 
 
 def newest(what: str, folder: Path = RESULTS) -> Result | None:
-    """The newest result of a name, if there is one."""
+    """Return the newest result with a name, or None."""
     found = [Result.read(path) for path in folder.glob(f"{what}-*.md") if (name := _NAME.fullmatch(path.stem))
              and name["what"] == what]  # fmt: skip
     return max(found, key=lambda result: (result.date, result.path.name), default=None)
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
-    """The option with which a benchmark is asked to file its result."""
+    """Add the option for the folder of the result."""
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="file the result here, e.g. in benchmarks/results")
 
 
 def check_only(parser: argparse.ArgumentParser, only: Iterable[str], names: Iterable[str]) -> None:
-    """End with exit code 2 and a sentence if something that ``--only`` asks for is in none of the names."""
+    """Exit with code 2 and a message if some text of ``--only`` occurs in none of the names."""
     known = list(names)
     if lacking := [part for part in only if not any(part in name for name in known)]:
         parser.error(f"--only {shlex.join(lacking)}: none of the {len(known)} recorded rows has that in its name")
@@ -89,7 +88,7 @@ def file_result(
     device: str = "cpu",
     command: Sequence[str] | None = None,
 ) -> None:
-    """Write a result, unless there is no folder to write it to; ``others`` are versions of other environments."""
+    """Write a result unless ``folder`` is None; ``others`` are versions in other environments."""
     if folder is None:
         return
     today = datetime.date.today().isoformat()
@@ -103,7 +102,7 @@ def file_result(
 
 
 def shown(command: Sequence[str]) -> str:
-    """A command as it can be typed in the root of the repository, without where this machine keeps its files."""
+    """Return a command as it can be typed in the repository root, without this machine's folders."""
     script, *words = command
     kept, skip = [], False
     for word in words:
@@ -116,7 +115,7 @@ def shown(command: Sequence[str]) -> str:
 
 
 def circumstances(threads: int | None = None, packages: Iterable[str] = PACKAGES) -> str:
-    """The processor, cores, threads and load of this machine, and versions."""
+    """Describe this machine, with its processor, cores, threads and load, and list versions."""
     num_cores = len(os.sched_getaffinity(0))
     if threads is None:
         torch = sys.modules.get("torch")
@@ -131,7 +130,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def processor() -> str:
-    """The family of the processor, and its widest instructions, which decide how fast some numbers are."""
+    """Return the processor's name and its widest vector instructions, which affect some measured speeds."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     flags = fields.get("flags", "").split()
@@ -140,7 +139,7 @@ def processor() -> str:
 
 
 def versions_in(python: Path, packages: Iterable[str]) -> list[str]:
-    """Versions of packages in the environment of another interpreter."""
+    """Return package versions in the environment of another interpreter."""
     program = "import sys; from importlib.metadata import version; [print(one, version(one)) for one in sys.argv[1:]]"
     done = subprocess.run([python, "-c", program, *packages], check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.splitlines()
@@ -157,13 +156,13 @@ def installed(package: str) -> str | None:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Markdown; the first column to the left, the others to the right."""
+    """Return a Markdown table; the first column is aligned left, the others right."""
     rule = ["---", *["--:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (header, rule, *rows))
 
 
 def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print such a table."""
+    """Print a table on the terminal."""
     from rich.console import Console  # not in the environments of other tools
     from rich.table import Table
 
@@ -184,7 +183,7 @@ def fenced(text: str) -> str:
 
 
 class Printed(io.TextIOBase):
-    """Standard output that keeps what is printed, to be filed too."""
+    """Standard output that also keeps the printed text, to be filed."""
 
     def __init__(self, to: TextIO) -> None:
         self.text, self._to = "", to
@@ -198,12 +197,12 @@ class Printed(io.TextIOBase):
 
 
 def keep_printed() -> Printed:
-    """Keep what is printed from here on."""
+    """Replace standard output by a stream that keeps the printed text."""
     sys.stdout = kept = Printed(sys.stdout)
     return kept
 
 
-# The header of what is trained or applied inside less memory than its weights take; such tables of several make one.
+# The header for trainings or inference inside less memory than the weights need; tables with it are merged on pages.
 INSIDE_A_LIMIT = (
     "inside a limit on all private memory of the process",
     "limit",
@@ -214,13 +213,13 @@ INSIDE_A_LIMIT = (
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The smallest of the values that ``share`` of them do not exceed."""
+    """Return the smallest value that is not exceeded by ``share`` of the values."""
     ordered = sorted(values)
     return ordered[math.ceil(share * len(ordered) - 1e-9) - 1]
 
 
 def errors_table(*found: tuple[str, Sequence[float]]) -> str:
-    """What predictions were held against, and by what share they were off; tables of several results make one."""
+    """Return a table of prediction errors relative to measurements; tables of several results are merged on pages."""
     header = ("predicted against", "runs", "median error", "90 % within", "worst")
     rows = []
     for name, errors in found:

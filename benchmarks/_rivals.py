@@ -1,4 +1,4 @@
-"""Where the interpreters of other tools are: ``make rivals`` makes an environment for each file of ``rivals/``."""
+"""Interpreters of other tools: ``make rivals`` creates an environment for each file of ``rivals/``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ HERE = Path(__file__).parent
 
 
 def python_of(name: str) -> Path | None:
-    """The interpreter of the environment that ``rivals/NAME.txt`` describes, ``None`` where it is not installed."""
+    """Return the interpreter of the environment of ``rivals/NAME.txt``, or None if it is not installed."""
     if not (HERE / "rivals" / f"{name}.txt").is_file():
         raise ValueError(f"no rivals/{name}.txt")
     python = HERE.parent / ".rivals" / name / "bin" / "python"

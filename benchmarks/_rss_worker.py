@@ -1,9 +1,9 @@
-"""One training as `plimsoll train` does it, on random tokens, for `predict_cpu_rss.py`: models, and the process.
+"""One training as in `plimsoll train`, on random tokens, for `predict_cpu_rss.py`: models and the process.
 
     python benchmarks/_rss_worker.py < run.json
 
-The JSON has the ``job``, ``vocab_size``, ``num_labels``, ``choices`` (a micro-batch among them), ``steps`` and
-``budget_bytes`` (``null`` for no limit, and glibc's own malloc). Every step prints one JSON line.
+The JSON has the ``job``, ``vocab_size``, ``num_labels``, ``choices`` (including a micro-batch), ``steps`` and
+``budget_bytes`` (``null`` for no limit, with glibc's default malloc). Every step prints one JSON line.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Output(NamedTuple):
 
 
 class TextCnn(nn.Module):
-    """Convolutions of three widths over the tokens and the largest of each over time: Kim 2014 (arXiv:1408.5882)."""
+    """Convolutions of three widths over the tokens, with max pooling over time: Kim 2014 (arXiv:1408.5882)."""
 
     def __init__(self, vocab_size: int, num_labels: int, width: int, channels: int) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ def main() -> None:
 
     choices = tuple(Choice(**choice) for choice in run["choices"])
     with ExitStack() as stack:
-        ranks = stack.enter_context(joined())  # alone, where torchrun's environment says nothing else
+        ranks = stack.enter_context(joined())  # a single process, unless torchrun's environment defines ranks
         leave_out_unused(job, is_own=True)
         load_libraries(job)
-        build_model(job, run["vocab_size"], run["num_labels"], 0, device="meta")  # imports all it is made of
+        build_model(job, run["vocab_size"], run["num_labels"], 0, device="meta")  # imports the model's modules
         backend = backend_for("cpu")
         if run["budget_bytes"] is not None:
             backend.baseline_bytes()

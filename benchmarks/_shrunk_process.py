@@ -1,9 +1,9 @@
-"""A process that loads a model folder and passes rows through it, which `shrink_quantized.py` watches from outside.
+"""A process that loads a model folder and passes rows through it; `shrink_quantized.py` observes its memory.
 
     python benchmarks/_shrunk_process.py FOLDER ROWS LENGTH DTYPE
 
-With ``-`` in place of a folder it imports the same and loads nothing. Waits for a line before it loads and before it
-ends, and says ``ready`` and ``done``.
+With ``-`` in place of a folder it imports the same modules and loads nothing. Before it loads and before it ends it
+waits for a line of input, and it prints ``ready`` and ``done``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of `storm.py` that keep something in Python when they are called: attributes, containers, generators."""
+"""Models of `storm.py` that keep state in Python when they are called: attributes, containers, generators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from _storm_run import Kind, Training
 
 
 class Keeping(Net):
-    """An attribute, and what is done with it in each pass: it returns what scales the output."""
+    """A net with an attribute and a function that uses it in each pass and returns the scale of the output."""
 
     def __init__(self, kept: Callable[[], Any], change: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def count_in_object(net: Any, h: Tensor) -> int:
 
 
 def in_two_steps(net: Any, h: Tensor) -> float:
-    """A curriculum: something else from the third call on."""
+    """Implement a curriculum: the behaviour changes in the third call."""
     net.kept["calls"] += 1
     if net.kept["calls"] > 2:
         net.kept["late"].append(h.mean(0))
@@ -103,7 +103,7 @@ def take_next(net: Any, _: Tensor) -> int:
 
 
 class Ticks:
-    """Numbers of an iterator, which it can begin again where it was: state that is given by name."""
+    """An iterator over numbers with ``state_dict``: it can be set back to a saved position."""
 
     def __init__(self) -> None:
         self.load_state_dict({"taken": 0})
@@ -169,7 +169,7 @@ KEEPING: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any]]] = {
 
 
 class OfClass(Net):
-    """A counter of the class."""
+    """A net with a counter in a class attribute."""
 
     calls: ClassVar[list[int]] = [0]
 
@@ -182,7 +182,7 @@ CALLS = 0
 
 
 class OfModule(Net):
-    """A counter in a global of the module."""
+    """A net with a counter in a global of the module."""
 
     def forward(self, x: Tensor) -> Tensor:
         global CALLS  # noqa: PLW0603 - what the kind is about
@@ -191,7 +191,7 @@ class OfModule(Net):
 
 
 class Carried(Net):
-    """A recurrent net that goes on from the state of the batch before, sample by sample."""
+    """A recurrent net that starts with the state of the previous batch, sample by sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def of_class() -> Training:
 
 
 class Global:
-    """Shows the global to who compares."""
+    """A holder that makes the global visible to the comparison."""
 
     def __init__(self) -> None:
         global CALLS  # noqa: PLW0603 - what the kind is about
@@ -222,7 +222,7 @@ class Global:
 
 
 def kinds() -> list[Kind]:
-    """All of them with AdamW."""
+    """Return all kinds of this module, with AdamW."""
     found = [Kind("state in Python", name, partial(_of, *made)) for name, made in KEEPING.items()]
     others = {
         "iterator given as extra_state": given_by_name,

@@ -1,4 +1,6 @@
-"""State of `storm.py` that libraries write, or that lies where few look: caches, weak dicts, globals."""
+"""Trainings of `storm.py` with state that libraries write or that is in rarely searched places: caches, weak dicts,
+globals.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,12 @@ def cached_array() -> numpy.ndarray:
 
 @functools.lru_cache
 def drawn_once(size: int) -> Tensor:
-    """Drawn in the first call, and the same from then on."""
+    """Draw a tensor; the cached first result is returned from then on."""
     return torch.randn(size)
 
 
 class Doing(Net):
-    """Scales its output by what a function of it and of the features says."""
+    """A net that scales its output by the result of a function of the net and its features."""
 
     def __init__(self, change: Callable[[Any, Tensor], Any], kept: Any = None) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ def in_global_dict(_: Any, __: Tensor) -> int:
 
 
 def by_global_name(_: Any, __: Tensor) -> int:
-    """A global that is found by a string."""
+    """Count in a global that is looked up by a string."""
     counts = globals()["COUNTS"]
     counts["calls"] = counts.get("calls", 0) + 1
     return counts["calls"]
@@ -141,7 +143,7 @@ def in_chain(net: Any, _: Tensor) -> int:
 
 
 def least_recent(net: Any, h: Tensor) -> float:
-    """A cache that forgets what was used longest ago."""
+    """Count in a cache that evicts the least recently used key."""
     key = round(float(h.mean()), 1)
     net.kept[key] = net.kept.get(key, 0.0) + 1
     net.kept.move_to_end(key)
@@ -167,12 +169,12 @@ def fields(net: Any, h: Tensor) -> float:
 
 
 def by_bits(net: Any, _: Tensor) -> float:
-    """A generator made anew around the same bits."""
+    """Draw from a generator that is recreated around the same bit generator."""
     return float(numpy.random.Generator(net.kept).random())
 
 
 def in_view(net: Any, h: Tensor) -> float:
-    """A view of an array that only its base holds."""
+    """Write to a view of an array; the base is referenced only by the view."""
     net.kept[1:3] += float(h.mean())
     return float(net.kept.base.mean())
 
@@ -195,7 +197,7 @@ def numbers() -> Iterator[int]:
 
 
 class Looped:
-    """An iterator in Python, with its position in an attribute."""
+    """A Python iterator with its position in an attribute."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -209,7 +211,7 @@ class Looped:
 
 
 class Delegating:
-    """Keeps its attributes in a dict that `vars` does not show."""
+    """An object with its attributes in a dict that `vars` does not show."""
 
     __slots__ = ("_own",)
 
@@ -229,7 +231,7 @@ def attribute(net: Any, _: Tensor) -> int:
 
 
 class Settings:
-    """A counter behind a property with a setter that refuses to go back."""
+    """A counter behind a property whose setter refuses smaller values."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -246,7 +248,7 @@ class Settings:
 
 
 class Typed(dict):
-    """A dict that forbids to set what it has."""
+    """A dict that refuses smaller values for existing keys."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key in self and value < self[key]:
@@ -298,7 +300,7 @@ def _array_of(one: Tensor) -> numpy.ndarray:
 
 
 class Elsewhere:
-    """Shows to who compares what no training has: globals and caches; it begins them anew."""
+    """A holder that makes globals and caches visible to the comparison, and resets them."""
 
     def __init__(self) -> None:
         TABLE.zero_(), LARGE_TABLE.zero_(), COUNTS.clear(), vars(LOCAL).clear(), CALLS.set(0)
@@ -329,7 +331,7 @@ def kept_elsewhere(change: Callable[[Any, Tensor], Any], kept: Callable[[], Any]
 
 
 class _Shown:
-    """Shows what a function returns."""
+    """A holder that shows a function's result."""
 
     __slots__ = ("_value",)
 
@@ -351,7 +353,7 @@ def with_layer(how: Callable[[nn.Module], Any]) -> Training:
 
 
 def quantized_in_training() -> Training:
-    """Fake quantization with observers of moving averages."""
+    """Build a training with fake quantization and moving-average observers."""
     from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
     observed = FakeQuantize.with_args(
@@ -361,7 +363,7 @@ def quantized_in_training() -> Training:
 
 
 def sparsified() -> Training:
-    """Pruning by magnitude that goes on in the forward pass."""
+    """Build a training with magnitude pruning that continues in the forward pass."""
     net = Net()
     prune.l1_unstructured(net.b, "weight", amount=2)
 
@@ -373,7 +375,7 @@ def sparsified() -> Training:
 
 
 class Symmetric(nn.Module):
-    """A parametrization that counts."""
+    """A parametrization with a call counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +387,7 @@ class Symmetric(nn.Module):
 
 
 def cached_parametrization() -> Training:
-    """A parametrized weight that is computed once a pass."""
+    """Build a training with a parametrized weight that is computed once per pass."""
     net = Net()
     parametrize.register_parametrization(net.b, "weight", Symmetric())
 
@@ -397,7 +399,7 @@ def cached_parametrization() -> Training:
 
 
 def averaged_with_rates() -> Training:
-    """Stochastic weight averaging: its schedule, and averages that the loss moves."""
+    """Build a training with stochastic weight averaging: its schedule, and averages that the loss updates."""
     model = mlp(nn.BatchNorm1d(WIDTH))
     averaged = AveragedModel(model, use_buffers=True)
     optimizer = adamw(model.parameters())
@@ -411,7 +413,7 @@ def averaged_with_rates() -> Training:
 
 
 def measured() -> Training:
-    """Metrics of torchmetrics that the loss updates."""
+    """Build a training with torchmetrics metrics that the loss updates."""
     from torchmetrics.classification import MulticlassAccuracy
 
     accuracy = MulticlassAccuracy(CLASSES)
@@ -425,7 +427,7 @@ def measured() -> Training:
 
 
 def checkpointed() -> Training:
-    """A model that checkpoints parts of itself, with dropout and a counter in them."""
+    """Build a training of a model that checkpoints parts of itself, with dropout and a counter in them."""
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(Net):
@@ -444,7 +446,7 @@ def checkpointed() -> Training:
 
 
 def stateless_ensemble() -> Training:
-    """Two heads by `torch.func.vmap`, of stacked weights."""
+    """Build a training with two heads of stacked weights, called through `torch.func.vmap`."""
     base = nn.Linear(WIDTH, CLASSES)
     net = Net()
     net.heads = nn.ParameterDict({name: torch.stack([one, 2 * one]) for name, one in base.named_parameters()})
@@ -458,7 +460,7 @@ def stateless_ensemble() -> Training:
 
 
 def transformer(name: str, config: dict[str, Any], loss: Any = of_texts, **options: Any) -> Training:
-    """A text classifier of transformers from its config."""
+    """Build a training of a transformers text classifier from its config."""
     import transformers
 
     alike = {"vocab_size": VOCABULARY, "num_labels": CLASSES, "max_position_embeddings": 40, "pad_token_id": 0}
@@ -514,6 +516,6 @@ def _normalised_recurrent() -> nn.Module:
 
 
 def kinds() -> list[Kind]:
-    """All of them with AdamW."""
+    """Return all kinds of this module, with AdamW."""
     found = [Kind("hidden places", name, functools.partial(kept_elsewhere, *made)) for name, made in PLACES.items()]
     return [*found, *(Kind("libraries", name, make) for name, make in LIBRARIES.items())]

@@ -1,6 +1,6 @@
-"""Trainings of `storm.py` whose loop changes something between two batches, has several updates, or windows of batches.
+"""Trainings of `storm.py` whose loop changes state between batches, or has several updates, or windows of batches.
 
-What the loop does is its own: no step may undo it, and none may do it again.
+The changes belong to the loop: no step may undo or repeat them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from _storm_run import Kind, Training, Turn
 
 WINDOW = 2
 LARGE = 400_000
-"""Numbers of a tensor that is not copied before it was seen to be written."""
+"""Elements of a tensor that is large enough not to be copied before a write to it was observed."""
 
 
 class Told(NamedTuple):
-    """Something that a model has, what the loop does with it before each batch, and how a pass reads it.
+    """A piece of the model's state, the function that the loop calls on it before each batch, and how a pass reads it.
 
-    A pass may change it, too.
+    A pass may change the state, too.
     """
 
     kept: Callable[[], Any]
@@ -41,7 +41,7 @@ class Told(NamedTuple):
 
 
 class Hearing(Net):
-    """A net that has ``kept``, a buffer if it is a tensor, and scales its output by it."""
+    """A net with ``kept``, a buffer if it is a tensor, that scales its output by it."""
 
     def __init__(self, told: Told) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Hearing(Net):
 
 
 class Holder:
-    """What a loop and a pass both have, with a state to save."""
+    """An object with state that both the loop and a pass hold."""
 
     def __init__(self) -> None:
         self.count, self.items = 0, []
@@ -107,7 +107,7 @@ def written(model: Any, h: Tensor) -> Tensor:
 
 
 def written_last(model: Any, h: Tensor) -> Tensor:
-    """Write what the loop has brought most lately."""
+    """Write to the newest tensor that the loop has added."""
     if model.kept:
         model.kept[-1].add_(h.mean())
     return sum((one.mean() for one in model.kept), torch.zeros(()))
@@ -211,7 +211,7 @@ TOLD: dict[str, Told] = {
         Holder, on_kept(lambda kept, n: setattr(kept, "count", kept.count + 1)), counted_item
     ),
 }
-"""What the loop does with something that the model has."""
+"""Changes that a loop makes to a piece of the model's state."""
 
 
 def told(one: Told, window: int) -> Training:
@@ -250,7 +250,7 @@ def modes_switched(training: Training, number: int) -> None:
 
 
 def weights_loaded(training: Training, number: int) -> None:
-    """Begin again from weights and states that were saved."""
+    """Reload saved weights and optimizer states."""
     saved = training.kept.setdefault("saved", [])
     if number == 1:
         saved += [copy.deepcopy(one.state_dict()) for one in (training.model, training.optimizer)]
@@ -270,7 +270,7 @@ def group_added(training: Training, number: int) -> None:
 
 
 def module_exchanged(training: Training, number: int) -> None:
-    """Another module with the same weights, and BatchNorm's statistics of its own."""
+    """Replace a module by a copy with the same weights and separate BatchNorm statistics."""
     training.model[3] = copy.copy(training.model[3])
     training.model[3]._buffers = {name: one.clone() for name, one in training.model[3]._buffers.items()}
 
@@ -301,7 +301,7 @@ def grouped_later() -> Training:
 
 
 def averaged_by_loop(window: int = 0) -> Training:
-    """A teacher whose weights the loop moves, in place."""
+    """Build a training with a teacher whose weights the loop updates in place."""
     model = Net()
     teacher = copy.deepcopy(model).requires_grad_(False)
 
@@ -318,7 +318,7 @@ def averaged_by_loop(window: int = 0) -> Training:
 
 
 def extra_of_loop(window: int) -> Training:
-    """State that is given by name, and which the loop changes as well."""
+    """Build a training with state that is passed by name and that the loop changes as well."""
     held = Holder()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -352,7 +352,7 @@ LOOPS: dict[str, Callable[[int], Training]] = {
 
 
 class Adversaries(nn.Module):
-    """A generator of outputs, and who tells them from one-hot labels; each is trained by its own optimizer."""
+    """A generator of outputs and a discriminator against one-hot labels, each with a separate optimizer."""
 
     def __init__(self, between: nn.Module) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ def deceiving(model: Any, batch: Any) -> Tensor:
 
 
 def adversaries(between: Callable[[], nn.Module], **options: Any) -> Training:
-    """Two updates in turn (GAN); gradients of the other half are left over in each."""
+    """Build a GAN training with two updates in turn; each leaves gradients in the other network."""
     model = Adversaries(between())
     generator = torch.optim.Adam(model.made.parameters(), lr=0.01, betas=(0.5, 0.9))
     return Training(
@@ -383,7 +383,7 @@ def adversaries(between: Callable[[], nn.Module], **options: Any) -> Training:
 
 
 def alternating() -> Training:
-    """Two optimizers of the same parameters, in turn, and a loss with a counter that both read."""
+    """Build a training with two optimizers of the same parameters in turn; both losses read one counter."""
     model, held = Net(), {"calls": 0}
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -398,7 +398,7 @@ def alternating() -> Training:
 
 
 def inner_optimizer() -> Training:
-    """A loss that trains a critic of its own by an optimizer of its own, before it is asked."""
+    """Build a training whose loss first trains a critic with a separate optimizer, and then uses it."""
     critic = nn.Linear(CLASSES, CLASSES)
     inner = adamw(critic.parameters())
 
@@ -416,7 +416,7 @@ def inner_optimizer() -> Training:
 
 
 def inner_sgd() -> Training:
-    """The same with a momentum in the inner optimizer and a schedule of it."""
+    """Build the same training with momentum and a schedule in the inner optimizer."""
     critic = nn.Linear(CLASSES, CLASSES)
     inner = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
@@ -445,14 +445,14 @@ SEVERAL: dict[str, Callable[[], Training]] = {
 
 
 OTHERS = (_storm_states, _storm_kept, _storm_losses, _storm_recipes)
-"""Groups of which some are also done in windows."""
+"""Groups of which some kinds are repeated with windows."""
 
 
 def in_windows(kind: Kind) -> Kind:
-    """A training of another group, two batches an update.
+    """Return a training of another group with two batches per update.
 
-    Each batch is seeded: where both are done again in smaller micro-batches, the second goes on from the random numbers
-    that it found, and not from those that the micro-batches of the first have left.
+    Each batch is seeded. Otherwise, when both batches are repeated with smaller micro-batches, the second would
+    continue from the random state that the first batch's micro-batches left.
     """
 
     def make() -> Training:
@@ -464,7 +464,7 @@ def in_windows(kind: Kind) -> Kind:
 
 
 def kinds() -> list[Kind]:
-    """Those of a `plimsoll.TrainStep`, and the same in windows of two batches."""
+    """Return the kinds that run in a `plimsoll.TrainStep`, also with windows of two batches."""
     found = []
     for group, window in (("state of the loop", 0), ("state of the loop, windows", WINDOW)):
         found += [Kind(group, name, partial(told, one, window)) for name, one in TOLD.items()]

@@ -1,4 +1,4 @@
-"""Losses and hooks of `storm.py` that keep something: modules of their own, closures, objects, averages of weights."""
+"""Losses and hooks of `storm.py` with state: in modules, closures, objects and averages of weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from _storm_run import Kind, Training
 
 
 def centred() -> Training:
-    """DINO's centre: buffers of a module that is no part of the model."""
+    """Build a training with DINO's centre: buffers of a module outside the model."""
     centre = nn.BatchNorm1d(CLASSES, affine=False)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -32,7 +32,7 @@ def centred() -> Training:
 
 
 class Running(nn.Module):
-    """A loss that is a module, divided by its own running mean."""
+    """A loss module that divides by a running mean of its values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Running(nn.Module):
 
 
 class Scaled:
-    """A loss that is an object with numbers of its own."""
+    """A loss object with numeric attributes."""
 
     def __init__(self) -> None:
         self.scale, self.seen = 1.0, []
@@ -133,7 +133,7 @@ def of_partial() -> Training:
 
 
 def of_function() -> Training:
-    """A counter that is an attribute of the loss function."""
+    """Build a training with a counter in an attribute of the loss function."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         loss.calls += 1
@@ -144,7 +144,7 @@ def of_function() -> Training:
 
 
 def uncertain() -> Training:
-    """Weights of two losses that are trained, beside the model."""
+    """Build a training with two loss weights that are trained in addition to the model."""
     weights = nn.ParameterList([nn.Parameter(torch.zeros(())) for _ in range(2)])
     model = Net()
 
@@ -175,7 +175,7 @@ def labels_changed() -> Training:
 
 
 def distilled() -> Training:
-    """A teacher in the closure, an average of the weights of the student that the loss moves."""
+    """Build a training with a teacher in the closure: an average of the student's weights that the loss updates."""
     model = Net()
     teacher = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
@@ -190,7 +190,7 @@ def distilled() -> Training:
 
 
 def contrastive() -> Training:
-    """A loss that compares the samples of a batch, and may not be cut."""
+    """Build a training with a loss that compares the samples of a batch, which must not be split."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         out = functional.normalize(model(batch["x"]), dim=1)
@@ -200,7 +200,7 @@ def contrastive() -> Training:
 
 
 class Counting(torch.autograd.Function):
-    """A backward pass that counts, as gradient reversal with a schedule does."""
+    """A backward pass that counts its calls, like gradient reversal with a schedule."""
 
     calls: ClassVar[list[int]] = [0]
 
@@ -227,7 +227,7 @@ def counting_backward() -> Training:
 
 
 def hooked(register: Callable[[nn.Module, list[int], Tensor], Any]) -> Training:
-    """A list and a tensor that a hook of the model changes."""
+    """Build a training with a list and a tensor that a hook of the model changes."""
     model, calls, total = Net(), [0], torch.zeros(WIDTH)
     register(model, calls, total)
     return trained(model, kept={"calls": calls, "total": total})
@@ -377,6 +377,6 @@ HOOKS: dict[str, Callable[[], Training]] = {
 
 
 def kinds() -> list[Kind]:
-    """All of them with AdamW."""
+    """Return all kinds of this module, with AdamW."""
     losses = [Kind("state of the loss", name, make) for name, make in LOSSES.items()]
     return [*losses, *(Kind("hooks", name, make) for name, make in HOOKS.items())]

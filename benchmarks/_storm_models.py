@@ -1,4 +1,4 @@
-"""Models of `storm.py`, each as small as it can be: from ids `(samples, 6)` to three numbers a sample."""
+"""The smallest models for `storm.py`: ids `(samples, 6)` to three numbers per sample."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY, WIDTH, CLASSES = 50, 8, 3
 
 
 class Net(nn.Module):
-    """The mean of some vectors, and a linear layer: what others add their state to."""
+    """The mean of the embeddings and a linear layer; other nets add their state to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
 def trained(
     model: nn.Module, loss: Any = classified, optimizer: Any = adamw, kept: Any = None, **options: Any
 ) -> Training:
-    """A training of what the model has to train."""
+    """Build a training of the model's trainable parameters."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return Training(model, optimizer(parameters), loss, options=options, kept=kept or {})
 
@@ -67,7 +67,7 @@ class Encoder(nn.Module):
 
 
 class Tied(nn.Module):
-    """A language model whose output layer is the table of its input."""
+    """A language model whose output layer shares the input embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def convolution() -> nn.Module:
 
 
 def gpt2(dropout: float = 0.0, vocabulary: int = VOCABULARY) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds
+    from transformers import GPT2Config, GPT2LMHeadModel  # the import takes seconds
 
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     sizes = {"vocab_size": vocabulary, "n_positions": 8, "n_embd": WIDTH, "n_layer": 1, "n_head": 2}
@@ -137,7 +137,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
 
 
 def kinds() -> list[Kind]:
-    """Each model with AdamW, in fp32 and bf16, and with momentum SGD and clipped gradients."""
+    """Return each model with AdamW in fp32 and bf16, and with momentum SGD and clipped gradients."""
 
     def sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""Optimizers of `storm.py`: those of torch, and others that keep their state as optimizers from elsewhere do."""
+"""Optimizers of `storm.py`: all of torch, and others that store their state in the ways of third-party optimizers."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ OF_TORCH: dict[str, Callable[..., optim.Optimizer]] = {
 
 
 class Own(optim.Optimizer):
-    """Each parameter against a direction; what the direction keeps is what makes the kinds."""
+    """Base class that moves each parameter along a direction; subclasses differ in the state of the direction."""
 
     def __init__(self, parameters: Iterable[Any], lr: float = 0.1, **settings: Any) -> None:
         super().__init__(parameters, {"lr": lr, **settings})
 
     def begin(self, group: dict[str, Any]) -> None:
-        """Called once for each group."""
+        """Initialize a group; called once per group."""
 
     def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         raise NotImplementedError
@@ -80,7 +80,7 @@ class History(Own):
 
 
 class Matrices(Own):
-    """Statistics of each dimension in a list (Shampoo, SOAP)."""
+    """Statistics per dimension in a list (Shampoo, SOAP)."""
 
     def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         sums = self.state[p].setdefault("sums", [torch.zeros(size) for size in p.shape])
@@ -102,7 +102,7 @@ class InNumpy(Own):
 
 
 class Quantized(Own):
-    """Momentum in eight bits with its scale, exchanged in each step (low-bit optimizers)."""
+    """Eight-bit momentum with a scale, replaced in each step (low-bit optimizers)."""
 
     def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[p]
@@ -114,7 +114,7 @@ class Quantized(Own):
 
 
 class GroupTensor(Own):
-    """A number of the group in a tensor (Prodigy, D-Adaptation)."""
+    """A tensor in the group that holds one number (Prodigy, D-Adaptation)."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters, d=torch.tensor(1.0))
@@ -127,7 +127,7 @@ class GroupTensor(Own):
 
 
 class GroupSum(Own):
-    """A sum over all parameters of the group, in the group (Prodigy)."""
+    """A sum over all parameters of the group, stored in the group (Prodigy)."""
 
     def begin(self, group: dict[str, Any]) -> None:
         norms = [p.grad.norm() for p in group["params"] if p.grad is not None]
@@ -138,7 +138,7 @@ class GroupSum(Own):
 
 
 class Counter(Own):
-    """A counter and an average that are attributes."""
+    """A counter and an average in attributes of the optimizer."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters)
@@ -153,7 +153,7 @@ class Counter(Own):
 
 
 class OtherKeys(Own):
-    """State under keys that are no parameters (schedule-free, wrappers)."""
+    """State under keys that are not parameters (schedule-free, wrappers)."""
 
     def begin(self, group: dict[str, Any]) -> None:
         shared = self.state["shared"]
@@ -165,7 +165,7 @@ class OtherKeys(Own):
 
 
 class CoupledDecay(Own):
-    """Weight decay in the gradient, and centralisation, both in place (Ranger)."""
+    """Weight decay and centralisation, both in place in the gradient (Ranger)."""
 
     def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         p.grad.add_(p, alpha=0.01)
@@ -175,7 +175,7 @@ class CoupledDecay(Own):
 
 
 class ExchangedGradient(Own):
-    """A gradient that is exchanged (clipping inside the optimizer)."""
+    """A gradient that is replaced (clipping inside the optimizer)."""
 
     def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         p.grad = p.grad / (1 + p.grad.norm())
@@ -183,7 +183,7 @@ class ExchangedGradient(Own):
 
 
 class Lookahead(Own):
-    """Slow weights of all parameters, synchronised in every other step, also those without a gradient."""
+    """Slow weights of all parameters, synchronised every second step, also without a gradient."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters, n=0)
@@ -201,7 +201,7 @@ class Lookahead(Own):
 
 
 class Lamb(Own):
-    """The rate of a layer from the norm of its weights (LAMB, LARS)."""
+    """A learning rate per layer from the norm of the weights (LAMB, LARS)."""
 
     def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[p]
@@ -223,7 +223,7 @@ class Lion(Own):
 
 
 class Noisy(Own):
-    """Langevin dynamics, with a generator of its own."""
+    """Langevin dynamics with a separate random generator."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters)
@@ -234,7 +234,7 @@ class Noisy(Own):
 
 
 class ByIndex(Own):
-    """A schedule by the place of the parameter in its group (layer-wise rates)."""
+    """A schedule by the parameter's index in its group (layer-wise rates)."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -245,7 +245,7 @@ class ByIndex(Own):
 
 
 class Wrapped(Own):
-    """An optimizer in an optimizer, which shares its groups and states."""
+    """An optimizer around another one, with shared groups and states."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         inner = optim.AdamW(parameters, lr=0.01)
@@ -282,7 +282,7 @@ OWN: dict[str, Callable[..., optim.Optimizer]] = {
 
 
 class Experts(Net):
-    """An expert that has no gradient in every other pass, and a layer that never has."""
+    """A net with an expert that gets a gradient every second pass, and a layer that never gets one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ class Experts(Net):
 
 
 def in_groups(model: nn.Module, make: Callable[..., optim.Optimizer]) -> Training:
-    """Three groups of other rates, one of them empty."""
+    """Build a training with three parameter groups of different learning rates, one of them empty."""
     first, *others = model.parameters()
     groups = [{"params": [first], "lr": 0.02}, {"params": others, "lr": 0.01}, {"params": [], "lr": 1.0}]
     return Training(model, make(groups), classified)
@@ -340,7 +340,7 @@ SCHEDULES: dict[str, Callable[[optim.Optimizer], Any]] = {
 
 
 def kinds() -> list[Kind]:
-    """Each with a small model; those from elsewhere also with parameters that have no gradient."""
+    """Return each optimizer with a small model; third-party ones also with parameters without gradients."""
     adamw = partial(optim.AdamW, lr=0.01)
     found = [
         Kind("optimizers of torch", name, lambda make=make: trained(mlp(nn.Tanh()), optimizer=make))

@@ -1,7 +1,7 @@
-"""Trainings of `storm.py` with the techniques of a plan in force, which fall from one fallback to the next.
+"""Trainings of `storm.py` with the techniques of a plan, which move from one fallback to the next.
 
-What a technique does has no plain loop: the reference is the same training told from the start which fallback each step
-is to take (`_storm_run.forced`).
+Techniques have no equivalent in a plain loop. The reference is the same training with the fallback of each step given
+from the start (`_storm_run.forced`).
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def planned(model: nn.Module, fallbacks: InstalledFallbacks, loss: Any = classif
 
 
 def kinds() -> list[Kind]:
-    """Plans for a transformer with dropout, and some for others."""
+    """Return plans for a transformer with dropout, and some for other models."""
     found = [Kind("plans", name, partial(_of, partial(Encoder, 0.1), fallbacks)) for name, fallbacks in PLANS.items()]
-    large = partial(gpt2, vocabulary=1024)  # beside its width, which is what such a loss is for
+    large = partial(gpt2, vocabulary=1024)  # large in comparison with the width, the case that such a loss is made for
     found += [
         Kind("plans", f"GPT-2, {name}", partial(_of, large, fallbacks, of_language))
         for name, fallbacks in OF_LANGUAGE.items()

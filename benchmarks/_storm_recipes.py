@@ -1,4 +1,4 @@
-"""Recipes of `storm.py`: what papers do in a loss or in a forward pass, with the state that each keeps."""
+"""Recipes of `storm.py`: methods from papers, in a loss or a forward pass, with the state that each one needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from _storm_run import NUM_SAMPLES, NUM_UPDATES, Kind, Training
 
 
 def fast_gradient(exchanges: bool) -> Training:
-    """FGM: the table is moved along its gradient for a second pass, and then put back."""
+    """Build an FGM training: the embedding is moved along its gradient for a second pass, and then restored."""
 
     def loss(model: Any, batch: Any) -> Tensor:
         weight, value = model.e.weight, classified(model, batch)
@@ -41,7 +41,7 @@ def fast_gradient(exchanges: bool) -> Training:
 
 
 def backward_inside() -> Training:
-    """FGM as it is written mostly: the first pass goes backward inside the loss."""
+    """Build an FGM training in its usual form: the loss function itself runs the backward pass of the first pass."""
 
     def loss(model: Any, batch: Any) -> Tensor:
         classified(model, batch).backward()
@@ -56,7 +56,7 @@ def backward_inside() -> Training:
 
 
 class ProjectedGradient:
-    """PGD, with the backups of weights that its object has."""
+    """PGD with backups of the weights in an object."""
 
     def __init__(self) -> None:
         self.backup: dict[str, Tensor] = {}
@@ -85,7 +85,7 @@ def projected_gradient() -> Training:
 
 
 def free_perturbation(is_kept: bool) -> Training:
-    """FreeLB: a perturbation of the vectors that has gradients and is no parameter; kept from batch to batch or not."""
+    """Build a FreeLB training: a perturbation of the embeddings with gradients, optionally kept between batches."""
     held = {"delta": torch.zeros(6, WIDTH, requires_grad=True)}
 
     def loss(model: Any, batch: Any) -> Tensor:
@@ -100,7 +100,7 @@ def free_perturbation(is_kept: bool) -> Training:
 
 
 def free_adversarial() -> Training:
-    """A perturbation whose gradient comes with the step's backward pass, and moves it in the next."""
+    """Build a training whose perturbation gets its gradient in the backward pass and is moved in the next pass."""
     delta = torch.zeros(6, WIDTH, requires_grad=True)
 
     def loss(model: Any, batch: Any) -> Tensor:
@@ -113,7 +113,7 @@ def free_adversarial() -> Training:
 
 
 def vectors_given(are_new: bool) -> Training:
-    """Vectors in the batch that have gradients; those that are not new in each batch add them up."""
+    """Build a training with embeddings in the batch that have gradients, which accumulate if the tensors are reused."""
 
     def loss(model: Any, batch: Any) -> Tensor:
         return functional.cross_entropy(model.b(batch["v"].mean(1)), batch["y"])
@@ -129,7 +129,7 @@ def vectors_given(are_new: bool) -> Training:
 
 
 def virtual_adversarial() -> Training:
-    """VAT: a random direction that is made the worst one."""
+    """Build a VAT training: a random direction is turned into the worst one."""
 
     def loss(model: Any, batch: Any) -> Tensor:
         vectors = model.e(batch["x"])
@@ -147,7 +147,7 @@ def virtual_adversarial() -> Training:
 
 
 def sharpness_aware() -> Training:
-    """SAM in the loss: all weights are moved for the pass that counts, and moved back by the backward pass's hook."""
+    """Build a SAM training: the loss moves all weights for the main pass, and a backward hook moves them back."""
     moved: list[Tensor] = []
 
     def loss(model: Any, batch: Any) -> Tensor:
@@ -160,14 +160,14 @@ def sharpness_aware() -> Training:
         value = classified(model, batch)
         with torch.no_grad():
             for parameter, by in zip(parameters, moved, strict=True):
-                parameter.data.sub_(by)  # rounding leaves something
+                parameter.data.sub_(by)  # rounding leaves a difference
         return value
 
     return trained(Net(), loss, kept={"moved": moved}, recut_loss=True)
 
 
 def noisy_weights() -> Training:
-    """Noise on the weights for a pass, which rounding leaves something of."""
+    """Build a training with noise on the weights for one pass; rounding leaves small differences."""
 
     class Noisy(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def noisy_weights() -> Training:
 
 
 def mean_teacher() -> Training:
-    """A copy of the model whose weights the loss moves in place, parameters and buffers."""
+    """Build a training with a mean teacher: a copy whose parameters and buffers the loss updates in place."""
     model = mlp(nn.BatchNorm1d(WIDTH), nn.Dropout(0.1))
     teacher = copy.deepcopy(model).requires_grad_(False)
 
@@ -200,7 +200,7 @@ def mean_teacher() -> Training:
 
 
 def weights_in_dict() -> Training:
-    """An average of the weights in a dict, exchanged for another in each pass."""
+    """Build a training with an average of the weights in a dict, which each pass replaces."""
     held = {"average": OrderedDict()}
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -215,7 +215,7 @@ def weights_in_dict() -> Training:
 
 
 def reptile() -> Training:
-    """Reptile: a copy is trained some steps, and the weights are moved towards it in place."""
+    """Build a Reptile training: a copy is trained for some steps, and the weights move towards it in place."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         fast = copy.deepcopy(model)
@@ -234,7 +234,7 @@ def reptile() -> Training:
 
 
 def meta_learning() -> Training:
-    """MAML: the loss after a step of gradient descent, which is differentiated too."""
+    """Build a MAML training: the loss after one step of gradient descent, differentiated through the step."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         names, parameters = zip(*model.named_parameters(), strict=True)
@@ -247,7 +247,7 @@ def meta_learning() -> Training:
 
 
 def memory_in_deque(**options: Any) -> Training:
-    """MoCo's queue as a deque of Python, beside the loss."""
+    """Build a training with MoCo's queue as a Python deque outside the loss."""
     queue: deque[Tensor] = deque(maxlen=6)
 
     def loss(model: Any, batch: Any) -> Tensor:
@@ -261,7 +261,7 @@ def memory_in_deque(**options: Any) -> Training:
 
 
 def cross_batch_memory() -> Training:
-    """XBM: a list of tensors with their labels, from whose begin the oldest go."""
+    """Build an XBM training: a list of tensors with labels, from which the oldest are removed."""
     held: list[tuple[Tensor, Tensor]] = []
 
     def loss(model: Any, batch: Any) -> Tensor:
@@ -276,7 +276,7 @@ def cross_batch_memory() -> Training:
 
 
 class Negatives(nn.Module):
-    """A loss with a queue in a buffer, its pointer in another, and whether it is full in a third."""
+    """A loss with buffers for a queue, its pointer and a flag that the queue is full."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ def negatives() -> Training:
 
 
 def centres() -> Training:
-    """Centre loss: a centre for each class, moved by hand; a parameter of no optimizer."""
+    """Build a training with centre loss: one centre per class, updated by hand; a parameter of no optimizer."""
     held = nn.Parameter(torch.zeros(CLASSES, WIDTH))
 
     def loss(model: Any, batch: Any) -> Tensor:
@@ -314,7 +314,7 @@ def centres() -> Training:
 
 
 class BatchRenorm(nn.Module):
-    """Batch renormalisation: statistics, and bounds that a counter widens."""
+    """Batch renormalisation: running statistics, and bounds that widen with a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class BatchRenorm(nn.Module):
 
 
 def closing(kept: Any, value: Callable[[Any, Any, Any], Tensor], **options: Any) -> Training:
-    """A loss that adds what a function of what is kept says."""
+    """Build a training whose loss adds a function of ``kept``."""
 
     def loss(model: Any, batch: Any) -> Tensor:
         return classified(model, batch) + value(kept, model, batch)
@@ -346,7 +346,7 @@ def closing(kept: Any, value: Callable[[Any, Any, Any], Tensor], **options: Any)
 
 
 def curriculum(kept: dict[str, Any], model: Any, batch: Any) -> Tensor:
-    """Something else from the third call on, with a tensor that nobody has written before."""
+    """Implement a curriculum: after the fourth call, a tensor is written that was untouched before."""
     kept["step"] += 1
     if kept["step"] <= 4:
         return torch.zeros(())
@@ -355,7 +355,7 @@ def curriculum(kept: dict[str, Any], model: Any, batch: Any) -> Tensor:
 
 
 def class_counts(kept: dict[int, Any], model: Any, batch: Any) -> Tensor:
-    """Numbers of numpy, by class: effective numbers of samples."""
+    """Count samples per class in numpy integers: effective numbers of samples."""
     for label in batch["y"].tolist():
         kept[label] = kept.get(label, numpy.int64(0)) + numpy.int64(1)
     weight = torch.tensor([1 / float(kept.get(label, 1)) for label in range(CLASSES)])
@@ -375,20 +375,20 @@ def confusion(kept: Tensor, model: Any, batch: Any) -> Tensor:
 
 
 def cached_words(kept: dict[Any, int], model: Any, batch: Any) -> Tensor:
-    """A vocabulary that grows: each new text has the next number."""
+    """Assign the next number to each new text: a growing vocabulary."""
     numbers = [kept.setdefault(tuple(row), len(kept)) for row in batch["x"].tolist()]
     return model(batch["x"])[:, 0].mean() * sum(numbers) * 0.01
 
 
 def cached_tensors(kept: dict[Any, Tensor], model: Any, batch: Any) -> Tensor:
-    """What a text was when it came first; later ones begin with it."""
+    """Cache the output of each text's first occurrence, and decay it at later ones."""
     for row, out in zip(batch["x"][:, :1].tolist(), model(batch["x"]).detach(), strict=True):
         kept.setdefault(tuple(row), out.clone()).mul_(0.9)
     return sum(one.mean() for one in kept.values()) * model(batch["x"]).mean()
 
 
 def first_loss(kept: dict[str, Any], model: Any, batch: Any) -> Tensor:
-    """GradNorm, DWA: the first losses, and the ratios of the last."""
+    """Store the first loss and the ratios of later losses to it (GradNorm, DWA)."""
     value = model(batch["x"]).square().mean()
     kept.setdefault("first", float(value))
     kept.setdefault("ratios", []).append(float(value) / kept["first"])
@@ -396,21 +396,21 @@ def first_loss(kept: dict[str, Any], model: Any, batch: Any) -> Tensor:
 
 
 def sorted_losses(kept: list[float], model: Any, batch: Any) -> Tensor:
-    """Self-paced learning: where the loss stands among those of before."""
+    """Use the rank of the loss among all previous ones (self-paced learning)."""
     value = model(batch["x"]).square().mean()
     bisect.insort(kept, float(value))
     return value * (kept.index(float(value)) + 1)
 
 
 def hardest(kept: list[float], model: Any, batch: Any) -> Tensor:
-    """The largest losses in a heap."""
+    """Keep the largest losses in a heap."""
     value = model(batch["x"]).square().mean()
     (heapq.heappush if len(kept) < 3 else heapq.heapreplace)(kept, float(value))
     return value / (1 + kept[0])
 
 
 def reservoir(kept: dict[str, Any], model: Any, batch: Any) -> Tensor:
-    """Replay: a sample of what came, drawn by a generator of its own."""
+    """Keep a random sample of previous inputs, drawn by a separate generator (replay)."""
     kept["seen"] += 1
     kept["items"] = [*kept["items"], batch["x"][0].clone()]
     kept["items"] = kept["random"].sample(kept["items"], min(3, len(kept["items"])))
@@ -418,19 +418,19 @@ def reservoir(kept: dict[str, Any], model: Any, batch: Any) -> Tensor:
 
 
 def annealed(kept: dict[str, float], model: Any, batch: Any) -> Tensor:
-    """Gumbel-softmax whose temperature falls."""
+    """Use Gumbel-softmax with a falling temperature."""
     kept["temperature"] = max(0.5, kept["temperature"] * 0.9)
     return functional.gumbel_softmax(model(batch["x"]), kept["temperature"]).square().mean()
 
 
 def consistent(_: Any, model: Any, batch: Any) -> Tensor:
-    """R-Drop: two passes with other masks."""
+    """Compare two passes with different dropout masks (R-Drop)."""
     first, second = (functional.dropout(model(batch["x"]), 0.2).log_softmax(1) for _ in range(2))
     return functional.kl_div(first, second, log_target=True, reduction="batchmean")
 
 
 def mixed(model: Any, batch: Any) -> Tensor:
-    """Mixup, by numpy's beta distribution, torch's permutation and Python's coin."""
+    """Apply mixup with numpy's beta distribution, torch's permutation and Python's random numbers."""
     vectors, y = model.e(batch["x"]).mean(1), batch["y"]
     share = float(numpy.random.beta(0.4, 0.4)) if random.random() < 0.8 else 1.0
     order = torch.randperm(len(y))
@@ -439,7 +439,7 @@ def mixed(model: Any, batch: Any) -> Tensor:
 
 
 class OwnDropout(nn.Module):
-    """Dropout by a generator of its own; the mask of the pass is kept."""
+    """Dropout with a separate generator; the mask of the pass is kept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -451,7 +451,7 @@ class OwnDropout(nn.Module):
 
 
 class StochasticDepth(Net):
-    """A layer that is left out by chance, more often from pass to pass."""
+    """A net with a layer that is skipped at random, with a rate that rises from pass to pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -464,7 +464,7 @@ class StochasticDepth(Net):
 
 
 class ReversedGradient(Net):
-    """Gradient reversal whose factor a counter raises, in a hook of the pass's tensor."""
+    """Gradient reversal in a hook of the pass's tensor, with a factor that a counter raises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -485,7 +485,7 @@ class ReversedGradient(Net):
 
 
 def evaluated_for_a_moment(model: Any, batch: Any) -> Tensor:
-    """Pseudo-labels in evaluation mode, and back."""
+    """Compute pseudo-labels in evaluation mode, and return to training mode."""
     model.eval()
     with torch.no_grad():
         labels = model(batch["x"]).argmax(1)
@@ -501,7 +501,7 @@ def frozen_for_a_moment(model: Any, batch: Any) -> Tensor:
 
 
 def hooked_for_a_moment(model: Any, batch: Any) -> Tensor:
-    """A hook that takes features of a layer, in one pass."""
+    """Read features of a layer with a hook that exists for one pass."""
     features: list[Tensor] = []
     handle = model.b.register_forward_hook(lambda _, inputs, out: features.append(inputs[0]) or out * 1.01)
     out = model(batch["x"])
@@ -510,7 +510,7 @@ def hooked_for_a_moment(model: Any, batch: Any) -> Tensor:
 
 
 def hooked_tensor_for_a_moment(model: Any, batch: Any) -> Tensor:
-    """A hook that scales the gradients of a weight in the backward pass, and takes itself away."""
+    """Scale the gradients of a weight in the backward pass with a hook that removes itself."""
     handles: list[Any] = []
 
     def hook(gradient: Tensor) -> Tensor:
@@ -522,7 +522,7 @@ def hooked_tensor_for_a_moment(model: Any, batch: Any) -> Tensor:
 
 
 def replaced_for_a_moment(model: Any, batch: Any) -> Tensor:
-    """Another forward of a layer in one pass."""
+    """Replace the forward method of a layer for one pass."""
     original = model.b.forward
     model.b.forward = lambda h: original(h) * 1.1
     out = model(batch["x"])
@@ -531,7 +531,7 @@ def replaced_for_a_moment(model: Any, batch: Any) -> Tensor:
 
 
 def deterministic_for_a_moment(model: Any, batch: Any) -> Tensor:
-    """Another default type for some numbers."""
+    """Change the default dtype for some numbers."""
     torch.set_default_dtype(torch.float64)
     weight = torch.linspace(1, 2, CLASSES)
     value = (model(batch["x"]) * weight).square().mean()
@@ -540,7 +540,7 @@ def deterministic_for_a_moment(model: Any, batch: Any) -> Tensor:
 
 
 def rate_in_loss() -> Training:
-    """A loss that lowers the rate of the optimizer it knows."""
+    """Build a training whose loss lowers the learning rate of its optimizer."""
     model = Net()
     optimizer = adamw(model.parameters())
 
@@ -552,7 +552,7 @@ def rate_in_loss() -> Training:
 
 
 def schedule_in_loss() -> Training:
-    """A schedule that is stepped with each pass."""
+    """Build a training with a schedule that is stepped in each pass."""
     model = Net()
     optimizer = adamw(model.parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -566,7 +566,7 @@ def schedule_in_loss() -> Training:
 
 
 def moments_in_loss() -> Training:
-    """A loss that damps the moments of the optimizer it knows."""
+    """Build a training whose loss damps the moments of its optimizer."""
     model = Net()
     optimizer = adamw(model.parameters())
 
@@ -635,5 +635,5 @@ RECIPES: dict[str, Callable[[], Training]] = {
 
 
 def kinds() -> list[Kind]:
-    """All of them with AdamW."""
+    """Return all kinds of this module, with AdamW."""
     return [Kind("recipes", name, make) for name, make in RECIPES.items()]

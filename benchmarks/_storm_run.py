@@ -1,4 +1,4 @@
-"""One failure of a training for `storm.py`: made, survived or not, and compared with the same training without it."""
+"""An injected failure in a training of `storm.py`, survived or not, compared with the same training without it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NAMES_STATE = re.compile(r"(is not|cannot be) put back")
 _OF_THE_LOOP = ("schedule of the loop", "saved")
 NUM_SAMPLES = 4
 NUM_UPDATES = 4
-"""The most that a trial does."""
+"""The maximum number of updates in a trial."""
 
 
 class Turn(NamedTuple):
-    """One of the updates that a loop does in turn."""
+    """One of the updates that a loop performs in turn."""
 
     optimizer: torch.optim.Optimizer
     loss: Callable[[Any, Any], Tensor]
@@ -38,20 +38,20 @@ class Turn(NamedTuple):
 
 @dataclass
 class Training:
-    """What a kind of training is made of.
+    """The parts of a training.
 
     Attributes:
-        model: all that is trained.
-        optimizer: updates it, by the gradients of the loss.
-        loss: as `plimsoll.TrainStep` takes it.
-        batches: one for each turn, or as many as a window has.
-        options: further ones of the step.
-        kept: what the training changes besides the model, the optimizer and the batches.
-        between: what the loop does before each batch, by its number from 0; no step undoes that.
-        others: of a loop with several updates, those that follow the first.
-        window: the number of batches of one update, which then is one of `plimsoll.accelerate`; 0 for a `TrainStep`.
+        model: all trained modules.
+        optimizer: updates the model from the gradients of the loss.
+        loss: the loss function in the form that `plimsoll.TrainStep` takes.
+        batches: one for each turn, or all batches of a window.
+        options: further options of the step.
+        kept: state that the training changes in addition to the model, the optimizer and the batches.
+        between: called before each batch with its number from 0; no step undoes its changes.
+        others: the updates after the first one, in a loop with several updates.
+        window: batches per update of a `plimsoll.accelerate` step; 0 for a `TrainStep`.
         steps: the updates in which allocations fail, from 1.
-        prepared: what Accelerate makes of it, where there are windows.
+        prepared: the objects prepared by Accelerate, with windows.
     """
 
     model: nn.Module
@@ -76,17 +76,17 @@ class Training:
         return state_of({**trained, **optimizers, **self.kept})
 
     def in_windows(self, window: int) -> Training:
-        """The same with so many batches an update."""
+        """Return the same training with ``window`` batches per update."""
         batches = [drawn_batch(seed) for seed in range(NUM_UPDATES * window)]
         return replace(self, window=window, batches=batches) if window else self
 
     def turn(self, number: int) -> Turn:
-        """Of an update, from 1."""
+        """Return the turn of an update, from 1."""
         turns = [Turn(self.optimizer, self.loss), *self.others]
         return turns[(number - 1) % len(turns)]
 
     def batches_of(self, number: int) -> Iterator[Any]:
-        """The batches of an update, from 1, each when the loop has done what it does before it."""
+        """Yield the batches of an update, from 1; ``between`` is called before each one."""
         size = self.window or 1
         for place in range((number - 1) * size, number * size):
             self.between(place)
@@ -94,7 +94,7 @@ class Training:
 
 
 class Kind(NamedTuple):
-    """One kind of training: how to make it anew, the same each time."""
+    """One kind of training, with a function that builds identical copies."""
 
     group: str
     name: str
@@ -106,7 +106,7 @@ class Kind(NamedTuple):
         numpy.random.seed(0)
         training = self.make()
         if training.window:
-            from accelerate import Accelerator  # takes seconds
+            from accelerate import Accelerator  # the import takes seconds
 
             accelerator = Accelerator(cpu=True, gradient_accumulation_steps=training.window)
             training.prepared = accelerator, *accelerator.prepare(training.model, training.optimizer)
@@ -114,7 +114,7 @@ class Kind(NamedTuple):
 
 
 def drawn_batch(seed: int) -> dict[str, Tensor]:
-    """Four texts of six words, each of one of three classes."""
+    """Return four texts of six words, each in one of three classes."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "x": torch.randint(50, (NUM_SAMPLES, 6), generator=generator),
@@ -126,9 +126,9 @@ def drawn_batch(seed: int) -> dict[str, Tensor]:
 
 
 class Failing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets allocations fail with the allocator's own error: those operators that make new tensors, counted from 1.
+    """Makes allocations fail with the allocator's own error: operators that create tensors, counted from 1.
 
-    What it counts is held by nothing that a training can reach, so no undo can count back.
+    The counter is unreachable from the training's state, so that an undo cannot reset it.
     """
 
     def __init__(self, fails: Callable[[int], bool], phase: Callable[[], str] = str) -> None:
@@ -147,18 +147,18 @@ class Failing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def allocates(func: Any) -> bool:
-    """Whether an operator returns a tensor that is no view or argument of before."""
+    """Return whether an operator returns a tensor that is neither a view nor an argument."""
     returns = func._schema.returns
     return any(one.alias_info is None and "Tensor" in str(one.type) for one in returns)
 
 
 def _is_empty(func: Any, args: Any) -> bool:
-    """No allocator runs out over nothing."""
+    """Return whether an operator makes an empty tensor, which cannot run out of memory."""
     return func is torch.ops.aten.empty.memory_format and 0 in args[0]
 
 
 def _line_of_ours() -> str:
-    """The line of Plimsoll that is running, for whoever mends it."""
+    """Return the running line of Plimsoll, for debugging."""
     frame = sys._getframe(1)
     while frame is not None:
         if "plimsoll" in frame.f_globals.get("__name__", ""):
@@ -171,9 +171,9 @@ NEVER, CUT, ONCE, TWICE, FROM_THERE_ON = "never", "never, and cut", "once", "twi
 
 
 class Plan(NamedTuple):
-    """Which allocations of which step fail: none, one, this one and the next, or all from there on.
+    """The allocations of a step that fail: none, one, one and the next, or all from one on.
 
-    Where none does, batches may be cut all the same from the start.
+    If none fails, the batches may still be split from the start.
     """
 
     step: int
@@ -193,7 +193,7 @@ OUTCOMES = (EQUAL, DIFFERENT, RAW, NAMED, UNCHANGED, CHANGED)
 
 
 class Trial(NamedTuple):
-    """What came of a failure: one of `OUTCOMES`, or `NO_SUCH` where the step has no such allocation."""
+    """The outcome of a failure: one of `OUTCOMES`, or `NO_SUCH` if the step has no such allocation."""
 
     outcome: str
     said: str = ""
@@ -201,27 +201,27 @@ class Trial(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How the batches of an update were cut: the samples of a pass, for each batch, and the fallback."""
+    """The split of an update's batches: samples per pass for each batch, and the fallback."""
 
     samples: tuple[int, ...]
     fallback: int = 0
 
 
 class Updates(Protocol):
-    """What does the updates of a training, one after the other."""
+    """Performs the updates of a training in order."""
 
     @property
     def phase(self) -> str:
-        """Where the update in hand is."""
+        """The phase of the current update."""
 
     def do(self, number: int, batches: Iterator[Any], failing: Failing) -> tuple[Cut, float | None]:
-        """Do an update, from 1; returns how its batches were cut, and the loss of the last."""
+        """Perform an update, from 1; return the split of its batches and the loss of the last one."""
 
     def cut(self, number: int) -> Cut:
-        """Say how an update was cut that ended in an error."""
+        """Return the split of the batches of an update that ended in an error."""
 
     def close(self) -> None:
-        """Take techniques back."""
+        """Uninstall the techniques."""
 
 
 class Steps:
@@ -248,7 +248,7 @@ class Steps:
         return Cut((self._in_hand.position.micro_batch or NUM_SAMPLES,), self._in_hand.fallback)
 
     def begin_at(self, fallback: int) -> None:
-        """Be told what the next steps are to use."""
+        """Set the fallback of the next steps."""
         self._in_hand.begin_again_at(fallback)
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class Steps:
 
 
 class Windows:
-    """A `plimsoll.accelerate` step, several batches an update."""
+    """A `plimsoll.accelerate` step with several batches per update."""
 
     def __init__(self, training: Training) -> None:
         options = {"units": "samples", **training.options}
@@ -287,7 +287,7 @@ class Windows:
 
 
 class Run:
-    """A kind of training, and what has been done of it."""
+    """A training in progress, with its history."""
 
     def __init__(self, kind: Kind, is_cut: bool = False) -> None:
         self.kind, self.training = kind, kind.made()
@@ -301,13 +301,13 @@ class Run:
         self._number, self._first, self._others = 0, None, iter(())
 
     def begin(self, number: int) -> None:
-        """Come to the first batch of an update, from 1: what the loop does before it is done once."""
+        """Get the first batch of an update, from 1; the loop's changes before it are applied once."""
         if self._number != number:
             self._number, self._others = number, self.training.batches_of(number)
             self._first = next(self._others)
 
     def do(self, number: int, fails: Callable[[int], bool] = lambda _: False) -> None:
-        """Do an update, from 1."""
+        """Perform an update, from 1."""
         self.begin(number)
         failing = Failing(fails, lambda: self.updates.phase)
         self.failed = failing.failed
@@ -321,17 +321,17 @@ class Run:
         yield from self._others
 
     def follow(self, number: int) -> None:
-        """Do what an `AfterUpdateError` asks for: the update is done, and the schedule is not."""
+        """Follow the remedy of an `AfterUpdateError`: step the schedule; the update itself has happened."""
         self.training.options["schedule"].step()
         self.cuts.append(self.updates.cut(number))
         self.losses.append(None)
 
     def unlike_before(self, before: State) -> list[str]:
-        """What is not as before the first batch of an update that was undone, but for what only the loop has."""
+        """Return the names of state that an undone update changed, except for the loop's own state."""
         return [name for name in differences(before, self.training.state()) if not name.startswith(_OF_THE_LOOP)]
 
     def differing(self, references: dict[Any, State]) -> list[str]:
-        """What is not as in the same training without failures, at its end."""
+        """Return the names of state that differs, at the end, from the same training without failures."""
         self.updates.close()
         reference = dict(_reference(self.kind, self.cuts, references))
         losses = [loss for loss, own in zip(reference.pop("losses"), self.losses, strict=True) if own is not None]
@@ -340,7 +340,7 @@ class Run:
 
 
 def tried(kind: Kind, plan: Plan, references: dict[Any, State]) -> Trial:
-    """Train up to a step, let it fail, go on for one more, and compare."""
+    """Train up to a step, let it fail, train one more step, and compare."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", PlimsollWarning)
         trial = _tried(Run(kind, is_cut=plan.how == CUT), plan, references)
@@ -354,7 +354,7 @@ def _tried(run: Run, plan: Plan, references: dict[Any, State]) -> Trial:
     try:
         for number in range(1, plan.step):
             run.do(number)
-    except InputError:  # it may not be cut
+    except InputError:  # the batch must not be split
         return Trial(NO_SUCH)
     except Exception as raised:  # noqa: BLE001
         return Trial(RAW, f"without a failure {_said(raised)}")
@@ -373,7 +373,7 @@ def _tried(run: Run, plan: Plan, references: dict[Any, State]) -> Trial:
     is_done = error is None or isinstance(error, AfterUpdateError)
     if not is_done and (changed := run.unlike_before(before)):
         return Trial(CHANGED, f"{_some(changed)} after {_said(error)}", where)
-    if not is_done and run.training.window:  # a loop would begin the window anew, with what comes between
+    if not is_done and run.training.window:  # a loop would repeat the window with the changes between its batches
         return Trial(UNCHANGED, _said(error), where)
     try:
         if error is not None and is_done:
@@ -390,7 +390,7 @@ def _tried(run: Run, plan: Plan, references: dict[Any, State]) -> Trial:
 
 
 def _outcome_of(error: BaseException) -> str | None:
-    """What an error comes to whatever the state is; ``None`` where it must be as before."""
+    """Return the outcome that an error means, or None if the state must be compared."""
     if not isinstance(error, PlimsollError):
         return RAW
     if isinstance(error, TornStepError) and not isinstance(error, AfterUpdateError):
@@ -403,7 +403,7 @@ def _said(error: BaseException) -> str:
 
 
 def num_allocations(kind: Kind) -> dict[int, int]:
-    """How many allocations there are in each update in which they are to fail, where nothing fails."""
+    """Count the allocations, without failures, of each update in which they are to fail."""
     run = Run(kind)
     steps = run.training.steps
     for number in range(1, max(steps) + 1):
@@ -432,7 +432,7 @@ def _reference(kind: Kind, cuts: Sequence[Cut], references: dict[Any, State]) ->
 
 
 def plain(training: Training, cuts: Sequence[Cut]) -> list[float]:
-    """The loop that plain PyTorch would be, with the batches cut so; returns the loss of each update's last batch."""
+    """Run the equivalent plain PyTorch loop with the same splits, and return the loss of each update's last batch."""
     losses = []
     for number, (samples, _) in enumerate(cuts, 1):
         optimizer, loss_function = training.turn(number)
@@ -465,7 +465,7 @@ def _plain_batch(training: Training, loss_function: Any, batch: Any, micro_batch
 
 
 def forced(training: Training, cuts: Sequence[Cut]) -> list[float | None]:
-    """Return the losses of a `TrainStep` that is told the fallback of each step, with techniques."""
+    """Return the losses of a `TrainStep` with techniques, whose fallback is given for each step."""
     steps, losses, never = Steps(training), [], Failing(lambda _: False)
     for number, cut in enumerate(cuts, 1):
         if number == 1 or cuts[number - 2] != cut:

@@ -1,6 +1,6 @@
-"""All that a training has come to, as a flat table of names and values that can be compared bit for bit.
+"""The complete state of a training, as a flat table of names and values that can be compared bit for bit.
 
-Written for `storm.py` without anything of Plimsoll's: what is compared must not be found by what is tested.
+Written for `storm.py` without code of Plimsoll: the test must not depend on the tested code.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _NOT_TRAINED = ("_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called")
-"""Attributes of `torch.optim.Optimizer` that decide no number."""
+"""Attributes of `torch.optim.Optimizer` that affect no number."""
 
 State = dict[str, Any]
 
 
 def state_of(kept: Mapping[str, Any]) -> State:
-    """What is in some objects now, and torch's, numpy's and Python's own random numbers."""
+    """Return the current contents of some objects, and the random states of torch, numpy and Python."""
     random_numbers = {"torch": torch.get_rng_state(), "numpy": numpy.random.get_state(), "python": random.getstate()}
-    seen: dict[int, Any] = {}  # by id, and kept for the id to stay its own
+    seen: dict[int, Any] = {}  # by id; the value is kept alive, so that its id is not reused
     return dict(_leaves("", {**kept, "random numbers": random_numbers}, seen))
 
 
 def differences(one: State, other: State) -> list[str]:
-    """The names of what is not the same in both."""
+    """Return the names whose values differ, or that only one state has."""
     return [name for name in {**one, **other} if name not in one or name not in other or one[name] != other[name]]
 
 
 def _leaves(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, _PLAIN):
-        yield name, repr(value)  # in which NaN is the same as NaN
+        yield name, repr(value)  # as text, NaN equals NaN
         return
     if id(value) in seen or isinstance(value, type | ModuleType) or type(value).__module__.startswith("plimsoll"):
         return
@@ -45,7 +45,7 @@ def _leaves(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, 
     if isinstance(value, Tensor):
         yield name, _bits(value)
         yield from _leaves(f"{name}.requires_grad", value.requires_grad, seen)
-        if value.is_leaf and not isinstance(value, nn.Parameter):  # of those a step drops the gradients
+        if value.is_leaf and not isinstance(value, nn.Parameter):  # a step deletes the gradients of parameters
             yield from _leaves(f"{name}.grad", value.grad, seen)
         yield from _inside(name, vars(value), seen)
     elif isinstance(value, numpy.ndarray) and value.dtype == object:
@@ -78,7 +78,7 @@ def _leaves(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, 
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes, without asking a ``__getattr__`` that may raise anything."""
+    """Return the attributes without calling ``__getattr__``, which may raise anything."""
     if isinstance(value, threading.local):
         return vars(value)
     try:
@@ -90,12 +90,12 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 
 def _inside(name: str, content: Mapping[str, Any], seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
     for key, one in content.items():
-        if "hook" not in key and not key.startswith("_plimsoll"):  # functions, and marks of techniques in force
+        if "hook" not in key and not key.startswith("_plimsoll"):  # functions, and marks of installed techniques
             yield from _leaves(f"{name}.{key}" if name else key, one, seen)
 
 
 def _optimizer(name: str, optimizer: torch.optim.Optimizer, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    """Its groups, its states by the place of the parameter, and whatever else it has."""
+    """Yield the groups, the states by parameter index, and all other attributes of an optimizer."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     places = {id(parameter): str(place) for place, parameter in enumerate(parameters)}
     states = {places.get(id(key)) or repr(key): state for key, state in optimizer.state.items()}
@@ -105,7 +105,7 @@ def _optimizer(name: str, optimizer: torch.optim.Optimizer, seen: dict[int, Any]
 
 
 def _bits(tensor: Tensor) -> Any:
-    """Type, shape and bytes; of a copy, since a tensor that numpy has seen cannot be resized any more."""
+    """Return dtype, shape and bytes; from a copy, because a tensor shared with numpy cannot be resized."""
     with torch.no_grad():
         if tensor.layout != torch.strided:
             dense = tensor.coalesce()

@@ -1,4 +1,4 @@
-"""Models of `storm.py` that change more than their gradients when they are called, as training code really does."""
+"""Models of `storm.py` whose calls change more than gradients, as in real training code."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from _storm_models import CLASSES, VOCABULARY, WIDTH, Net, trained
 from _storm_run import Kind, Training
 
 KEPT = 0.9
-"""The share of an average that stays in each pass."""
+"""The share of an average that remains after each pass."""
 
 # -- other weights -----------------------------------------------------------------------------------------------------
 
 
 class Teacher(Net):
-    """A second head that follows the first (MoCo, BYOL, Mean Teacher), moved before each pass."""
+    """A second head that follows the first (MoCo, BYOL, Mean Teacher), updated before each pass."""
 
     def __init__(self, move: Callable[[nn.Module, nn.Module], None]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def by_state_dict(k: nn.Module, q: nn.Module) -> None:
 
 
 class Clamped(Net):
-    """Weights held inside bounds before each pass (WGAN)."""
+    """Weights clamped before each pass (WGAN)."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -62,7 +62,7 @@ class Clamped(Net):
 
 
 class Normalised(Net):
-    """Rows of the output layer held at norm 1, through ``.data``."""
+    """Rows of the output layer normalised through ``.data``."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.b.weight.data.div_(self.b.weight.data.norm(dim=1, keepdim=True))
@@ -70,7 +70,7 @@ class Normalised(Net):
 
 
 class Bounded(Net):
-    """torch's own: rows of the table that are too long are shortened when they are looked up."""
+    """torch's own ``max_norm``: long rows of the table are shortened at lookup."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Bounded(Net):
 
 
 class Unfreezing(Net):
-    """The table is trained from the second call on."""
+    """A table that is trained from the second call on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def parametrized(how: Callable[[nn.Module], nn.Module]) -> Net:
 
 
 class Buffered(Net):
-    """A buffer, and what is done with it before each pass; it scales the output."""
+    """A buffer and an operation on it before each pass; the buffer scales the output."""
 
     def __init__(self, buffer: Callable[[], Tensor], change: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ BUFFERS: dict[str, tuple[Callable[[], Tensor], Callable[[Any, Tensor], Any]]] = 
 
 
 class Late(Net):
-    """A buffer that comes in one of the first calls, as initialisation from data does."""
+    """A buffer that is created in one of the first calls, as in data-dependent initialisation."""
 
     def __init__(self, first_call: int) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class LateModule(Net):
 
 
 class Queue(Net):
-    """MoCo's queue of features, with its pointer."""
+    """MoCo's queue of features with its pointer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Queue(Net):
 
 
 class Bank(Net):
-    """A memory of a vector for each first word."""
+    """A memory bank with one vector per first word."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class Bank(Net):
 
 
 class Codebook(Net):
-    """A VQ-VAE's table of codes, moved to the mean of what is next to them."""
+    """A VQ-VAE codebook, whose codes move to the mean of their nearest vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class Codebook(Net):
 
 
 def kinds() -> list[Kind]:
-    """All of them with AdamW."""
+    """Return all kinds of this module, with AdamW."""
     models: dict[str, Callable[[], nn.Module]] = {
         "teacher in place": partial(Teacher, in_place),
         "teacher by foreach": partial(Teacher, by_foreach),

@@ -1,16 +1,17 @@
-"""What `plimsoll.transformers` costs a Hugging Face `Trainer`, against the same trainer without it.
+"""Overhead of `plimsoll.transformers` in a Hugging Face `Trainer`, against the same trainer without it.
 
     python benchmarks/adapters_overhead.py [--rounds 300] [--seconds 300] [--threads 1] [--batch 11]
 
-A trainer owns its loop, so that two cannot take turns step by step. There is one, in whose steps three arms take turns
-in an order drawn anew: in one the adapter is at work, in the two others the trainer's calls are its own. Timed is from
-the begin of a step to that of the next, with all the trainer does between them (batches, clipping, schedule, logs).
+A trainer owns its loop, so that two trainers cannot take turns step by step. Instead, three arms take turns in the
+steps of one trainer, in a random order. The adapter is active in one arm; the other two use the trainer's original
+methods. A time runs from the start of a step to the start of the next. It includes the trainer's other work (batches,
+clipping, schedule, logs).
 
-Quoted is processor time, as in `benchmarks/overhead.py`, whose workloads these are, in batches that make a step of
-about 50 ms: medians of the ratios of a round with their 95 % interval. The heap is settled as there. The second plain
-arm shows what cannot be resolved.
+Times are processor time, as in `benchmarks/overhead.py`, whose workloads are used with batches for steps of about 50
+ms. Results are medians of the ratios within a round, with 95 % intervals. The heap is settled as in that benchmark. The
+second plain arm shows the resolution.
 
-Does NOT cover wall time, CUDA, accumulation, a memory limit, and what recovering from an OOM costs.
+Does NOT cover wall time, CUDA, accumulation, a memory limit, or the cost of recovering from an OOM.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ WARM_UP_ROUNDS, NUM_SAMPLES = 5, 128
 ARMS = ("plain", "plain_again", "adapter")
 Seconds = dict[str, list[float]]
 Calls = list[tuple[Any, str, Any]]
-"""Objects, names of their own attributes, and what is in these; ``None`` where the class's is used."""
+"""Objects, attribute names, and their values; None if the object uses the attribute of its class."""
 
 
 class Bare(nn.Module):
-    """A model without its configuration, of which a trainer sets attributes: that of our recurrent nets is frozen."""
+    """A model without its configuration, which a trainer would change, but which is frozen in our recurrent nets."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Bare(nn.Module):
 
 
 class Turns(TrainerCallback):
-    """Begins a step of one arm after the other, with the adapter's calls in place or the trainer's own."""
+    """Starts a step of each arm in turn, with the adapter's methods or the trainer's own."""
 
     def __init__(self, most_seconds: float) -> None:
         self.trainer: Any = None
@@ -64,7 +65,7 @@ class Turns(TrainerCallback):
         self._end = time.monotonic() + most_seconds
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The adapter wraps the trainer's calls before, those of its optimizer and accelerator in the first batch."""
+        """Save the trainer's original methods; the adapter wraps the optimizer and accelerator in the first batch."""
         trainer = self.trainer
         self._own = [(trainer, name, None) for name in ("training_step", "compute_loss", "prediction_step", "log")]
         self._own += as_now((trainer.optimizer, "step"), (trainer.accelerator, "backward"))
@@ -125,9 +126,9 @@ def measure(setup: Setup, batch_size: int, num_rounds: int, seconds: float) -> S
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--seconds", type=float, default=300.0, help="at most, for each row")
+    parser.add_argument("--seconds", type=float, default=300.0, help="maximum for each row")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--batch", type=int, default=11, help="samples of a step, of 128 tokens")
+    parser.add_argument("--batch", type=int, default=11, help="samples per step, of 128 tokens each")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     settle_heap()

@@ -1,19 +1,19 @@
-"""What the adapters for Accelerate and Lightning cost, against the same loops without them.
+"""Overhead of the adapters for Accelerate and Lightning, against the same loops without them.
 
     python benchmarks/adapters_overhead_others.py [--rounds 200] [--seconds 120] [--milliseconds 50] [--threads 1]
 
-Accelerate: the loop that its documentation shows and our step take turns, a step each per round in an order drawn anew,
-with a copy of the model and of AdamW each; at the end all weights must be bitwise equal.
+Accelerate: the documented loop and our step take turns in a random order, one step each per round. Each has a copy of
+the model and an AdamW; at the end all weights must be bitwise equal.
 
-Lightning: a trainer owns its loop, so that two cannot take turns; there is one, whose batches come three times, and for
-one of the three, drawn anew, the callback is at work, for the others it is not. Timed is from the start of the
-batch to its end with all callbacks; a logger is there, and is given something every 50 steps, Lightning's default.
+Lightning: a trainer owns its loop, so that two trainers cannot take turns. Instead, one trainer gets each batch three
+times; the callback is active for one of them, chosen at random. A time runs from the start of the batch to the end of
+all callbacks. A logger is installed and called every 50 steps, Lightning's default.
 
-Quoted is processor time, as in `benchmarks/overhead.py`, whose workloads these are, with as many samples as make a
-plain step of ``--milliseconds`` on this machine: medians of the ratios of a round with their 95 % interval. The heap is
-settled as there; a second copy of the plain loop shows what cannot be resolved.
+Times are processor time, as in `benchmarks/overhead.py`, whose workloads are used with batches for plain steps of
+``--milliseconds``. Results are medians of the ratios within a round, with 95 % intervals. The heap is settled as in
+that benchmark. A second copy of the plain loop shows the resolution.
 
-Does NOT cover: wall time, CUDA, the copy to the device, accumulation, a memory limit.
+Does NOT cover wall time, CUDA, copies to the device, accumulation, or a memory limit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Seconds = dict[str, list[float]]
 
 
 def sized(setup: Setup, seconds: float) -> Setup:
-    """The workload with the number of samples whose plain step takes about so long here."""
+    """Return the workload with a batch size whose plain step takes about ``seconds`` on this machine."""
     model = setup.build().train()
     step = plain_step(setup, model, adamw(model), with_item=True)
     batch = make_batches(None, setup.batch_size)[0]
@@ -129,7 +129,7 @@ def measure_accelerate(setup: Setup, num_rounds: int, seconds: float) -> Seconds
 
 
 class Module(lightning.LightningModule):
-    """A model in Lightning's form."""
+    """A model as a `LightningModule`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Module(lightning.LightningModule):
 
 
 class First(lightning.Callback):
-    """Starts the clock, and takes the adapter out or puts it back before a batch."""
+    """Starts the clock, and removes or restores the adapter before a batch."""
 
     def __init__(self, adapter: OomProof) -> None:
         self.adapter, self.arms, self.started = adapter, iter(arms_in_turn()), 0.0
@@ -169,9 +169,7 @@ class Last(lightning.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         outputs["loss"].item()
-        for (
-            parameter
-        ) in pl_module.parameters():  # each frees its own: the adapter has, Lightning would in the next step
+        for parameter in pl_module.parameters():  # free them in each arm: Lightning would in the next step
             parameter.grad = None
         self.taken[self.first.arm].append(time.process_time() - self.first.started)
 
@@ -211,8 +209,8 @@ def measure_lightning(setup: Setup, num_rounds: int, seconds: float) -> Seconds:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=120.0, help="at most, for each row")
-    parser.add_argument("--milliseconds", type=float, default=50.0, help="of processor time that a plain step takes")
+    parser.add_argument("--seconds", type=float, default=120.0, help="maximum for each row")
+    parser.add_argument("--milliseconds", type=float, default=50.0, help="processor time of a plain step")
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     warnings.simplefilter("ignore")

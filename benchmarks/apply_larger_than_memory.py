@@ -1,16 +1,20 @@
-"""A model scores texts under a private limit of half its weights' size, against the run that has room for all of it.
+"""Scoring texts with a model under a private limit of half its weights' size, against a run without a limit.
 
     PYTHONPATH=src python benchmarks/apply_larger_than_memory.py --texts agnews-test.csv --folder CACHE
         [--num-texts 2000] [--length 128] [--limit 1.2GiB] [--layers 24] [--hidden 2048] [--with-accelerate]
 
-In one run, each in a process of its own, with the same passes: *unlimited*, every weight in private memory; *limited*,
-as `plan_inference` places it, inside the limit; *limited, dropped*, the same where the page cache keeps nothing that is
-streamed, so that every pass reads the disk; and with ``--with-accelerate`` a few passes of accelerate's `disk_offload`,
-which needs a copy of the weights in a folder of its own. Beside them stands a cold sequential read of the checkpoint
-itself. Weights are random, so words stand for ids by their hash. Bytes read are those of /proc/self/io (``read_bytes``:
-what came from the disk), peaks the kernel's high-water mark of private memory.
+Each arm runs in a separate process with the same passes:
 
-Not covered: a control group that limits the page cache itself.
+- *unlimited*: all weights in private memory;
+- *limited*: weights placed by `plan_inference`, inside the limit;
+- *limited, dropped*: the same, but streamed weights are dropped from the page cache, so that every pass reads the disk;
+- with ``--with-accelerate``: a few passes of accelerate's `disk_offload`, which needs another copy of the weights.
+
+A cold sequential read of the checkpoint is measured for comparison. Weights are random, so ids are hashes of words.
+Bytes read are ``read_bytes`` of /proc/self/io, that is, from the disk. Peaks are the kernel's high-water mark of
+private memory.
+
+Not covered: a control group that limits the page cache.
 """
 
 from __future__ import annotations
@@ -44,11 +48,11 @@ from plimsoll.records.placement import InferencePlan
 from plimsoll.records.units import format_bytes, parse_bytes
 
 MIB = 1 << 20
-FEW_PASSES = 12  # of accelerate's and of those that read the disk
+FEW_PASSES = 12  # passes of accelerate and of the arm that reads the disk
 
 
 def token_rows(options: argparse.Namespace, vocab_size: int) -> list[list[int]]:
-    """The texts as ids, in their order; a text is the last field of a line."""
+    """Return the texts as ids, in order; a text is the last field of a line."""
     with Path(options.texts).open(encoding="utf-8", newline="") as file:
         texts = [row[-1] for row in csv.reader(file)][: options.num_texts]
     return [
@@ -57,7 +61,7 @@ def token_rows(options: argparse.Namespace, vocab_size: int) -> list[list[int]]:
 
 
 def passes(rows: list[list[int]], most_tokens: int) -> Iterator[list[int]]:
-    """The numbers of the rows of each pass, long ones first, rows times columns at most ``most_tokens``."""
+    """Yield the row numbers of each pass, long rows first, with at most ``most_tokens`` cells."""
     waiting = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
     while waiting:
         taken = waiting[: max(1, most_tokens // len(rows[waiting[0]]))]
@@ -66,7 +70,7 @@ def passes(rows: list[list[int]], most_tokens: int) -> Iterator[list[int]]:
 
 
 def batch_of(rows: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Rows padded on the right."""
+    """Return the rows as a batch, padded on the right."""
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
@@ -91,7 +95,7 @@ def _model(mode: str, folder: Path, plan: InferencePlan) -> Iterator[nn.Module]:
 
 
 def work(options: argparse.Namespace) -> dict[str, Any]:
-    """One way of scoring, in this process."""
+    """Score the texts in this process, in the way that the options name."""
     folder, plan = Path(options.folder), InferencePlan.load(Path(options.plan))
     task, backend = inference_task("score", folder), backend_for("cpu")
     rows = token_rows(options, json.loads((folder / "config.json").read_text())["vocab_size"])
@@ -135,14 +139,14 @@ def _started(mode: str, folder: Path, plan: Path, options: argparse.Namespace) -
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Plan, run each way, and compare."""
+    """Plan, run each arm, and compare the results."""
     folder = large_model(Path(options.folder), options)
     files = sorted(folder.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
     limit_bytes = parse_bytes(options.limit) if options.limit else num_bytes // 2
     plan = plan_inference(folder, "score", longest_tokens=options.length, limit_bytes=limit_bytes, device="cpu")
     if not plan.fits:
-        sys.exit(f"{format_bytes(limit_bytes)} do not do: give --limit {format_bytes(plan.smallest_budget_bytes)}")
+        sys.exit(f"{format_bytes(limit_bytes)} are not enough: give --limit {format_bytes(plan.smallest_budget_bytes)}")
     place = folder.parent / f"plan-{os.getpid()}.json"
     plan.save(place)
     modes = ["unlimited", "limited", "dropped", *(["accelerate"] if options.with_accelerate else [])]
@@ -183,7 +187,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def part_of(found: dict[str, Any]) -> str:
-    """What pages show."""
+    """Return the part that pages show."""
     runs = found["runs"]
     difference = max(run["max_relative_difference"] for run in runs.values())
     name = (
@@ -204,13 +208,13 @@ def part_of(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Compare, or be one of the processes that are compared."""
+    """Run the comparison, or one of its processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", required=True, help="a csv file without a header, the text in its last column")
-    parser.add_argument("--folder", required=True, help="where the model is made, on a disk")
+    parser.add_argument("--folder", required=True, help="folder for the model, on a disk")
     parser.add_argument("--num-texts", type=int, default=2000)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--limit", help="of private memory; by default half the weights' size")
+    parser.add_argument("--limit", help="limit on private memory (default: half the weights' size)")
     parser.add_argument("--with-accelerate", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--plan", help=argparse.SUPPRESS)

@@ -1,9 +1,10 @@
-"""Rows a second of `plimsoll apply` beside ``transformers.pipeline``, in one process, over the same texts.
+"""Rows per second of `plimsoll apply` and of ``transformers.pipeline``, in one process, over the same texts.
 
-Both load the same model in float32 and write nothing but their results; the pipeline gets its texts as a generator and
-the batch sizes given here, of which the fastest counts. Turns alternate, and the median of their ratios is what is
-said. It also says how much what is computed together changes results: each row by itself against the passes of the
-work, in float32 and bfloat16.
+Both load the same model in float32 and write only their results. The pipeline gets the texts from a generator and is
+run with each of the given batch sizes; the fastest counts. Arms take turns; the result is the median of their ratios.
+
+The benchmark also measures how much batching changes results, in float32 and bfloat16: each row alone against the
+passes of `plimsoll apply`.
 
     python benchmarks/apply_throughput.py --model MODEL --data agnews-test.csv --column 3 --rows 2000
 """
@@ -56,10 +57,10 @@ def parsed() -> argparse.Namespace:
 
 
 def throughput(options: argparse.Namespace, texts: list[str], data: Path) -> dict[str, Any]:
-    """Time both in turns."""
+    """Time both arms in turns."""
     from transformers import pipeline
 
-    # Truncation as in the work; without it the pipeline fails on a text that is too long.
+    # `plimsoll apply` truncates too; without truncation the pipeline fails on texts that are too long.
     theirs = pipeline(TASKS[options.task], model=str(options.model), device="cpu", truncation=True)
     ours_rates: list[float] = []
     their_rates: dict[int, list[float]] = {size: [] for size in options.batch_sizes}
@@ -88,12 +89,12 @@ def throughput(options: argparse.Namespace, texts: list[str], data: Path) -> dic
 
 
 def one_by_one(texts: list[str]) -> Iterator[str]:
-    """A generator, of which the pipeline makes batches; a list it would take one by one."""
+    """Yield the texts: the pipeline batches a generator, but processes a list one by one."""
     yield from texts
 
 
 def rounding(options: argparse.Namespace, texts: list[str], folder: Path) -> dict[str, Any]:
-    """The largest difference of a result from that of the row by itself."""
+    """Measure the largest difference between results in a batch and results of single rows."""
     data = folder / "few.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:256]))
     found = {}
@@ -102,7 +103,7 @@ def rounding(options: argparse.Namespace, texts: list[str], folder: Path) -> dic
         together = numbers(options, data, ApplyOptions(task=options.task, dtype=dtype))
         alone = numbers(options, data, ApplyOptions(task=options.task, dtype=dtype, rows_per_pass=1))
         found[f"most_rounding_{dtype}"] = (together - alone).abs().max().item()
-        print(f"{dtype}: results differ by up to {found[f'most_rounding_{dtype}']:.2g} from those of rows one by one")
+        print(f"{dtype}: results differ by up to {found[f'most_rounding_{dtype}']:.2g} from results of single rows")
     return found
 
 

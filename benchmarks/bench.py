@@ -1,15 +1,17 @@
-"""Runs the benchmarks, files their results, and rewrites what pages show of them.
+"""Run the benchmarks, file their results, and rewrite the tables that pages show.
 
-    python benchmarks/bench.py                 # what fits into 30 minutes on 2 cores
+    python benchmarks/bench.py                 # all that fit into 30 minutes on 2 cores
     python benchmarks/bench.py --all           # everything, hours
-    python benchmarks/bench.py --only demo     # one; --list names them, with the minutes that each takes
+    python benchmarks/bench.py --only demo     # one; --list prints the names and minutes
     python benchmarks/bench.py --news agnews-test.csv --text wikitext2-valid.txt --text wikitext2-test.txt
 
-Each runs in a process of its own, one after the other, and its result goes to `benchmarks/results`: written by the
-script itself where a page shows a part of it, else what it prints. One that fails is said at the end, which is then
-1; the others run all the same. Some need real text that is not in the repository: AG News as a csv file (`--news`), and
-WikiText-2 as text (`--text`); without it they are left out, and that is said. Other tools are compared with where
-`make rivals` has installed them. What is written beside the results goes to a temporary folder, or to `--folder`.
+The benchmarks run one after the other, each in a separate process. Results go to `benchmarks/results`. A script writes
+the result itself if a page shows a part of it; otherwise its output is filed. Failures are listed at the end, and the
+exit code is then 1; the other benchmarks still run.
+
+Some benchmarks need real text that is not in the repository: AG News as a csv file (`--news`), and WikiText-2 as text
+(`--text`). Without it they are skipped and listed. Comparisons with other tools need `make rivals`. Other files go to a
+temporary folder, or to `--folder`.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One script. Of its arguments `NEWS` and `TEXT` stand for given text, `RECORDS` and `FOLDER` for others; with `?`
-    it can run without.
+    """One script.
 
-    ``minutes`` are on 2 cores, ``None`` where nobody has looked. What is ``usual`` is part of the 30 minutes. What only
-    ``prints`` is filed by this script; any other files ``results``, by default one of its own name.
+    In ``arguments``, `NEWS`, `TEXT`, `RECORDS` and `FOLDER` stand for given paths; those with `?` are optional.
+    ``minutes`` are measured on 2 cores; None means unknown. ``usual`` benchmarks are part of the 30 minutes. If
+    ``prints`` is set, the driver files the output. Otherwise the script files ``results``, by default one with its own
+    name.
     """
 
     name: str
@@ -55,7 +58,7 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    # What pages show.
+    # Shown on pages.
     Benchmark("headline", None, ("--folder=FOLDER",)),
     Benchmark("endurance", 110, ("--folder=FOLDER",)),
     Benchmark("rivals-prediction", 12, ("--records=RECORDS?",)),
@@ -92,7 +95,7 @@ BENCHMARKS = (
     Benchmark("plan-budgets", None, ("--work=FOLDER",)),
     Benchmark("plan-fast", None, ("--work=FOLDER",)),
     Benchmark("plan-deep", None),
-    # What only the pages of the documentation name.
+    # Only named by the documentation.
     Benchmark("adapters-overhead-trainer", None, script="adapters_overhead.py", prints=True),
     Benchmark("adapters-overhead-others", None, prints=True),
     Benchmark("data-remote", None, prints=True),
@@ -118,24 +121,26 @@ BENCHMARKS = (
     Benchmark("watch-overhead", 10, prints=True),
 )
 
-# Made by commands of their own, where there is what they need.
+# Made by other commands, with special requirements.
 ELSEWHERE = ("make-gpu",)
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the requested benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="also those that do not fit into 30 minutes")
-    parser.add_argument("--only", action="append", metavar="NAME", help="only this one; can be given several times")
-    parser.add_argument("--list", action="store_true", help="say which there are, and run none")
+    parser.add_argument("--all", action="store_true", help="also run benchmarks that do not fit into 30 minutes")
+    parser.add_argument("--only", action="append", metavar="NAME", help="run only this benchmark; can be repeated")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks and exit")
     parser.add_argument("--news", type=Path, help="AG News: a csv file of class, title, description")
-    parser.add_argument("--text", type=Path, action="append", default=[], help="a text file, a paragraph a line")
-    parser.add_argument("--records", type=Path, help="runs that others measured on GPUs: a csv file of xMem's authors")
-    parser.add_argument("--folder", type=Path, help="where large files are made and stay; default: a temporary one")
+    parser.add_argument(
+        "--text", type=Path, action="append", default=[], help="text file with one paragraph per line; can be repeated"
+    )
+    parser.add_argument("--records", type=Path, help="csv file of the xMem authors with runs measured on GPUs")
+    parser.add_argument("--folder", type=Path, help="folder in which large files are kept (default: a temporary one)")
     arguments = parser.parse_args()
     known = {one.name: one for one in BENCHMARKS}
     if unknown := set(arguments.only or ()) - known.keys():
-        parser.error(f"there is no {', '.join(sorted(unknown))}: choose of {', '.join(known)}")
+        parser.error(f"there is no {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
     if arguments.list:
         print("\n".join(f"{one.name:28}{one.about:18}{'usual' if one.usual else ''}".rstrip() for one in BENCHMARKS))
         return
@@ -159,7 +164,7 @@ def main() -> None:
 
 
 def run(one: Benchmark, count: str, given: dict[str, list[Path]]) -> str:
-    """Run one and file its result; returns what is to be said of it at the end, if anything."""
+    """Run a benchmark and file its result; return a line for the final list, or an empty string."""
     folder = given["FOLDER"][0]
     words = words_of(one, given | {"FOLDER": [folder / one.name]})
     if isinstance(words, str):
@@ -169,7 +174,7 @@ def run(one: Benchmark, count: str, given: dict[str, list[Path]]) -> str:
     started = time.time()
     if any(word.endswith("FOLDER") for word in one.arguments):
         (folder / one.name).mkdir(exist_ok=True)
-    # A calibration by earlier runs on this machine would change plans.
+    # A calibration from earlier runs on this machine would change plans.
     environment = os.environ | {"PLIMSOLL_CACHE": str(folder / "known" / one.name)}
     more = {"demo": ["--out", str(folder / "demo"), "--result"]}.get(one.name, ["--out"])
     command = [str(one.path), *words, *([] if one.prints else [*more, str(RESULTS)])]
@@ -192,7 +197,7 @@ def run(one: Benchmark, count: str, given: dict[str, list[Path]]) -> str:
 
 
 def words_of(one: Benchmark, given: dict[str, list[Path]]) -> list[str] | str:
-    """The arguments of a benchmark, or why it cannot run."""
+    """Return the arguments of a benchmark, or the reason why it cannot run."""
     if not one.path.is_file():
         return f"there is no {one.path.name}"
     words: list[str] = []
@@ -206,7 +211,7 @@ def words_of(one: Benchmark, given: dict[str, list[Path]]) -> list[str] | str:
 
 
 def title_of(script: Path) -> str:
-    """The first sentence of a script's docstring."""
+    """Return the first line of a script's docstring, without a final period."""
     return script.read_text(encoding="utf-8").removeprefix('"""').split("\n")[0].removesuffix(".")
 
 

@@ -1,17 +1,19 @@
-"""Random access to the lines of a large text: building the index, opening, reading, from warm and cold page cache.
+"""Random access to the lines of a large text: indexing, opening and reading, with a warm and a cold page cache.
 
     python benchmarks/data_corpora.py                       # 10 million generated lines, some 1.3 GB
     python benchmarks/data_corpora.py --lines 1000000 --rounds 3 --out data-corpora.md
     python benchmarks/data_corpora.py --data corpus.txt     # any file of lines
 
-Beside Plimsoll: what the machine can do at most (reading the file, `wc -l`), `datasets` of Hugging Face (`load_dataset`
-of text into a cache of its own), a list of strings, and a memory map with the offsets of all lines. Each arm runs in a
-process of its own, in interleaved rounds; figures are medians. Memory is the peak of private bytes (of all its
-processes, every 20 ms) over an interpreter that has imported numpy. Cold means that the pages of the file were dropped
-by `posix_fadvise` before; where pages cannot be dropped, the share that stayed is shown. The generated text has words
-of Zipf's law, lognormal line lengths and 1 % of words that are not ASCII. The last table is a sparse file of 100 GB in
-which islands of lines stand between holes, in a process limited to 256 MiB. Prints tables, and as its last line one
-JSON object with the figures. Linux only.
+Plimsoll is compared with the machine's limits (reading the file, `wc -l`) and with three other methods. These are
+Hugging Face `datasets` (`load_dataset` of text, empty cache), a list of strings, and a memory map with all offsets.
+Each arm runs in a separate process, in interleaved rounds; figures are medians.
+
+Memory is the peak of private bytes, of all processes of an arm, sampled every 20 ms, above an interpreter with numpy.
+Cold means that `posix_fadvise` dropped the file's pages before; if pages cannot be dropped, the remaining share is
+shown. The generated text has Zipf-distributed words, lognormal line lengths and 1 % of words that are not ASCII.
+
+The last table uses a sparse file of 100 GB with islands of lines between holes, in a process limited to 256 MiB. Prints
+tables, and one JSON object with the figures as the last line. Linux only.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ Figures = dict[str, Any]
 
 
 def generate(path: Path, num_lines: int, seed: int = 0) -> None:
-    """Write lines of words drawn by Zipf's law; one in a hundred words has a letter that is not ASCII."""
+    """Write lines of Zipf-distributed words; one word in a hundred has a letter that is not ASCII."""
     random = np.random.default_rng(seed)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     words = ["".join(letters[random.integers(0, 26, length)]) for length in random.integers(2, 11, 50_000)]
@@ -71,7 +73,7 @@ def generate(path: Path, num_lines: int, seed: int = 0) -> None:
 
 @contextmanager
 def peak_bytes() -> Iterator[list[int]]:
-    """Give a list whose last item is in the end the peak of private bytes over what they are now."""
+    """Yield a list whose only item becomes the peak of private bytes above the current value."""
     before = private_bytes()
     peaks, is_over = [before], threading.Event()
 
@@ -107,7 +109,7 @@ def read_all(path: Path) -> None:
 
 
 def line_begins(path: Path) -> np.ndarray:
-    """Return the offsets of all lines and the end, as one would write it: chunks of 256 KiB through numpy."""
+    """Return the offsets of all lines and of the end, in the obvious way: chunks of 256 KiB through numpy."""
     found, offset = [np.zeros(1, np.int64)], 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(256 << 10):
@@ -149,12 +151,12 @@ BUILD: dict[str, Callable[[Path, Path], object]] = {
 def build(way: str, path: Path, cache: Path) -> Figures:
     library = {"P": "plimsoll.data.text.index", "H": "datasets"}.get(
         way[0], "numpy"
-    )  # importing takes memory, not time here
+    )  # imports take memory here, not time
     return timed(lambda: BUILD[way](path, cache), lambda: importlib.import_module(library))
 
 
 class Mapped:
-    """A memory map and the offsets of all lines, which are in memory."""
+    """A memory map, with the offsets of all lines in memory."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -168,7 +170,7 @@ class Mapped:
 
 
 def readers(way: str, path: Path, cache: Path) -> dict[str, Callable[[np.ndarray | None], object]]:
-    """Return how an arm reads a random batch, one by one, and everything in order in two ways."""
+    """Return functions with which an arm reads a random batch, single lines, and everything in order in two ways."""
     if way == "Plimsoll":
         corpus = opened(path, cache)
         return {
@@ -229,7 +231,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def drop_pages(path: Path) -> float:
-    """Drop the pages of a file; return the share of them that stayed."""
+    """Drop the pages of a file, and return the share of pages that stayed."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -243,7 +245,7 @@ def drop_pages(path: Path) -> float:
 
 
 def cold(way: str, path: Path, cache: Path, num_lines: int) -> Figures:
-    """Lines a second from a file whose pages were dropped: at random through a map, or shuffled in pools of blocks."""
+    """Measure lines per second after dropping the pages: at random through a map, or shuffled in pools of blocks."""
     random = np.random.default_rng(0)
     if way == "memory map, at random":
         mapped = Mapped(path)
@@ -267,7 +269,7 @@ def cold(way: str, path: Path, cache: Path, num_lines: int) -> Figures:
 
 
 def sparse(way: str, path: Path, cache: Path) -> Figures:
-    """Index a file of holes and islands within a limit on memory."""
+    """Index a file of holes and islands under a memory limit."""
     island = b"\n" + b"".join(b"line %d\n" % number for number in range(2000))
     with path.open("wb") as file:
         for place in (0, 3 << 20, SPARSE_BYTES // 2 + 12_345, SPARSE_BYTES - len(island)):
@@ -300,7 +302,7 @@ def medians(rounds: list[Figures]) -> Figures:
 
 
 def measured(path: Path, folder: Path, num_lines: int, num_rounds: int, with_hf: bool) -> dict[str, dict[str, Figures]]:
-    """Run all arms, round by round; the first read of every round finds the file in the page cache."""
+    """Run all arms, round by round; at the first read of every round, the file is in the page cache."""
     others = ["Hugging Face datasets"] if with_hf else []
     rounds: dict[str, dict[str, list[Figures]]] = {"build": {}, "read": {}, "cold": {}}
     for number in range(num_rounds):
@@ -340,7 +342,7 @@ def tables(figures: dict[str, dict[str, Figures]], num_bytes: int, num_lines: in
 
 
 def part_of(figures: dict[str, dict[str, Figures]], num_bytes: int, num_lines: int) -> str:
-    """What pages show."""
+    """Return the part that pages show."""
     build, read, cold = figures["build"], figures["read"], figures["cold"]
     ways = [way for way in ("Plimsoll", "Hugging Face datasets", "list of str") if way in read]
     again = [f"{build['Plimsoll, opened again']['seconds'] * 1e3:.0f} ms"]
@@ -367,10 +369,12 @@ def part_of(figures: dict[str, dict[str, Figures]], num_bytes: int, num_lines: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a file of lines instead of generated text")
-    parser.add_argument("--lines", type=int, default=10_000_000, help="to generate (default: %(default)s)")
+    parser.add_argument(
+        "--lines", type=int, default=10_000_000, help="number of lines to generate (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--without-datasets", action="store_true", help="leave Hugging Face datasets out")
-    parser.add_argument("--folder", help="where files and caches are written (default: that for temporary files)")
+    parser.add_argument("--folder", help="folder for files and caches (default: a temporary one)")
     add_out(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,12 +1,15 @@
-"""What feeding costs: memory of workers over an epoch, padding, training speed, and what kills of its processes lose.
+"""Cost of feeding: memory of workers over an epoch, padding, training speed, and batches lost when processes are
+killed.
 
     PYTHONPATH=src python benchmarks/data_loader.py [--lines 10000000] [--only memory,padding,training,kills]
 
-Memory is summed over the process and its workers, read twice a second: private (RssAnon), and PSS, which shares what is
-shared. The text is drawn (Zipf's law over 50,000 words, lognormal lengths) unless ``--data`` names a file of lines. The
-list of str and the Hugging Face dataset (which needs `datasets`) are read as usual, by a DataLoader with
-``shuffle=True`` and the same workers. Padding is counted on lognormal lengths as lines of text have them, in tokens: 27
-on average, 123 or more for one in 100, at most 512.
+Memory is summed over the process and its workers, twice a second: private memory (RssAnon), and PSS, which divides
+shared pages among processes. The text is generated (Zipf's law over 50,000 words, lognormal lengths) unless ``--data``
+names a file of lines. The list of str and the Hugging Face dataset (needs `datasets`) are read by a DataLoader with
+``shuffle=True`` and the same number of workers.
+
+Padding is counted on lognormal lengths that resemble lines of text, in tokens: 27 on average, 123 or more for one in
+100, at most 512.
 """
 
 from __future__ import annotations
@@ -41,12 +44,12 @@ SECTIONS = ("memory", "padding", "training", "kills")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lines", type=int, default=10_000_000, help="of the drawn text")
+    parser.add_argument("--lines", type=int, default=10_000_000, help="lines of the generated text")
     parser.add_argument("--data", type=Path, help="a text file to read instead")
-    parser.add_argument("--stores", default=",".join(STORES), help="of which memory is measured")
-    parser.add_argument("--lengths", type=int, default=10_000_000, help="samples of which padding is counted")
-    parser.add_argument("--batches", type=int, default=60, help="of 64 samples, of the training")
-    parser.add_argument("--rounds", type=int, default=3, help="of the training")
+    parser.add_argument("--stores", default=",".join(STORES), help="stores whose memory is measured")
+    parser.add_argument("--lengths", type=int, default=10_000_000, help="number of samples in the padding count")
+    parser.add_argument("--batches", type=int, default=60, help="batches of 64 samples in the training")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the training")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--only", default=",".join(SECTIONS))
     add_out(parser)
@@ -68,7 +71,7 @@ def main() -> None:
 
 
 def part_of(results: dict[str, Any]) -> str:
-    """What pages show, of what was measured."""
+    """Return the part that pages show."""
     parts = []
     if "memory" in results:
         names = {"list of str": "list of str", "HF datasets": "Hugging Face datasets", "plimsoll": "Plimsoll"}
@@ -128,7 +131,7 @@ def drawn_text(path: Path, num_lines: int) -> Path:
 
 
 def epoch_of(store: str, num_workers: int, text: Path, folder: Path) -> dict[str, float]:
-    """Return the highest memory of an epoch, and by how much private memory grew from its first tenth to its end."""
+    """Return the peak memory of an epoch, and the growth of private memory from its first tenth to its end."""
     command = [sys.executable, str(PROCESS), "read", store, str(num_workers), str(text), str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -178,7 +181,7 @@ class Texts:
         return self.tokens[ids]
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
-        """Return drawn tokens, padded to the longest of the batch."""
+        """Return random tokens, padded to the longest sample of the batch."""
         inside = (
             torch.arange(int(self.tokens[ids].max())) < torch.from_numpy(self.tokens[ids].astype(np.int64))[:, None]
         )
@@ -210,7 +213,7 @@ def padding(num_texts: int) -> dict[str, dict[str, float]]:
 
 
 def planned(texts: Texts, batches: Batches, multiple: int) -> dict[str, float]:
-    """Plan an epoch, as fast as it goes, and count what is padded."""
+    """Plan the batches of an epoch at full speed, and count the padding."""
     cursor, planned_ids = Cursor(1), []
     started_seconds = time.perf_counter()
     while cursor.epoch == 1:
@@ -227,7 +230,7 @@ def planned(texts: Texts, batches: Batches, multiple: int) -> dict[str, float]:
 
 
 def training(num_texts: int, num_rounds: int) -> dict[str, float]:
-    """Return the useful tokens a second of the median round of an epoch; the policies take turns."""
+    """Return the useful tokens per second of the median round of an epoch; the policies take turns."""
     texts = Texts(num_texts)
     policies: dict[str, int | Buckets] = {
         "shuffled, 64": 64,
@@ -267,9 +270,9 @@ def epoch_seconds(texts: Texts, policy: int | Buckets) -> float:
 
 
 def kills(num_kills: int, seed: int = 1) -> dict[str, Any]:
-    """Kill a training and its workers at random moments, let it go on, and compare what it was fed with what was due.
+    """Kill a training and its workers at random moments, resume it, and compare its batches with the expected ones.
 
-    One kill in three is of the training, or every one where it has no workers left.
+    One kill in three hits the training, or every kill if it has no workers left.
     """
     random = np.random.default_rng(seed)
     counted = {"training": 0, "worker": 0}
@@ -292,7 +295,7 @@ def kills(num_kills: int, seed: int = 1) -> dict[str, Any]:
 def run_and_kill(
     journal: Path, num_batches: int, num_kills: int, counted: dict[str, int], random: np.random.Generator
 ) -> bool:
-    """Let the training go on with another number of workers until it is killed; return whether it has not ended."""
+    """Resume the training with another number of workers until it is killed, and return whether it has not ended."""
     command = [sys.executable, str(PROCESS), "consume", str(journal), str(random.integers(1, 4)), str(num_batches)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,13 +1,14 @@
-"""Padding and useful tokens: rows padded to one length, to the longest of a shuffled batch, and packed.
+"""Padding and useful tokens: rows padded to a fixed length, to the longest of a shuffled batch, and packed.
 
     python benchmarks/data_padding.py
-    python benchmarks/data_padding.py --data corpus.txt   # any text: a text is a line
+    python benchmarks/data_padding.py --data corpus.txt   # any text, one text per line
 
-Lengths are lognormal (mean 28, 99th percentile 118, at most 512: those of lines of English text), or those of a text
-given with --data, whose tokenizer is byte-level BPE trained on it. The first table counts cells over one shuffled
-epoch; packed batches have as many cells as those padded to their longest. The second trains a small GPT on the
-processor: steps of about the same number of cells, each of the ways in each round; tokens/s are predicted tokens, from
-the batch to the end of the optimizer step, the median of the rounds.
+Lengths are lognormal (mean 28, 99th percentile 118, at most 512, as in lines of English text). With --data, they are
+the lengths of a text, tokenized by byte-level BPE trained on it.
+
+The first table counts cells over one shuffled epoch; packed batches have as many cells as those padded to their
+longest. The second trains a small GPT on the CPU with steps of about the same number of cells; all methods run in each
+round. Tokens/s are predicted tokens, from the batch to the end of the optimizer step, as the median of the rounds.
 The last line is JSON.
 """
 
@@ -49,7 +50,7 @@ VOCAB_SIZE, PAD_ID = 2000, 0
 
 @dataclass(frozen=True)
 class Counted:
-    """One way over one epoch: cells of all batches and what is in them."""
+    """One method over one epoch: the cells of all batches and their contents."""
 
     way: str
     batches: int
@@ -63,7 +64,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Trained:
-    """One way to train: per step, the median over the rounds."""
+    """One method of training; numbers per step are medians over the rounds."""
 
     way: str
     cells_per_step: float
@@ -76,7 +77,7 @@ class Trained:
 
 
 def drawn_store(folder: Path, num_texts: int, most: int) -> TokenStore:
-    """Texts of drawn lengths and drawn tokens; 0 is the end token."""
+    """Write a store of random texts with lognormal lengths; 0 is the end token."""
     generator = np.random.default_rng(0)
     lengths = generator.lognormal(LOG_MEAN, LOG_DEVIATION, num_texts).astype(np.int64).clip(1, most - 1)
     tokens = generator.integers(1, VOCAB_SIZE, lengths.sum() + num_texts).astype(np.uint16)
@@ -99,7 +100,7 @@ def real_store(folder: Path, data: str) -> TokenStore:
 
 
 def batches_of(dataset: Samples, batch_size: int) -> list[NDArray[np.int64]]:
-    """One shuffled epoch."""
+    """Return the sample ids of each batch of one shuffled epoch."""
     order = Order(len(dataset), seed=0)
     stops = [*range(batch_size, len(dataset), batch_size), len(dataset)]
     return [order.ids(0, begin, stop) for begin, stop in zip([0, *stops], stops, strict=False)]
@@ -126,7 +127,7 @@ def small_gpt(most: int, vocab_size: int) -> GPT2LMHeadModel:
 
 
 class Training:
-    """Steps of one way; every epoch the same batches."""
+    """The steps of one method; every epoch has the same batches."""
 
     def __init__(self, way: str, dataset: Samples, batch_size: int, most: int) -> None:
         self.way, self.dataset = way, dataset
@@ -146,7 +147,7 @@ class Training:
         self.done.append((batch["input_ids"].numel(), num_tokens, seconds))
 
     def result(self) -> Trained:
-        cells, tokens, seconds = zip(*self.done[1:], strict=True)  # the first step makes states and threads
+        cells, tokens, seconds = zip(*self.done[1:], strict=True)  # the first step creates states and threads
         per_token = statistics.median(second / token for second, token in zip(seconds, tokens, strict=True))
         mean_tokens = statistics.mean(tokens)
         return Trained(self.way, statistics.mean(cells), mean_tokens, per_token * mean_tokens)
@@ -188,12 +189,14 @@ def tables(counts: list[Counted], trainings: list[Trained], title: str) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="a file, folder or glob of text instead of drawn lengths; a text is a line")
-    parser.add_argument("--texts", type=int, default=200_000, help="how many lengths to draw (default: %(default)s)")
+    parser.add_argument("--data", help="text file, folder or glob, one text per line, instead of random lengths")
+    parser.add_argument("--texts", type=int, default=200_000, help="number of random lengths (default: %(default)s)")
     parser.add_argument("--sequence-length", type=int, default=512, help="tokens of a row (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="texts of a padded batch (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=10, help="steps of each way; 0: none (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="threads torch computes with (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="steps of each method; 0: no training (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
     add_out(parser)
     arguments = parser.parse_args()
     printed = keep_printed()

@@ -1,16 +1,17 @@
-"""Every text of JSON lines on a web server once: Plimsoll's copy, first and again, beside other ways to read it.
+"""Reading every text of a JSON-lines file on a web server once: Plimsoll's cached copy, compared with other ways.
 
     PYTHONPATH=src python benchmarks/data_remote.py [--mebibytes 256] [--rounds 3] [--data FILE] [--delay 0]
 
-The server is aiohttp's for files (it sends parts), on loopback in a process of its own; each way reads in a fresh
-process, after its imports, all texts as ``str`` in their order: what is timed is to have had each once, the copy and
-the index included. "First" begins with an empty cache, "again" with what "first" has left; "here" is the same file
-without a server, with an empty cache. Private memory is its highest rise, with forked processes, looked at every 20 ms.
-"Processor" is the time of the processor that the reader and what it forks take, which says more than seconds where
-others compute meanwhile.
-On loopback there is no network to wait for: ``--delay`` has the server wait so many milliseconds before each answer.
-Needs aiohttp; "HF datasets" (streaming) needs datasets. Lines of plain text would be nearer to what is trained on, but
-datasets 5.2 cannot stream these from a web server with fsspec 2026.9 (it hands ``encoding`` to aiohttp).
+The server is aiohttp's file server (it supports ranges), on loopback in a separate process. Each arm reads all texts as
+``str``, in order, in a new process after its imports. The time includes the copy and the index. "First" begins with an
+empty cache, "again" with the cache of "first"; "here" reads the same local file with an empty cache.
+
+Private memory is its largest increase, with forked processes, sampled every 20 ms. "Processor" is the processor time of
+the reader and its children; it is more reliable than seconds if other programs are running. On loopback there is no
+network latency: ``--delay`` makes the server wait that many milliseconds before each answer.
+
+Needs aiohttp; "HF datasets" (streaming) needs datasets. Lines of plain text would be more typical, but datasets 5.2
+with fsspec 2026.9 cannot stream them from a web server. It passes ``encoding`` to aiohttp.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ LOOK_SECONDS = 0.02
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mebibytes", type=int, default=256, help="of the drawn text")
-    parser.add_argument("--data", type=Path, help="JSON lines with a field text, to read instead")
+    parser.add_argument("--mebibytes", type=int, default=256, help="MiB of generated text")
+    parser.add_argument("--data", type=Path, help="JSON-lines file with a field `text`, to read instead")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--delay", type=int, default=0, help="milliseconds before each answer")
     parser.add_argument("--ways", default=",".join(WAYS))
@@ -87,7 +88,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def asked(way: str, address: str, folder: Path) -> dict[str, Any]:
-    """Have a process of its own read the text once."""
+    """Let a new process read the text once, and return its figures."""
     cache = folder / ("plimsoll" if way in {"first", "again"} else way)
     environment = os.environ | {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, "--way", way, "--address", address, "--cache", str(cache)]
@@ -143,7 +144,7 @@ def serve(folder: Path, delay: int) -> None:
 
 
 def draw_text(file: Path, num_bytes: int) -> None:
-    """Write texts of words by Zipf's law, of lognormal lengths."""
+    """Write texts of Zipf-distributed words, with lognormal lengths."""
     random = np.random.default_rng(0)
     words = np.array([f"w{number}" for number in range(50_000)])
     with file.open("w") as opened:
@@ -158,7 +159,7 @@ def draw_text(file: Path, num_bytes: int) -> None:
 
 
 def timed(read: Callable[[], Iterator[str]]) -> dict[str, Any]:
-    """Take every text once; digest the number of them and every hundredth, which costs next to nothing."""
+    """Read every text once, and hash their number and every hundredth text, which costs almost nothing."""
     before, most = private_bytes(), [0]
     is_over = threading.Event()
 
@@ -186,7 +187,7 @@ def timed(read: Callable[[], Iterator[str]]) -> dict[str, Any]:
 
 
 def processor_seconds() -> float:
-    """Of this process and of those it has started and that have ended."""
+    """Return the processor seconds of this process and its finished children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

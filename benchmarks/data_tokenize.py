@@ -1,11 +1,11 @@
-"""Tokenizing a file once, next to a bare loop of the tokenizers library; and feeding from the tokens.
+"""Tokenizing a file once, compared with a bare loop of the tokenizers library, and feeding from the tokens.
 
     python benchmarks/data_tokenize.py --mebibytes 32 --rounds 3
 
-The bare loops have all lines in memory and throw their results away; Plimsoll reads the file, encodes, converts, and
+The bare loops hold all lines in memory and discard their results. Plimsoll reads the file, encodes, converts, and
 writes and syncs the tokens. All arms use all cores, one after the other, in interleaved rounds. Feeding is timed in one
-thread: shuffled windows of 1024 tokens as int64 tensors, through the loader that training uses. Prints tables, and as
-its last line one JSON object with the figures.
+thread: shuffled windows of 1024 tokens as int64 tensors, through the training's loader. Prints tables, and one JSON
+object with the figures as the last line.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ BATCH_BYTES = 1 << 20
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", help="a text file; default: the sources of the standard library, over again")
-    parser.add_argument("--mebibytes", type=int, default=32, help="of text to tokenize")
+    parser.add_argument("--data", help="text file (default: the standard library's sources, repeated)")
+    parser.add_argument("--mebibytes", type=int, default=32, help="size of the text")
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--feed-tokens", type=int, default=200_000_000)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def text_of(path: str | None, num_bytes: int, target: Path) -> Path:
-    """Write so much text: of the file, or of the standard library's sources."""
+    """Write ``num_bytes`` of text from the file, or from the standard library's sources."""
     sources = [Path(path)] if path else sorted(Path(os.__file__).parent.glob("**/*.py"))
     content = bytearray()
     for source in sources:
@@ -69,7 +69,7 @@ def text_of(path: str | None, num_bytes: int, target: Path) -> Path:
 
 
 def compared(corpus: Corpus, tokenizer: Tokenizer, cache: Path, rounds: int) -> dict[str, float]:
-    """Bytes of text a second of each arm, the median of interleaved rounds."""
+    """Return bytes of text per second for each arm, as medians of interleaved rounds."""
     batches = batches_of(corpus)
     arms: dict[str, Callable[[], object]] = {
         "encode_batch, bare": partial(bare, batches, tokenizer.backend.encode_batch),
@@ -92,7 +92,7 @@ def compared(corpus: Corpus, tokenizer: Tokenizer, cache: Path, rounds: int) -> 
 
 
 def batches_of(corpus: Corpus) -> list[list[str]]:
-    """All lines in memory, in batches of 1 MiB as Plimsoll makes them."""
+    """Load all lines into memory, in batches of 1 MiB as Plimsoll makes them."""
     batches: list[list[str]] = [[]]
     num_bytes = 0
     for piece, _ in corpus.pieces():
@@ -105,21 +105,21 @@ def batches_of(corpus: Corpus) -> list[list[str]]:
 
 
 def bare(batches: list[list[str]], encode: Callable[..., object]) -> None:
-    """The loop that is the bar."""
+    """Run the reference loop."""
     with tokenizer_threads():
         for batch in batches:
             encode(batch, add_special_tokens=False)
 
 
 def whole(corpus: Corpus, tokenizer: Tokenizer, cache: Path) -> None:
-    """What `plimsoll data tokenize` does, from nothing."""
+    """Do the work of `plimsoll data tokenize` with an empty cache."""
     shutil.rmtree(cache, ignore_errors=True)
     cache.mkdir()
     tokenize(corpus, tokenizer, cache)
 
 
 def fed(folder: Path, num_tokens: int, rounds: int) -> dict[str, float]:
-    """Tokens a second that the loader hands out in one thread."""
+    """Measure the tokens per second of the loader in one thread."""
     import torch
 
     from plimsoll.data.batches.loader import Loader

@@ -1,10 +1,10 @@
-"""Two arms under one memory limit: the plain PyTorch loop, which dies, and Plimsoll, which finishes.
+"""Two arms under one memory limit: the plain PyTorch loop, which runs out of memory, and Plimsoll, which finishes.
 
     python benchmarks/demo.py [--data PATH] [--limit 1GiB] [--steps 12] [--out demo-out]
 
-Trains a small GPT-2 on the sources of this machine's own Python standard library, or on the text in ``--data``. On the
-CPU the limit is on private memory and the peaks are measured from outside, by this process reading /proc/PID/statm of
-the training processes; with a CUDA device the limit is on its memory and the peaks are the allocator's.
+Trains a small GPT-2 on the sources of this machine's Python standard library, or on the text in ``--data``. On the CPU,
+the limit applies to private memory, and this process measures peaks by reading /proc/PID/statm of the training
+processes. With a CUDA device, the limit applies to device memory, and peaks come from the allocator.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm's outcome. ``peak_bytes`` is measured from outside on the CPU."""
+    """The outcome of one arm; ``peak_bytes`` is measured from outside on the CPU."""
 
     code: int
     output: str
@@ -57,14 +57,12 @@ def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a text file, a folder or a pattern; by default the standard library's sources")
-    parser.add_argument("--limit", default="1GiB", help="memory both arms may use (default: %(default)s)")
+    parser.add_argument("--limit", default="1GiB", help="memory limit of both arms (default: %(default)s)")
     parser.add_argument(
         "--steps", type=int, default=12, help="optimizer steps of the Plimsoll arm (default: %(default)s)"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo-out"), help="folder for everything (default: %(default)s)"
-    )
-    parser.add_argument("--result", type=Path, help="folder to file the result in, such as benchmarks/results")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="output folder (default: %(default)s)")
+    parser.add_argument("--result", type=Path, help="folder for the result file, such as benchmarks/results")
     arguments = parser.parse_args()
     try:
         demo(arguments.data, arguments.limit, arguments.steps, arguments.out, arguments.result)
@@ -77,7 +75,7 @@ def demo(data: str | None, limit: str, num_steps: int, out: Path, result: Path |
     """Prepare the text, run the arms, print the table and write the report."""
     console = Console(stderr=True)
     job_file, prepared = prepared_job(data, num_steps, out)
-    shutil.rmtree(out / "known", ignore_errors=True)  # a calibration by earlier runs would change the plan
+    shutil.rmtree(out / "known", ignore_errors=True)  # a calibration from earlier runs would change the plan
     os.environ["PLIMSOLL_CACHE"] = str((out / "known").resolve())
     plain = [sys.executable, str(HERE / "_plain_loop.py"), str(job_file), str(prepared), "--steps", str(NEED_STEPS)]
 
@@ -129,15 +127,15 @@ def demo(data: str | None, limit: str, num_steps: int, out: Path, result: Path |
     }  # fmt: skip
     print(json.dumps(figures))
     if (our_peak_bytes or 0) > parse_bytes(limit):
-        sys.exit("the Plimsoll arm went past the limit")
+        sys.exit("the Plimsoll arm exceeded the limit")
 
 
 def prepared_job(data: str | None, num_steps: int, out: Path) -> tuple[Path, Path]:
-    """Write the job, index and tokenize its text; returns the job's and the prepared data's paths."""
+    """Write the job, and index and tokenize its text; return the paths of the job and the prepared data."""
     if out.exists():
         if not (out / "job.yaml").is_file():
             raise OutputError(f"{out} exists and is not an earlier demo's: give another --out")
-        shutil.rmtree(out / "run", ignore_errors=True)  # the tokens are kept: they are found again by their content
+        shutil.rmtree(out / "run", ignore_errors=True)  # the tokens are kept, and found again by their content
     out.mkdir(parents=True, exist_ok=True)
     job = {
         "model": {
@@ -156,20 +154,20 @@ def prepared_job(data: str | None, num_steps: int, out: Path) -> tuple[Path, Pat
     job_file, prepared = out / "job.yaml", out / "prepared.json"
     job_file.write_text(yaml.safe_dump(job, sort_keys=False))
     with stages(quiet=False) as progress, warnings.catch_warnings():
-        warnings.simplefilter("ignore", PlimsollWarning)  # `plimsoll train` says it
+        warnings.simplefilter("ignore", PlimsollWarning)  # `plimsoll train` shows them
         prepare(plimsoll.Job.from_yaml(job_file), out / "data", progress).save(prepared)
     return job_file, prepared
 
 
 def standard_library() -> list[str]:
-    """Patterns of the standard library's own sources, without what is installed beside them."""
+    """Return patterns of the standard library's sources, without installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     folders = sorted(path for path in root.iterdir() if (path / "__init__.py").is_file() or path.name == "test")
     return [str(root / "*.py"), *(str(folder / "**" / "*.py") for folder in folders if folder.name != "site-packages")]
 
 
 def run(command: list[str], show_errors: bool = False) -> Arm:
-    """Run a command and watch, from outside, the private memory of its largest process."""
+    """Run a command, and measure the private memory of its largest process from outside."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=None if show_errors else subprocess.PIPE, text=True
     )
@@ -186,7 +184,7 @@ def run(command: list[str], show_errors: bool = False) -> Arm:
 
 
 def watch(process: subprocess.Popen[str], peaks: list[int]) -> None:
-    """Keep the highest private memory of any one process of the tree in ``peaks``."""
+    """Record in ``peaks`` the highest private memory of any single process of the tree."""
     tree = psutil.Process(process.pid)
     pids, listed = [process.pid], 0.0
     while process.poll() is None:
@@ -204,7 +202,7 @@ def last_line(text: str) -> str:
 def rows(
     limit: str, need_bytes: int, need_steps: list[dict], died: Arm, record: plimsoll.RunRecord, peak_bytes: int
 ) -> list[list[str]]:
-    """The arms side by side, the first row being the header."""
+    """Return the table of the arms; the first row is the header."""
     tokens = record.steps[0].num_units
     return [
         ["arm", "result", "peak memory", "tokens/s", "loss, steps 1-2", "last loss"],

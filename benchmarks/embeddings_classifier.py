@@ -1,15 +1,16 @@
-"""A GRU classifier with word vectors under `plimsoll train`: what vectors do for it, and what they cost.
+"""A GRU classifier with word vectors under `plimsoll train`: the gain in accuracy and the cost in memory.
 
     python benchmarks/embeddings_classifier.py --data agnews-test.csv   # label, title, body; no header, as AG News has
-    python benchmarks/embeddings_classifier.py                          # sentences of our own, in seconds
+    python benchmarks/embeddings_classifier.py                          # generated sentences, in seconds
     python benchmarks/embeddings_classifier.py --data ... --text wikitext2-valid.txt --text wikitext2-test.txt
 
-No pretrained vectors can be downloaded here, so they are made of the texts (and of ``--text``): positive pointwise
-mutual information of words at most four apart, reduced by a singular value decomposition (Levy and Goldberg 2014),
-100 numbers a word; hundreds of thousands of other words stand around them in the file, as in GloVe's. Three trainings
-of the same GRU, batch and steps, from the same seed, inside the same budget: vectors drawn at random and trained,
-vectors from the file frozen, and trained. Beside them the memory that loading the whole file takes in Python. Prints a
-table, and as its last line one JSON object. Linux only.
+No pretrained vectors can be downloaded here, so they are computed from the texts (and from ``--text``). A singular
+value decomposition reduces the positive pointwise mutual information of words at most four apart to 100 numbers per
+word (Levy and Goldberg 2014). As in GloVe's files, hundreds of thousands of other words are in the file.
+
+Three trainings use the same GRU, batch, steps, seed and budget: random trained vectors, frozen vectors from the file,
+and trained vectors from the file. The memory for loading the whole file in Python is measured for comparison. Prints a
+table, and one JSON object as the last line. Linux only.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ print(next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if l
 
 
 def sentences() -> list[tuple[str, str]]:
-    """Return labelled sentences of ours, for a run without a corpus."""
+    """Return generated labelled sentences, for a run without a corpus."""
     drawn = random.Random(0)
     words = {
         "sport": ["match", "goal", "team", "coach", "season", "league", "striker"],
@@ -102,7 +103,7 @@ def rows_of(data: Path | None) -> list[tuple[str, str]]:
 
 
 def vectors_of(texts: Iterable[str]) -> tuple[list[str], np.ndarray]:
-    """Return words by frequency and a vector for each: the left singular vectors of their mutual information."""
+    """Return words by frequency and their vectors: the left singular vectors of their mutual information."""
     cut = [words_of(text, lowercase=True) for text in texts]
     words = [word for word, _ in Counter(word for text in cut for word in text).most_common(NUM_WORDS)]
     number_of = {word: number for number, word in enumerate(words)}
@@ -120,11 +121,11 @@ def vectors_of(texts: Iterable[str]) -> tuple[list[str], np.ndarray]:
     dimension = min(DIMENSION, len(words) - 2)
     left, values, _ = svds(counts.tocsr(), dimension, rng=np.random.default_rng(0))
     vectors = left * np.sqrt(values)
-    return words, vectors / vectors.std()  # of the size of vectors drawn at random
+    return words, vectors / vectors.std()  # the scale of random vectors
 
 
 def write_vectors(path: Path, words: list[str], vectors: np.ndarray) -> None:
-    """Write GloVe's text: the words by frequency, and behind them words that no text has."""
+    """Write GloVe's text format: the words by frequency, followed by words that occur in no text."""
     others = np.random.default_rng(0).standard_normal((1000, vectors.shape[1]))
     lines = [" ".join(f"{number:.5f}" for number in vector) for vector in others]
     with path.open("w", encoding="utf-8") as file:
@@ -167,8 +168,10 @@ def train(folder: Path, name: str, embeddings: dict[str, Any], args: argparse.Na
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a csv file without a header: label, title, body")
-    parser.add_argument("--text", type=Path, action="append", default=[], help="more text for the vectors")
+    parser.add_argument("--data", type=Path, help="csv file without a header: label, title, body")
+    parser.add_argument(
+        "--text", type=Path, action="append", default=[], help="more text for the vectors; can be repeated"
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--budget", default="450MiB")
     add_out(parser)

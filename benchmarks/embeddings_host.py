@@ -1,13 +1,14 @@
-"""A table larger than the memory: what training it takes and costs, and whether it learns what one in memory learns.
+"""An embedding table larger than memory: memory and speed of its training, and a comparison with a table in memory.
 
     PYTHONPATH=src python benchmarks/embeddings_host.py [--quick] [--folder /disk] [--only limit,loss,speed]
 
-The ids follow Zipf's law; rows are in the order of their frequency, as vocabularies are, or ``scattered``. ``limit``
-trains a mapped table inside a limit on private memory (a process of its own, `TrainStep`, rows read one batch ahead).
-``loss`` and ``speed`` compare with ``nn.Embedding(sparse=True)`` in memory under the same optimizer of ``torch.optim``,
-in plain loops; of ``speed`` the variants take turns, and the work beside the table is as little as can be, so ratios of
-real models are closer to 1. A mapped table begins cold: first steps wait for the disk. The folder must be on a disk
-with room for four tables.
+The ids follow Zipf's law. Rows are ordered by frequency, as in vocabularies, or ``scattered``. ``limit`` trains a
+memory-mapped table inside a limit on private memory (in a separate process, with `TrainStep`, reading rows one batch
+ahead). ``loss`` and ``speed`` compare it with ``nn.Embedding(sparse=True)`` in memory under the same optimizer of
+``torch.optim``, in plain loops.
+
+In ``speed``, the variants take turns and do little work besides the table, so ratios for real models are closer to 1. A
+mapped table begins cold: the first steps wait for the disk. The folder must be on a disk with space for four tables.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ MIB = 2**20
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=10_000_000, help="of the large table")
+    parser.add_argument("--rows", type=int, default=10_000_000, help="rows of the large table")
     parser.add_argument(
-        "--small-rows", type=int, default=1_000_000, help="of the one that is in memory in all variants"
+        "--small-rows", type=int, default=1_000_000, help="rows of the table that all variants keep in memory"
     )
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--ids", type=int, default=4096, help="of a batch")
+    parser.add_argument("--ids", type=int, default=4096, help="ids per batch")
     parser.add_argument("--limit", type=int, default=512, help="MiB of private memory")
-    parser.add_argument("--steps", type=int, default=300, help="inside the limit, and of the losses")
-    parser.add_argument("--rounds", type=int, default=60, help="of 20 steps of each variant")
-    parser.add_argument("--order", choices=("frequency", "scattered"), default="frequency", help="of the rows")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the tables are")
+    parser.add_argument("--steps", type=int, default=300, help="steps inside the limit and for the losses")
+    parser.add_argument("--rounds", type=int, default=60, help="rounds, of 20 steps of each variant")
+    parser.add_argument("--order", choices=("frequency", "scattered"), default="frequency", help="order of the rows")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder for the tables")
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="tables of 200,000 rows and few steps, to try the script")
     add_out(parser)
@@ -104,7 +105,7 @@ Variant = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def variants_of(kind: str, num_rows: int, width: int, names: list[str], folder: Path) -> dict[str, Variant]:
-    """Tables of the same values; the files have no name any more."""
+    """Return tables with the same values; their files are already unlinked."""
     made: dict[str, Callable[[], nn.Module]] = {
         "nn.Embedding": lambda: nn.Embedding(num_rows, width, sparse=True, _weight=torch.empty(num_rows, width)),
         "in memory": lambda: HostEmbedding(num_rows, width),
@@ -151,10 +152,10 @@ def loss_difference(kind: str, options: argparse.Namespace, folder: Path) -> dic
 
 
 def speeds(kind: str, num_rows: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Steps a second of the median round, and the median ratio: of all rounds, and of the last third."""
+    """Return steps per second of the median round, and the median ratios over all rounds and over the last third."""
     names = ["nn.Embedding", "in memory", "mapped"]
     if num_rows > options.small_rows:
-        names.remove("in memory")  # two tables and their states are what a machine of 24 GB holds
+        names.remove("in memory")  # a machine of 24 GB holds only two tables with their states
     variants = variants_of(kind, num_rows, options.width, names, folder)
     rounds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(options.rounds + 1):

@@ -1,18 +1,24 @@
-"""20,000 of 400,000 word vectors: how long it takes, and in how much memory, beside everything people use for it.
+"""Loading 20,000 of 400,000 word vectors: time and memory, compared with all common methods.
 
     python benchmarks/embeddings_subset.py                               # generates 1.0 GB; 5 rounds
-    python benchmarks/embeddings_subset.py --rivals .rivals/bin/python   # which has gensim and pytorch-nlp
+    python benchmarks/embeddings_subset.py --rivals .rivals/bin/python   # with gensim and pytorch-nlp
     python benchmarks/embeddings_subset.py --words 2196017 --rounds 3    # the size of glove.840B.300d.txt, 5.6 GB
-    python benchmarks/embeddings_subset.py --vectors glove.6B.300d.txt   # any file of GloVe's text
+    python benchmarks/embeddings_subset.py --vectors glove.6B.300d.txt   # any file in GloVe's text format
 
-Each arm runs in an interpreter of its own, in interleaved rounds, with its libraries imported before the clock starts;
-figures are medians. Arms: the file read and nothing else; lines scanned as bytes and only wanted ones parsed, with two
-parsers (the best that is short to write in Python); the loop of the tutorials; Plimsoll, into an empty cache each time,
-synced to the disk; PyTorch-NLP with ``is_include``; gensim, which loads all (one round). All must come to the same
-rows. Memory is the peak of private memory, of all processes, over the interpreter with its imports, in brackets over a
-bare one; Plimsoll's rows are in a file that is mapped and count apart. Then: opening from the cache, four processes
-with the same rows, and archives beside their bare decompression. Prints tables, and as its last line one JSON object.
-Linux only.
+Each arm runs in a new interpreter, in interleaved rounds; its libraries are imported before the clock starts. Figures
+are medians. All arms must return the same rows:
+
+- reading the file without parsing;
+- scanning lines as bytes and parsing only wanted ones, with two parsers (the best short Python code);
+- the usual tutorial loop;
+- Plimsoll with an empty cache, synced to the disk;
+- PyTorch-NLP with ``is_include``;
+- gensim, which loads everything (one round).
+
+Memory is the peak of private memory of all processes above the interpreter with its imports; in brackets, above a bare
+interpreter. Plimsoll's rows are in a memory-mapped file and count separately. Further parts measure opening from the
+cache, four processes with the same rows, and archives compared with bare decompression. Prints tables, and one JSON
+object as the last line. Linux only.
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ Figures = dict[str, Any]
 
 
 def generate(path: Path, num_words: int, dimension: int) -> None:
-    """Write words of one to thirteen letters with vectors of five decimals, as GloVe's text has them."""
+    """Write words of one to thirteen letters and vectors of five decimals in GloVe's text format."""
     import numpy as np
 
     random = np.random.default_rng(0)
@@ -68,7 +74,7 @@ def generate(path: Path, num_words: int, dimension: int) -> None:
 
 
 def choose(path: Path, target: Path) -> None:
-    """Write the wanted words: drawn from the file, and some that it has not."""
+    """Write the wanted words: a random sample of the file, and some absent words."""
     import random
 
     with path.open("rb") as file:
@@ -179,7 +185,7 @@ def with_gensim(path: Path, wanted: list[str], cache: Path) -> Callable[[], Any]
 
 
 def decompress(path: Path, wanted: list[str], cache: Path) -> Callable[[], Any]:
-    """The faster of what Python has: zlib by hand takes a third less than `gzip.open`."""
+    """Return the fastest decompression in Python: zlib by hand takes a third less time than `gzip.open`."""
 
     def work() -> None:
         with path.open("rb", buffering=0) as raw, contextlib.ExitStack() as stack:
@@ -213,7 +219,7 @@ ONCE = ("gensim",)
 
 
 def arm_process(name: str, path: Path, wanted_file: Path, cache: Path) -> None:
-    """Do the work of an arm once and print its figures."""
+    """Do the work of an arm once, and print its figures."""
     bare_bytes = private_bytes()
     work = ARMS[name](path, wanted_file.read_text().split(), cache)
     before_bytes = private_bytes()
@@ -267,7 +273,7 @@ def median(figures: list[Figures], key: str) -> float:
 
 
 def compare(path: Path, wanted: Path, folder: Path, args: argparse.Namespace) -> Figures:
-    """Time all arms on the file itself."""
+    """Time all arms on the uncompressed file."""
     from rich.console import Console
     from rich.table import Table
 
@@ -295,7 +301,7 @@ def compare(path: Path, wanted: Path, folder: Path, args: argparse.Namespace) ->
 
 
 def compare_archives(path: Path, wanted: Path, folder: Path, args: argparse.Namespace) -> Figures:
-    """Time archives of the file beside their decompression."""
+    """Time archives of the file, and their bare decompression."""
     from rich.console import Console
     from rich.table import Table
 
@@ -318,7 +324,7 @@ def compare_archives(path: Path, wanted: Path, folder: Path, args: argparse.Name
 
 
 def archives_of(path: Path) -> Iterator[Path]:
-    """Yield the file as gzip and as zip, made where they are not there yet."""
+    """Yield the file as gzip and as zip; archives are written if they do not exist."""
     packed = path.with_name(path.name + ".gz")
     if not packed.exists():
         temporary = packed.with_suffix(".part")
@@ -361,7 +367,7 @@ sys.stdin.readline()
 
 
 def compare_loading(path: Path, wanted: Path, folder: Path) -> Figures:
-    """Open the rows from the cache, in four processes that have them open at once."""
+    """Open the rows from the cache, in four processes at the same time."""
     cache = folder / "kept"
     processes = [
         subprocess.Popen(
@@ -401,7 +407,7 @@ def read_line(process: subprocess.Popen[str]) -> str:
 
 
 def part_of(figures: Figures, args: argparse.Namespace) -> str:
-    """What pages show."""
+    """Return the part that pages show."""
     arms, of_rows = figures["arms"], mib(figures["table_bytes"])
     names = {
         "Plimsoll": f"Plimsoll, the first time (and {of_rows} of a mapped file)",
@@ -430,9 +436,11 @@ def main() -> None:
     parser.add_argument("--dimension", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rivals", type=Path, default=python_of("vectors"), help="a Python with gensim, pytorch-nlp")
-    parser.add_argument("--vectors", type=Path, help="a file of GloVe's text; default: one that is generated")
-    parser.add_argument("--data", help="a corpus, which is not needed here")
-    parser.add_argument("--folder", type=Path, help="where generated files are and stay; default: a temporary one")
+    parser.add_argument("--vectors", type=Path, help="file in GloVe's text format (default: a generated one)")
+    parser.add_argument("--data", help="ignored")
+    parser.add_argument(
+        "--folder", type=Path, help="folder in which generated files are kept (default: a temporary one)"
+    )
     add_out(parser)
     parser.add_argument("--without-archives", action="store_true")
     parser.add_argument("--arm", choices=[*ARMS], help=argparse.SUPPRESS)

@@ -1,22 +1,22 @@
-"""An hour of `plimsoll train` under a tight budget, with memory taken away, workers killed, SIGKILLs and long texts.
+"""An hour of `plimsoll train` under a tight budget, with memory shortages, killed workers, SIGKILLs and long texts.
 
     python benchmarks/endurance.py [--minutes 60] [--seed 0] [--budget 400MiB] [--model gpt2] [--data PATH]
         [--folder endurance-out] [--out benchmarks/results]
 
-1. **Disturbed**, for the minutes asked for, counted from the first step: every few seconds one of the things of
-   `_endurance_run.py` is done to the run. In the middle third no process is ended, so that one lives long enough to
-   show whether it grows. The job has more steps than can be done; when the time is over the run is stopped with SIGINT,
-   and that many steps are its length: `plimsoll train --resume --set steps=N` ends it as a run of N steps.
-2. **Undisturbed**: the same job, plan and budget, N steps, nothing done to it.
-3. **Replay**: each of the N steps cut as it was in the disturbed run, in one process without a limit.
+1. **Disturbed**, for the given minutes from the first step: every few seconds, a disturbance from `_endurance_run.py`
+is applied. In the middle third no process is killed, so that one process lives long enough to show growth. The job has
+more steps than can be done. When the time is over, the run is stopped with SIGINT after N steps, and `plimsoll train
+--resume --set steps=N` finishes it.
+2. **Undisturbed**: the same job, plan and budget, N steps.
+3. **Replay**: each of the N steps with the micro-batches of the disturbed run, in one process without a limit.
 
 Then everything is compared (`_endurance_judge.py`). Texts are lines of real text (the standard library's sources, or
-``--data``), one in 300 of them a hundred times as long as the others, tokenized on the fly by worker processes. There
-is no dropout: another cut draws other masks, as in plain PyTorch.
+``--data``), tokenized on the fly by worker processes. One line in 300 is a hundred times as long as the others. The
+models have no dropout: other micro-batches draw other masks, as in plain PyTorch.
 
-Ctrl-C loses nothing: the same command again goes on with the phase that it was in (a replay begins anew). Prints a
-table and, as its last line, one JSON object; ends with 1 if anything was not as it should be. The three phases together
-take two to three times the minutes asked for. Linux only.
+After Ctrl-C, the same command resumes the current phase (a replay starts again). Prints a table, and one JSON object as
+the last line; exits with 1 if there was any fault. The three phases take two to three times the given minutes. Linux
+only.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from plimsoll.training.run_directory import RunDirectory
 HERE = Path(__file__).parent
 MORE_STEPS_THAN_CAN_BE_DONE = 10**9
 SAID_SECONDS = 10.0
-UNASKED = "ended by itself"  # what is noted of a run that nobody asked to end
+UNASKED = "ended by itself"  # recorded for a run that ended without being asked
 MIB = 1 << 20
 SAMPLE_SECONDS = 0.02
 NUM_LINES = 20_000
@@ -80,11 +80,11 @@ MODELS: dict[str, Any] = {
     "lstm": {"architecture": "lstm", "embedding_size": 48, "hidden_size": 64, "num_layers": 1},
 }  # fmt: skip
 MODEL_MEMORY = {"gpt2": "146MiB", "lstm": "104MiB"}
-"""What a budget leaves beside the process itself, which takes more or less with each version and processor."""
+"""Memory of the budget in addition to the process itself, whose size varies with versions and processors."""
 
 
 def main() -> None:
-    """Run what is left to do, and compare."""
+    """Run the remaining phases, and compare."""
     arguments = parsed()
     folder: Path = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def main() -> None:
             compare_with(folder, state, arguments, log)
         replayed = replay(folder / "disturbed")
     except KeyboardInterrupt:
-        sys.exit("stopped, and what was done is kept: the same command goes on")
+        sys.exit("stopped; progress is saved: run the same command to resume")
     verdicts = judged(folder, state, budget_bytes, replayed)
     print(table := rows(verdicts, state.seconds))
     readme = summary(verdicts, state.seconds, arguments)
@@ -114,42 +114,44 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60, help="of the disturbed run (default: %(default)s)")
-    parser.add_argument("--least", type=int, default=0, help="go on until so many things were done (default: none)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is done when (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=60, help="minutes of the disturbed run (default: %(default)s)")
+    parser.add_argument("--least", type=int, default=0, help="minimum number of disturbances (default: none)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the disturbances (default: %(default)s)")
     parser.add_argument("--every", type=float, default=6, help="seconds between two disturbances, on average")
     parser.add_argument("--model", choices=MODELS, default="gpt2", help="default: %(default)s")
     parser.add_argument(
-        "--budget", help=f"of the training process (default: what it takes without a model, and {MODEL_MEMORY})"
+        "--budget", help=f"budget of the training process (default: its memory without a model, plus {MODEL_MEMORY})"
     )
-    parser.add_argument("--checkpoint-every", type=int, default=20, help="steps (default: %(default)s)")
     parser.add_argument(
-        "--plan", action=argparse.BooleanOptionalAction, default=True, help="plan first (half a minute)"
+        "--checkpoint-every", type=int, default=20, help="steps between checkpoints (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--plan", action=argparse.BooleanOptionalAction, default=True, help="plan first, which takes half a minute"
     )
     parser.add_argument("--data", help="a text file, a folder or a pattern; by default the standard library's sources")
     parser.add_argument(
-        "--folder", type=Path, default=Path("endurance-out"), help="for everything (default: %(default)s)"
+        "--folder", type=Path, default=Path("endurance-out"), help="output folder (default: %(default)s)"
     )
     add_out(parser)
     return parser.parse_args()
 
 
 def require_same(folder: Path, arguments: argparse.Namespace) -> None:
-    """Go on only with what was begun with the same arguments."""
+    """Refuse to continue a benchmark that was started with other arguments."""
     fields = ("minutes", "least", "seed", "every", "model", "budget", "checkpoint_every", "plan", "data")
     asked = {name: getattr(arguments, name) for name in fields}
     path = folder / "arguments.json"
     if path.is_file() and (before := json.loads(path.read_text())) != asked:
-        sys.exit(f"{folder} was begun with {before}, not with {asked}: give those again, or another --folder")
+        sys.exit(f"{folder} was started with {before}, not with {asked}: repeat those, or give another --folder")
     if not path.is_file() and any(folder.iterdir()):
-        sys.exit(f"{folder} is not empty and not of an earlier endurance run: give another --folder")
+        sys.exit(f"{folder} is not empty and not from an earlier endurance run: give another --folder")
     write_atomically(path, json.dumps(asked).encode())
 
 
 def write_job(folder: Path, arguments: argparse.Namespace) -> None:
-    """Write the texts, most of them short and a few very long, and the job."""
+    """Write the job and the texts, most of them short and a few very long."""
     drawn, words = random.Random(arguments.seed), list[str]()
     for source in find_files(standard_library() if arguments.data is None else (arguments.data,)).files:
         words += Path(source.path).read_text("utf-8", errors="replace").split()
@@ -179,12 +181,12 @@ def write_job(folder: Path, arguments: argparse.Namespace) -> None:
 
 
 def budget_of(job: dict[str, Any], free_bytes: int) -> str:
-    """Measure what a training process takes before it has a model, and leave room beside it."""
+    """Return the memory of a training process without a model, plus ``free_bytes``."""
     return f"{(job_baseline(Job.from_fields(job)).likely_bytes + free_bytes) // MIB}MiB"
 
 
 class State:
-    """How far the benchmark has come, in files: what was done, what was read, and the seconds of the disturbed run."""
+    """Progress of the benchmark, stored in files: disturbances, readings, and the seconds of the disturbed run."""
 
     def __init__(self, folder: Path) -> None:
         self._state, self._events, self._readings = (
@@ -202,13 +204,13 @@ class State:
         write_atomically(self._state, json.dumps(known).encode())
 
     def note(self, kind: str, said: str) -> None:
-        """Write down what was done to the run."""
+        """Record a disturbance."""
         self.num_done += 1
         _append(self._events, {"seconds": round(self.seconds, 1), "kind": kind, "said": said})
         say(self, f"min  {kind}: {said}")
 
     def note_repeated(self, steps: list[Any]) -> None:
-        """Write down steps that a kill took back."""
+        """Record steps that a kill took back."""
         _append(self._repeated, [[line.step, line.micro_batch, line.loss] for line in steps])
 
     def note_reading(self, reading: Reading) -> None:
@@ -225,7 +227,7 @@ class State:
 
 
 def say(state: State, text: str) -> None:
-    """Say how far it is."""
+    """Print progress."""
     print(f"{state.seconds / 60:6.1f} {text}", file=sys.stderr, flush=True)
 
 
@@ -242,7 +244,7 @@ def _read(path: Path) -> list[Any]:
 
 
 def disturb(folder: Path, state: State, arguments: argparse.Namespace, log: Any) -> None:
-    """Do the disturbed run, from where it is, and stop it when its time is over."""
+    """Perform or resume the disturbed run, and stop it when its time is over."""
     total_seconds = arguments.minutes * 60
     if state.num_steps:
         return
@@ -282,7 +284,7 @@ def disturb(folder: Path, state: State, arguments: argparse.Namespace, log: Any)
                     disturber.is_gentle = 1 / 3 <= state.seconds / total_seconds < 2 / 3
                     disturber.do(next(decks[not disturber.is_gentle]))
                     due_seconds = state.seconds + min(drawn.expovariate(1 / arguments.every), 5 * arguments.every)
-        # Python that has only just been started ends by the signal, and with any code.
+        # A Python process that has just started is ended by the signal, with any exit code.
         wait_until(lambda: disturber.is_training(1) or disturber.ended() is not None, "the last process to train")
     except BaseException:
         disturber.stop()
@@ -297,7 +299,7 @@ def disturb(folder: Path, state: State, arguments: argparse.Namespace, log: Any)
 
 
 class Clock:
-    """Seconds of the disturbed run, which go on where an earlier command stopped."""
+    """A clock for the seconds of the disturbed run; it continues where an earlier command stopped."""
 
     def __init__(self, state: State) -> None:
         self._state, self._last = state, time.monotonic()
@@ -314,7 +316,7 @@ class Clock:
 
 @contextmanager
 def sampled(run: Path, state: State, disturber: Disturber) -> Iterator[None]:
-    """Read the training process from outside while the block runs: a reading each second, of fifty looks."""
+    """Observe the training process while the block runs: one reading per second, from fifty samples."""
     over = threading.Event()
     thread = threading.Thread(target=_sample, args=(run, state, disturber, over))
     thread.start()
@@ -343,14 +345,14 @@ def _sample(run: Path, state: State, disturber: Disturber, over: threading.Event
 
 
 def finish(folder: Path, name: str, arguments: list[str], log: Any) -> None:
-    """Let a run come to its end, nothing done to it."""
+    """Finish a run without disturbances."""
     run = folder / name
     command = Command(["--resume", "--out", str(run), *arguments], folder, log)
     must_end_well(command, folder)
 
 
 def must_end_well(command: Command, folder: Path) -> None:
-    """Wait for a command to do what it was told."""
+    """Wait for a command to end, and exit if it failed."""
     try:
         code = command.process.wait()
     except KeyboardInterrupt:
@@ -361,7 +363,7 @@ def must_end_well(command: Command, folder: Path) -> None:
 
 
 def compare_with(folder: Path, state: State, arguments: argparse.Namespace, log: Any) -> None:
-    """Do the same steps with the same plan, undisturbed."""
+    """Perform the same steps with the same plan, undisturbed."""
     run, plan = folder / "undisturbed", folder / "disturbed" / "plan.json"
     print(f"undisturbed: {state.num_steps} steps", file=sys.stderr)
     if any(run.glob("checkpoints/step-*")):
@@ -374,7 +376,7 @@ def compare_with(folder: Path, state: State, arguments: argparse.Namespace, log:
 
 
 def replay(run: Path) -> Figures:
-    """Do the steps of a run again in a process without a limit."""
+    """Repeat the steps of a run in a process without a limit."""
     command = [sys.executable, str(HERE / "_endurance_replay.py"), str(run)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -391,7 +393,7 @@ def replay(run: Path) -> Figures:
 
 
 def judged(folder: Path, state: State, budget_bytes: int, replayed: Figures) -> dict[str, Verdict]:
-    """Compare everything."""
+    """Compare the runs."""
     disturbed, undisturbed = (RunRecord.from_directory(folder / name) for name in ("disturbed", "undisturbed"))
     events = state.events()
     unasked = [event["said"] for event in events if event["kind"] == UNASKED]
@@ -410,7 +412,7 @@ def judged(folder: Path, state: State, budget_bytes: int, replayed: Figures) -> 
 
 
 def done_to(events: list[dict[str, Any]], record: RunRecord) -> Figures:
-    """Count what was done, and what it came to."""
+    """Count the disturbances and their effects."""
     ooms: Counter[str] = Counter(event.phase or "?" for event in record.oom_events if isinstance(event, OomEvent))
     return {
         "disturbances": dict(Counter(event["kind"] for event in events if event["kind"] != UNASKED).most_common()),
@@ -421,7 +423,7 @@ def done_to(events: list[dict[str, Any]], record: RunRecord) -> Figures:
 
 
 def running_in(folder: Path) -> list[str]:
-    """Processes that still work in the folder."""
+    """List the processes that still work in the folder."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

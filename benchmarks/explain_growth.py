@@ -1,24 +1,23 @@
-"""What the evidence for `plimsoll explain` costs a step, and whether the growth it names is the growth there is.
+"""Cost per step of collecting evidence for `plimsoll explain`, and accuracy of the growth that it reports.
 
     python benchmarks/explain_growth.py [--pairs 60] [--steps 40] [--runs 2000] [--threads 1] [--out table.md]
 
-Cost: one training, in one process, whose losses are all kept with their graphs. Its steps come in pairs, in an order
-drawn anew: one is looked at (`plimsoll.step.retained.graphs`), the other is not. Compared is the processor time of all
-threads: the median of the differences, with its 95 % interval from order statistics, and beside it the time inside the
-look itself. The first looks, of which at most three walk the graph and read the source, are given apart: by how much
-they are longer, together. From these follows the share of the time of a run of 400 and of 4,000 steps, with as many
-looks as it really has.
+Cost: one training in one process keeps all its losses with their graphs. Steps come in pairs, in random order: one is
+inspected (`plimsoll.step.retained.graphs`), the other is not. The result is the median difference in processor time of
+all threads, with a 95 % interval from order statistics. The time inside the inspection itself is shown as well. At most
+three of the first inspections walk the graph and read the source; their total extra time is reported separately. From
+these numbers follows the share of time in runs of 400 and 4,000 steps, with the real number of inspections.
 
-Growth: trainings that keep something from step to step with its graph, each in a process of its own, in the C library's
-own heap and without a limit. Named is what the finding says a step adds ("at most": what it cannot exclude). Measured
-is the private memory after each step (smaps_rollup): the median slope between two steps, but for the first fifth of
-them; beside it that of the same training that detaches what it keeps.
+Growth: trainings keep an object with its graph from step to step. Each is a separate process with the C library's
+default heap and without a limit. *Named* is the growth per step in the finding ("at most" includes amounts that cannot
+be excluded). *Measured* is the median slope of private memory between two steps (smaps_rollup), without the first
+fifth. The same training with detached objects is measured for comparison.
 
-Operations: what one takes of private memory while its graph is kept, after backward has freed what it saved, of graphs
-of 2,000 operations of one number each, kept one after the other.
+Operations: private memory per operation while its graph is kept, after backward has freed the saved tensors. The graphs
+have 2,000 operations on one number each.
 
-Noise: of simulated runs in which nothing is kept, the share in which memory is said to grow: 300 MiB with independent
-noise of 20 MiB, the highest so far of such noise, and a random walk of 5 MiB a step.
+Noise: the share of simulated runs without growth in which growth is reported. Simulated are 300 MiB with independent
+noise of 20 MiB, the running maximum of it, and a random walk of 5 MiB per step.
 
 Does NOT cover CUDA, and batches of changing lengths.
 """
@@ -51,13 +50,13 @@ from plimsoll.models.recurrent.model import build_recurrent
 
 VOCABULARY, NUM_SAMPLES, LENGTH = 1000, 8, 64
 MIB, KIB = 1 << 20, 1 << 10
-NUM_FIRST_LOOKS = 6  # those that walk come after two in which nothing is alive yet
-NEVER = sys.maxsize  # a step that no training comes to
+NUM_FIRST_LOOKS = 6  # inspections that walk the graph follow two in which nothing is alive yet
+NEVER = sys.maxsize  # a step that no training reaches
 WARM_UP_SHARE = 1 / 5
 
 
 class Keeper(nn.Module):
-    """A language model that keeps something of each step."""
+    """A language model that keeps an object in each step."""
 
     def __init__(self, model: nn.Module, what: str, detaches: bool) -> None:
         super().__init__()
@@ -77,7 +76,7 @@ class Keeper(nn.Module):
 
 
 class Losses:
-    """A loss function that keeps what it returns."""
+    """A loss function that keeps its results."""
 
     def __init__(self, detaches: bool) -> None:
         self.detaches = detaches
@@ -104,7 +103,7 @@ KEPT = ("losses", "hidden state", "logits")
 
 
 def make_step(model_name: str, what: str, detaches: bool) -> plimsoll.TrainStep:
-    """A training that keeps something; detached, it has the same values and no graph."""
+    """Build a training that keeps an object in each step; detached, it has the same values and no graph."""
     torch.manual_seed(0)
     model = Keeper(MODELS[model_name](), what, detaches).train()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -121,7 +120,9 @@ def make_batch() -> dict[str, Tensor]:
 
 
 class Cost(NamedTuple):
-    """Processor seconds: of a step, of a look (its median, the interval, and inside it), of the first looks beyond."""
+    """Processor seconds of a step; of an inspection (median, interval, and the part inside it); extra of the first
+    inspections.
+    """
 
     step: float
     look: float
@@ -131,13 +132,13 @@ class Cost(NamedTuple):
     first: float
 
     def share(self, num_steps: int) -> float:
-        """The share of the evidence in the time of a run of so many steps."""
+        """Return the share of the evidence in the time of a run of ``num_steps`` steps."""
         extra = num_looks(num_steps) * self.look + self.first
         return extra / (num_steps * self.step + extra)
 
 
 class Timed:
-    """Calls a function and notes the processor time that the last call took."""
+    """A wrapper of a function that records the processor time of its last call."""
 
     def __init__(self, function: Callable[[int], None]) -> None:
         self._function, self.seconds = function, 0.0
@@ -150,7 +151,7 @@ class Timed:
 
 @functools.cache
 def num_looks(num_steps: int) -> int:
-    """How many of so many steps are looked at: those of a training of one number."""
+    """Count the inspected steps in a run of ``num_steps`` steps, by running a tiny training."""
     model = nn.Linear(1, 1)
     step = plimsoll.TrainStep(
         model, torch.optim.SGD(model.parameters(), lr=0.0), lambda model, x: model(x).mean(), units="samples"
@@ -184,7 +185,7 @@ def measure_cost(model_name: str, num_pairs: int) -> Cost:
 
 
 def interval_of_median(values: list[float]) -> tuple[float, float]:
-    """The 95 % interval of a median, from order statistics."""
+    """Return the 95 % interval of a median, from order statistics."""
     ordered, half_width = sorted(values), 0.98 * len(values) ** 0.5
     low, high = round(len(values) / 2 - half_width), round(len(values) / 2 + half_width)
     return ordered[max(low, 0)], ordered[min(high, len(values) - 1)]
@@ -194,7 +195,7 @@ def interval_of_median(values: list[float]) -> tuple[float, float]:
 
 
 class Growth(NamedTuple):
-    """Bytes a step; what explain names is ``None`` where it finds nothing or knows no number."""
+    """Bytes per step; ``named`` and ``at_most`` are None if explain finds nothing or knows no number."""
 
     measured: float
     named: float | None
@@ -203,7 +204,7 @@ class Growth(NamedTuple):
 
 
 def measure_growth(model_name: str, what: str, detaches: bool, num_steps: int) -> Growth:
-    """Train in this process, and compare what is named with what private memory did."""
+    """Train in this process, and compare the reported growth with that in private memory."""
     step, batch = make_step(model_name, what, detaches), make_batch()
     points = []
     for number in range(num_steps):
@@ -237,7 +238,7 @@ def in_own_process(model_name: str, what: str, detaches: bool, arguments: argpar
 def operation_bytes(
     operation: Callable[[Tensor], Tensor], kept: list[Tensor], num_graphs: int = 12, num_operations: int = 2000
 ) -> float:
-    """Private memory of an operation: the median of what each graph but the first few added to those that are kept."""
+    """Measure private memory per operation: the median increase per kept graph, without the first few graphs."""
     used = []
     for _ in range(num_graphs):
         value = torch.ones(1, 1, requires_grad=True)
@@ -257,7 +258,7 @@ def operation_rows(figures: dict[str, Any]) -> list[str]:
         "matrix product": lambda value: torch.mm(value, weight),
         "layer norm": lambda value: functional.layer_norm(value, (1,), scale, scale),
     }
-    kept: list[Tensor] = []  # all of them: what were freed would be used again
+    kept: list[Tensor] = []  # keep all of them alive, because freed memory would be reused
     rows = ["| operation, its graph kept | KiB |", "| --- | --: |"]
     for name, operation in operations.items():
         figures[f"{name}, bytes"] = round(operation_bytes(operation, kept))
@@ -333,16 +334,16 @@ def growth_rows(arguments: argparse.Namespace, figures: dict[str, Any]) -> list[
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=60, help="of steps, one looked at (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=40, help="of each training that grows (default: %(default)s)")
     parser.add_argument(
-        "--runs", type=int, default=2000, help="simulated, of each kind and length (default: %(default)s)"
+        "--pairs", type=int, default=60, help="pairs of steps, of which one is inspected (default: %(default)s)"
     )
-    parser.add_argument("--threads", type=int, default=1, help="threads torch computes with (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each growing training (default: %(default)s)")
+    parser.add_argument(
+        "--runs", type=int, default=2000, help="simulated runs of each kind and length (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
     add_out(parser)
-    parser.add_argument(
-        "--arm", nargs=3, metavar=("MODEL", "KEPT", "HOW"), help="one training, by the benchmark itself"
-    )
+    parser.add_argument("--arm", nargs=3, metavar=("MODEL", "KEPT", "HOW"), help="used internally: run one training")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.set_verbosity_error()
@@ -353,7 +354,7 @@ def main() -> None:
     of_operations: dict[str, Any] = {}
     operations = operation_rows(
         of_operations
-    )  # first, for a heap that trainings have filled does not grow by so little
+    )  # first, because a heap that trainings have filled does not grow by such small amounts
     costs = {name: measure_cost(name, arguments.pairs) for name in MODELS}
     tables = cost_rows(costs)
     print("\n".join(tables), flush=True)

@@ -1,11 +1,11 @@
-"""A long log read as a stream: seconds and memory of `plimsoll explain`, beside `grep -c` on the same file.
+"""Time and memory of `plimsoll explain` on a long log, read as a stream, compared with `grep -c` on the same file.
 
-    python benchmarks/explain_log.py                    # a log of 1 GiB, made in a temporary folder
+    python benchmarks/explain_log.py                    # a log of 1 GiB, written to a temporary folder
     python benchmarks/explain_log.py --mib 64
 
-The log has lines as trainings print them (progress, losses, warnings that speak of memory), a traceback and an
-out-of-memory error of CUDA every 100,000 lines, and one line of 16 MiB. Prints a table and, as its last line, one JSON
-object. Linux only.
+The log has typical lines of trainings (progress, losses, warnings that mention memory), and one line of 16 MiB. Every
+100,000 lines there are a traceback and a CUDA out-of-memory error. Prints a table, and one JSON object as the last
+line. Linux only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ memory 12.84 GiB is allocated by PyTorch, and 1.26 GiB is reserved by PyTorch bu
 
 
 def write_log(path: Path, num_bytes: int) -> int:
-    """Write a log of about so many bytes; return how many errors it has."""
+    """Write a log of about ``num_bytes``, and return its number of errors."""
     lines = []
     for step in range(100_000):
         lines.append(f"[rank0] step {step} loss {3 - step / 1e5:.4f} tokens/s {1000 + step % 97} memory 14.1 GiB\n")
@@ -48,7 +48,7 @@ def write_log(path: Path, num_bytes: int) -> int:
 
 
 def timed(command: list[str]) -> dict[str, Any]:
-    """Seconds and the peak of resident memory of one command, as the kernel counts it."""
+    """Return the seconds and the peak resident memory of one command, as counted by the kernel."""
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None

@@ -1,10 +1,10 @@
-"""A large memory snapshot: seconds and memory of `plimsoll explain`, beside `pickle.load` of the same file.
+"""Time and memory of `plimsoll explain` on a large memory snapshot, compared with `pickle.load` of the same file.
 
-    python benchmarks/explain_snapshot.py               # a snapshot of 1 GiB, made in a temporary folder
+    python benchmarks/explain_snapshot.py               # a snapshot of 1 GiB, written to a temporary folder
     python benchmarks/explain_snapshot.py --mib 64 --frames 5
 
-Its events are those of a training that allocates and frees, each allocation with a stack of its own of so many frames,
-as torch writes them. Prints a table and, as its last line, one JSON object. Linux only.
+The events are allocations and frees of a training in torch's format; each allocation has a separate stack of
+``--frames`` frames. Prints a table, and one JSON object as the last line. Linux only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SITE = "/usr/lib/python3/site-packages/torch/nn/modules/"
 
 
 def write_snapshot(path: Path, num_bytes: int, num_frames: int) -> int:
-    """Write a snapshot of about so many bytes; return how many events it has."""
+    """Write a snapshot of about ``num_bytes``, and return its number of events."""
     torch_frames = [{"filename": f"{_SITE}m{i}.py", "line": i, "name": "forward"} for i in range(300)]
     user_frames = [{"filename": "train.py", "line": i, "name": "main"} for i in range(300)]
     events: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ def write_snapshot(path: Path, num_bytes: int, num_frames: int) -> int:
 
 
 def timed(command: list[str]) -> dict[str, Any]:
-    """Seconds, those of a processor, and the peak of resident memory of one command, as the kernel counts it."""
+    """Return the seconds, processor seconds and peak resident memory of a command, as counted by the kernel."""
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -71,7 +71,7 @@ def main() -> None:
         small, large = Path(temporary) / "small.pickle", Path(temporary) / "large.pickle"
         make = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import explain_snapshot as e; "
         for path, num_bytes in ((small, 1 << 20), (large, args.mib << 20)):
-            # In a process of its own: what a parent holds while it forks would be counted as the child's.
+            # In a separate process: memory that a parent holds at the fork would be counted as the child's.
             code = f"{make}print(e.write_snapshot(e.Path({str(path)!r}), {num_bytes}, {args.frames}))"
             num_events = int(timed([sys.executable, "-c", code])["out"])
         num_mib = large.stat().st_size / 2**20

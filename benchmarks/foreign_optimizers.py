@@ -2,14 +2,14 @@
 
     python benchmarks/foreign_optimizers.py [--failures 200] [--only NAME ...]
 
-Each optimizer trains a small model by `plimsoll.TrainStep`. One run fails nowhere, and is compared with the plain loop.
-Every other run fails at one allocation of an update, by the allocator's own error, and must end with the same bits:
-weights, everything the optimizer keeps, and averages of the weights that a hook keeps. Further runs fail from one
-allocation on at every one, until the step raises: then everything must be as before that step.
+Each optimizer trains a small model in `plimsoll.TrainStep`. One run without failures is compared with the plain loop.
+Every other run fails at one allocation of an update, with the allocator's own error, and must end with the same bits.
+Compared are weights, the optimizer's complete state, and weight averages that a hook keeps. In further runs, every
+allocation from one on fails until the step raises. Then all state must be as before that step.
 
-Packages that are not installed are left out and named. "Caught" are failures that the optimizer caught itself and went
-on from in another way, as SOAP does with a decomposition: nobody else sees them, and the plain loop goes on alike. Does
-NOT cover failures outside of the update, and what an optimizer keeps where neither ``vars`` nor containers lead to it.
+Packages that are not installed are skipped and listed. "Caught" counts failures that the optimizer itself catches and
+works around, as SOAP does with a decomposition: nobody else sees them, and the plain loop behaves alike. Does NOT cover
+failures outside the update, and optimizer state that is unreachable through ``vars`` and containers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from plimsoll.step.failpoints import exhaust_memory
 from plimsoll.step.update.commit import StepCommit
 
 STEPS = (4, 8, 16, 32)
-"""So many, until there are as many allocations to fail as are wanted."""
+"""Numbers of steps to try, until there are enough allocations to fail."""
 
 Maker = Callable[[nn.Module], tuple[torch.optim.Optimizer, Any]]
-"""Makes an optimizer of a model, and what else is to be the same in the end."""
+"""Makes an optimizer of a model, and an object that must be equal at the end as well."""
 
 
 def build_model() -> nn.Module:
@@ -65,7 +65,7 @@ def batch_of(seed: int) -> dict[str, Tensor]:
 
 
 def by_class(path: str, matrices_only: bool = False, **arguments: Any) -> Maker:
-    """An optimizer by the path of its class; of a package that is not there `ImportError` is raised when it is made."""
+    """Return a maker of an optimizer class; it raises `ImportError` if the package is not installed."""
 
     def make(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         if matrices_only:
@@ -79,7 +79,7 @@ def by_class(path: str, matrices_only: bool = False, **arguments: Any) -> Maker:
 
 
 def of_low_rank(path: str, **arguments: Any) -> Maker:
-    """One that projects the gradients of matrices."""
+    """Return a maker of an optimizer that projects the gradients of matrices."""
 
     def make(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         module, _, name = path.rpartition(".")
@@ -92,7 +92,7 @@ def of_low_rank(path: str, **arguments: Any) -> Maker:
 
 
 def by_use_of_muon(path: str) -> Maker:
-    """One that is told which groups are matrices."""
+    """Return a maker of an optimizer that is told which groups are matrices."""
 
     def make(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         module, _, name = path.rpartition(".")
@@ -107,7 +107,7 @@ def by_use_of_muon(path: str) -> Maker:
 
 
 def averaged(make_average: Callable[[nn.Module], tuple[Any, Callable[[nn.Module], None]]]) -> Maker:
-    """AdamW whose hook keeps an average of the weights."""
+    """Return a maker of AdamW with a hook that keeps an average of the weights."""
 
     def make(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -164,7 +164,7 @@ KINDS: dict[str, Maker] = {
 
 
 class Failing(TorchDispatchMode):
-    """Counts what is allocated, and runs out of memory at some of it."""
+    """Counts allocations, and makes some of them run out of memory."""
 
     def __init__(self, fails: Callable[[int], bool]) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Failing(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled updates run: what they allocate is neither counted nor fails."""
+        """Ignore compiled updates: their allocations are neither counted nor made to fail."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -195,7 +195,7 @@ class Run:
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
         self.step = TrainStep(self.model, self.optimizer, loss_of, units="samples")
-        # In pieces, as on a GPU: what is done at once has its room reserved, and cannot run out of it.
+        # In chunks, as on a GPU: an update in one chunk has its memory reserved in advance and cannot run out of it.
         self.commit = StepCommit(self.optimizer, self.step.backend, self.step.position, chunk_bytes=1)
         self.step._commit = self.commit
         self.num_events = 0
@@ -216,7 +216,7 @@ class Run:
 
 
 def bits(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """Everything that is kept in a value, in an order, as what can be compared."""
+    """Yield everything inside a value in a fixed order, as comparable objects."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):
@@ -282,7 +282,7 @@ def of_failures_from(make: Maker, num_steps: int, number: int) -> str:
 
 
 def spread(most: int, wanted: int) -> list[int]:
-    """As many of the numbers up to ``most`` as are wanted, evenly."""
+    """Return ``wanted`` of the numbers up to ``most``, evenly spaced."""
     return sorted(
         {1 + index * most // wanted for index in range(min(wanted, most))} if most > wanted else range(1, most + 1)
     )
@@ -306,7 +306,7 @@ def of_kind(make: Maker, num_failures: int) -> tuple[str, Counter[str], Counter[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--failures", type=int, default=200, help="runs with one failure, for each optimizer")
-    parser.add_argument("--only", nargs="*", help="parts of the names of optimizers")
+    parser.add_argument("--only", nargs="*", help="only optimizers whose names contain one of these")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     rows, missing = [], []
@@ -315,7 +315,7 @@ def main() -> None:
             continue
         try:
             Run(make).go(1)
-            gc.freeze()  # what is imported by now need not be looked through after each failure
+            gc.freeze()  # skip the imported objects when searching after each failure
             as_plain, once, on = of_kind(make, arguments.failures)
         except ImportError as error:
             missing.append(f"{name} ({error})")

@@ -1,10 +1,10 @@
-"""`plimsoll explain` with inputs that nobody means: it raises nothing but Plimsoll's own errors.
+"""`plimsoll explain` on corrupted inputs: it must raise only Plimsoll's own errors.
 
     python benchmarks/fuzz_explain.py                           # 55,000 snapshots and 55,000 logs, some minutes
     python benchmarks/fuzz_explain.py --number 1000 --seed 7
 
-Snapshots and logs are changed as ``tests/fuzz_inputs.py`` says. An input that raises anything else is left in
-``--failed``. Prints a table and, as its last line, one JSON object.
+``tests/fuzz_inputs.py`` corrupts snapshots and logs. Inputs that raise any other error are stored in ``--failed``.
+Prints a table, and one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fuzz_inputs import explained_snapshot, explained_text, fuzz, snapshot_input
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=55_000, help="of each kind")
+    parser.add_argument("--number", type=int, default=55_000, help="inputs of each kind")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--failed", type=Path, default=Path("fuzz-input"))
     args = parser.parse_args()

@@ -1,30 +1,33 @@
-"""The smallest memory in which each tool trains five exact steps, and how fast it is in a half and a quarter.
+"""The smallest memory in which each tool trains five exact steps, and the step time within shares of the plain loop's.
 
-    make rivals                                                  # the other tools, in environments of their own
-    python benchmarks/headline.py --folder headline-out          # hours; goes on where it was interrupted
+    make rivals                                                  # the other tools, in separate environments
+    python benchmarks/headline.py --folder headline-out          # hours; resumes after an interruption
     python benchmarks/headline.py --folder headline-out --model lstm --model t5 --part limits
     python benchmarks/headline.py --folder headline-out --part table --out benchmarks/results
 
-GPT-2 124M, BERT-base, T5-small and an LSTM, new, in fp32 with AdamW and without dropout or clipping. Every tool trains
-the same samples in the same order from the same weights, with the same effective batch (`_headline_tasks.py`,
-`rivals/train.py`), in a process of its own that may use so much private memory, interpreter and libraries included, and
-no more: RLIMIT_DATA, set by each before the model is built. Exact means: after the steps a sample of the weights has
-moved as the plain loop without a limit moves them, but for `TOLERANCE` of the way.
+New GPT-2 124M, BERT-base, T5-small and LSTM models are trained in fp32 with AdamW, without dropout or clipping. Every
+tool trains the same samples in the same order from the same weights, with the same effective batch
+(`_headline_tasks.py`, `rivals/train.py`). Each training is a separate process with a limit on private memory, including
+the interpreter and libraries: RLIMIT_DATA, set before the model is built. Exact means: after the steps, a sample of the
+weights has moved like in the plain loop without a limit. The difference is at most `TOLERANCE` times the distance
+moved.
 
-The limit is raised or lowered by `FACTOR` until five steps end well and the next lower limit fails with two. Each tool
-is set up as its documentation says for little memory: gradient checkpointing, the smallest micro-batch, accumulation.
-Plimsoll is told what a user types: `plimsoll plan job.yaml --budget LIMIT -o plan.json`, and `train --plan plan.json`.
+The limit is raised or lowered by `FACTOR` until five steps succeed and two steps fail at the next lower limit. Each
+tool is set up for little memory as its documentation recommends: gradient checkpointing, the smallest micro-batch,
+accumulation. Plimsoll gets only the commands that a user types: `plimsoll plan job.yaml --budget LIMIT -o plan.json`,
+and `train --plan plan.json`.
 
-The time of a step is that of the fastest of a tool's settings (the whole batch, a half, one sample, with and without
-checkpointing) in all, half and a quarter of the plain loop's smallest limit, from the end of a step to the end of the
-next. All run with one thread, and by turns, in rounds. Prints tables, and as the last line one JSON object. Linux only.
+The step time is measured within all, half and a quarter of the plain loop's smallest limit. It runs from the end of one
+step to the end of the next. The fastest setting of a tool counts (the whole batch, a half, one sample, with and without
+checkpointing). All tools run with one thread and take turns, in rounds. Prints tables, and one JSON object as the last
+line. Linux only.
 
-What the limit does not count is what Plimsoll uses where it must: files on the disk (weights, gradients and states that
-are off the device, in pages that the kernel keeps while it has room; the tables say how much) and the processes beside
-the one that trains, which plan before it and watch it. The others have neither.
+The limit does not count two resources that only Plimsoll uses. The first is files on the disk: offloaded weights,
+gradients and states, which the kernel may hold in its page cache (the tables show the size). The second is processes
+besides the training, which plan before it and monitor it.
 
-Does NOT cover: GPUs; tools that cannot be installed beside this torch (Composer 0.32 needs torch below 2.7.1, and its
-automatic micro-batch works on CUDA only); reading of texts, which is the same here for all.
+Does NOT cover GPUs; tools that cannot be installed with this torch (Composer 0.32 needs torch below 2.7.1, and its
+automatic micro-batch works on CUDA only); reading of texts, which is equal for all tools.
 """
 
 from __future__ import annotations
@@ -60,14 +63,14 @@ MIB = 1 << 20
 TOLERANCE = 1e-3
 EVERY_WEIGHT = 997  # as in rivals/train.py
 TIMED_STEPS = 3
-MOST_OF_NEED = 3  # a tool that fails in so many times what the plain loop needs lacks something else
+MOST_OF_NEED = 3  # a tool that fails with this multiple of the plain loop's memory has another problem
 HERE = Path(__file__).parent
 PLAN_BELOW = "32MiB"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a tool is told to train; ``micro_batch`` is the largest one to try for a tool that tries."""
+    """A tool's settings; ``micro_batch`` is the maximum for a tool that searches."""
 
     micro_batch: int
     checkpointing: bool = False
@@ -75,7 +78,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool, the environment it is in, and its settings, the last being the one that needs least."""
+    """A tool, its environment, and its settings; the last one needs the least memory."""
 
     name: str
     title: str
@@ -107,7 +110,7 @@ Found = dict[str, Any]
 
 
 class Experiment:
-    """All that has been measured of a model; each measurement is kept in a file as soon as it is there."""
+    """All measurements of a model, each written to a file at once."""
 
     def __init__(self, task: Task, folder: Path, data: str | None) -> None:
         self.task, self.folder = task, folder / task.name
@@ -122,7 +125,7 @@ class Experiment:
         write_atomically(self.file, json.dumps(self.found, indent=1).encode())
 
     def measured(self, tool: str, setting: Setting | None, limit_mib: int | None, steps: int, number: int = 0) -> Found:
-        """Do a training, unless it has been done; it ``trains`` if it ends well, exactly and within the limit."""
+        """Run a training, or return its stored result; ``trains`` means it ended well, exactly and within the limit."""
         key = json.dumps([tool, asdict(setting) if setting else None, limit_mib, steps, number])
         if key not in self.found["runs"]:
             do = self._ours if setting is None else partial(self._theirs, tool, setting)
@@ -166,12 +169,12 @@ class Experiment:
         plimsoll = [sys.executable, "-m", "plimsoll"]
         os.environ["PLIMSOLL_CACHE"] = str(
             self.folder / "known" / budget
-        )  # a calibration by earlier runs changes plans
+        )  # a calibration from earlier runs changes plans
         job = str(self.folder / "job.yaml")
         if not plan.exists():
             planned = run([*plimsoll, "plan", job, "--budget", budget, "-o", str(plan)])
             if planned.code:
-                plan.unlink(missing_ok=True)  # the record of an impossible plan
+                plan.unlink(missing_ok=True)  # the record of a plan that does not fit
                 said = next((line for line in planned.output.splitlines() if "Impossible" in line), "")
                 outcome: Found = {"done": False, "peak_mib": 0.0, "said": said.strip("│ ") or last_line(planned.errors)}
                 self._say(OURS, None, limit_mib, outcome)
@@ -197,7 +200,7 @@ class Experiment:
         return outcome
 
     def _compare(self, outcome: Found, steps: int) -> None:
-        """How far the weights have gone from the plain loop's, as a share of the way of those."""
+        """Compute the distance between the weights and the plain loop's, relative to the distance those moved."""
         plain, moved = torch.load(self.folder / f"moved-{steps}.pt"), outcome.pop("moved")
         names = sorted(moved)
         way = torch.cat([plain[name] for name in names])
@@ -237,7 +240,7 @@ class Experiment:
         return int(free["peak_mib"])
 
     def _planned_mib(self) -> int:
-        """What the planner says is the least."""
+        """Return the smallest budget according to the planner."""
         job = str(self.folder / "job.yaml")
         arm = run([sys.executable, "-m", "plimsoll", "plan", job, "--budget", PLAN_BELOW])
         said = re.search(r"--budget\s+(\d+)MiB", re.sub(r"[\s│]+", " ", arm.output))
@@ -245,7 +248,7 @@ class Experiment:
         return int(said[1])
 
     def smallest(self, tool: str, setting: Setting | None, guess_mib: int) -> Found:
-        """Search for a limit in which it trains, and 5 % below which it does not; prove it with five steps."""
+        """Search for a limit in which a tool trains, while 5 % less fails; confirm it with five steps."""
         limit_mib, fails_mib = guess_mib, 0
         while not self.measured(tool, setting, limit_mib, 2)["trains"]:
             fails_mib, limit_mib = limit_mib, self._above_mib(tool, setting, limit_mib, 2)
@@ -260,7 +263,7 @@ class Experiment:
         return {**outcome, "limit_mib": limit_mib, "setting": asdict(setting) if setting else None}
 
     def _above_mib(self, tool: str, setting: Setting | None, fails_mib: int, steps: int) -> int:
-        """The next limit to try: what the whole batch at once needs where a tool needs more than was guessed."""
+        """Return the next limit to try, or the plain loop's limit if a tool needs more than was guessed."""
         plain_mib = self.found["limits"].get("plain", {}).get("limit_mib", fails_mib)
         if fails_mib > MOST_OF_NEED * plain_mib:
             said = self.measured(tool, setting, fails_mib, steps).get("said", "it trains something else")
@@ -271,7 +274,7 @@ class Experiment:
     # -- the time of a step --------------------------------------------------------------------------------------------
 
     def times(self, rounds: int) -> None:
-        """Time a step of every tool that completes in a share of the plain loop's need, by turns."""
+        """Time a step of every tool that fits into a share of the plain loop's memory, in turns."""
         limits = self.found["limits"]
         need_mib = limits["plain"]["limit_mib"]
         for number in range(rounds):
@@ -283,7 +286,7 @@ class Experiment:
                         self.keep()
 
     def timed(self, name: str, share: float, limit_mib: int, number: int) -> Found:
-        """Train in the limit with each of a tool's settings, in later rounds with the one that was the fastest."""
+        """Train within the limit with each setting of a tool; in later rounds, only with the fastest one."""
         if name == OURS:
             return self.measured(OURS, None, limit_mib, TIMED_STEPS, number)
         tool = next(tool for tool in TOOLS if tool.name == name)
@@ -300,18 +303,20 @@ class Experiment:
 
 
 def seconds_a_step(outcome: Found) -> float:
-    """The median without the first step, which has no optimizer states yet."""
+    """Return the median step time without the first step, which has no optimizer states yet."""
     return statistics.median(outcome["seconds"][1:])
 
 
 def main() -> None:
-    """Run what is asked for, model by model."""
+    """Run the requested parts, model by model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="for the tasks and what has been measured")
-    parser.add_argument("--data", help="folders of texts, one for each class of BERT's; default: the standard library")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for the tasks and measurements")
+    parser.add_argument(
+        "--data", help="folder with one subfolder of texts per class of the BERT task (default: the standard library)"
+    )
     parser.add_argument("--model", action="append", choices=[task.name for task in tasks()], help="default: all")
     parser.add_argument("--part", choices=("all", "limits", "times", "table"), default="all")
-    parser.add_argument("--rounds", type=int, default=2, help="how often each step's time is measured")
+    parser.add_argument("--rounds", type=int, default=2, help="number of measurements of each step time")
     parser.add_argument("--threads", type=int, default=1)
     add_out(parser)
     arguments = parser.parse_args()
@@ -321,7 +326,7 @@ def main() -> None:
     )
     sys.path.insert(0, str(HERE / "rivals"))  # the job of T5 names a function there
     if python_of("huggingface") is None:
-        parser.error("the plain loop runs in an environment of its own: `make rivals` makes it")
+        parser.error("the plain loop needs the other tools' environment: run `make rivals`")
     chosen = [task for task in tasks() if arguments.model is None or task.name in arguments.model]
     experiments = [Experiment(task, arguments.folder, arguments.data) for task in chosen]
     for experiment in experiments:

@@ -1,11 +1,16 @@
-"""How the source is laid out: modules and lines of each package, and what the design forbids or keeps few.
+"""The layout of the source: modules and lines per package, and counts of constructs that the design forbids or limits.
 
     python benchmarks/house.py                  # of the working tree
     python benchmarks/house.py --at v0.1.0      # of a commit
 
-Counted are technique names that stand as text outside ``techniques/`` (as `tests/house_rules.py` does), imports inside
-functions, imports of modules with an underscore from another package, modules side by side in the largest package, and
-how many modules a budget passes from the command to its enforcement. Nothing is run.
+Counted are
+
+- technique names in text outside ``techniques/`` (as in `tests/house_rules.py`);
+- imports inside functions, and imports of underscore modules from another package;
+- modules in the largest package;
+- modules that a budget passes from the command to its enforcement.
+
+No code is executed.
 """
 
 from __future__ import annotations
@@ -59,7 +64,7 @@ def main() -> None:
 
 
 def code_lines(text: str) -> int:
-    """Count the lines that are neither blank nor part of a docstring or a comment of a whole line."""
+    """Count the lines that are neither blank nor part of a docstring or a whole-line comment."""
     has_docstring = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     in_docstring: set[int] = set()
     for node in ast.walk(ast.parse(text)):
@@ -72,7 +77,7 @@ def code_lines(text: str) -> int:
 
 
 def sources(commit: str | None) -> dict[PurePosixPath, str]:
-    """Return the Python files of src and tests by their paths."""
+    """Return the Python files of src and tests by path."""
     if commit is None:
         names = subprocess.run(["git", "ls-files", "src", "tests"], capture_output=True, text=True, check=True).stdout
         paths = [PurePosixPath(name) for name in names.splitlines() if name.endswith(".py")]
@@ -84,7 +89,7 @@ def sources(commit: str | None) -> dict[PurePosixPath, str]:
 
 
 def with_technique_names(src: dict[PurePosixPath, str]) -> set[PurePosixPath]:
-    """Return the modules outside ``techniques/`` that say a technique's name, but for words with other meanings."""
+    """Return the modules outside ``techniques/`` that mention a technique, except for words with other meanings."""
     folder = PACKAGE / "techniques"
     names = {path.stem for path in src if path.parent == folder} - {"__init__"}
     words = {"cache", "heap", "attention", "evaluation", "autocast", "allocator"}
@@ -98,7 +103,7 @@ def with_technique_names(src: dict[PurePosixPath, str]) -> set[PurePosixPath]:
 
 
 def technique_imports(src: dict[PurePosixPath, str]) -> int:
-    """Count the imports of the modules of particular techniques from outside ``techniques/``."""
+    """Count the imports of individual techniques' modules from outside ``techniques/``."""
     folder = PACKAGE / "techniques"
     modules = {f"plimsoll.techniques.{path.stem}" for path in src if path.parent == folder and path.stem != "__init__"}
     count = 0
@@ -118,7 +123,7 @@ def lazy_imports(text: str) -> int:
 
 
 def private_imports(src: dict[PurePosixPath, str]) -> int:
-    """Count the imports of modules whose name begins with an underscore from outside of their package."""
+    """Count the imports of underscore modules from outside their package."""
     dotted = {".".join(path.with_suffix("").parts[1:]): path.parent for path in src}
     count = 0
     for path, text in src.items():

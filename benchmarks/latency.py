@@ -2,11 +2,11 @@
 
     python benchmarks/latency.py [--rounds 3] [--only TEXT] [--out FOLDER]
 
-One R is what `import torch, transformers; from transformers import GPT2LMHeadModel` takes in a process of its own, the
-mean of one before and one after the rows of a round. A row is measured with an empty cache folder, which rows "again"
-then find filled. Each row has a budget in R; the exit code is 1 if the median of the rounds is over one. The jobs are
-that of docs/benchmarks.md, and GPT-2 124M with 64 x 512 tokens in bfloat16, on the sources of Python's library.
-Prints a table, and as its last line one JSON object.
+One R is the time of `import torch, transformers; from transformers import GPT2LMHeadModel` in a new process: the mean
+of one before and one after the rows of a round. A row is measured with an empty cache folder; the rows "again" use the
+cache that it has filled. Each row has a budget in R, and the exit code is 1 if the median of the rounds exceeds one.
+The jobs are the one of docs/benchmarks.md, and GPT-2 124M with 64 x 512 tokens in bfloat16, on the sources of Python's
+library. Prints a table, and one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ GPT2_JOB = BENCHMARK_JOB | {
     "sequence_length": 512,
     "precision": "bf16",
 }
-# Its steps are short, so that what is before the first of them is what is measured.
+# Its steps are short, so that mainly the time before the first step is measured.
 SHORT_STEPS_JOB = BENCHMARK_JOB | {"batch_size": 2, "steps": 3}
 FAULTS = ("model.architecture=gtp2", "optimizer.l=3", "data.train=nowhere/*.txt")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A command, what must happen within the budget, and how it has to end."""
+    """A command, the event that must happen within the budget, and the expected exit codes."""
 
     name: str
     budget: float  # in R
     arguments: tuple[str, ...]
     exit_codes: tuple[int, ...] = (0,)
-    again: float | None = None  # the budget of the same command with the cache folder that it has filled
+    again: float | None = None  # the budget when the command is repeated with a filled cache folder
     until_first_step: bool = False
 
 
@@ -89,13 +89,13 @@ ROWS = (
 
 
 class Place:
-    """A folder with the jobs, their text, a plan, and the cache folder that the commands use."""
+    """A folder with the jobs, their text, a plan, and the cache folder of the commands."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._cache = folder / "cache"
         self._environment = os.environ | {"PLIMSOLL_CACHE": str(self._cache)}
-        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has been compiled, once
+        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is already compiled
         (folder / "corpus").mkdir()
         self._write_text(folder / "corpus" / "library.txt")
         for name, job in (("benchmark", BENCHMARK_JOB), ("gpt2", GPT2_JOB), ("short", SHORT_STEPS_JOB)):
@@ -108,7 +108,7 @@ class Place:
         path.write_text(text[:TEXT_BYTES], encoding="utf-8")
 
     def prepare(self) -> None:
-        """Tokenize, and plan what `train --plan` runs: neither is measured."""
+        """Tokenize, and make the plan for `train --plan`; neither is measured."""
         for arguments in (
             ("data", "tokenize", "short.yaml", "--cache", "tokens"),
             ("plan", "short.yaml", "--budget", "1GiB", "-o", "short.json"),
@@ -123,11 +123,11 @@ class Place:
         return self._timed(partial(self._finish, [sys.executable, "-c", IMPORTS], (0,)))
 
     def run(self, arguments: tuple[str, ...], exit_codes: tuple[int, ...]) -> tuple[float, float]:
-        """Run a command to its end; returns seconds by the clock and of the processor."""
+        """Run a command to its end; return seconds of the clock and of the processor."""
         return self._timed(partial(self._finish, self._command(arguments), exit_codes))
 
     def run_to_first_step(self, arguments: tuple[str, ...]) -> tuple[float, float]:
-        """Run a training until it has written its first step; the rest is not measured."""
+        """Run a training until its first step is written; the rest is not measured."""
         metrics = self._folder / "run" / "metrics.jsonl"
         metrics.unlink(missing_ok=True)
         started = time.perf_counter()
@@ -167,7 +167,7 @@ class Place:
 
 
 def one_round(place: Place, rows: list[Row]) -> dict[str, tuple[float, float]]:
-    """Measure R twice and each row once: seconds by the clock and of the processor."""
+    """Measure R twice and each row once, in seconds of the clock and of the processor."""
     found = {"R": place.import_seconds()}
     for row in rows:
         place.forget()
@@ -185,7 +185,7 @@ def one_round(place: Place, rows: list[Row]) -> dict[str, tuple[float, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="the rows whose name has this text")
+    parser.add_argument("--only", default="", help="only rows whose name contains this")
     add_out(parser)
     arguments = parser.parse_args()
     rows = [row for row in ROWS if arguments.only in row.name]

@@ -1,10 +1,10 @@
-"""How often `plimsoll lint` reports something in code that is good: installed packages, findings per 1,000 lines.
+"""Findings of `plimsoll lint` in good code: installed packages, per 1,000 lines.
 
-    python benchmarks/lint_noise.py                       # transformers and accelerate, 30 random findings to be judged
+    python benchmarks/lint_noise.py                       # transformers and accelerate, 30 random findings to judge
     python benchmarks/lint_noise.py --packages torch peft --sample 10
 
-Prints a table per package, and some findings drawn with a fixed seed, with their lines. Whether they are right is for a
-person to say; the results file has what was said.
+Prints a table per package, and a sample of findings with their lines, drawn with a fixed seed. A person must judge
+whether they are right; the results file contains that judgement.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from plimsoll.records.lint import LintReport
 
 
 def main() -> None:
-    """Check the packages and print what was found."""
+    """Check the packages, and print the findings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", nargs="+", default=["transformers", "accelerate"], help="installed packages")
-    parser.add_argument("--sample", type=int, default=30, help="how many findings to print")
+    parser.add_argument("--sample", type=int, default=30, help="number of findings to print")
     add_out(parser)
     options = parser.parse_args()
     printed = keep_printed()

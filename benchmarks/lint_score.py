@@ -1,10 +1,11 @@
-"""Precision and recall of `plimsoll lint` by rule and line, on scripts whose mistakes were labelled before it saw them.
+"""Precision and recall of `plimsoll lint` by rule and line, on scripts whose mistakes were labelled in advance.
 
     python benchmarks/lint_score.py                       # benchmarks/lint_corpus: 40 scripts, 97 mistakes
     python benchmarks/lint_score.py DIR                   # a folder with labels.jsonl: file, mistakes: line, rule, ...
 
-A label may have ``accept_lines``, which are right as well, and be ``uncertain``: neither required nor wrong. The rules
-were mended after the corpus had been read once; it shows what is known to be missed, not how code does that nobody saw.
+A label may have ``accept_lines``, which are right as well, and may be ``uncertain``: neither required nor wrong. The
+rules were corrected after the corpus had been read once. The score shows known omissions, not the quality on unseen
+code.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Place = tuple[int, str]
 
 
 def judged(mistakes: list[dict[str, Any]], found: set[Place]) -> tuple[set[Place], list[Place], set[Place]]:
-    """Return what is right of what was found in a file, what is missed and what is wrong."""
+    """Return the right, the missed and the wrong findings in a file."""
     right, missed, wrong = set[Place](), list[Place](), set(found)
     for mistake in mistakes:
         lines = (mistake["line"], *mistake.get("accept_lines", ()))
@@ -36,7 +37,7 @@ def judged(mistakes: list[dict[str, Any]], found: set[Place]) -> tuple[set[Place
 
 
 def main() -> None:
-    """Check the scripts and print a table, what is missed and what is wrong."""
+    """Check the scripts, and print a table with the missed and the wrong findings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "lint_corpus")
     folder = parser.parse_args().folder

@@ -2,11 +2,11 @@
 
     python benchmarks/loss_memory.py
 
-Forward and backward of one loss, each way in a process of its own. Memory is the process's peak of resident bytes
-beyond what it had before the first forward (hidden, weight and labels are there by then; gradients are part of it).
-Seconds are of the processor, of one thread unless told otherwise, the best round. Accuracy is against logits in fp32
-and the rest in fp64: the relative error of the loss, and the largest error in 512 rows of the weight's gradient
-relative to their largest element. The last line is JSON. Linux only.
+Each method computes forward and backward of one loss in a separate process. Memory is the peak of resident bytes above
+the value before the first forward: hidden states, weight and labels exist by then, and gradients count. Seconds are of
+the processor, in the best round, with one thread by default. The reference for accuracy has logits in fp32 and the rest
+in fp64. Errors are the relative error of the loss, and the largest error in 512 rows of the weight's gradient relative
+to their largest element. The last line is JSON. Linux only.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SHOWN = Console(stderr=False, width=140)
 SHAPES = ((4096, 256, 8000), (2048, 768, 50257))
 DTYPES = ("float32", "bfloat16")
 CHUNKS = (1024, 256, 64)
-LOGIT_SPREAD = 3.0  # standard deviation of the logits: that of a model that has learnt something
+LOGIT_SPREAD = 3.0  # standard deviation of the logits, as in a trained model
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One way to compute one loss."""
+    """One method for one loss."""
 
     way: str
     tokens: int
@@ -58,7 +58,7 @@ def plain(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
 
 
 def plain_in_fp32(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
-    """What Hugging Face's losses do."""
+    """Compute the loss in fp32, as Hugging Face's losses do."""
     return functional.cross_entropy(functional.linear(hidden_ND, weight_VD).float(), target_N)
 
 
@@ -99,9 +99,9 @@ def measure(way: str, shape: tuple[int, int, int], dtype: str, rounds: int) -> F
     inputs = hidden.to(kind).requires_grad_(), weight.to(kind).requires_grad_()
     del hidden, weight
     work = ways()[way]
-    # The first matrix product makes threads and buffers of the library's.
+    # The first matrix product creates the library's threads and buffers.
     (torch.randn(64, 64, dtype=kind) @ torch.randn(64, 64, dtype=kind)).sum()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, at what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current resident memory
     before = peak_bytes_of_process()
     seconds = []
     for _ in range(rounds):
@@ -117,7 +117,7 @@ def measure(way: str, shape: tuple[int, int, int], dtype: str, rounds: int) -> F
 
 
 def errors(hidden: Tensor, weight: Tensor, target: Tensor, loss: Tensor) -> tuple[float, float]:
-    """Of the loss and of the first rows of the weight's gradient; logits in fp32, a few tokens at a time, then fp64."""
+    """Compare the loss and part of the weight's gradient with a reference: logits in fp32, the rest in fp64."""
     kept_rows = 512
     total, gradient = 0.0, torch.zeros(kept_rows, hidden.shape[1], dtype=torch.float64)
     matrix = weight.detach().float()
@@ -161,8 +161,8 @@ def _differs(way: str, dtype: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1, help="rounds of each (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="threads torch computes with (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of each method (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

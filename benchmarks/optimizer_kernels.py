@@ -1,9 +1,9 @@
-"""Seconds, temporaries and states of one AdamW update of a GPT-2: plain, and in the step that can be undone.
+"""Time, temporary memory and states of one AdamW update of a GPT-2: plain, and in the step that can be undone.
 
     python benchmarks/optimizer_kernels.py --layers 6 --width 384 --device cpu
 
-In each kernel of torch's, and with moments of 8 and 4 bits. Prints a table, and as its last
-line one JSON object with the figures.
+Measured with each kernel of torch, and with moments of 8 and 4 bits. Prints a table, and one JSON object with the
+figures as the last line.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def main() -> None:
 
 
 def gpt2(num_layers: int, width: int) -> nn.Module:
-    """A GPT-2 with the vocabulary of the original."""
+    """Build a GPT-2 with the original vocabulary."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(n_layer=num_layers, n_embd=width, n_head=width // 64))
 
 
 def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
-    """AdamW in one of torch's kernels, or with moments of few bits."""
+    """Build AdamW with one of torch's kernels, or with low-bit moments."""
     if kind in LOW_BITS:
         settings = {"lr": 1e-4, "weight_decay": 1e-2, "decoupled_weight_decay": True}
         return LowBitAdam(model.parameters(), bits=LOW_BITS[kind], **settings)
@@ -66,7 +66,7 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def measured(model: nn.Module, kind: str, device: str, repeat: int) -> dict[str, float]:
-    """Seconds (the median) and bytes beside what stays, of an update whose states exist."""
+    """Measure the median seconds and the temporary bytes of an update with existing states."""
     optimizer = optimizer_of(model, kind)
     commit = StepCommit(optimizer, backend_for(device), Position())
     gradients = [torch.randn_like(parameter) for parameter in model.parameters()]
@@ -88,7 +88,7 @@ def measured(model: nn.Module, kind: str, device: str, repeat: int) -> dict[str,
 
 
 def give(model: nn.Module, gradients: list[torch.Tensor]) -> None:
-    """Let every parameter have its gradient."""
+    """Assign its gradient to every parameter."""
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient
 
@@ -99,7 +99,7 @@ def temporaries_bytes(
     optimizer: torch.optim.Optimizer,
     update: torch.optim.Optimizer | StepCommit,
 ) -> int:
-    """What one update allocates at most, counted in its ops."""
+    """Return the peak of temporary allocations in one update, counted in its ops."""
     give(model, gradients)
     with Recorder(phase=lambda: "optimizer") as recorder:
         recorder.know_model(model)
@@ -113,7 +113,7 @@ def temporaries_bytes(
 
 
 def synchronize(device: str) -> None:
-    """Wait for what was begun."""
+    """Wait for queued work on the device."""
     if device != "cpu":
         torch.cuda.synchronize()
 

@@ -1,26 +1,25 @@
-"""What Plimsoll's step and monitor cost, against the plain PyTorch loop doing the same work.
+"""Overhead of Plimsoll's step and monitor, compared with the plain PyTorch loop doing the same work.
 
     python benchmarks/overhead.py [--rounds 300] [--seconds 180] [--threads 1] [--parts] [--sizes] [--data PATTERN]
 
-The arms run in one process and take turns, a step per round, in an order drawn anew. Each has its own copy of the model
-and of AdamW; batches and random numbers are the same, and at the end all weights must be bitwise equal, which proves
-that every arm did the same work. What is compared is the ratio to the plain loop's step of the same round: the median
-over the rounds with its 95 % interval (from order statistics), and the 10th and 90th percentile of single rounds.
+The arms run in one process and take turns in a random order, one step per round. Each has a copy of the model and an
+AdamW; batches and random numbers are equal. At the end all weights must be bitwise equal, which proves that every arm
+did the same work. The result is the ratio to the plain loop's step of the same round: the median over the rounds with
+its 95 % interval (from order statistics), and the 10th and 90th percentile of single rounds.
 
-The plain loop is the one a careful person writes: zero_grad, forward, loss, backward, clip_grad_norm_, step, and one
-``loss.item()``, since everyone notes the loss. A second copy of it runs as one more arm and shows what the method
-cannot resolve.
+The plain loop is careful user code: zero_grad, forward, loss, backward, clip_grad_norm_, step, and one ``loss.item()``
+for logging. A second copy of it is another arm and shows the resolution of the method.
 
-Quoted is the *processor time* of the whole process, all threads together. The wall time beside it is what a user waits
-for, but on a machine that others use too it counts their work as well.
+The result is the *processor time* of the whole process with all threads. The wall time is shown as well: it is the time
+that a user waits, but on a shared machine it includes the work of other programs.
 
-The C library is told to keep the memory it has (`settle_heap`), for all arms alike: by default it gives the top of its
-heap back and takes it again whenever a large block happens to lie there, which costs a step of any arm up to a tenth,
-by chance (0 to 7,000 page faults; the plain loop had more than Plimsoll's in some processes and fewer in others).
+The C library is told to keep freed memory (`settle_heap`) in all arms. By default it returns the top of the heap to the
+system and takes it again if a large block happens to lie there. This randomly costs a step of any arm up to a tenth (0
+to 7,000 page faults; the plain loop had more than Plimsoll's in some processes and fewer in others).
 
-Does NOT cover: the memory limit (it holds for a process, so it cannot be on in one arm and off in another), fetching,
-checkpoints, CUDA, and in the arms the drawing of the live panel, which arms that take turns would draw too often: the
-monitored arm prints lines, as in a log, and ``--parts`` has the panel.
+Does NOT cover the memory limit (it holds for a process, so it cannot differ between arms), fetching, checkpoints, and
+CUDA. The arms do not draw the live panel, because arms that take turns would draw it too often: the monitored arm
+prints lines, as in a log, and ``--parts`` measures the panel.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ from plimsoll.training.run_directory import RunDirectory
 
 VOCABULARY, LENGTH, CLIP_NORM, LEARNING_RATE = 1000, 128, 1.0, 3e-4
 NUM_BATCHES, WARM_UP_ROUNDS = 8, 5
-SAMPLE_SECONDS, DRAWS_PER_SECOND = 0.05, 4  # of plimsoll.training.monitor
+SAMPLE_SECONDS, DRAWS_PER_SECOND = 0.05, 4  # as in plimsoll.training.monitor
 SHOWN = Console(width=118)
 
 Fields = dict[str, Tensor]
@@ -75,7 +74,7 @@ Step = Callable[[Fields], object]
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, with how many samples of 128 tokens per step, in how many micro-batches."""
+    """A model, the number of samples of 128 tokens per step, and the number of micro-batches."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -85,7 +84,7 @@ class Setup:
 
 @dataclass
 class Arm:
-    """One way to do the steps: its own model and optimizer, and what each of its steps took."""
+    """One implementation of the steps, with a model and an optimizer, and the times of its steps."""
 
     name: str
     key: str
@@ -96,7 +95,7 @@ class Arm:
     wall_seconds: list[float] = field(default_factory=list)
 
     def run(self, batch: Fields, seed: int) -> None:
-        """Do one step and note its time. The wait lets the sampler's ticks fall anywhere in the step."""
+        """Perform one step and record its time; the random wait moves the sampler's ticks within the step."""
         with self.watched():
             time.sleep(random.uniform(0, SAMPLE_SECONDS))
             torch.manual_seed(seed)
@@ -128,7 +127,7 @@ SETUPS = (
 
 
 def make_batches(pattern: str | None, batch_size: int) -> list[Fields]:
-    """Batches of the files' bytes as tokens, or of tokens drawn at random: speed does not depend on what they say."""
+    """Make batches of the files' bytes as tokens, or of random tokens: speed does not depend on their values."""
     num_tokens = NUM_BATCHES * batch_size * LENGTH
     if pattern is None:
         tokens = torch.randint(0, VOCABULARY, (num_tokens,), generator=torch.Generator().manual_seed(0))
@@ -144,7 +143,7 @@ def make_batches(pattern: str | None, batch_size: int) -> list[Fields]:
 
 
 def plain_step(setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, with_item: bool) -> Step:
-    """The loop to compare with; all samples have as many tokens, so every micro-batch has the same weight."""
+    """Return a step of the plain loop; samples have equal lengths, so all micro-batches have the same weight."""
     size = setup.batch_size // setup.num_micro_batches
 
     def step(batch: Fields) -> None:
@@ -182,13 +181,13 @@ def train_step(setup: Setup, model: nn.Module) -> TrainStep:
 
 
 class Monitored:
-    """A step of `plimsoll train`: the sampler runs beside it, then it is written to the metrics and shown as a line."""
+    """A step of `plimsoll train`, with the sampler running, the metrics written and a line printed."""
 
     def __init__(self, step: TrainStep, folder: Path, num_steps: int) -> None:
-        with contextlib.redirect_stderr((folder / "log.txt").open("w")):  # a View prints where stderr was when made
+        with contextlib.redirect_stderr((folder / "log.txt").open("w")):  # a View prints to the stderr at its creation
             view = View("overhead", num_steps, "tokens")
         self._training = Training(
-            job=None,  # what `note_step` does not look at
+            job=None,  # not used by `note_step`
             parts=None,
             step=step,
             directory=RunDirectory.create(folder / "run", force=False),
@@ -230,7 +229,7 @@ def make_arms(setup: Setup, folder: Path, num_steps: int) -> list[Arm]:
 
 
 def compare(setup: Setup, pattern: str | None, num_rounds: int, seconds: float) -> list[Arm]:
-    """Run all arms round by round; the first is the one to compare with."""
+    """Run all arms round by round; the first one is the reference."""
     batches = make_batches(pattern, setup.batch_size)
     with tempfile.TemporaryDirectory() as folder:
         arms = make_arms(setup, Path(folder), num_rounds)
@@ -260,7 +259,7 @@ def ratios_of(seconds: list[float], plain_seconds: list[float]) -> np.ndarray:
 
 
 def interval(sorted_ratios: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of the median: how many of n values are below it is binomial, n / 2 +- 0.98 sqrt(n)."""
+    """Return the 95 % interval of the median: the number of n values below it is binomial, n / 2 +- 0.98 sqrt(n)."""
     half, spread = len(sorted_ratios) / 2, 0.98 * len(sorted_ratios) ** 0.5
     last = len(sorted_ratios) - 1
     return sorted_ratios[max(0, round(half - spread))], sorted_ratios[min(last, round(half + spread))]
@@ -303,7 +302,7 @@ def table_of(setup: Setup, arms: list[Arm]) -> Table:
 
 
 def cost_of(work: Callable[[], object], repeats: int = 200) -> float:
-    """Median processor seconds of one call."""
+    """Return the median processor seconds of one call."""
     taken = []
     for _ in range(repeats):
         started = time.process_time()
@@ -314,7 +313,7 @@ def cost_of(work: Callable[[], object], repeats: int = 200) -> float:
 
 @dataclass(frozen=True)
 class CommitCost:
-    """Median processor seconds of a plain step, of the ``optimizer.step()`` in it, and of the commit in its place."""
+    """Median processor seconds of a plain step, its ``optimizer.step()``, and the commit that replaces it."""
 
     step_seconds: float
     update_seconds: float
@@ -326,7 +325,7 @@ class CommitCost:
 
 
 def commit_cost(step: TrainStep, batch: Fields, repeats: int) -> CommitCost:
-    """Take turns between the optimizer's step and the commit, each after a forward and backward pass."""
+    """Alternate between the optimizer's step and the commit, each after a forward and backward pass."""
     model, optimizer = step.workload.model, step.workload.optimizer
     steps, updates, commits = [], [], []
     for number in range(2 * repeats + 2):
@@ -337,16 +336,16 @@ def commit_cost(step: TrainStep, batch: Fields, repeats: int) -> CommitCost:
         before = time.process_time()
         (step._commit if number % 2 else optimizer).step()
         after = time.process_time()
-        if number >= 2:  # the first two make the states
+        if number >= 2:  # the first two create the states
             (commits if number % 2 else updates).append(after - before)
             steps.append(after - started)
     return CommitCost(statistics.median(steps[::2]), statistics.median(updates), statistics.median(commits))
 
 
 def part_costs(setup: Setup, pattern: str | None) -> tuple[float, dict[str, tuple[float, float]]]:
-    """The seconds of a plain step, and of each part how often a step has it and its seconds.
+    """Return the seconds of a plain step, and for each part its number per step and its seconds.
 
-    Except for the commit, calls in a row find their data in the cache: in a step they take somewhat longer.
+    Except for the commit, repeated calls find their data in the cache; in a step they take somewhat longer.
     """
     batch = make_batches(pattern, setup.batch_size)[0]
     size = setup.batch_size // setup.num_micro_batches
@@ -367,13 +366,13 @@ def part_costs(setup: Setup, pattern: str | None) -> tuple[float, dict[str, tupl
 
 
 def cut(step: TrainStep, batch: Fields, size: int) -> list[float]:
-    """What `TrainStep` does to know the weight of each micro-batch."""
+    """Compute the weight of each micro-batch as `TrainStep` does."""
     num_units = step._shape_of(batch).num_units
     return [count_units(micro_batch, "next-tokens") / num_units for micro_batch in split_batch(batch, size)]
 
 
 def panel_seconds(training: Training) -> float:
-    """Processor seconds to draw the live panel once, as `View` does."""
+    """Return the processor seconds for drawing the live panel once, as `View` does."""
     line = next(line for line in training.directory.lines() if isinstance(line, StepLine))
     memory = {"device": training.backend.use()}
     with open(os.devnull, "w") as nowhere:
@@ -398,7 +397,7 @@ def part_table(setup: Setup, step_seconds: float, parts: dict[str, tuple[float, 
 
 
 def measure_sizes() -> tuple[Table, dict[str, float]]:
-    """The commit's share of a step for models of 1 and 10 million parameters and batches of 256 to 4,096 tokens."""
+    """Measure the commit's share of a step for 1 and 10 million parameters and batches of 256 to 4,096 tokens."""
     table = Table(title="the commit beyond the optimizer's own step, as a share of the plain step")
     for name in (
         "parameters",
@@ -428,7 +427,7 @@ def measure_sizes() -> tuple[Table, dict[str, float]]:
 
 
 def settle_heap() -> None:
-    """Let glibc neither map blocks nor give memory back; see the module's docstring. Elsewhere nothing happens."""
+    """Make glibc neither map blocks nor return memory (see the module docstring); do nothing in other C libraries."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX, of malloc.h
@@ -436,7 +435,7 @@ def settle_heap() -> None:
 
 
 def circumstances() -> str:
-    """The machine, the versions and how busy the machine is."""
+    """Describe the machine, its load and the versions."""
     load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
     return (
         f"{device_name()}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads used, load {load}; "
@@ -450,12 +449,16 @@ def device_name() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=300, help="rounds per workload, at most (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=180, help="time per workload, at most (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="threads torch computes with (default: %(default)s)")
-    parser.add_argument("--parts", action="store_true", help="also measure each part of the overhead by itself")
+    parser.add_argument(
+        "--rounds", type=int, default=300, help="maximum number of rounds per workload (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=180, help="maximum seconds per workload (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
+    parser.add_argument("--parts", action="store_true", help="also measure each part of the overhead separately")
     parser.add_argument("--sizes", action="store_true", help="also measure the commit for other models and batches")
-    parser.add_argument("--data", help="text files, a pattern; by default tokens drawn at random")
+    parser.add_argument("--data", help="pattern of text files (default: random tokens)")
     add_out(parser)
     arguments = parser.parse_args()
     printed = keep_printed()

@@ -1,10 +1,10 @@
-"""The picture of a report that README.md has: a real run, its page in headless Chromium, the upper part as a PNG.
+"""The report picture in README.md: a real run, rendered in headless Chromium, with the upper part saved as a PNG.
 
     python benchmarks/picture.py [--run RUN] [--out docs/pictures/report.png]
 
-Without ``--run`` a small GPT-2 is trained on the standard library's sources inside a budget that it does not fit, with
-no plan made beforehand, so that the page shows how memory runs out and the training goes on. Where there is no Chromium
-it says so and leaves the picture that is there.
+Without ``--run``, a small GPT-2 is trained on the standard library's sources inside a budget that is too small for it,
+without a plan. The page then shows how memory runs out and the training continues. Without Chromium, a message is
+printed and the existing picture is kept.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ sys.path.insert(0, str(ROOT / "tests"))
 import browser  # noqa: E402
 
 WIDTH_PIXELS = 1000
-LAST_SHOWN = "Memory over time"  # what comes below the section of this heading is cut off
+LAST_SHOWN = "Memory over time"  # the picture ends below the section with this heading
 JOB = {"sequence_length": 128, "checkpoint": {"every": 20}}
 STEPS, BUDGET = 16, "600MiB"
 
 
 def main() -> None:
-    """Train if there is no run, render, and write the picture."""
+    """Train if no run is given, render it, and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="the folder of a run to show")
+    parser.add_argument("--run", type=Path, help="run directory to show")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures" / "report.png")
     arguments = parser.parse_args()
     program = browser.chromium()
@@ -58,7 +58,7 @@ END_OF_SHOWN = (
 
 
 def trained(folder: Path) -> Path:
-    """Train inside the budget; returns the run's folder."""
+    """Train inside the budget, and return the run directory."""
     demo_job, _ = prepared_job(None, STEPS, folder / "demo")
     job = folder / "job.yaml"
     job.write_text(yaml.safe_dump(yaml.safe_load(demo_job.read_text()) | JOB), encoding="utf-8")

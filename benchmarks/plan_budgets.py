@@ -1,14 +1,14 @@
-"""Whether planned trainings stay inside their budgets, and use them: 5 models x 6 budgets on the CPU.
+"""Planned trainings inside their budgets: 5 models x 6 budgets on the CPU, with the share of memory left unused.
 
     python benchmarks/plan_budgets.py [--data PATH] [--only gpt2] [--steps 4] [--out table.md]
 
-The first budget of a model is just enough for the plain training. The others go, in equal ratios, from what the fastest
-plan needs (on a CPU it may need little: small micro-batches stay in the caches, and more memory is of no use) to 1.1
-times the smallest one that a plan exists for. Each is planned, and the plan is run inside it on real text, in a process
-of its own (`_planned_worker.py`). The peak is private memory: the larger of what this process reads from outside every
-few milliseconds, and the kernel's own high-water mark of each step.
+The first budget of a model is just enough for the plain training. The others have equal ratios, from the need of the
+fastest plan down to 1.1 times the smallest feasible budget. On a CPU the fastest plan may need little memory, because
+small micro-batches stay in the caches. Each budget is planned, and the plan runs inside it on real text, in a separate
+process (`_planned_worker.py`). The peak is private memory: the larger of this process's readings every few milliseconds
+and the kernel's high-water mark of each step.
 
-Not covered: evaluation, checkpoints, data loading in several processes. One thread; seconds are the processor's.
+Not covered: evaluation, checkpoints, data loading in several processes. One thread; seconds are of the processor.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NUM_BUDGETS = 6
 
 @dataclass(frozen=True)
 class Row:
-    """One cell; bytes and seconds."""
+    """One combination of model and budget, in bytes and seconds."""
 
     model: str
     budget_bytes: int
@@ -133,7 +133,7 @@ def report(rows: list[Row]) -> str:
 
 
 def part_of(rows: list[Row]) -> str:
-    """What pages show."""
+    """Return the part that pages show."""
     figures, by_model = figures_of(rows), Counter(row.model for row in rows)
     return (
         f"- A planned run does not run out of memory: {figures['under_budget']} of {figures['cells']} trainings stayed "
@@ -146,8 +146,8 @@ def part_of(rows: list[Row]) -> str:
 def main() -> None:
     """Run the benchmark."""
     parser = parser_of(__doc__ or "")
-    parser.add_argument("--steps", type=int, default=4, help="of each training (default: %(default)s)")
-    parser.add_argument("--budgets", type=int, default=NUM_BUDGETS, help="of each model (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each training (default: %(default)s)")
+    parser.add_argument("--budgets", type=int, default=NUM_BUDGETS, help="budgets of each model (default: %(default)s)")
     arguments = parser.parse_args()
     one_thread()
     texts = make_texts(arguments.data, arguments.work, [model.rows for model in MODELS])

@@ -1,10 +1,10 @@
-"""What cutting by length saves: passes, token positions and processor time of one step, with texts of real lengths.
+"""Savings of splitting a batch by length: passes, token positions and processor time of one step, on realistic lengths.
 
     python benchmarks/plan_by_length.py [--batch 64] [--micro-batch 8] [--rounds 5] [--out table.md]
 
-A BERT classifier (4 layers, width 256) takes one step on a batch of texts as long as the lines of WikiText-2, in tokens
-and cut at 128 (`wikitext2_lengths.json`), padded to the longest. The time is the processor's, least of the rounds, in
-turns. The losses are compared too.
+A BERT classifier (4 layers, width 256) takes one step on a batch padded to its longest text. The lengths are taken from
+the lines of WikiText-2, in tokens, truncated at 128 (`wikitext2_lengths.json`). The time is processor time, the minimum
+of the rounds; the methods take turns. The losses are compared too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 1024, 
 
 def batch_of(num_samples: int) -> dict[str, torch.Tensor]:
     found = json.loads((Path(__file__).parent / "wikitext2_lengths.json").read_text())
-    lengths = torch.tensor(found["tokens"][1:])  # empty lines are no texts
+    lengths = torch.tensor(found["tokens"][1:])  # without empty lines
     weights = torch.tensor(found["lines"][1:], dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     picked = lengths[torch.multinomial(weights, num_samples, replacement=True, generator=generator)]

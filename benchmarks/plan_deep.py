@@ -1,23 +1,23 @@
-"""The smallest memory in which one step of GPT-2 124M on 64 x 512 tokens trains exactly, three ways.
+"""The smallest memory in which one step of GPT-2 124M on 64 x 512 tokens trains exactly, in three arms.
 
     python benchmarks/plan_deep.py [--data TEXT] [--out FOLDER] [--whole] [--arms plain,plimsoll,trainer]
 
-- `plain`: the plain PyTorch loop, whose need is far above most machines: predicted, and measured at a few smaller
-  batches beside the prediction for each.
-- `plimsoll`: `plan_job` is asked for an impossible budget and names the smallest one; its plan then really trains.
-- `trainer`: Hugging Face Trainer with what it offers that is exact: gradient checkpointing, one sample at a time with
-  accumulation, and the optimizer kernel that needs less (`adamw_torch`, `adamw_torch_fused`).
+- `plain`: the plain PyTorch loop. Its need exceeds most machines and is predicted; for a few smaller batches it is
+  measured as well and compared with the prediction.
+- `plimsoll`: `plan_job` gets an impossible budget and names the smallest possible one; its plan is then trained.
+- `trainer`: Hugging Face Trainer with its exact options: gradient checkpointing, one sample at a time with
+  accumulation, and the optimizer kernel that needs less memory (`adamw_torch`, `adamw_torch_fused`).
 
-The last two train inside a limit on private memory (RLIMIT_DATA, set by `plimsoll.device.cpu.data_limit` for both, with
-its setting of the heap, after the imports), which is bisected until a step passes and a little less fails. What an
-accumulated step needs does not change after its second sample, so the bisection uses two steps of two samples (the
-second has the optimizer's states); with ``--whole`` both also do one whole step of 64 samples. Dropout is on, and
-weights and samples are the same; each way draws its own masks, so the first losses differ in the fourth digit or less.
-Measured is private memory (RssAnon) from outside. Without `accelerate`, which Trainer needs, its arm is left out.
+The last two train inside a limit on private memory (RLIMIT_DATA). `plimsoll.device.cpu.data_limit` sets it for both
+after the imports, together with its heap settings. The limit is bisected until a step succeeds and slightly less fails.
+An accumulated step needs no more memory after its second sample, so the bisection uses two steps of two samples; the
+second step has the optimizer states. With ``--whole``, both arms also perform one whole step of 64 samples. Dropout is
+on, and weights and samples are equal. Each arm draws different masks, so the first losses differ in the fourth digit or
+less. Private memory (RssAnon) is measured from outside. Trainer needs `accelerate`; without it, its arm is skipped.
 
-`plimsoll` is the step as `plimsoll train` sets it up, without the loader, checkpoints and the model written at the end.
+`plimsoll` is the step as `plimsoll train` sets it up, without the loader, checkpoints and the final model.
 
-The text is Python's standard library unless given; its tokens are of a BPE trained on it. The last line is one JSON
+The text is Python's standard library by default; its tokens are from a BPE trained on it. The last line is one JSON
 object.
 """
 
@@ -43,7 +43,7 @@ from plimsoll.device.process import private_bytes
 MIB, GIB = 1 << 20, 1 << 30
 VOCAB_SIZE, LENGTH, BATCH_SIZE, FEW = 50257, 512, 64, 2
 PLAIN_SIZES = (2, 8)
-IMPOSSIBLE_BYTES = 128 * MIB  # planned and found too small; less is refused at once
+IMPOSSIBLE_BYTES = 128 * MIB  # planned and found too small; smaller values are refused without a plan
 TRAINER_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 LEARNING_RATE, CLIP_NORM = 1e-4, 1.0
 _TEXT_BYTES, _POLL_SECONDS, _STEP_SHARE = 4 * MIB, 0.005, 0.04
@@ -83,9 +83,9 @@ def make_tokens(data: str | None, path: Path) -> None:
 
 
 def train_here(run: dict[str, Any]) -> None:
-    """Train as ``run`` says and print a line of JSON for each step."""
+    """Train according to ``run``, and print a line of JSON for each step."""
     import torch
-    import transformers  # noqa: F401  -- before the limit, like all that is imported
+    import transformers  # noqa: F401  -- before the limit, like all imports
 
     ids = torch.from_numpy(np.load(run["tokens"])[: run["samples"]])
     {"plain": _train_plainly, "plimsoll": _train_planned, "trainer": _train_with_trainer}[run["arm"]](run, ids)
@@ -141,7 +141,7 @@ def _train_planned(run: dict[str, Any], ids: Any) -> None:
     job = job_of(run["samples"])
     leave_out_unused(job, is_own=True)
     load_libraries(job)
-    _model(job, device="meta")  # imports what it needs
+    _model(job, device="meta")  # imports the modules that the model needs
     choices = [Choice(**one) for one in run["choices"]]
     with backend_for("cpu").limited(run["limit_bytes"]):
         set_up_as_with(choices, "cpu")
@@ -155,7 +155,7 @@ def _train_planned(run: dict[str, Any], ids: Any) -> None:
             if result.oom_events:
                 raise MemoryError(result.oom_events[0].shortage)
             started = _say(result.loss, started)
-        os._exit(0)  # to take the techniques back, all states into memory, is no part of the training
+        os._exit(0)  # skip uninstalling the techniques, which would load all states into memory
 
 
 def _train_with_trainer(run: dict[str, Any], ids: Any) -> None:
@@ -186,7 +186,7 @@ def _train_with_trainer(run: dict[str, Any], ids: Any) -> None:
 
 
 def measured(run: dict[str, Any]) -> dict[str, Any] | None:
-    """Do a training in a process of its own; ``None`` if memory runs out, or what its steps said and its peak."""
+    """Run a training in a new process; return its output and peak, or None if memory runs out."""
     peak_bytes = 0
     with subprocess.Popen(
         [sys.executable, __file__, "--worker", json.dumps(run)],
@@ -216,7 +216,7 @@ def measured(run: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def smallest(run: dict[str, Any], fails_bytes: int, passes_bytes: int) -> tuple[int, dict[str, Any]]:
-    """Bisect the limit to `_STEP_SHARE` of it; ``passes_bytes`` is raised until it does."""
+    """Bisect the limit to a relative width of `_STEP_SHARE`, after raising ``passes_bytes`` until training succeeds."""
     best = measured({**run, "limit_bytes": passes_bytes})
     while best is None:
         fails_bytes, passes_bytes = passes_bytes, int(1.05 * passes_bytes)
@@ -308,7 +308,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def first_losses(found: dict[str, Any]) -> dict[str, float]:
-    """Of the first step of few samples."""
+    """Return the losses of the first step with few samples."""
     losses = {name: found[name]["few"]["steps"][0]["loss"] for name in ("plimsoll", "trainer") if _has_few(found, name)}
     few = [row for row in found.get("plain", {}).get("smaller", []) if row["samples"] == FEW]
     return losses if not few else {**losses, "plain": few[0]["steps"][0]["loss"]}
@@ -323,7 +323,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def part_of(found: dict[str, Any]) -> str:
-    """What pages show."""
+    """Return the part that pages show."""
     least = {
         name: _gib(found[name]["smallest_bytes"])
         for name in ("plimsoll", "trainer")
@@ -341,9 +341,9 @@ def part_of(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", help="a file, folder or pattern of texts")
+    parser.add_argument("--data", help="text file, folder or pattern")
     add_out(parser)
-    parser.add_argument("--whole", action="store_true", help="also whole steps, which take minutes")
+    parser.add_argument("--whole", action="store_true", help="also run whole steps, which takes minutes")
     parser.add_argument("--arms", default="plain,plimsoll,trainer")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,18 +1,25 @@
-"""Whether the plan that is chosen is the fastest: against all plans of a coarse grid, in 12 cells of model and budget.
+"""Speed of the chosen plan, compared with all plans of a coarse grid, for 12 combinations of model and budget.
 
     python benchmarks/plan_fast.py [--data PATH] [--only gpt2] [--rounds 2] [--out table.md]
 
-The grid: micro-batches (powers of two) x checkpointing (none, every second block, all) x chunked loss (off, 256 tokens)
-x the optimizer's kernel (loop, fused) x the heap (as a budget sets it, or one that keeps what is freed), as far as the
-model has them. Every plan of it is trained once for a few steps inside the largest budget, which says what it takes in
-seconds and in private memory; feasible in a smaller budget is what had its peak below that. In each cell the three
-fastest of these, the plan that was chosen, and the trivial baseline are then trained inside the cell's budget, in
-turns, and the least time of each counts. A plan that runs out of memory there makes room for the next one. The plan is
-the one that is in force after a trial of its candidates, as `plimsoll train` begins; ``--no-trial`` believes it.
+The grid combines
 
-The trivial baseline is what is done by hand: the largest power of two that fits as a micro-batch, and full
-checkpointing where none does, in the heap as a budget sets it. One thread; seconds are the processor's for one
-optimizer step.
+- micro-batches (powers of two);
+- checkpointing (none, every second block, all);
+- chunked loss (off, 256 tokens);
+- the optimizer kernel (loop, fused);
+- the heap (as a budget sets it, or keeping freed memory).
+
+Options that a model does not support are left out. Every plan of the grid is trained once for a few steps inside the
+largest budget, to measure its time and private memory. A plan is feasible in a smaller budget if its peak was below it.
+
+For each combination of model and budget, three kinds of plans are then trained inside the budget, in turns: the three
+fastest feasible ones, the chosen plan, and the trivial baseline. The least time of each counts. If a plan runs out of
+memory, the next one replaces it. The chosen plan is the one after a trial of its candidates, as at the start of
+`plimsoll train`; ``--no-trial`` skips the trial.
+
+The trivial baseline is a manual choice: the largest power of two that fits as a micro-batch, and full checkpointing if
+none fits, with the heap as a budget sets it. One thread; times are processor seconds of one optimizer step.
 """
 
 from __future__ import annotations
@@ -43,7 +50,7 @@ from _planned import (
 from _results import table
 from plimsoll.records.plan import Choice, Plan, micro_batch_choice
 
-# A model, and which of its six budgets (0 is the largest) are cells.
+# A model, and the indexes of its six budgets (0 is the largest) that are measured.
 MODELS = (
     (Model("GPT-2 4 x 192", {"architecture": "gpt2", "n_layer": 4, "n_embd": 192, "n_head": 4}, 128, 16), (0, 2, 4)),
     (
@@ -79,7 +86,7 @@ Combination = tuple[Choice, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One cell; the seconds of its plans are of the same turns."""
+    """One combination of model and budget; its plans were timed in the same turns."""
 
     model: str
     budget_bytes: int
@@ -128,7 +135,7 @@ HEADER = [
 
 
 def grid_of(training: Training, plan: Plan) -> list[Combination]:
-    """All plans of the grid that the model has; ``plan`` says which techniques are impossible."""
+    """Return the plans of the grid that suit the model; ``plan`` tells which techniques are impossible."""
     impossible = {one.choices[0].technique for one in plan.rejected if one.peak is None and not one.choices[0].options}
     sizes = [1 << power for power in range(training.model.batch_size.bit_length())]
     blocks = [(), *(_one("checkpointing", blocks=blocks) for blocks in ("every 2", "all"))]
@@ -147,7 +154,7 @@ def _one(technique: str, **options: int | str) -> Combination:
 
 
 def trivial_order(grid: Sequence[Combination]) -> Iterator[Combination]:
-    """What is tried by hand, in this order; the grid has larger micro-batches first."""
+    """Yield the combinations to try by hand, in order; the grid begins with the largest micro-batches."""
     for others in ((), _one("checkpointing", blocks="all")):
         yield from (combination for combination in grid if combination[1:] == others)
 
@@ -156,7 +163,7 @@ def trivial_order(grid: Sequence[Combination]) -> Iterator[Combination]:
 
 
 class Measurer:
-    """Trains combinations of one model, and keeps what was found of them in each budget."""
+    """Trains combinations of one model, and stores their results in each budget."""
 
     def __init__(self, training: Training, steps: int) -> None:
         self._training, self._steps = training, steps
@@ -164,7 +171,7 @@ class Measurer:
         self.kept: dict[tuple[Combination, int], Measured] = {}
 
     def measure(self, combination: Combination, budget_bytes: int) -> Measured:
-        """Train once more; of several times the least seconds and the highest peak are kept."""
+        """Train once more, and keep the least seconds and the highest peak of all times."""
         found = self._worker.measure(self._training.run([combination], self._steps, budget_bytes))
         before = self.kept.get((combination, budget_bytes))
         if before is not None:
@@ -176,7 +183,7 @@ class Measurer:
         return found
 
     def tried(self, plan: Plan, budget_bytes: int) -> Plan:
-        """Try a plan, train with the fastest in the same process, and return the plan that is in force then."""
+        """Try a plan, train with its fastest candidate in the same process, and return the resulting plan."""
         found = self._worker.measure(self._training.run_tried(plan, self._steps, budget_bytes))
         tried = found.plan or plan
         self.kept[tried.choices, budget_bytes] = found
@@ -229,7 +236,7 @@ def rows_of(training: Training, cells: Sequence[int], steps: int, rounds: int, t
 def _measure_first(
     measurer: Measurer, queue: list[Combination], number: int, budget_bytes: int, measured: Combination
 ) -> None:
-    """Train the first few of a queue, from which those are taken out that run out of memory."""
+    """Train the first few plans of a queue, and remove plans that run out of memory."""
     done = 0
     while done < min(number, len(queue)):
         if set(queue[done]) == set(measured) or is_good(measurer.measure(queue[done], budget_bytes)):
@@ -265,7 +272,7 @@ def _row(  # one cell
 
 def figures_of(rows: list[Row]) -> dict[str, float | int]:
     over_trivial = [row.over_trivial for row in rows if row.over_trivial is not None]
-    over_best = [row.over_best for row in rows if row.over_best is not None]  # where a plan of the grid fits
+    over_best = [row.over_best for row in rows if row.over_best is not None]  # if a plan of the grid fits
     return {
         "cells": len(rows),
         "median_over_best": round(statistics.median(over_best), 4),
@@ -286,7 +293,7 @@ def report(rows: list[Row]) -> str:
 
 
 def part_of(rows: list[Row]) -> str:
-    """What pages show."""
+    """Return the part that pages show."""
     figures = figures_of(rows)
     faster = sorted(-row.over_trivial for row in rows if row.over_trivial is not None)
     return (
@@ -299,9 +306,9 @@ def part_of(rows: list[Row]) -> str:
 def main() -> None:
     """Run the benchmark."""
     parser = parser_of(__doc__ or "")
-    parser.add_argument("--steps", type=int, default=3, help="of each training (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="turns in a cell (default: %(default)s)")
-    parser.add_argument("--no-trial", action="store_true", help="take the plan as the model of time has chosen it")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each training (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="turns for each model and budget (default: %(default)s)")
+    parser.add_argument("--no-trial", action="store_true", help="use the plan that the time model chose")
     arguments = parser.parse_args()
     one_thread()
     texts = make_texts(arguments.data, arguments.work, [model.rows for model, _ in MODELS])

@@ -1,10 +1,10 @@
-"""What the heap's settings do to the memory and the time of CPU trainings, and whether it was predicted.
+"""Effect of the heap settings on memory and time of CPU trainings, compared with the predictions.
 
     python benchmarks/plan_heap.py [--case NAME ...] [--steps 6] [--out table.md]
 
-Each case trains inside a generous budget, in a process of its own, with each choice of the technique `heap`. Measured
-are private memory (as in `predict_cpu_rss.py`) and the processor's seconds of a step, the least of all but the first:
-other processes on the machine lengthen a step but hardly what it costs.
+Each case trains inside a generous budget, in a separate process, with each choice of the technique `heap`. Measured are
+private memory (as in `predict_cpu_rss.py`) and the processor seconds of a step, the minimum without the first one.
+Other processes on the machine increase wall time, but hardly processor time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ SETTINGS = (
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", help=f"of predict_cpu_rss.py (default: {', '.join(CASES)})")
+    parser.add_argument(
+        "--case", action="append", help=f"case of predict_cpu_rss.py; can be repeated (default: {', '.join(CASES)})"
+    )
     parser.add_argument("--steps", type=int, default=6)
     add_out(parser)
     arguments = parser.parse_args()

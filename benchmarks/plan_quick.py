@@ -1,14 +1,15 @@
-"""How long a plan takes after the imports, in how much memory and evaluations: GPT-2 124M, and 4 billion parameters.
+"""Planning time after the imports, memory and evaluations: for GPT-2 124M, and for 4 billion parameters.
 
     python benchmarks/plan_quick.py [--only TEXT] [--out FOLDER]
 
-Each plan is made by `plan_job` in a process of its own: a step of 64 x 512 tokens of GPT-2 on the CPU and on an RTX
-3060, and of 8 x 512 of Qwen3-4B on larger cards (where nothing that is exact fits, the plan says what would), all with
-AdamW in float32. The aims are 30 s and 120 s on 2 cores. Memory is the largest of the process, libraries included.
-Each case begins with a cache that knows this machine's speed and nothing else, and is then planned again for 15/16 of
-its budget (or of the card), with the traces that were kept. An evaluation is a trace or one that was kept; a count is
-what an allocator makes of an evaluation; a guess is a combination that was only guessed at, with all its micro-batches.
-Processor seconds are those of the process and of what it forks. Prints a table, and as its last line one JSON object.
+`plan_job` makes each plan in a separate process. Cases: GPT-2 with 64 x 512 tokens on the CPU and an RTX 3060, and
+Qwen3-4B with 8 x 512 tokens on larger GPUs. (If no exact plan fits there, the plan names lossy alternatives.) All use
+AdamW in float32. The goals are 30 s and 120 s on 2 cores. Memory is the peak of the process, including libraries.
+
+Each case begins with a cache that contains only this machine's speed. It is then planned again for 15/16 of its budget
+(or of the GPU), with the cached traces. An evaluation is a new or cached trace; a count is an allocator's result for an
+evaluation; a guess is a combination that was only estimated, with all its micro-batches. Processor seconds include
+children. Prints a table, and one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ QWEN3 = {
     "architecture": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
 }  # fmt: skip
-# The model, its vocabulary, samples of 512 tokens, the device, its budget in GiB (none: all of it), and the aim.
+# The model, its vocabulary, samples of 512 tokens, the device, its budget in GiB (None: all of it), and the goal.
 CASES: dict[str, tuple[dict[str, Any], int, int, str, float | None, float]] = {
     "GPT-2 124M, CPU, all of it": (GPT2, 50257, 64, "cpu", None, 30.0),
     "GPT-2 124M, CPU, 4 GiB": (GPT2, 50257, 64, "cpu", 4.0, 30.0),
@@ -45,7 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int, str, float | None, float]] = {
 
 
 def plan_here(case: str) -> None:
-    """Make one plan in this process, and print what it took."""
+    """Make one plan in this process, and print its cost."""
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
@@ -81,7 +82,7 @@ def plan_here(case: str) -> None:
 
 
 def counted(kind: type, name: str) -> list[None]:
-    """Return a list that grows by one with each call of a method."""
+    """Return a list that grows by one at each call of a method."""
     calls: list[None] = []
     method = getattr(kind, name)
 
@@ -125,8 +126,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="the cases whose name has this text")
-    parser.add_argument("--data", help="not used: nothing is read")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--data", help="ignored")
     add_out(parser)
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

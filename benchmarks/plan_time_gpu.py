@@ -1,18 +1,17 @@
-"""Whether the planner's time model tells how long recorded steps of a GPU took: predicted without a GPU.
+"""The planner's time model, compared with recorded step times of GPUs; predicted without a GPU.
 
     python benchmarks/plan_time_gpu.py [--only gpt2] [--hold-out] [--out FOLDER]
     python benchmarks/plan_time_gpu.py --replay [--limits 4 8] [--out FOLDER]
 
-The rows are those of `benchmarks/recorded` (README there): forward and backward of one micro-batch in plain PyTorch,
-updates, and steps of one job by hand and with techniques, also those that `make gpu` has recorded on any card. Each is
-dry-run here with the kernels of the card, and its time is what `plimsoll plan` would say for that card, with the
-table's speed. Errors are of seconds; of two settings of
-one job that differ by more than 10 % the model should say the right one is faster. For forward and backward the job is
-the model in one precision, and what counts is the time of a sample.
+The rows are from `benchmarks/recorded` (README there): forward and backward of one micro-batch in plain PyTorch,
+updates, and steps of one job by hand and with techniques. Recordings of `make gpu` on any GPU are included. Each row is
+dry-run with the kernels of its GPU, and predicted as `plimsoll plan` would for that GPU, with the speed from the table.
+Errors are relative errors of seconds. If two settings of a job differ by more than 10 %, the model should predict the
+right order. For forward and backward, the job is the model in one precision, and the time per sample counts.
 
-``--hold-out`` chooses the costs of calls from a grid again, without one model at a time, and predicts that one.
-``--replay`` plans the job of the grid at limits from 1.2 to 32 GiB, and compares what is chosen with the fastest
-recorded setting that fits: a plan that was recorded has its recorded time, another one that of the model.
+``--hold-out`` selects the costs of calls from a grid, each time without one model, and predicts that model.
+``--replay`` plans the job of the grid at limits from 1.2 to 32 GiB, and compares each plan with the fastest recorded
+setting that fits. Recorded plans have their recorded time, others the predicted time.
 """
 
 from __future__ import annotations
@@ -64,9 +63,9 @@ RECORDED = Path(__file__).parent / "recorded"
 ROWS, GRID = RECORDED / "h200-times-torch2.11.0.json.gz", RECORDED / "h200-gpt2-grid-torch2.11.0.csv"
 CARD = find_gpu("H200")
 SPEED = speed_of(CARD)
-OUTSIDE_BYTES = 502 << 20  # what the recorded processes took outside of the allocator
+OUTSIDE_BYTES = 502 << 20  # memory of the recorded processes outside the allocator
 WORTH_TELLING = 0.1
-MENDED = "layer_streaming"  # recorded with code that was slower than what there is now (README there)
+MENDED = "layer_streaming"  # recorded with code that was slower than the current code (README there)
 LIMITS_GIB = (1.2, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 CALLS = [(module * 1e-6, backward * 1e-6) for module in range(22, 59, 4) for backward in range(8, 27, 2)]
 
@@ -108,7 +107,7 @@ TEXTS = TextSketch(VOCABULARY, None, 0)
 
 @dataclass(frozen=True)
 class Row:
-    """One recorded time. Settings of one ``group`` do the same in ``samples`` steps, and can be compared."""
+    """One recorded time. The settings of a ``group`` do the same work in ``samples`` steps, and can be compared."""
 
     kind: str
     group: str
@@ -121,7 +120,7 @@ class Row:
 
     @property
     def task(self) -> tuple:
-        """What is dry-run for it, for which card and at which speed: the same for all rows with the same task."""
+        """The inputs of the dry run with the GPU and its speed; equal for rows that share a dry run."""
         return (self.card.model_dump_json(), self.speed.to_json(), *self._in_dry_run)
 
     @property
@@ -133,7 +132,7 @@ class Row:
             return ("update", self.fields["model"], self.setting)
         if "techniques" in self.fields:
             return ("step", tuple(Choice(**one) for one in self.fields["techniques"]), False)
-        is_plain = self.kind == "step by hand" and "checkpointing" in self.setting  # which switches the cache off
+        is_plain = self.kind == "step by hand" and "checkpointing" in self.setting  # it switches the cache off
         return ("step", choices_of(self.fields["choices"]), not is_plain)
 
     @property
@@ -152,7 +151,7 @@ def recorded_rows() -> list[Row]:
 
 
 def rows_of_recording(recording: dict) -> Iterator[Row]:
-    """Steps of the job, by hand and as planned, that `make gpu` has recorded."""
+    """Yield the steps of the job, by hand and as planned, that `make gpu` has recorded."""
     for fields in recording["runs"]:
         if fields["kind"] in {"planned", "technique"} and "step_seconds" in fields:
             yield planned_row(fields, recording)
@@ -174,14 +173,14 @@ def planned_row(fields: dict, recording: dict) -> Row:
 
 
 def card_and_speed(recording: dict) -> tuple[DeviceSpec, Speed]:
-    """A card and its speed as Plimsoll measured it in the same session, or as the table has it."""
+    """Return a GPU and its speed, as measured by Plimsoll in the same session or as listed in the table."""
     card = card_of(recording["header"])
     measured = next((row["speed"] for row in recording["runs"] if row["kind"] == "speed"), None)
     return card, Speed.from_json(json.dumps(measured)) if measured else speed_of(card)
 
 
 def card_of(header: dict) -> DeviceSpec:
-    """What Plimsoll knows of a card that was recorded."""
+    """Return Plimsoll's specification of a recorded GPU."""
     total_bytes = header["total_bytes"]
     device = Device(
         name=header["device"], kind="cuda", capacity_bytes=total_bytes, free_bytes=total_bytes,
@@ -222,7 +221,7 @@ def choices_of(words: str) -> tuple[Choice, ...]:
 
 
 def predict(task: tuple, speeds: Iterable[Speed] | None = None) -> list[float]:
-    """Seconds with each speed, of one dry run; without any with the row's own."""
+    """Return the seconds for each speed from one dry run; without speeds, for the row's own speed."""
     card = DeviceSpec.model_validate_json(task[0])
     trace, batch_size, micro_batch = traced(card, *task[2:])
     counted, samples = count_on_cuda(trace, card, card.capacity_bytes), dry_run_samples(batch_size, micro_batch)
@@ -231,7 +230,7 @@ def predict(task: tuple, speeds: Iterable[Speed] | None = None) -> list[float]:
 
 
 def traced(card: DeviceSpec, kind: str, *what: Any) -> tuple[Trace, int, int]:
-    """The trace of a task, its last step like those that were timed, with the samples of a step and of a pass."""
+    """Return the trace of a task, and the samples of a step and of a pass; its last step resembles the timed ones."""
     if kind == "passes":
         return trace_loop(card, lambda place, say: passes(place, say, *what)), what[3], what[3]
     if kind == "update":
@@ -242,7 +241,7 @@ def traced(card: DeviceSpec, kind: str, *what: Any) -> tuple[Trace, int, int]:
 
 
 def steps(card: DeviceSpec, choices: tuple[Choice, ...], use_cache: bool) -> Trace:
-    """Two steps of the job's model as it was recorded: it fills a cache of keys and values, which a job's does not."""
+    """Trace two steps of the job's model as recorded: with a key-value cache, which a normal job does not fill."""
     model = job_model()
     model.config.use_cache = use_cache
     tokens = torch.arange(BATCH_SIZE * LENGTH).view(BATCH_SIZE, LENGTH) * 7919 % (VOCABULARY - 2) + 1
@@ -269,7 +268,7 @@ def passes(
     place: DryRun, say: Callable[[Phase], None], name: str, precision: str, checkpointing: bool, micro: int,
     length: int,
 ) -> None:  # fmt: skip
-    """Forward and backward, twice: the second meets gradients."""
+    """Run forward and backward twice; the second time, gradients exist."""
     build, vocabulary = MODELS[name]
     model = build().to("cuda").train()
     if checkpointing:
@@ -287,7 +286,7 @@ def passes(
 
 
 def updates(place: DryRun, say: Callable[[Phase], None], name: str, kernel: str) -> None:
-    """Two updates: the first makes the states."""
+    """Run two updates; the first creates the states."""
     model = MODELS[name][0]().to("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **KERNELS[kernel])
     for parameter in model.parameters():
@@ -316,7 +315,7 @@ def predicted_of(rows: list[Row], num_processes: int, speeds: Iterable[Speed] = 
 
 
 def figures_of(rows: list[Row], predicted: list[float]) -> dict:
-    """How far off, and how often the faster of two is told."""
+    """Compute the errors, and how often the faster of two settings is predicted."""
     errors = [abs(seconds / row.seconds - 1) for row, seconds in zip(rows, predicted, strict=True)]
     right, wrong = 0, []
     for (first, ours), (second, others) in itertools.combinations(zip(rows, predicted, strict=True), 2):
@@ -367,7 +366,7 @@ def passes_of(rows: list[Row]) -> list[Row]:
 
 
 def held_out(rows: list[Row], num_processes: int) -> tuple[str, dict]:
-    """Choose the costs of calls on all models but one, and predict that one."""
+    """Select the costs of calls on all models except one, and predict that model."""
     rows = passes_of(rows)
     speeds = [SPEED.model_copy(update={"module_op_seconds": module, "backward_op_seconds": backward})
               for module, backward in CALLS]  # fmt: skip
@@ -390,7 +389,9 @@ def held_out(rows: list[Row], num_processes: int) -> tuple[str, dict]:
 
 
 def replay(limits_gib: Sequence[float], num_processes: int) -> tuple[list[list[str]], list[float]]:
-    """What is planned at each limit beside the fastest recorded setting that fits, and the ratios of their seconds."""
+    """Compare the plan at each limit with the fastest recorded setting that fits, and return the ratios of their
+    seconds.
+    """
     shares = [limits_gib[first::num_processes] for first in range(min(num_processes, len(limits_gib)))]
     with multiprocessing.get_context("spawn").Pool(len(shares), settle) as pool:
         found = dict(itertools.chain.from_iterable(pool.map(replay_some, shares, chunksize=1)))
@@ -401,13 +402,13 @@ def replay(limits_gib: Sequence[float], num_processes: int) -> tuple[list[list[s
 def replay_some(limits_gib: Sequence[float]) -> list[tuple[float, tuple[list[str], float | None]]]:
     grid = map(grid_row, csv.DictReader(GRID.read_text("utf-8").splitlines()))
     recorded = {_traced_choices(choices_of(row.fields["choices"])): row for row in grid}
-    # A plan that was trained on a card takes what it took there, if the grid does not have it.
+    # A plan that was trained on a GPU has its measured time, unless the grid contains it.
     trained = {_traced_choices(row.task[3]): row for row in recorded_rows() if row.kind == "step with techniques"}
     spec = CARD.model_copy(update={"context_low_bytes": OUTSIDE_BYTES, "context_high_bytes": OUTSIDE_BYTES})
     found = []
     with planner_of(JOB, "h200", None, ((), ()), None, None, texts=TEXTS) as planner:
         for limit in limits_gib:
-            planner._target = gpu_target(spec, int(limit * 2**30))  # traces are kept from limit to limit
+            planner._target = gpu_target(spec, int(limit * 2**30))  # traces are cached between limits
             started = time.perf_counter()
             plan = planner.plan()
             took = f"{time.perf_counter() - started:.0f} s"
@@ -431,18 +432,22 @@ def replay_some(limits_gib: Sequence[float]) -> list[tuple[float, tuple[list[str
 
 
 def _traced_choices(choices: Iterable[Choice]) -> frozenset[Choice]:
-    """What of a plan takes time: the way the allocator is set up does not."""
+    """Return the choices that affect time; the allocator's settings do not."""
     return frozenset(one for one in choices if technique_of(one.technique).is_traced)
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose names contain this")
-    parser.add_argument("--hold-out", action="store_true", help="choose the costs of calls without one model at a time")
-    parser.add_argument("--replay", action="store_true", help="plan the job at several limits, in place of the rest")
-    parser.add_argument("--limits", type=float, nargs="+", default=LIMITS_GIB, help="of --replay, in GiB")
-    parser.add_argument("--data", help="not used: nothing is read but what was recorded")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
+    parser.add_argument(
+        "--hold-out", action="store_true", help="select the costs of calls with one model left out at a time"
+    )
+    parser.add_argument("--replay", action="store_true", help="only plan the job at several limits")
+    parser.add_argument("--limits", type=float, nargs="+", default=LIMITS_GIB, help="limits of --replay in GiB")
+    parser.add_argument("--data", help="ignored")
+    parser.add_argument(
+        "--processes", type=int, default=len(os.sched_getaffinity(0)), help="number of processes (default: %(default)s)"
+    )
     add_out(parser)
     arguments = parser.parse_args(words)
     rows = recorded_rows()

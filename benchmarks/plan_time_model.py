@@ -1,12 +1,12 @@
-"""Whether the planner's time model tells which of two plans is faster: predicted against measured steps on this CPU.
+"""The planner's time model on this CPU: predicted and measured order of two plans.
 
     python benchmarks/plan_time_model.py [--steps 3] [--only gpt2] [--out FOLDER]
 
-Every case is a model with a batch, every variant of it a set of techniques and a micro-batch. A variant is dry-run,
-its step predicted, and then really run, in blocks of memory as under a budget (mapped from 4 MiB). All on one thread
-and in seconds of the processor, so that other programs on the machine do not decide which of two is faster. Of two
-variants of a case that differ by more than 7 % the model should say the right one is faster. The data are random
-tokens. Prints a table, and as its last line one JSON object; ``--out`` files the table.
+A case is a model with a batch; its variants are sets of techniques with a micro-batch. Each variant is dry-run, its
+step time predicted, and then it is really run with the block sizes of a budget (mapped from 4 MiB). Everything uses one
+thread and processor seconds, so that other programs do not decide which of two is faster. If two variants of a case
+differ by more than 7 %, the model should predict the right order. The data are random tokens. Prints a table, and one
+JSON object as the last line; ``--out`` files the table.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OFFLOAD = Choice(technique="optimizer_offload", options={"to": "disk"})
 FOREACH = Choice(technique="optimizer_kernel", options={"kernel": "foreach"})
 FUSED = Choice(technique="optimizer_kernel", options={"kernel": "fused"})
 
-# model, task, vocabulary, sequence length, batch, micro-batches, techniques beside the micro-batch
+# model, task, vocabulary, sequence length, batch, micro-batches, techniques in addition to the micro-batch
 CASES = {
     "GPT-2 4 x 256": (
         {"architecture": "gpt2", **SMALL}, "language-modeling", 8000, 128, 16, (16, 4, 1),
@@ -134,7 +134,7 @@ def run_case(case: str, steps: int, speed, known: dict[tuple[str, str], float]) 
         try:
             predicted = predict(job, texts, choices, micro_batch, speed)
             measured = known.get((case, name)) or measure(job, texts, choices, steps)
-        except PlimsollError as error:  # a technique may refuse a model: said, and left out
+        except PlimsollError as error:  # a technique may refuse a model: it is reported and skipped
             print(f"{case}: {name}: {error}", file=sys.stderr)
             continue
         rows.append({"case": case, "variant": name, "predicted": predicted, "measured": measured})
@@ -143,7 +143,7 @@ def run_case(case: str, steps: int, speed, known: dict[tuple[str, str], float]) 
 
 
 def judge(rows: list[dict]) -> dict:
-    """How often the faster of two is told, and how far off steps are."""
+    """Compute how often the faster of two variants is predicted, and the errors of the step times."""
     right, wrong, lost = 0, [], 0.0
     for first, second in itertools.combinations(rows, 2):
         if first["case"] != second["case"]:
@@ -186,10 +186,12 @@ def report(rows: list[dict], found: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each variant")
-    parser.add_argument("--only", default="", help="cases whose names contain this")
-    parser.add_argument("--data", help="not used: the data are random tokens")
+    parser.add_argument("--only", default="", help="only cases whose names contain this")
+    parser.add_argument("--data", help="ignored: the data are random tokens")
     add_out(parser)
-    parser.add_argument("--again", type=Path, help="predict the steps that a run measured, whose last line this is")
+    parser.add_argument(
+        "--again", type=Path, help="file with the last line of an earlier run, whose measured steps are predicted again"
+    )
     arguments = parser.parse_args()
     earlier = json.loads(arguments.again.read_text("utf-8"))["rows"] if arguments.again else []
     known = {(row["case"], row["variant"]): row["measured"] for row in earlier}

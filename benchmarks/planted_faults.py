@@ -1,14 +1,13 @@
-"""Faults planted in real training scripts: does `plimsoll.explained` name the cause, the line, and a remedy that works?
+"""Faults planted in real training scripts: the cause, line and working remedy that `plimsoll.explained` must find.
 
-Each script of ``benchmarks/planted`` says in its first line which cause is planted, and marks the line with
-``# FAULT fixed: CODE``. It is run in a process of its own under ``RLIMIT_DATA`` until memory really runs out; the first
-finding's cause and line are compared; then the line is replaced by CODE, which is what the finding's remedy says, and
-the script must end. ``# ALSO NAME`` marks a line that the fault NAME may be found at as well: the operation that makes
+The first line of each script of ``benchmarks/planted`` names the planted cause. The faulty line is marked ``# FAULT
+fixed: CODE``. The script runs in a separate process under ``RLIMIT_DATA`` until memory really runs out, and the cause
+and line of the first finding are compared. Then the line is replaced by CODE, which follows the finding's remedy, and
+the script must end. ``# ALSO NAME`` marks another line that is accepted for the fault NAME: the operation that creates
 the tensors.
 
-The measured saving is the difference of the peaks of both scripts without a limit, both ended after the call of the
-model in which memory ran out; the predicted one is the finding's. Only those that the finding gives a number for are
-compared.
+The measured saving is the difference between the peaks of both scripts without a limit. Both end after the model call
+in which memory ran out. The predicted saving is the finding's; findings without a number are not compared.
 
     python benchmarks/planted_faults.py [NAME...] [--savings]
 """
@@ -33,7 +32,7 @@ MIB = 1 << 20
 
 
 def run(script: Path, **variables: str) -> tuple[int, dict[str, Any], str]:
-    """Run a script; return its exit status, what it wrote down and its standard error."""
+    """Run a script, and return its exit status, its result file and its standard error."""
     result = script.with_suffix(".json")
     result.unlink(missing_ok=True)
     path = os.pathsep.join([str(Path(plimsoll.__file__).parents[1]), str(script.parent)])
@@ -79,7 +78,7 @@ def examine(name: str, folder: Path, measure_savings: bool) -> dict[str, Any]:
 
 
 def lines_of_fault(source: str) -> tuple[int, int]:
-    """Return the first and the last line of the statement that is marked; the mark is at its end."""
+    """Return the first and the last line of the marked statement; the mark is at its end."""
     (marked,) = [number for number, line in enumerate(source.splitlines(), 1) if "# FAULT fixed: " in line]
     found = [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.stmt) and one.end_lineno == marked]
     first = max(one.lineno for one in found)
@@ -105,10 +104,9 @@ def places(name: str, source: str) -> set[str]:
 
 
 def saving(faulty: Path, fixed: Path, num_calls: int) -> int | None:
-    """Measure by how much the peak is lower, without a limit, to the end of the call in which memory ran out.
+    """Measure the reduction of the peak without a limit, up to the end of the call in which memory ran out.
 
-    Both scripts end where the model would be called once more: what an evaluation or a loader would have taken later
-    on is in neither.
+    Both scripts end before the next call of the model, so that neither includes a later evaluation or loader.
     """
     variables = {"PLANTED_MIB": "0", "PLANTED_CALLS": str(num_calls)}
     peaks = [run(script, **variables)[1].get("peak_bytes") for script in (faulty, fixed)]
@@ -128,10 +126,10 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run every fault and print a table and one JSON object."""
+    """Run every fault, and print a table and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="faults; all by default")
-    parser.add_argument("--savings", action="store_true", help="also measure what the remedies save")
+    parser.add_argument("names", nargs="*", help="faults (default: all)")
+    parser.add_argument("--savings", action="store_true", help="also measure the savings of the remedies")
     arguments = parser.parse_args()
     names = arguments.names or sorted(path.stem for path in SCRIPTS.glob("[a-z]*.py"))
     rows = []
@@ -140,7 +138,7 @@ def main() -> None:
         (folder / "_common.py").write_text((SCRIPTS / "_common.py").read_text(encoding="utf-8"), encoding="utf-8")
         for name in names:
             rows.append(examine(name, folder, arguments.savings))
-            print(rows[-1], file=sys.stderr, flush=True)  # what there is, if it is stopped
+            print(rows[-1], file=sys.stderr, flush=True)  # partial results, in case it is stopped
             if "error" in rows[-1]:
                 print(f"{name}: {rows[-1]['error']}", file=sys.stderr)
     show(rows)

@@ -1,18 +1,17 @@
-"""How close the predicted memory of a CPU training is to the private memory its process really takes.
+"""Predicted memory of CPU trainings, compared with the private memory of their processes.
 
     python benchmarks/predict_cpu_rss.py [--runs N] [--quick] [--out table.md] [--measured measured.json]
 
-Each case trains for a few steps in a process of its own, once inside a generous budget (then `plimsoll` sets the heap,
-see `device.heap`) and once without one, with glibc's own malloc. Measured is the larger of two: private memory
-(RssAnon) as this process reads it from outside every millisecond, and what the training process reads of the kernel's
-high-water mark after each step, less the mapped files. The prediction is what `plimsoll predict`
-computes, made without running the training.
+Each case trains for a few steps in a separate process: once inside a generous budget, for which `plimsoll` sets the
+heap (see `device.heap`), and once without a budget, with glibc's default malloc. The measured value is the larger of
+two: private memory (RssAnon) read by this process every millisecond, and the kernel's high-water mark after each step
+without mapped files. The prediction is computed as in `plimsoll predict`, without running the training.
 
-Beside it stands what a counter of live tensor bytes (such as torch's ``MemTracker``) would answer: the peak of the live
-bytes of the same trace, and nothing else.
+For comparison there is the result of a counter of live tensor bytes (such as torch's ``MemTracker``): the peak of the
+live bytes of the same trace.
 
-``--measured`` keeps the measurements in a file and reads those that are there: for work on the predictor. Not covered:
-data loading, checkpoints, evaluation; samples that differ in length.
+``--measured`` stores measurements in a file and reuses them, for work on the predictor. Not covered: data loading,
+checkpoints, evaluation, and samples of different lengths.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ QUICK = ("bert-4x256", "gpt2-4x192", "t5-small", "lstm-2x512", "gru-2x256", "cnn
 
 @dataclass(frozen=True)
 class Case:
-    """A training: ``shape`` is (samples, tokens)."""
+    """A training; ``shape`` is (samples, tokens)."""
 
     name: str
     model: dict[str, Any] | str
@@ -72,7 +71,7 @@ class Case:
 
     @property
     def keeps(self) -> bool:
-        """Whether the heap keeps all that is freed, and so grows for some steps."""
+        """True if the heap keeps all freed memory, and so grows for some steps."""
         return KEPT in self.others
 
     @property
@@ -174,7 +173,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One run beside its prediction; ``live_bytes`` is the rival's answer."""
+    """One run and its prediction; ``live_bytes`` is the result of the live-byte counter."""
 
     name: str
     predicted: Estimate
@@ -202,12 +201,12 @@ class Row:
 
 
 def measured_peak_bytes(case: Case, is_limited: bool) -> int:
-    """Train in a process of its own and return the most private memory it had."""
+    """Train in a separate process, and return its peak private memory."""
     return measured_run(case, is_limited)[0]
 
 
 def measured_run(case: Case, is_limited: bool) -> tuple[int, list[dict[str, Any]]]:
-    """Train in a process of its own; return the most private memory it had, and what its steps printed."""
+    """Train in a separate process; return its peak private memory and the output of its steps."""
     process = subprocess.Popen(
         [sys.executable, str(HERE / "_rss_worker.py")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -235,7 +234,7 @@ def watch(process: subprocess.Popen[str], peaks: list[int]) -> None:
 
 
 class Measurements:
-    """The measured peaks, kept in a file if one is given."""
+    """The measured peaks, stored in a file if one is given."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -260,7 +259,7 @@ class Measurements:
 
 
 class Predictor:
-    """What `predict_job` does; the process without a model is measured once for each kind of model."""
+    """Predictions as in `predict_job`; the process without a model is measured once per kind of model."""
 
     def __init__(self) -> None:
         self._baselines: dict[str, Estimate] = {}
@@ -318,7 +317,7 @@ GROUPS = (
     ("inside a budget, with heap=never", True, True),
     ("without a budget, glibc's own malloc", False, False),
 )
-"""A title, whether there is a limit, and whether the heap keeps what is freed."""
+"""A title, whether there is a limit, and whether the heap keeps freed memory."""
 HEADER = ["case", "predicted MiB", "range", "measured MiB", "error", "inside", "live bytes alone"]
 
 
@@ -337,18 +336,18 @@ def lines_of(rows: dict[str, list[Row]]) -> list[str]:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=len(CASES), help="how many of the cases (default: all)")
-    parser.add_argument("--quick", action="store_true", help="one case of each kind of model")
-    parser.add_argument("--case", action="append", help="only the cases with this in their name")
+    parser.add_argument("--runs", type=int, default=len(CASES), help="number of cases (default: all)")
+    parser.add_argument("--quick", action="store_true", help="only one case of each kind of model")
+    parser.add_argument("--case", action="append", help="only cases whose name contains this")
     add_out(parser)
-    parser.add_argument("--measured", type=Path, help="a file to keep measurements in")
-    parser.add_argument("--only-measured", action="store_true", help="leave out what is not in that file")
+    parser.add_argument("--measured", type=Path, help="file that stores the measurements")
+    parser.add_argument("--only-measured", action="store_true", help="skip cases that are not in that file")
     arguments = parser.parse_args()
     cases = [case for case in CASES if case.name in QUICK] if arguments.quick else list(CASES)
     if arguments.case:
         cases = [case for case in cases if any(part in case.name for part in arguments.case)]
     chosen = np.unique(np.linspace(0, len(cases) - 1, min(arguments.runs, len(cases))).astype(int))
-    sys.path.insert(0, str(HERE))  # for the models that are named by their function, here and in the processes
+    sys.path.insert(0, str(HERE))  # for models that are named by a function, here and in the processes
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     measurements, predictor = Measurements(arguments.measured), Predictor()
     rows: dict[str, list[Row]] = {}

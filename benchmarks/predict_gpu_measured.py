@@ -1,26 +1,26 @@
-"""How far predictions are from memory measured on real GPUs, on published runs: no GPU is needed.
+"""Predictions, compared with memory measured on real GPUs in published runs; no GPU is needed.
 
     python benchmarks/predict_gpu_measured.py --records records.csv [--rows] [--only NAME] [--out FILE.md]
 
-The runs are those of the xMem repository (Stone-ResearchLife/xMem, arXiv 2510.21048): 4 steps of a Hugging Face model
-on WikiText-2 in fp32, on an RTX 3060, an RTX 4060 or an A100, with torch 2.6 and transformers 4.51.3. Each row names a
-model, an optimizer, a batch size and when gradients are zeroed, and holds the memory that NVML saw and what four
-published predictors said. The library's version is part of the workload, so 4.51.3 is installed into a cache folder
-(``--cache``) and a child process runs with it; torch stays the one of this environment.
+The runs are from the xMem repository (Stone-ResearchLife/xMem, arXiv 2510.21048). They are 4 steps of a Hugging Face
+model on WikiText-2 in fp32, with torch 2.6 and transformers 4.51.3. The GPU is an RTX 3060, an RTX 4060 or an A100.
+Each row has a model, an optimizer, a batch size and the place of zero_grad. It also has the memory measured by NVML,
+and the results of four published predictors. The library's version is part of the workload. Therefore 4.51.3 is
+installed into a cache folder (``--cache``) and used by a child process; torch is the one of this environment.
 
-Predicted is the peak of what the simulated allocator reserves, plus what the process takes outside of it
-(`OUTSIDE_MIB`). Batches were padded to their longest text, at most 128 tokens, and which texts these were is not
-known. One rule for all rows: the answer is that of batches of full width, 128 tokens, as `plimsoll predict` answers for
-the longest batch there can be. Where batches may well have been shorter, those of 4 steps are drawn `NUM_DRAWS` times
-from ``wikitext2_lengths.json``, and the range goes from the least to the most that the draws and the full width need:
-widths that change from step to step leave gaps, so that a draw may need more than the full width.
+The prediction is the peak of the simulated allocator's reserved memory, plus the process's memory outside of it
+(`OUTSIDE_MIB`). Batches were padded to their longest text, at most 128 tokens, but the texts are unknown. One rule
+holds for all rows: the prediction assumes batches of the full width of 128 tokens, as `plimsoll predict` does. If
+batches may well have been shorter, 4 steps are drawn `NUM_DRAWS` times from ``wikitext2_lengths.json``. The range then
+covers the draws and the full width. Widths that change from step to step leave gaps, so that a draw may need more than
+the full width.
 
-No row has a rule of its own, but two choices were made by looking at these rows (`NEW_LAYOUT_MIB`, `NO_WORKSPACE`:
-about 20 MiB each), so their errors are better than those of unseen layouts; ``--plain`` does without both.
+No row has a special rule, but two choices were made by looking at these rows (`NEW_LAYOUT_MIB`, `NO_WORKSPACE`: about
+20 MiB each). Their errors are therefore smaller than for unseen layouts; ``--plain`` disables both choices.
 
-Errors are of runs that fitted (``real_oom`` false). A false fit is a real out-of-memory that was called a fit, a false
-OOM a fit that was called out of memory. Rows of kind ``cnn`` are left out: convolutions' workspaces depend on what
-cuDNN finds free when it runs. Does NOT cover noise of the measurement: repeats with small batches differ by 11 to 16 %.
+Errors cover runs that fitted (``real_oom`` false). A false fit is a real out-of-memory that was predicted to fit; a
+false OOM is the opposite. Rows of kind ``cnn`` are left out: workspaces of convolutions depend on the free memory that
+cuDNN finds at run time. Does NOT cover noise of the measurement: repeats with small batches differ by 11 to 16 %.
 """
 
 from __future__ import annotations
@@ -43,27 +43,26 @@ from _results import add_out, errors_table, file_result, quantile
 
 HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "plimsoll" / "transformers-4.51.3"
-# 4.51.3 with the tokenizers and hub it accepts; requests is what that hub needs beside what transformers 5 brings.
+# 4.51.3 with its tokenizers and hub; that hub needs requests, which transformers 5 does not install.
 PACKAGES = (
     "transformers==4.51.3", "tokenizers==0.21.4", "huggingface-hub==0.36.0", "requests>=2.32", "urllib3>=2",
     "certifi", "idna", "charset-normalizer",
 )  # fmt: skip
 MIB = 2**20
 
-# Outside the allocator, in MiB. In the old layout of the records a run in the same process again, with everything
-# loaded, took 18 MiB less on the RTX 3060 and 14 on the 4060 (NOTES.md beside the records, section 2, inferred there
-# from the records). On Colab's A100 that difference is 354 MiB, but both runs that are open took 98 beside what is
-# reserved (94 and 102): CHOSEN ON THESE two.
+# Memory outside the allocator, in MiB. In the old layout of the records, a second run in the same process, with
+# everything loaded, took less: 18 MiB on the RTX 3060 and 14 MiB on the 4060. NOTES.md next to the records infers this
+# in section 2. On Colab's A100 that difference is 354 MiB. However, both available runs took 98 MiB in addition to the
+# reserved memory (94 and 102): CHOSEN ON THESE two.
 OUTSIDE_MIB = {"RTX 3060": 18, "RTX 4060": 14, "A100": 98}
-# CHOSEN ON THE PUBLISHED ROWS, by layout: two things that no source gives, seen in what was left over.
-# New layout: 6 of 7 rows with batches from 15 on lie exactly 16 MiB above the old layout's constant. A likely reason,
-# not confirmed: the ground truth of the later code reads a memory snapshot, which its debug mode records together with
-# torch's profiler.
+# CHOSEN ON THE PUBLISHED ROWS, by layout: two values that no source gives, found in the residuals. New layout: 6 of 7
+# rows with batches from 15 on lie exactly 16 MiB above the old layout's constant. A likely reason, not confirmed: the
+# later code reads a memory snapshot, which its debug mode records together with torch's profiler.
 NEW_LAYOUT_MIB = 16
-# Old layout: with cuBLAS's workspace in the pool, as torch does it, most rows come out 20 MiB too high; without it most
-# agree to the MiB. Why it is not inside that measurement is not known.
+# Old layout: with cuBLAS's workspace in the pool, as torch does it, most rows are predicted 20 MiB too high. Without
+# it, most agree to the MiB. The reason is unknown.
 NO_WORKSPACE = "-old"
-# What a run cannot use: the context, about 140 MiB (NOTES.md, section 6).
+# Memory that a run cannot use: the context, about 140 MiB (NOTES.md, section 6).
 CONTEXT_BYTES = 140 * MIB
 GPUS = {"RTX 3060": "RTX 3060", "RTX 4060": "RTX 4060", "A100": "A100-SXM4-40GB"}
 
@@ -79,7 +78,7 @@ RIVALS = ("xmem", "dnnmem", "schedtune", "llmem")
 
 @dataclass(frozen=True)
 class Run:
-    """One measured run and what others predicted for it."""
+    """One measured run and the results of other predictors."""
 
     model: str
     optimizer: str
@@ -90,7 +89,7 @@ class Run:
     capacity_bytes: int
     measured_bytes: int
     is_oom: bool
-    rivals: dict[str, tuple[int, bool]]  # bytes, and whether it said "does not fit"
+    rivals: dict[str, tuple[int, bool]]  # bytes, and whether it predicted "does not fit"
 
     @property
     def card(self) -> str:
@@ -101,7 +100,7 @@ class Run:
         return (OUTSIDE_MIB[self.card] + NEW_LAYOUT_MIB * self.layout.endswith("-new")) * MIB
 
     def plain(self) -> Run:
-        """The run without what was chosen by its layout."""
+        """Return the run without the choices that depend on its layout."""
         return replace(self, layout="")
 
     @property
@@ -111,7 +110,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one trace, or several of one run together, came to."""
+    """The result of one trace, or of several traces of one run."""
 
     predicted_bytes: int
     is_oom: bool
@@ -122,7 +121,7 @@ class Answer:
 
 
 def read_runs(path: Path, only: str | None) -> tuple[list[Run], int]:
-    """Return the runs that can be built, and how many rows of other kinds were left out."""
+    """Return the runs that can be built, and the number of other rows."""
     with path.open(newline="") as lines:
         rows = list(csv.DictReader(lines))
     runs = [_run_of(row) for row in rows if row["kind"] == "transformer"]
@@ -153,13 +152,13 @@ def _run_of(row: dict[str, str]) -> Run:
 
 
 def length_shares() -> list[float]:
-    """The share of texts by their number of tokens, 0 to 128."""
+    """Return the shares of texts by their number of tokens, 0 to 128."""
     lines = json.loads((HERE / "wikitext2_lengths.json").read_text())["lines"]
     return [count / sum(lines) for count in lines]
 
 
 def number_of_draws(run: Run) -> int:
-    """How often to draw lengths: never where a batch with no text of 128 tokens is rare."""
+    """Return the number of random draws: 0 if almost every batch has a text of 128 tokens."""
     from _measured_models import is_padded_before
 
     all_long = (1 - (1 - length_shares()[-1]) ** run.batch_size) ** NUM_STEPS
@@ -183,7 +182,7 @@ def predict(run: Run, draw: int | None) -> Answer:
 
 
 def trace_run(run: Run, draw: int | None) -> Any:
-    """Trace the loop of the measurements: which variables stay alive matters, so they are the same ones."""
+    """Trace the loop of the measurements, with the same variables, because their lifetimes matter."""
     import torch
 
     from _measured_models import build
@@ -215,7 +214,7 @@ def trace_run(run: Run, draw: int | None) -> Any:
 
 
 def make_batches(run: Run, draw: int | None) -> list[dict[str, Any]]:
-    """The batches of the steps: texts of drawn lengths, padded to the longest, or without a draw to 128 tokens."""
+    """Return the batches of the steps: random lengths padded to the longest, or 128 tokens without a draw."""
     import torch
 
     from _measured_models import added_tokens, is_padded_before
@@ -250,7 +249,7 @@ def predict_all(runs: list[Run], num_processes: int) -> list[Answer]:
 
 
 def different_draws(run: Run) -> list[int]:
-    """One draw of each kind: the widths and whether any row is padded decide."""
+    """Return one draw of each kind; kinds differ in the widths and in whether any row is padded."""
     kinds: dict[Any, int] = {}
     for draw in range(number_of_draws(run)):
         masks = [batch["attention_mask"] for batch in make_batches(run, draw)]
@@ -267,7 +266,7 @@ def _settle_worker() -> None:
 
 
 def combined(full_width: Answer, draws: list[Answer]) -> Answer:
-    """The answer of full width, with the least and the most of it and the draws."""
+    """Combine the result for full width with the minimum and maximum of all draws."""
     answers = [full_width, *draws]
     return replace(
         full_width,
@@ -282,7 +281,7 @@ def combined(full_width: Answer, draws: list[Answer]) -> Answer:
 
 
 def figures_of(pairs: Iterable[tuple[Run, int, bool]]) -> dict[str, float | int | None]:
-    """Errors of the runs that fitted, and wrong verdicts; the pairs are a run, the predicted bytes and the verdict."""
+    """Compute errors of runs that fitted, and wrong verdicts, from runs, predicted bytes and verdicts."""
     pairs = list(pairs)
     errors = [abs(predicted / run.measured_bytes - 1) for run, predicted, _ in pairs if not run.is_oom]
     return {
@@ -297,7 +296,7 @@ def figures_of(pairs: Iterable[tuple[Run, int, bool]]) -> dict[str, float | int 
 
 
 def rival_figures(runs: list[Run], name: str) -> dict[str, float | int | None]:
-    """A published predictor on the same rows; its ``memory`` includes what it adds for the framework."""
+    """Compute the figures of a published predictor on the same rows; its ``memory`` includes its framework overhead."""
     return figures_of((run, *run.rivals[name]) for run in runs if name in run.rivals)
 
 
@@ -327,7 +326,7 @@ def cells(figures: dict[str, Any]) -> list[str]:
 
 
 def model_table(found: dict[str, Any], answers: dict[str, list[Answer]]) -> str:
-    """A table in Markdown, with xMem's figures on the same rows beside."""
+    """Return a Markdown table, with xMem's figures on the same rows."""
     head = ["model", "fits", "median %", "p90 %", "max %", "false fits", "false OOMs", "CPU s a row", "xMem median %",
             "p90 %", "max %", "false fits", "false OOMs"]  # fmt: skip
     lines = []
@@ -380,7 +379,7 @@ def circumstances() -> str:
 
 
 def install(folder: Path) -> None:
-    """Put the measurements' library into a folder, once."""
+    """Install the library version of the measurements into a folder, once."""
     done = folder / "complete"
     if done.exists():
         return
@@ -391,7 +390,7 @@ def install(folder: Path) -> None:
 
 
 def run_with_library(folder: Path) -> int:
-    """Run this script again in a process that finds the library in the folder first."""
+    """Run this script again in a process that imports the library from the folder."""
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *sys.argv, "--installed"], env=environment, check=False).returncode
@@ -423,7 +422,7 @@ def report(arguments: argparse.Namespace) -> None:
 
 
 def part_of(found: dict[str, Any], runs: list[Run], answers: list[Answer]) -> str:
-    """What pages show."""
+    """Return the part that pages show."""
     pairs = [(run, answer) for run, answer in zip(runs, answers, strict=True) if not run.is_oom]
     errors = [answer.predicted_bytes / run.measured_bytes - 1 for run, answer in pairs]
     ours = errors_table(("memory of real GPU runs, GPT, OPT, T5, Qwen (xMem's published runs)", errors))
@@ -435,13 +434,15 @@ def part_of(found: dict[str, Any], runs: list[Run], answers: list[Answer]) -> st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=Path, required=True, help="the measured runs, a CSV file")
+    parser.add_argument("--records", type=Path, required=True, help="CSV file with the measured runs")
     parser.add_argument("--rows", action="store_true", help="also list every row")
-    parser.add_argument("--only", help="rows whose name contains this, for example 'T5-small AdamW'")
-    parser.add_argument("--plain", action="store_true", help="without the choices made by layout on these rows")
+    parser.add_argument("--only", help="only rows whose name contains this, for example 'T5-small AdamW'")
+    parser.add_argument("--plain", action="store_true", help="disable the choices that depend on the layout")
     add_out(parser)
-    parser.add_argument("--cache", type=Path, default=CACHE, help="where the library goes (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder for the library (default: %(default)s)")
+    parser.add_argument(
+        "--processes", type=int, default=len(os.sched_getaffinity(0)), help="number of processes (default: %(default)s)"
+    )
     parser.add_argument("--installed", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not arguments.installed:

@@ -1,12 +1,12 @@
-"""How far Plimsoll's predictions are from what GPUs did, over every peak that was recorded.
+"""Plimsoll's predictions, compared with every recorded peak of a GPU.
 
     PYTHONPATH=src:. python benchmarks/predict_gpu_recordings.py [FILE ...] [--only PART ...] [--out FOLDER]
 
-Prints a line for each run of ``tests/recordings`` and each row of ``benchmarks/recorded`` that has peaks, the figures
-of each group, what is left out and why, and a last line of JSON. Nothing is executed on a GPU. Exits with 1 where a
-figure is out of the bounds of ``benchmarks/gpu/compare.py``, with a line for each row that is, and with 2 where a FILE
-cannot be read or there is nothing to compare. FILEs are recordings (`make gpu` makes them), and nothing else is then
-compared.
+Prints a line for each run of ``tests/recordings`` and each row of ``benchmarks/recorded`` with peaks. Then it prints
+the figures of each group, the rows that are left out with the reason, and a last line of JSON. Nothing is executed on a
+GPU. Exits with 1 if a figure exceeds the bounds of ``benchmarks/gpu/compare.py``, with a line for each such row. Exits
+with 2 if a FILE cannot be read or there is nothing to compare. If FILEs (recordings by `make gpu`) are given, only they
+are compared.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ Found = tuple[_recorded_peaks.RecordedPeak, dict[str, Estimate]]
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, help="recordings (default: every peak that is kept)")
-    parser.add_argument("--only", nargs="+", default=[], help="only rows with one of these in their name")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)")
+    parser.add_argument("files", nargs="*", type=Path, help="recordings (default: all stored peaks)")
+    parser.add_argument("--only", nargs="+", default=[], help="only rows whose name contains one of these")
+    parser.add_argument(
+        "--processes", type=int, default=len(os.sched_getaffinity(0)), help="number of processes (default: %(default)s)"
+    )
     add_out(parser)
     options = parser.parse_args(arguments)
     settle()
@@ -77,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def names_of(paths: Sequence[Path], with_recorded: bool) -> list[str]:
-    """What ``--only`` chooses from."""
+    """Return the names that ``--only`` selects from."""
     names = [row["id"] for path in paths for row in compare.comparable(files.read_recording(path))]
     if with_recorded:
         names += [name_of(row) for row in _recorded_peaks.recorded_peaks()[0]]
@@ -102,7 +104,7 @@ def in_parallel(function: Callable[..., Any], tasks: Sequence[Any], processes: i
 
 
 def report(path: Path, only: list[str], processes: int, errors: dict[str, list[float]]) -> dict[str, dict]:
-    """Print the comparison with one recording and return its figures."""
+    """Print the comparison with one recording, and return its figures."""
     recording = files.read_recording(path)
     header = recording["header"]
     rows = [row for row in compare.comparable(recording) if not only or any(part in row["id"] for part in only)]
@@ -110,7 +112,7 @@ def report(path: Path, only: list[str], processes: int, errors: dict[str, list[f
     print(compare.versions_differ(header) or "recorded with the versions that predict here")
     for reason, ids in compare.left_out(recording).items():
         print(f"left out, {reason}: {', '.join(ids)}")
-    ids_of_case: dict[Case, list[str]] = {}  # a case is traced once
+    ids_of_case: dict[Case, list[str]] = {}  # each case is traced once
     for row in rows:
         ids_of_case.setdefault(Case.from_dict(row["case"]), []).append(row["id"])
     parts = in_parallel(_compared, [(path, ids) for ids in ids_of_case.values()], processes)
@@ -134,7 +136,7 @@ def _compared(task: tuple[Path, list[str]]) -> list[compare.Compared]:
 
 
 def report_recorded(only: list[str], processes: int, errors: dict[str, list[float]]) -> dict[str, dict]:
-    """Print the comparison with ``benchmarks/recorded`` and return its figures."""
+    """Print the comparison with ``benchmarks/recorded``, and return its figures."""
     rows, left_out = _recorded_peaks.recorded_peaks()
     rows = [row for row in rows if not only or any(part in name_of(row) for part in only)]
     tasks = list(dict.fromkeys(row.task for row in rows))

@@ -1,13 +1,13 @@
-"""Predicted against measured peaks of live bytes on the CPU, to the byte, for small models of twelve kinds.
+"""Predicted and measured peaks of live bytes on the CPU, exact to the byte, for small models of twelve kinds.
 
     python benchmarks/predict_live_cpu.py [--only gpt2] [--out FOLDER] [--data 'corpus/*.txt']
 
-Each case is a plain PyTorch loop of three steps (forward, backward, clip, optimizer, zero_grad) that is first traced on
-fake tensors and then run and recorded, in the same process. Kinds x precision (fp32, bf16 autocast) x activation
-checkpointing (off, on, where the model has it) x micro-batches per step (1, 2); AdamW and SGD take turns. Live bytes
-are those of all storages the recorder sees; what the allocator makes of them is another question (see `measure`).
+Each case is a plain PyTorch loop of three steps (forward, backward, clip, optimizer, zero_grad). It is first traced on
+fake tensors and then run and recorded, in the same process. Cases are kinds x precision (fp32, bf16 autocast) x
+activation checkpointing (off, on, if the model supports it) x micro-batches per step (1, 2); AdamW and SGD alternate.
+Live bytes include all storages that the recorder sees; the allocator's overhead is not included (see `measure`).
 
-The last line is one JSON object. A case that is not equal is listed with the op at which the two traces first differ.
+The last line is one JSON object. For a case that is not equal, the first op at which the traces differ is listed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Recurrent(nn.Module):
 
 
 class Layers(nn.Module):
-    """A classifier that is an embedding, a stack of layers that can be recomputed, and a head."""
+    """A classifier with an embedding, a stack of layers that can be recomputed, and a head."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ BERT = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model: how it is made, what its batches are, and whether it can be checkpointed."""
+    """A kind of model: its constructor, its kind of batches, and whether it supports checkpointing."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -188,7 +188,7 @@ def kinds() -> list[Kind]:
 
 @dataclass
 class Case:
-    """One training, its comparison once it has been run, or why it could not be."""
+    """One training with its comparison after the run, or the reason why it could not run."""
 
     kind: Kind
     precision: str
@@ -216,7 +216,7 @@ def cases(only: str | None) -> Iterator[Case]:
 
 
 def tokens_of(data: str | None) -> Tensor:
-    """Token ids to cut batches from: bytes of a text, or drawn at random."""
+    """Return token ids for the batches: bytes of a text, or random ids."""
     if data is None:
         return torch.randint(3, VOCABULARY, (1 << 14,), generator=torch.Generator().manual_seed(0))
     text = b"".join(Path(path).read_bytes() for path in sorted(glob.glob(data)))
@@ -242,7 +242,7 @@ def batch_of(kind: Kind, input_ids: Tensor, number: int) -> Batch:
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], case: Case) -> None:
-    """The training, as most people write it."""
+    """Run the usual training loop."""
     remaining = iter(batches)
     for _ in range(STEPS):
         for _ in range(case.num_micro_batches):
@@ -266,7 +266,7 @@ def run(case: Case, tokens: Tensor) -> None:
     optimizer = make(parameters, lr=1e-3)
     batches = batches_of(case.kind, tokens, STEPS * case.num_micro_batches)
     started = time.perf_counter()
-    kept: list[Any] = []  # what the measured training is given outlives it too
+    kept: list[Any] = []  # inputs of the measured training stay alive after it, too
 
     def dry_run(place: DryRun) -> None:
         kept.extend((*place.fake_training(model, optimizer), place.fake_batch(batches)))
@@ -341,8 +341,8 @@ def figures_of(done: list[Case]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="kinds whose name has this text")
-    parser.add_argument("--data", help="text files, a pattern; by default tokens drawn at random")
+    parser.add_argument("--only", help="only kinds whose name contains this")
+    parser.add_argument("--data", help="pattern of text files (default: random tokens)")
     add_out(parser)
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()

@@ -1,12 +1,12 @@
-"""How long a prediction takes after the imports, and in how much memory, beside torch's own tracker on the same models.
+"""Time and memory of a prediction after the imports, compared with torch's own tracker on the same models.
 
     python benchmarks/predict_time.py [--rounds 3] [--out FOLDER]
 
-Each arm runs in a process of its own: three training steps on fake tensors with AdamW in float32, batches as given.
+Each arm runs in a separate process: three training steps on fake tensors with AdamW in float32 and the given batches.
 `plimsoll` is the whole of `plimsoll.predict_job` for an RTX 3060 (an H100 for Qwen3): model, trace, allocator, record.
-`MemTracker` is ``torch.distributed._tools.mem_tracker`` under ``FakeTensorMode``, two steps as its documentation has
-them: a second call of the model is refused, so its statistics are reset between. Prints a table, and as its last line
-one JSON object; ``--out`` files the table.
+`MemTracker` is ``torch.distributed._tools.mem_tracker`` under ``FakeTensorMode``, with two steps as in its
+documentation; it refuses a second call of the model, so its statistics are reset between them. Prints a table, and one
+JSON object as the last line; ``--out`` files the table.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def job_of(case: str):
 
 
 def run_arm(arm: str, case: str) -> None:
-    """Do one arm in this process, and print its seconds and peak memory."""
+    """Run one arm in this process, and print its seconds and peak memory."""
     import torch
     import transformers  # noqa: F401
 
@@ -88,7 +88,7 @@ def run_arm(arm: str, case: str) -> None:
 
 
 def measure(arm: str, case: str, rounds: int) -> dict[str, float] | None:
-    """Run an arm so many times; ``None`` if it fails."""
+    """Run an arm ``rounds`` times; return None if it fails."""
     rows = []
     for _ in range(rounds):
         command = [sys.executable, __file__, "--arm", arm, "--case", case]
@@ -127,7 +127,7 @@ def table(found: dict[str, dict[str, dict[str, float] | None]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--data", help="not used: nothing is read")
+    parser.add_argument("--data", help="ignored")
     add_out(parser)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)

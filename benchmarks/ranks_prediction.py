@@ -1,14 +1,14 @@
-"""How close the predicted memory of each of several ranks is to the private memory that it really takes.
+"""Predicted memory of a rank among several, compared with its private memory.
 
     python benchmarks/ranks_prediction.py [--cases N] [--measured measured.json] [--out table.md]
 
-Each case trains for a few steps with as many processes as it has ranks, on the processor, over gloo: plain
-data-parallel ones, whose gradients are added up, and `fully_shard`. Measured is the most private memory of any of them,
-from the kernel's high-water mark after each step, less the mapped files. The prediction is what `plimsoll predict`
-computes of the job with ``ranks: N``, in one process, with the others not there.
+Each case trains for a few steps on the CPU over gloo, with one process per rank: plain data-parallel training with
+summed gradients, and `fully_shard`. The measured value is the highest private memory of any rank, from the kernel's
+high-water mark after each step without mapped files. The prediction is computed as in `plimsoll predict` for the job
+with ``ranks: N``, in one process without the other ranks.
 
-``--measured`` keeps the measurements in a file and reads those that are there. Not covered: data loading, checkpoints,
-evaluation, GPUs, several machines.
+``--measured`` stores measurements in a file and reuses them. Not covered: data loading, checkpoints, evaluation, GPUs,
+several machines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RECOMPUTED = checkpointing_choice("all")
 
 @dataclass(frozen=True)
 class Shared:
-    """A case of one process, whose batch is shared by so many ranks."""
+    """A case of one process, whose batch is divided among ``num_ranks`` ranks."""
 
     case: Case
     num_ranks: int
@@ -55,22 +55,22 @@ class Shared:
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
+        """The name that identifies the case."""
         how = " ".join(map(str, self.others)) or "data-parallel"
         return f"{self.case.name}, {self.num_ranks} ranks, {how}"
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """What each rank has at work."""
+        """The choices of each rank."""
         share = -(-self.case.shape[0] // self.num_ranks)
         return (*self.others, micro_batch_choice(min(self.case.micro_batch or share, share)))
 
     def job(self) -> Job:
-        """The job of all ranks."""
+        """Return the job of all ranks."""
         return self.case.job().model_copy(update={"ranks": self.num_ranks})
 
     def run(self) -> str:
-        """What each rank is told."""
+        """Return the input of each rank's process."""
         fields = json.loads(self.case.run(is_limited=True))
         choices = [choice.model_dump() for choice in self.choices]
         return json.dumps(fields | {"job": self.job().to_json(), "choices": choices})
@@ -105,7 +105,7 @@ CASES = (
 
 
 def measured_bytes(one: Shared) -> int:
-    """Train, and return the most private memory of any rank."""
+    """Train, and return the highest private memory of any rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -130,7 +130,7 @@ def measured_bytes(one: Shared) -> int:
         lines, errors = rank.communicate()
         if rank.returncode:
             raise SystemExit(
-                f"{one.name}: a rank ended with {rank.returncode}: {errors[-2000:]}; mend it and run again"
+                f"{one.name}: a rank ended with {rank.returncode}: {errors[-2000:]}; fix the cause and run again"
             )
         steps = [json.loads(line) for line in lines.splitlines()]
         assert [step["ooms"] for step in steps] == [0] * NUM_STEPS
@@ -139,7 +139,7 @@ def measured_bytes(one: Shared) -> int:
 
 
 def predicted_bytes(one: Shared) -> tuple[int, int]:
-    """Return what is predicted of one rank, and what of that is live tensors."""
+    """Return the predicted bytes of one rank, and the live tensors among them."""
     case, job = one.case, one.job()
     texts = TextSketch(vocab_size=case.vocab_size, num_labels=case.num_labels, end_id=0)
     trace = dry_run_job(job, texts, CpuLowering(), one.choices)

@@ -1,11 +1,11 @@
-"""Rewrite the tables of README.md and of pages: what stands between `<!-- table NAME -->` and `<!-- /table -->`.
+"""Rewrite the tables of README.md and other pages, between `<!-- table NAME -->` and `<!-- /table -->`.
 
     python benchmarks/readme.py            # rewrites README.md, docs/benchmarks.md and the other pages with tables
-    python benchmarks/readme.py --check    # says what would change, and ends with 1 if anything would
+    python benchmarks/readme.py --check    # prints the differences, and exits with 1 if there are any
 
-It is the part for it of the newest result of that name (see `_results.py`), word for word, with what
-made it below. Several names, as in `<!-- table plan-fast plan-deep -->`, stand below each other, and tables with the
-same header become one.
+A table is copied word for word from the newest result with that name (see `_results.py`), followed by its source.
+Several names, as in `<!-- table plan-fast plan-deep -->`, are shown one after the other; tables with the same header
+are merged.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ MARKED = re.compile(r"(<!-- table ([a-z0-9 -]+) -->\n).*?(<!-- /table -->)", re.
 
 
 def rewritten(page: str, results: Path = RESULTS, to_root: str = "") -> str:
-    """The page with what the newest results have; ``to_root`` leads from it to the root, for its links."""
+    """Return the page with the newest results; ``to_root`` is the relative path from the page to the root."""
     return MARKED.sub(lambda found: f"{found[1]}{shown(found[2].split(), results, to_root)}\n{found[3]}", page)
 
 
 def names_on(page: str) -> list[str]:
-    """The names of all results that a page shows."""
+    """Return the names of all results that a page shows."""
     return [name for found in MARKED.finditer(page) for name in found[2].split()]
 
 
 def shown(names: list[str], folder: Path, to_root: str = "") -> str:
-    """The parts of some results, and below them what made each."""
+    """Return the parts of several results, followed by their sources."""
     found = [newest(name, folder) for name in names]
     missing = [f"`{name}`" for name, result in zip(names, found, strict=True) if result is None]
     results = [result for result in found if result is not None]
     for result in results:
         if not result.part or not result.made:
-            raise SystemExit(f"{result.path.name} has no part for README.md or does not say what made it: run it again")
+            raise SystemExit(f"{result.path.name} has no part for README.md or does not name its source: run it again")
     pieces = [joined([result.part for result in results])]
     if missing:
         pieces.append(f"Not measured yet: {', '.join(missing)}.")
@@ -50,7 +50,7 @@ def shown(names: list[str], folder: Path, to_root: str = "") -> str:
 
 
 def joined(parts: list[str]) -> str:
-    """The blocks of all parts; tables with the same header become one, and so do lists."""
+    """Join the blocks of all parts; tables with the same header are merged, and so are lists."""
     blocks: list[list[str]] = []
     for block in (piece.splitlines() for part in parts for piece in part.split("\n\n")):
         like = next((one for one in blocks if begin_of(one) == begin_of(block) != ""), None)
@@ -62,25 +62,25 @@ def joined(parts: list[str]) -> str:
 
 
 def begin_of(block: list[str]) -> str:
-    """What two blocks have in common that go on with each other: the header of a table, or the mark of a list."""
+    """Return the key of blocks that can be merged: the header of a table, or the mark of a list."""
     return block[0] if block[0].startswith("|") else "- " if block[0].startswith("- ") else ""
 
 
 def source(result: Result, to_root: str = "") -> str:
-    """What made a result, in a line."""
+    """Describe the source of a result in one line."""
     made, link = result.made, f"{to_root}benchmarks/results/{result.path.name}"
     return f"[{result.what}, {made['date']}]({link}): `{made['command']}`; {made['circumstances']}"
 
 
 def to_root_from(path: Path) -> str:
-    """What links of a page begin with that lead out of its folder."""
+    """Return the relative path from a page's folder to the root."""
     return "../" * (len(path.relative_to(ROOT).parts) - 1)
 
 
 def main() -> None:
     """Rewrite or check the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing, and end with 1 if anything would change")
+    parser.add_argument("--check", action="store_true", help="change nothing, and exit with 1 if a page is out of date")
     arguments = parser.parse_args()
     stale = []
     for path in PAGES:

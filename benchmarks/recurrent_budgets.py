@@ -1,12 +1,12 @@
-"""A recurrent language model on long sequences, planned for budgets from what plain training takes to a twentieth.
+"""A recurrent language model on long sequences, planned for budgets from the plain training's need down to a twentieth.
 
     python benchmarks/recurrent_budgets.py [--data PATH] [--steps 3] [--out table.md]
-    python benchmarks/recurrent_budgets.py --samples 1 --length 8192    # where no batch can be cut, time must be
+    python benchmarks/recurrent_budgets.py --samples 1 --length 8192    # no batch to split: only time can be split
 
-An LSTM of 2 layers with 256 units, sequences of 2,048 tokens, 16 samples a step, 8,000 words. A share of 0.1 is a tenth
-of the memory that the plain training is predicted to take beyond what its process has without it. Each budget is
-planned, and the plan is run inside it on real text, in a process of its own (`_planned_worker.py`); see
-`plan_budgets.py` for how. A budget for which there is no plan is said to be impossible, with the smallest that is not.
+The model is an LSTM of 2 layers with 256 units on sequences of 2,048 tokens, with 16 samples per step and 8,000 words.
+A share of 0.1 is a tenth of the plain training's predicted memory above the baseline of the process. Each budget is
+planned, and the plan runs inside it on real text, in a separate process (`_planned_worker.py`), as in
+`plan_budgets.py`. A budget without a plan is reported as impossible, with the smallest possible one.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from _results import table
 LAYERS = {"architecture": "lstm", "embedding_size": 256, "hidden_size": 256, "num_layers": 2}
 SHARES = (1.0, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05)
 _PLENTY_BYTES = 12 << 30
-_SAME = 1.05  # two plans whose seconds differ by less are as fast as each other
+_SAME = 1.05  # plans with a smaller ratio of seconds count as equally fast
 
 
 @dataclass(frozen=True)
 class Row:
-    """One budget; bytes and seconds."""
+    """One budget, in bytes and seconds."""
 
     share: float
     budget_bytes: int
@@ -70,7 +70,7 @@ HEADER = [
 
 
 def budgets_of(training: Training) -> dict[float, int]:
-    """The budget of each share, in whole MiB."""
+    """Return the budget of each share in whole MiB."""
     from plimsoll.device.cpu.data_limit import MARGIN_BYTES
 
     plan = training.plan(_PLENTY_BYTES)
@@ -121,8 +121,8 @@ def figures_of(rows: list[Row]) -> dict[str, float | int]:
 def main() -> None:
     """Run the benchmark."""
     parser = parser_of(__doc__ or "")
-    parser.add_argument("--steps", type=int, default=3, help="of each training (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=16, help="of a step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each training (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=16, help="samples of a step (default: %(default)s)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sample (default: %(default)s)")
     arguments = parser.parse_args()
     one_thread()

@@ -1,14 +1,16 @@
-"""One long text in a batch of short ones: what cutting by length does for recurrent nets inside a budget.
+"""One long text in a batch of short ones: the effect of splitting by length on recurrent nets inside a budget.
 
     python benchmarks/recurrent_by_length.py --data agnews-test.csv    # label, title, body; no header, as AG News has
-    python benchmarks/recurrent_by_length.py                           # lengths drawn evenly from 20 to 90 words
+    python benchmarks/recurrent_by_length.py                           # random lengths from 20 to 90 words
 
-A batch has ``--batch`` texts: one of ``--long`` words, the others of the lengths of news (in words). A GRU classifier
-and a BiLSTM tagger, which pack their texts, and an LSTM language model, which does not, take two steps on it from the
-same weights: as it comes, padded to the longest; with ``by_length``; and with ``time_segments`` or ``packed_stretches``
-too, which spare torch the time that a packed batch takes on the CPU: it grows with the square of the length. They begin
-with the whole batch, and where memory runs out with half as much, and so on, until it holds; the seconds are the
-processor's of the second step, on one thread. Prints a table, and as its last line one JSON object. Linux only.
+A batch has ``--batch`` texts: one of ``--long`` words, the others with the lengths of news (in words). Three models
+take two steps on it from the same weights: a GRU classifier and a BiLSTM tagger, which pack their texts, and an LSTM
+language model, which does not. The variants are the batch in its order, padded to the longest text; ``by_length``; and
+additionally ``time_segments`` or ``packed_stretches``. The last two avoid torch's slow handling of packed batches on
+the CPU, whose time grows with the square of the length.
+
+Each variant begins with the whole batch and halves the micro-batch until it fits. Times are processor seconds of the
+second step, on one thread. Prints a table, and one JSON object as the last line. Linux only.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def lengths_of(data: Path | None, num_texts: int) -> list[int]:
 
 
 def measure(name: str, cut: str, lengths: list[int], budget_mib: int) -> dict[str, Any]:
-    """Train in this process, within its baseline and so much more."""
+    """Train in this process, within its baseline plus ``budget_mib``."""
     import torch
 
     from plimsoll.device.base import backend_for
@@ -111,11 +113,11 @@ def measure(name: str, cut: str, lengths: list[int], budget_mib: int) -> dict[st
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a csv file without a header: label, title, body")
-    parser.add_argument("--batch", type=int, default=64, help="texts of a batch, the long one among them")
-    parser.add_argument("--long", type=int, default=4000, help="words of the long one")
+    parser.add_argument("--data", type=Path, help="csv file without a header: label, title, body")
+    parser.add_argument("--batch", type=int, default=64, help="texts of a batch, including the long one")
+    parser.add_argument("--long", type=int, default=4000, help="words of the long text")
     parser.add_argument(
-        "--budget", type=int, nargs=3, default=[128, 384, 512], help="MiB for each model beyond the process"
+        "--budget", type=int, nargs=3, default=[128, 384, 512], help="MiB above the process's baseline, for each model"
     )
     add_out(parser)
     parser.add_argument("--arm", nargs=3, help=argparse.SUPPRESS)

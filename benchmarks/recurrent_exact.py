@@ -2,15 +2,15 @@
 
     python benchmarks/recurrent_exact.py [--only growth] [--out table.md]
 
-A language model of characters (an LSTM of 2 layers with 512 units, 8 samples) on real text: the standard library's own
-sources. Each cell is a process of its own that does one or two steps of SGD; its peak is private memory beyond what it
-had before the model was made, the kernel's own high-water mark of the last step; seconds
-are the processor's, of one thread.
+The model is a character language model (an LSTM of 2 layers with 512 units, 8 samples) on real text: the standard
+library's sources. Each measurement is a separate process with one or two steps of SGD. The peak is private memory above
+the value before the model was created, from the kernel's high-water mark of the last step. Times are processor seconds
+of one thread.
 
-    growth    1,000 to 32,000 steps in segments of the default length: how the peak grows
-    pace      1,000 and 2,000 steps, plain and in segments: seconds side by side, in turns
-    limit     10,000 steps inside a limit (RLIMIT_DATA) in which plain PyTorch dies of an OOM; and with 5 % of what the
-              plain training takes for activations
+    growth    1,000 to 32,000 steps in segments of the default length: growth of the peak
+    pace      1,000 and 2,000 steps, plain and in segments: seconds compared, in turns
+    limit     10,000 steps inside a limit (RLIMIT_DATA) in which plain PyTorch runs out of memory, and inside 5 % of
+              the plain training's activation memory
     characters  100,000 steps of one sample, inside 1 GiB for the whole process
 """
 
@@ -43,7 +43,7 @@ LONG, LONGEST = 10_000, 100_000
 
 
 def characters(number: int) -> list[int]:
-    """So many characters of the standard library's sources, as numbers below 128."""
+    """Return ``number`` characters of the standard library's sources, as numbers below 128."""
     found: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         found += [code for code in path.read_bytes() if code < 128]
@@ -53,7 +53,7 @@ def characters(number: int) -> list[int]:
 
 
 def train_once(case: dict[str, Any]) -> dict[str, Any]:
-    """Do two steps; return the peak beyond what was there before the model, and the seconds of the second."""
+    """Perform two steps; return the peak above the memory before the model, and the seconds of the second step."""
     import torch
 
     from plimsoll.device.base import backend_for
@@ -92,7 +92,7 @@ def train_once(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_loop(case: dict[str, Any]) -> dict[str, Any]:
-    """The same without Plimsoll, as one would write it, inside the same limit."""
+    """Train in the usual loop without Plimsoll, inside the same limit."""
     import torch
 
     from plimsoll.device.base import backend_for
@@ -115,7 +115,7 @@ def plain_loop(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_process(name: str, case: dict[str, Any]) -> dict[str, Any]:
-    """Do it in a process of its own."""
+    """Run a case in a separate process."""
     done = subprocess.run(
         [sys.executable, __file__, "--do", name, "--case", json.dumps(case)],
         capture_output=True,
@@ -134,7 +134,7 @@ def in_process(name: str, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def growth() -> tuple[list[str], dict[str, Any]]:
-    """Peaks against lengths, and the exponent that fits them best once what does not grow is taken off."""
+    """Measure peaks for several lengths, and fit the exponent of the part that grows."""
     constant_bytes = in_process("train", {"steps": 64, "segment": 8, "times": 1})["peak_bytes"]
     peaks = {steps: in_process("train", {"steps": steps, "segment": 0, "times": 1}) for steps in GROWTH}
     points = [(math.log(steps), math.log(peaks[steps]["peak_bytes"] - constant_bytes)) for steps in GROWTH]
@@ -147,14 +147,14 @@ def growth() -> tuple[list[str], dict[str, Any]]:
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Of the line with the least squares."""
+    """Return the slope of the least-squares line."""
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
     above = sum((x - mean_x) * (y - mean_y) for x, y in points)
     return above / sum((x - mean_x) ** 2 for x, _ in points)
 
 
 def pace() -> tuple[list[str], dict[str, Any]]:
-    """Seconds and peaks side by side, in turns."""
+    """Measure seconds and peaks of all methods, in turns."""
     ways: dict[str, int | None] = {"plain": None, "default": 0, "256": 256, "32": 32}
     rows = ["| steps | segments of | peak MiB | of plain | seconds | of plain |", "|--:|---|--:|--:|--:|--:|"]
     worst, best, shown = 0.0, 10.0, []
@@ -178,11 +178,11 @@ def pace() -> tuple[list[str], dict[str, Any]]:
 
 
 def limit() -> tuple[list[str], dict[str, Any]]:
-    """A limit in which plain PyTorch dies, and 5 % of its activations."""
+    """Train inside a limit that is too small for plain PyTorch, and inside 5 % of its activation memory."""
     plain = in_process("train", {"steps": LONG, "segment": None})
     activation_bytes = plain["peak_bytes"] - 2 * plain["parameter_bytes"]  # the rest are parameters and gradients
     limits = {"a quarter of plain": (plain["peak_bytes"] // 4, 128)}
-    # A second set of gradients is made before it is added to the first: they are no activations.
+    # A second set of gradients exists before it is added to the first; it does not count as activations.
     limits["5 % of plain's activations"] = int(0.05 * activation_bytes) + 3 * plain["parameter_bytes"], 64
     rows = ["| limit beyond the baseline | MiB | plain PyTorch | segments of | peak MiB | seconds | of plain |"]
     rows.append("|---|--:|---|--:|--:|--:|--:|")
@@ -207,7 +207,7 @@ def limit() -> tuple[list[str], dict[str, Any]]:
 
 
 def longest() -> tuple[list[str], dict[str, Any]]:
-    """100,000 steps inside 1 GiB."""
+    """Train 100,000 steps inside 1 GiB."""
     case = {"steps": LONGEST, "samples": 1, "layers": 1, "limit_bytes": 1 << 30, "beyond_baseline": 0, "times": 1}
     found = in_process("train", {**case, "segment": 0})
     if "error" in found:
@@ -223,7 +223,7 @@ PARTS = {"growth": growth, "pace": pace, "limit": limit, "characters": longest}
 
 
 def report(only: str) -> Iterator[tuple[str, dict[str, Any], list[tuple[str, ...]]]]:
-    """Each part as Markdown, with its figures, and its rows in README.md."""
+    """Yield each part as Markdown, its figures, and its rows for pages."""
     for name, part in PARTS.items():
         if only in name:
             rows, figures = part()
@@ -234,7 +234,7 @@ def report(only: str) -> Iterator[tuple[str, dict[str, Any], list[tuple[str, ...
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="parts whose names contain this")
+    parser.add_argument("--only", default="", help="only parts whose names contain this")
     add_out(parser)
     parser.add_argument("--do", choices=["train", "plain"], help=argparse.SUPPRESS)
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)

@@ -1,14 +1,14 @@
-"""The output layer of an LSTM language model with a large vocabulary, three ways: plain, in chunks, adaptive.
+"""The output layer of an LSTM language model with a large vocabulary, in three forms: plain, in chunks, adaptive.
 
     python benchmarks/recurrent_output.py --train wikitext2-test.txt --validation wikitext2-valid.txt
     python benchmarks/recurrent_output.py                   # the standard library's sources, in place of English
 
-One LSTM layer (embedding 128, hidden 256) and AdamW, with a tokenizer of words: those of the training text by
-frequency, and as many unused ones as make up ``--words``. Three trainings of the same batches from the same seed on one
-thread, each in a process of its own: as plain PyTorch does it, with ``chunked_loss`` and with ``adaptive_softmax``. Of
-each: the highest private memory of the process in the steps, also without what it took before there was a model; the
-median seconds of the processor a step; and the loss of held-out text after the steps. Prints a table, and as its last
-line one JSON object. Linux only.
+The model has one LSTM layer (embedding 128, hidden 256) and is trained with AdamW. The tokenizer has the words of the
+training text by frequency, and unused words up to ``--words``. Three trainings use the same batches and seed on one
+thread, each in a separate process: as in plain PyTorch, with ``chunked_loss`` and with ``adaptive_softmax``. Measured
+is the highest private memory of the process during the steps, with and without its baseline. The other results are the
+median processor seconds per step, and the final loss on held-out text. Prints a table, and one JSON object as the last
+line. Linux only.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def job_of(args: argparse.Namespace, tokenizer: dict[str, Any]) -> Job:
 
 
 def prepare_texts(args: argparse.Namespace, folder: Path) -> None:
-    """Write the job and its tokens, with a vocabulary of the size that was asked for."""
+    """Write the job and its tokens, with a vocabulary of the requested size."""
     fields = {"train": "words", "vocab_size": args.words}
     trained = Path(prepare(job_of(args, fields), folder / "cache").tokenizer_folder) / "tokenizer.json"
     described = json.loads(trained.read_text("utf-8"))
@@ -110,7 +110,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", nargs="*", default=standard_library()[:1], help="text files or patterns")
-    parser.add_argument("--validation", default=0.1, help="a text file, or the share of the text that is held out")
+    parser.add_argument("--validation", default=0.1, help="text file, or share of the text that is held out")
     parser.add_argument("--words", type=int, default=50_000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=32)

@@ -1,14 +1,14 @@
-"""How close the predicted memory of recurrent trainings is to the private memory their processes really take.
+"""Predicted memory of recurrent trainings, compared with the private memory of their processes.
 
     PYTHONPATH=src python benchmarks/recurrent_prediction.py [--case gru] [--out table.md] [--measured measured.json]
 
-LSTM, GRU and plain RNN, of one layer and two, one way and both ways, padded and packed, projected, with dropout, under
-bfloat16 autocast, from 32 to 4,000 steps, as language models and classifiers, without any technique. Each trains for
-four steps on random tokens in a process of its own, once inside a budget and, with ``--default-malloc``, once without
-one; measured and predicted are what `predict_cpu_rss.py` says they are.
+The cases are LSTM, GRU and plain RNN without any technique. They have one or two layers and one or both directions.
+They are padded, packed, projected, with dropout, or under bfloat16 autocast, from 32 to 4,000 steps, as language models
+and classifiers. Each trains for four steps on random tokens in a separate process: inside a budget and, with
+``--default-malloc``, also without one. Measurement and prediction are as in `predict_cpu_rss.py`.
 
-``--measured`` keeps the measurements in a file and reads those that are there: for work on the predictor. The last line
-is one JSON object. Not covered: CUDA, data loading, checkpoints, evaluation, states carried from batch to batch.
+``--measured`` stores measurements in a file and reuses them, for work on the predictor. The last line is one JSON
+object. Not covered: CUDA, data loading, checkpoints, evaluation, states carried from batch to batch.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ BF16 = {"precision": "bf16"}
 
 
 def own(name: str) -> str:
-    """A model of `_recurrent_models`."""
+    """Return the reference to a model of `_recurrent_models`."""
     return f"_recurrent_models:{name}"
 
 
 CASES = (
-    # Language models: an LSTM is oneDNN's, the others are a loop of small ops.
+    # Language models: oneDNN computes an LSTM; the others are a loop of small ops.
     Case("lstm-1x256-T32", recurrent("lstm", 1, 256), (128, 32)),
     Case("lstm-2x256-T512", recurrent("lstm", 2, 256), (16, 512), vocab_size=2000),
     Case("lstm-1x256-T4000", recurrent("lstm", 1, 256), (4, 4000), vocab_size=500),
@@ -61,13 +61,13 @@ CASES = (
     Case("rnn-2x256-T512", recurrent("rnn", 2, 256), (16, 512), vocab_size=1000),
     Case("rnn-1x256-T4000", recurrent("rnn", 1, 256), (4, 4000), vocab_size=500),
     Case("rnn-2x256-bf16-T512", recurrent("rnn", 2, 256), (16, 512), vocab_size=1000, **BF16),
-    # Classifiers of padded batches, read both ways.
+    # Classifiers of padded batches, bidirectional.
     Case("lstm-2x256-both-ways-T256", own("lstm_both_ways"), (32, 256), **TWO),
     Case("lstm-2x256-both-ways-T2000", own("lstm_both_ways"), (4, 2000), **TWO),
     Case("lstm-2x256-both-ways-bf16", own("lstm_both_ways"), (32, 256), **TWO, **BF16),
     Case("gru-2x256-both-ways-T256", own("gru_both_ways"), (16, 256), **TWO),
     Case("rnn-relu-1x256-both-ways-T512", own("rnn_relu_both_ways"), (16, 512), **TWO),
-    # Packed batches, which no kernel of oneDNN takes: the LSTM too is a loop.
+    # Packed batches, which no kernel of oneDNN supports: the LSTM is a loop, too.
     Case("lstm-packed-1x256-T128", recurrent("lstm", 1, 256), (64, 128), **TWO),
     Case("lstm-packed-2x256-both-ways-T256", recurrent("lstm", 2, 256, bidirectional=True), (16, 256), **TWO),
     Case("lstm-packed-1x256-bf16", recurrent("lstm", 1, 256), (64, 128), **TWO, **BF16),
@@ -92,15 +92,19 @@ def run(cases: list[Case], is_limited: bool, measurements: Measurements, predict
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", help="only the cases with this in their name")
-    parser.add_argument("--default-malloc", action="store_true", help="also without a limit, with glibc's own malloc")
+    parser.add_argument("--case", action="append", help="only cases whose name contains this")
+    parser.add_argument(
+        "--default-malloc", action="store_true", help="also without a limit, with glibc's default malloc"
+    )
     add_out(parser)
-    parser.add_argument("--measured", type=Path, help="a file to keep measurements in")
+    parser.add_argument("--measured", type=Path, help="file that stores the measurements")
     arguments = parser.parse_args()
     cases = [case for case in CASES if not arguments.case or any(part in case.name for part in arguments.case)]
     if not cases:
-        sys.exit(f"no case has {' or '.join(arguments.case)} in its name: choose of {', '.join(c.name for c in CASES)}")
-    # For the models that are named by their function, here and in the processes.
+        sys.exit(
+            f"no case has {' or '.join(arguments.case)} in its name: choose from {', '.join(c.name for c in CASES)}"
+        )
+    # For models that are named by a function, here and in the processes.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     measurements, predictor = Measurements(arguments.measured), Predictor()
     rows = {"inside a budget": run(cases, True, measurements, predictor)}

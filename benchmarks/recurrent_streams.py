@@ -1,12 +1,13 @@
-"""An LSTM language model on contiguous streams with a carried state, and on shuffled windows, at one gradient reach.
+"""An LSTM language model on contiguous streams with a carried state, and on shuffled windows, with equal gradient
+reach.
 
     python benchmarks/recurrent_streams.py --text wikitext2-valid.txt
     python benchmarks/recurrent_streams.py --text wikitext2-valid.txt --steps 100   # a quarter of that
 
-Each way trains the same model with `plimsoll train`, from the same weights, for as many steps of as many tokens; in all
-of them a gradient reaches ``--reach`` tokens back at most. The last tenth of the lines is held out, and each model is
-evaluated on it twice: in windows of that many tokens, each from zeros, and as one stream, the state carried on through
-all of it. The seconds are the processor's, of the whole command. Prints a table, and as its last line one JSON object.
+Each variant trains the same model with `plimsoll train`, from the same weights, for the same number of steps and
+tokens. In all of them a gradient reaches at most ``--reach`` tokens back. The last tenth of the lines is held out. Each
+model is evaluated on it twice: in windows of that many tokens that start with a zero state, and as one stream with a
+carried state. Times are processor seconds of the whole command. Prints a table, and one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from plimsoll.models.recurrent.model import RecurrentLanguageModel, load_recurre
 from plimsoll.records.prepared import Prepared
 
 BATCH_SIZE, VOCAB_SIZE, SIZE = 32, 2000, 96
-STREAM_WINDOW = 512  # tokens at once of the stream that is evaluated; what it is changes nothing
+STREAM_WINDOW = 512  # tokens per step when the stream is evaluated; does not affect the result
 Figures = dict[str, Any]
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -43,7 +44,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def split(text: Path, folder: Path) -> None:
-    """Write the first nine tenths of the lines and the last tenth."""
+    """Write the first nine tenths of the lines, and the last tenth."""
     lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
     num_training = len(lines) * 9 // 10
     (folder / "train.txt").write_text("".join(lines[:num_training]), encoding="utf-8")
@@ -51,7 +52,7 @@ def split(text: Path, folder: Path) -> None:
 
 
 def train(folder: Path, number: int, data: dict[str, Any], args: argparse.Namespace) -> Figures:
-    """Train one way, and return what it took and learned."""
+    """Train one variant, and return its cost and its losses."""
     job = {
         "model": {
             "architecture": "lstm", "embedding_size": SIZE, "hidden_size": SIZE, "num_layers": 2, "dropout": 0.2,
@@ -91,7 +92,7 @@ def train(folder: Path, number: int, data: dict[str, Any], args: argparse.Namesp
 
 @torch.no_grad()
 def loss_from_zeros(model: RecurrentLanguageModel, tokens: np.ndarray, length: int) -> float:
-    """Return the mean loss over windows that know nothing of what is before them."""
+    """Return the mean loss over windows that start with a zero state."""
     windows = tokens[: len(tokens) // length * length].astype(np.int64).reshape(-1, length)
     losses = [model(input_ids=part, labels=part).loss * len(part) for part in torch.from_numpy(windows).split(64)]
     return float(sum(losses)) / len(windows)
@@ -111,8 +112,8 @@ def loss_of_stream(model: RecurrentLanguageModel, tokens: np.ndarray) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="a text, one paragraph a line")
-    parser.add_argument("--reach", type=int, default=35, help="tokens a gradient reaches back at most")
+    parser.add_argument("--text", type=Path, required=True, help="text file, one paragraph per line")
+    parser.add_argument("--reach", type=int, default=35, help="maximum number of tokens that a gradient reaches back")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,15 +1,16 @@
-"""A BiLSTM tagger on long sequences inside a budget: the roles of the words of Python's own standard library.
+"""A BiLSTM tagger on long sequences inside a budget: roles of the words in Python's standard library.
 
     python benchmarks/recurrent_tagger.py                       # 60 files of this Python's library, in minutes
     python benchmarks/recurrent_tagger.py --data path/to/sources --files 400 --length 512 --budget 700MiB
 
-A text is a file, read with ``tokenize``; a word is a token, and its tag says what it is: a keyword, an operator, a
-number, a string, a comment, or of names what is done with them: defined (behind ``def`` or ``class``), called (before a
-parenthesis), an attribute (behind a dot), or read. So a tag depends on both neighbours, and the words of a file are one
-sequence of thousands, cut into windows that overlap. Two trainings of one job: without a limit, and inside the budget,
-where what does not fit is done in smaller micro-batches; the loss must be the same. An arm that fails shows its error.
-Peaks are private memory as the training process reads it. Prints a table, and as its last line one JSON object. Linux
-only.
+A text is a file, read with ``tokenize``; a word is a token. Tags are keyword, operator, number, string, comment, and
+four roles of names: defined (after ``def`` or ``class``), called (before a parenthesis), attribute (after a dot), or
+read. A tag therefore depends on both neighbours. The words of a file are one sequence of thousands, cut into
+overlapping windows.
+
+One job is trained twice: without a limit, and inside the budget, with smaller micro-batches if needed. The losses must
+be equal. An arm that fails shows its error. Peaks are private memory as the training process reads it. Prints a table,
+and one JSON object as the last line. Linux only.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from rich.table import Table
 
 Figures = dict[str, Any]
 KINDS = {tokenize.OP: "operator", tokenize.NUMBER: "number", tokenize.STRING: "string", tokenize.COMMENT: "comment"}
-FIRST_STEPS = 3  # warm-up, of which no time is counted
+FIRST_STEPS = 3  # warm-up, not timed
 
 
 def tagged_words(source: str) -> Iterator[tuple[str, str]]:
-    """Yield the words of a file with their tags; of strings and comments only what stands before a blank."""
+    """Yield the words of a file with their tags; strings and comments end at the first blank."""
     tokens = [
         token
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -53,7 +54,7 @@ def tagged_words(source: str) -> Iterator[tuple[str, str]]:
 
 
 def role_of(name: str, before: str, after: str) -> str:
-    """Say what is done with a name."""
+    """Return the role of a name."""
     if keyword.iskeyword(name):
         return "keyword"
     if before in {"def", "class"}:
@@ -64,7 +65,7 @@ def role_of(name: str, before: str, after: str) -> str:
 
 
 def write_files(paths: list[Path], target: Path) -> tuple[int, int]:
-    """Write a row for each file that Python can read; return how many there are, and how many words."""
+    """Write a row for each file that Python can tokenize; return the numbers of files and words."""
     num_files = num_words = 0
     with target.open("w", encoding="utf-8") as rows:
         for path in paths:
@@ -80,11 +81,11 @@ def write_files(paths: list[Path], target: Path) -> tuple[int, int]:
 
 
 def train(folder: Path, name: str, budget: str | None, args: argparse.Namespace) -> Figures:
-    """Train one arm; return what its record says."""
+    """Train one arm, and return the figures of its record."""
     job = {
         "model": {
             "architecture": "lstm", "embedding_size": 64, "hidden_size": args.hidden, "num_layers": 2,
-            "bidirectional": True, "dropout": 0.0,  # so that a cut batch has the loss of the whole
+            "bidirectional": True, "dropout": 0.0,  # so that a split batch has the same loss
         },
         "task": "token-classification",
         "data": {"train": str(folder / "files.jsonl"), "validation": 0.1, "stride": args.length * 7 // 8},
@@ -117,7 +118,7 @@ def train(folder: Path, name: str, budget: str | None, args: argparse.Namespace)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(json.__file__).parents[1], help="a folder of Python sources")
+    parser.add_argument("--data", type=Path, default=Path(json.__file__).parents[1], help="folder of Python sources")
     parser.add_argument("--files", type=int, default=60)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)

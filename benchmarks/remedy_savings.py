@@ -1,11 +1,11 @@
-"""What `plimsoll explain` says that a technique saves, against what it saves in a real training.
+"""Savings of techniques according to `plimsoll explain`, compared with those in real trainings.
 
     python benchmarks/remedy_savings.py job.yaml --budget 450MiB --out DIR [--most 8]
 
-The job is explained at a budget that it does not fit. It is trained as it is, and with each technique by itself, all
-others forbidden, inside a budget that is large enough (``--room``), for as many steps as it says. The measured saving
-is the difference of the highest private memory of a step; the planner's own combination is no single technique and
-left out. Remedies that save less than 5 % of the peak are left out: that is within the noise of the heap.
+The job is explained at a budget that it does not fit. It is then trained for its number of steps inside a sufficient
+budget (``--room``): as it is, and with each technique alone, all others forbidden. The measured saving is the
+difference of the highest private memory of a step. The planner's combination is not a single technique and is left out.
+Remedies that save less than 5 % of the peak are left out as well: such savings are within the noise of the heap.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEAST_SHARE = 0.05
 
 
 def trained_peak(job: Path, out: Path, *options: str) -> int:
-    """Train in a process of its own and return the highest private memory of a step, in bytes."""
+    """Train in a separate process, and return the highest private memory of a step, in bytes."""
     command = [sys.executable, "-m", "plimsoll", "train", str(job), "--out", str(out), "--force", "--json", *options]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return max(step["peak_bytes"] for step in json.loads(done.stdout)["steps"])
@@ -43,13 +43,13 @@ def with_remedy(job: Path, remedy: Remedy, out: Path) -> Path:
 
 
 def main() -> None:
-    """Explain, train, compare."""
+    """Explain, train and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", type=Path)
     parser.add_argument("--budget", required=True)
-    parser.add_argument("--room", default="4GiB", help="a budget in which the job fits as it is")
+    parser.add_argument("--room", default="4GiB", help="a budget that the job fits without techniques")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--most", type=int, default=8, help="how many remedies")
+    parser.add_argument("--most", type=int, default=8, help="maximum number of remedies")
     options = parser.parse_args()
     diagnosis = plimsoll.explain(options.job, budget=options.budget)
     assert diagnosis.peak_bytes is not None

@@ -1,10 +1,10 @@
-"""How large each kind of page is, and how long headless Chromium takes to open it.
+"""Size of each kind of page, and time for headless Chromium to open it.
 
     python benchmarks/report_pages.py PAGE.html [PAGE.html ...] [--repeats 5] [--pictures FOLDER]
 
-Each page is opened in a browser that has just started (``first``: nothing compiled or cached), and again in the same
-one (the median of ``--repeats``). A page counts as open when it is loaded and every chart is drawn; ``words`` is when
-its first text was painted. Pictures are taken at 1280 and 360 pixels, light and dark. Needs Chromium.
+Each page is opened in a new browser (``first``: nothing compiled or cached), and again in the same one (the median of
+``--repeats``). A page counts as open when it is loaded and every chart is drawn; ``words`` is the time of the first
+painted text. Pictures are taken at 1280 and 360 pixels, light and dark. Needs Chromium.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ def main() -> None:
     """Open each page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="+", type=Path)
-    parser.add_argument("--repeats", type=int, default=5, help="times it is opened again (default: %(default)s)")
-    parser.add_argument("--pictures", type=Path, help="write a PNG of each page here")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="number of times that a page is opened again (default: %(default)s)"
+    )
+    parser.add_argument("--pictures", type=Path, help="folder for a PNG of each page")
     arguments = parser.parse_args()
     program = browser.chromium()
     if program is None:
@@ -53,7 +55,7 @@ def main() -> None:
 
 
 def measure(path: Path, program: str, repeats: int, pictures: Path | None) -> dict[str, object]:
-    """Open one page in a new browser and again in the same one."""
+    """Open one page in a new browser, and again in the same one."""
     with browser.opened(program) as tab:
         first_seconds = tab.show(path)
         words_seconds = tab.value(_PAINTED)

@@ -1,27 +1,28 @@
-"""Predicted against measured peak memory of training: Plimsoll beside other tools that say what a training will need.
+"""Predicted and measured peak memory of training: Plimsoll compared with other tools that predict it.
 
     make rivals && python benchmarks/rivals_prediction.py [--rounds 3] [--out benchmarks/results]
-    python benchmarks/rivals_prediction.py --records records.csv     # and runs that others measured on GPUs
+    python benchmarks/rivals_prediction.py --records records.csv     # also published runs on GPUs
 
-Each tool runs in the environment of ``rivals/predictors.txt`` as its documentation says (`rivals/predictors.py` has
-what each is told), Plimsoll in this one: `plimsoll.predict_function` on the same loop. Two sets of truth:
+Each tool runs in the environment of ``rivals/predictors.txt`` as its documentation recommends (`rivals/predictors.py`
+has its inputs). Plimsoll runs in this one: `plimsoll.predict_function` on the same loop. There are two sets of
+measurements:
 
-CPU: small trainings of `rivals/trainings.py`, plain PyTorch without Plimsoll, in processes of their own. Their private
-memory is read from outside every millisecond and from the kernel's high-water mark, ``--rounds`` times. The tools,
-which answer the same each time, are asked between the rounds; seconds are after the imports, over all trainings. No
-tool but Plimsoll counts what a process takes before it has a model, so the tables have two answers: as the tool says
-it, and with that base, measured, in the place of what the tool assumes of it (Plimsoll's own reading of its own
+CPU: small trainings of `rivals/trainings.py`, plain PyTorch without Plimsoll, in separate processes. Their private
+memory is read from outside every millisecond and from the kernel's high-water mark, ``--rounds`` times. The tools'
+answers do not vary, so they are asked between the rounds; seconds are after the imports, over all trainings. Only
+Plimsoll includes the memory of a process without a model. The tables therefore have two answers: the tool's answer, and
+the answer with the measured base. The measured base replaces the tool's assumption (Plimsoll's reading of its own
 process, a CUDA context of torch-preflight).
 
-GPU: the published runs of `predict_gpu_measured.py`, if ``--records`` says where they are, with transformers 4.51.3,
-which made them. All tools are asked about batches of 128 tokens; what a process takes outside of the allocator in that
-measurement is added to each, and torch-preflight's context is taken off, since the measurement leaves it out.
+GPU: the published runs of `predict_gpu_measured.py`, if ``--records`` is given, with transformers 4.51.3, which
+produced them. All tools are asked about batches of 128 tokens. The process's memory outside the allocator in that
+measurement is added to each answer. torch-preflight's context is subtracted, since the measurement does not include it.
 
 An answer is judged at three limits: 0.8 times the measured peak, where the training would run out of memory; just below
-the peak, where it would too (an answer that is as often too high as too low says so half of the time); and 1.2 times
-the peak, where it fits. Medians have the least and the most of the rounds in brackets, seconds those of the trainings.
-Plimsoll was developed with trainings like these, and with these GPU runs, at hand (its rows are without the constants
-that were chosen on them); the others were not. Prints tables, and one JSON object as its last line.
+the peak, where it would too (an unbiased answer is right half of the time); and 1.2 times the peak, where it fits.
+Medians have the minimum and maximum of the rounds in brackets; seconds have the minimum and maximum of the trainings.
+Plimsoll was developed with such trainings and with these GPU runs available (its rows do not use the constants that
+were chosen on them); the other tools were not. Prints tables, and one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def cpu_answer(name: str) -> Answer:
 
 
 def answer_as_plimsoll(records: Path | None) -> None:
-    """Answer the questions of standard input as `rivals/predictors.py` does."""
+    """Answer the questions of standard input like `rivals/predictors.py`."""
     sys.path.insert(0, str(HERE / "rivals"))
     import transformers
 
@@ -112,9 +113,9 @@ def answer_as_plimsoll(records: Path | None) -> None:
 
 
 def ask(tool: str, questions: Sequence[Question], records: Path | None = None) -> list[Answer]:
-    """Ask a tool, all questions in one process with forks."""
+    """Ask a tool all questions, in one process with forks."""
     environment = dict(os.environ)
-    if records is not None:  # with the transformers of the measured runs
+    if records is not None:  # with the transformers version of the measured runs
         from predict_gpu_measured import CACHE
 
         paths = [str(CACHE), os.environ.get("PYTHONPATH", "")]
@@ -135,7 +136,7 @@ def ask(tool: str, questions: Sequence[Question], records: Path | None = None) -
 
 
 def measured(name: str) -> tuple[int, int]:
-    """Train in a process of its own; return its base and its most private memory."""
+    """Train in a separate process; return its base and its peak private memory."""
     python = python_of("predictors") or sys.executable
     command = [str(python), str(HERE / "rivals" / "trainings.py"), name]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -153,9 +154,9 @@ def measured(name: str) -> tuple[int, int]:
 def watch(child: subprocess.Popen[str], peaks: list[int]) -> None:
     status = Path(f"/proc/{child.pid}/status")
     while child.poll() is None:
-        with suppress(OSError):  # it has ended by now
+        with suppress(OSError):  # it may have ended
             found = [line for line in status.read_text().splitlines() if line.startswith("RssAnon")]
-            if found:  # it has memory until it ends
+            if found:  # a zombie process has no such line
                 peaks[0] = max(peaks[0], int(found[0].split()[1]) << 10)
         time.sleep(0.001)
 
@@ -165,7 +166,7 @@ def watch(child: subprocess.Popen[str], peaks: list[int]) -> None:
 
 @dataclass
 class Pair:
-    """An answer beside the truth, whose several measurements are ``rounds``; ``said`` is ``None`` for no answer."""
+    """An answer with the measured value, or all measurements in ``rounds``; ``said`` is None without an answer."""
 
     name: str
     measured_bytes: float
@@ -271,7 +272,7 @@ def cost_of(answers: Sequence[Answer]) -> dict[str, float]:
 def ranges_of(
     answers: Sequence[Answer], names: Sequence[str], bases: dict[str, float], peaks: dict[str, list[int]]
 ) -> dict[str, float] | None:
-    """Of tools that give a range: how often the truth is inside, how wide it is, and what its upper end says."""
+    """Summarize answers with a range: how often it contains the measured value, its width, and its upper end."""
     rows = [(one, one.get("context_bytes", 0) - bases[name], statistics.median(peaks[name]))
             for one, name in zip(answers, names, strict=True) if one.get("high_bytes")]  # fmt: skip
     if not rows:
@@ -336,7 +337,7 @@ def gpu_set(tools: Sequence[str], records: Path) -> dict[str, Any]:
 
 
 def winners(found: dict[str, Any]) -> str:
-    """In words, where another tool is better than Plimsoll."""
+    """List in words the measures in which another tool is better than Plimsoll."""
     own, lines = found["tools"]["plimsoll"], []
     faster = [TOOLS[tool] for tool, one in found["tools"].items() if one["seconds"] < own["seconds"]]
     if faster:
@@ -418,10 +419,10 @@ def readme_part(cpu: dict[str, Any], gpu: dict[str, Any] | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--records", type=Path, help="runs measured on GPUs, a CSV file; left out without it")
-    parser.add_argument("--data", help="not used: the trainings draw their tokens")
-    parser.add_argument("--case", action="append", help="only the CPU trainings with this in their name")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: %(default)s)")
+    parser.add_argument("--records", type=Path, help="CSV file of runs measured on GPUs (default: no GPU runs)")
+    parser.add_argument("--data", help="ignored: tokens are random")
+    parser.add_argument("--case", action="append", help="only CPU trainings whose name contains this")
     add_out(parser)
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -451,7 +452,7 @@ def main() -> None:
 
 
 def case_names(only: list[str] | None) -> list[str]:
-    """The names of the trainings; reading them needs what they need, so that is done in this process too."""
+    """Return the names of the trainings, importing their requirements into this process."""
     sys.path.insert(0, str(HERE / "rivals"))
     from trainings import CASES
 

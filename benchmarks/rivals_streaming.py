@@ -1,21 +1,22 @@
-"""Feeding text that is larger than memory: Plimsoll beside what people would use instead.
+"""Feeding text that is larger than memory: Plimsoll compared with other libraries.
 
     make rivals && python benchmarks/rivals_streaming.py [--lines 250000] [--rounds 3] [--out benchmarks/results]
     python benchmarks/rivals_streaming.py --data corpus.txt          # any file of lines
 
-Hugging Face datasets (mapped Arrow files, and streaming), litdata, mosaicml-streaming, Plimsoll, and a list of str for
-scale, each in its own environment and set up as its documentation says (`rivals/streams.py` has how). The text is lines
-of words of Zipf's law in eight files; every line begins with its number, by which it is counted how often it came. The
-work is the same for all: batches of 256 lines, shuffled as the library does it, two workers, in which the bytes of a
-batch become a tensor; no tokenizer, so that feeding is what is measured. Texts are in the page cache.
+The libraries are Hugging Face datasets (mapped Arrow files, and streaming), litdata, mosaicml-streaming, Plimsoll, and
+a list of str for scale. Each has a separate environment and is set up as its documentation recommends (see
+`rivals/streams.py`). The text is lines of Zipf-distributed words in eight files; every line begins with its number, so
+that its occurrences can be counted. The work is the same for all: batches of 256 lines, shuffled with the library's
+method, and two workers that turn the bytes of a batch into a tensor. There is no tokenizer, so that only feeding is
+measured. Texts are in the page cache.
 
-Each round prepares a folder anew and reads an epoch, one library after the other; figures are medians, with the least
-and the most of the rounds. Memory is private and shared memory of all its processes together (pages they still share
-count once), read 20 times a second, over the process when it has made its imports. Processor seconds are of all its
-processes too: lines a second depend on what else the machine does, these hardly. In the last round each library is
-also stopped after 40 % of the epoch, with its state, and goes on in another process; and one of its workers is killed.
-What a library does for each sample weighs less where samples are longer, so the same text comes a second time with 16
-lines as one. Prints tables, and as its last line one JSON object with the figures. Linux only.
+Each round prepares a new folder and reads an epoch, one library after the other; figures are medians, with the minimum
+and maximum of the rounds. Memory is private and shared memory of all processes together (shared pages count once), read
+20 times per second, above the process after its imports. Processor seconds include all processes. They hardly depend on
+other programs, whereas lines per second do. In the last round, each library is also stopped after 40 % of the epoch and
+resumed from its state in another process. One of its workers is killed, too. The cost per sample matters less for
+longer samples, so the same text is read a second time with 16 lines as one. Prints tables, and one JSON object with the
+figures as the last line. Linux only.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PROGRAM = Path(__file__).parent / "rivals" / "streams.py"
 MIB = 1 << 20
 NUM_FILES = 8
 NUM_JOINED = 16
-FEWEST_LINES = NUM_JOINED * 256  # a batch of `rivals/streams.py` when they are joined
+FEWEST_LINES = NUM_JOINED * 256  # a batch of `rivals/streams.py` with joined lines
 POLL_SECONDS = 0.05
 # The environment of each library; None is this one.
 STORES = {
@@ -68,7 +69,7 @@ Figures = dict[str, Any]
 
 
 def write_files(data: Path, folder: Path, num_joined: int = 1) -> tuple[list[Path], int]:
-    """Write the text into files, so many of its lines as one, with a number in front; return them and their lines."""
+    """Write the text into files, joining ``num_joined`` lines into a numbered one; return the files and line counts."""
     with data.open("rb") as file:
         num_lines = sum(1 for _ in file) // num_joined
     folder.mkdir(exist_ok=True)
@@ -86,7 +87,7 @@ def write_files(data: Path, folder: Path, num_joined: int = 1) -> tuple[list[Pat
 
 
 def run(mode: str, store: str, folder: Path, num_lines: int, paths: Sequence[Path]) -> Figures:
-    """Run a mode in a process of its own and watch its memory; an error ends the benchmark with what it said."""
+    """Run a mode in a separate process and observe its memory; on failure, exit with its error output."""
     name = STORES[store]
     python = sys.executable if name is None else str(python_of(name))
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
@@ -127,12 +128,12 @@ def watch(number: int, peaks: list[int], used_seconds: dict[int, float], is_over
 
 
 def use_of(number: int, used_seconds: dict[int, float]) -> int:
-    """Private and shared memory of a process and of all that it has started; notes the processor's seconds of each."""
+    """Return private and shared memory of a process tree, and record the processor seconds of each process."""
     num_bytes = 0
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(number)
         for one in [root, *root.children(recursive=True)]:
-            with suppress(OSError, psutil.NoSuchProcess):  # it has ended by now
+            with suppress(OSError, psutil.NoSuchProcess):  # it may have ended
                 times = one.cpu_times()
                 used_seconds[one.pid] = times.user + times.system
                 for line in Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines():
@@ -151,7 +152,7 @@ def written_bytes(folder: Path) -> int:
 def measure(
     stores: Sequence[str], paths: Sequence[Path], num_lines: int, num_rounds: int, work: Path, with_stops: bool
 ) -> dict[str, Figures]:
-    """Run all libraries, round by round, in an order that begins with another one each time."""
+    """Run all libraries round by round; each round starts with another one."""
     found: dict[str, Figures] = {store: {"rounds": []} for store in stores}
     for number in range(num_rounds):
         start = number % len(stores)
@@ -183,7 +184,7 @@ def middle(found: Figures, name: str) -> float:
 
 
 def spread(found: Figures, name: str, unit: float = 1, digits: int = 0) -> str:
-    """The median of the rounds, with the least and the most of them."""
+    """Return the median of the rounds, with their minimum and maximum."""
     values = sorted(one[name] / unit for one in found["rounds"])
     if values[-1] < 0.5 * 10**-digits:
         return "0"
@@ -192,7 +193,7 @@ def spread(found: Figures, name: str, unit: float = 1, digits: int = 0) -> str:
 
 
 def ratio(own: Figures, other: Figures, name: str) -> str:
-    """Another's figure as so many times Plimsoll's, by round."""
+    """Return another library's figure relative to Plimsoll's, by round."""
     values = sorted(two[name] / one[name] for one, two in zip(own["rounds"], other["rounds"], strict=True))
     return f"{statistics.median(values):.2f} ({values[0]:.2f} - {values[-1]:.2f})"
 
@@ -260,7 +261,7 @@ MEASURES = {
 
 
 def winners(found: dict[str, Figures], of_what: str) -> str:
-    """In words, where another library is better than Plimsoll."""
+    """List in words the measures in which another library is better than Plimsoll."""
     lines, own = [], found["plimsoll"]
     for name, (text, sign) in MEASURES.items():
         better = []
@@ -292,9 +293,9 @@ def readme_part(found: dict[str, Figures], num_lines: int, text_bytes: int) -> s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lines", type=int, default=250_000, help="of the text that is made (default: %(default)s)")
-    parser.add_argument("--data", type=Path, help="a file of lines to read instead")
-    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--lines", type=int, default=250_000, help="lines of generated text (default: %(default)s)")
+    parser.add_argument("--data", type=Path, help="file of lines to read instead")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: %(default)s)")
     add_out(parser)
     arguments = parser.parse_args()
     if arguments.data is None and arguments.lines < FEWEST_LINES:

@@ -1,4 +1,4 @@
-"""What `plimsoll predict` and `plan` print for the job that docs/benchmarks.md shows, on the library's own sources.
+"""Output of `plimsoll predict` and `plan` for the job in docs/benchmarks.md, on the standard library's sources.
 
 python benchmarks/screens.py [--out benchmarks/results]
 """
@@ -27,7 +27,7 @@ _TEXT_BYTES = 4 << 20
 
 
 def main() -> None:
-    """Run both commands in a folder that has the job and a corpus."""
+    """Run both commands in a folder with the job and a corpus."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_out(parser)
     arguments = parser.parse_args()
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def write_job(folder: Path) -> None:
-    """Write the job that docs/benchmarks.md shows, and a text where it says."""
+    """Write the job that docs/benchmarks.md shows, and a text at its data path."""
     found = re.search(r"^```yaml\n(# job\.yaml\n.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     if found is None:
         raise SystemExit("docs/benchmarks.md shows no job.yaml")
@@ -60,7 +60,7 @@ def write_job(folder: Path) -> None:
 
 
 def printed(words: list[str], folder: str) -> str:
-    """What a command prints to a terminal of 80 columns, without colours, that knows nothing of earlier runs."""
+    """Return a command's output on a terminal of 80 columns, without colours and with an empty cache."""
     environment = os.environ | {"COLUMNS": "80", "NO_COLOR": "1", "PLIMSOLL_CACHE": f"{folder}/cache"}
     command = [sys.executable, "-m", "plimsoll", *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -1,11 +1,11 @@
-"""What each way of sharing a model out over two ranks leaves of the private memory of each, in fp32 and in bf16.
+"""Private memory of each of two ranks for each method of sharding a model, in fp32 and in bf16.
 
     python benchmarks/shards_memory.py [--out table.md]
 
-A GPT-2 of 12 blocks trains for a few steps on two processes of the processor over gloo: plain data-parallel, and
-`fully_shard` gathered once and twice, in bf16 where the job computes in it, and off the device (``offload=disk``).
-Measured is the most private memory of either, less the mapped files, as in `ranks_prediction`; live tensors are of
-the dry run. Not covered: seconds, GPUs, several machines.
+A GPT-2 of 12 blocks trains for a few steps in two CPU processes over gloo: plain data-parallel, `fully_shard` gathered
+once and twice, in bf16 if the job computes in it, and offloaded (``offload=disk``). The measured value is the higher
+private memory of both ranks without mapped files, as in `ranks_prediction`; live tensors are from the dry run. Not
+covered: seconds, GPUs, several machines.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ WAYS: tuple[tuple[str, dict[str, Value] | None], ...] = (
 
 @dataclass(frozen=True)
 class InPrecision(Shared):
-    """A case of several ranks in a precision."""
+    """A case with several ranks and a precision."""
 
     precision: str = "fp32"
 
     def job(self) -> Job:
-        """The job of all ranks."""
+        """Return the job of all ranks."""
         return super().job().model_copy(update={"precision": self.precision})
 
 
 def main() -> None:
-    """Measure each way, print the table and its figures."""
+    """Measure each method, and print the table and its figures."""
     options = argparse.ArgumentParser(description=__doc__)
     add_out(options)
     given = options.parse_args()

@@ -1,13 +1,14 @@
-"""What a teacher takes: a small language model trained alone, with a large teacher beside it, and the plain way.
+"""Cost of a teacher: a small language model trained alone, with a large teacher, and with a teacher in a plain loop.
 
     python benchmarks/shrink_distill.py
 
-Each way is a process of its own: a few optimizer steps (AdamW) of a GPT-2 student, with and without a GPT-2 teacher
-that lies in a folder. Memory is the process's private memory (RssAnon: no pages of files), watched from outside every
-millisecond, beyond what it has before there is a model. The working set of the teacher is the peak of its passes alone.
-What is asked for: student and teacher together take at most 1.15 times the sum of both, and the losses are those of the
-plain way, which has both models and all logits in memory, to 1e-5. The weights are random: nothing here says how well
-anything is learnt. The last line is JSON. Linux only.
+Each variant is a separate process: a few optimizer steps (AdamW) of a GPT-2 student, with and without a GPT-2 teacher
+from a folder. Memory is the process's private memory (RssAnon: no pages of files) above the value without a model, read
+from outside every millisecond. The working set of the teacher is the peak of its passes alone.
+
+Goals: student and teacher together take at most 1.15 times the sum of both. The losses equal the losses of the plain
+loop, which has both models and all logits in memory, to 1e-5. The weights are random, so quality is not measured. The
+last line is JSON. Linux only.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ MOST_RATIO, LARGEST_ERROR = 1.15, 1e-5
 
 @dataclass(frozen=True)
 class Figures:
-    """One way."""
+    """One variant."""
 
     way: str
     peak_bytes: int
@@ -73,7 +74,7 @@ def gpt2(width: int, layers: int, vocabulary: int, length: int) -> nn.Module:
 
 
 def spread(model: nn.Module) -> nn.Module:
-    """Larger embeddings, so that distributions are not flat."""
+    """Enlarge the embeddings, so that distributions are not flat."""
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(5)  # type: ignore[operator, union-attr]
     return model
@@ -109,7 +110,7 @@ def loss_of(way: str, sizes: dict[str, Any]) -> Callable[[nn.Module, dict[str, T
 
 
 def work(way: str, sizes: dict[str, Any]) -> tuple[list[float], float]:
-    """Do the steps of a way, or the passes of its teacher alone."""
+    """Perform the steps of a variant, or the passes of its teacher alone."""
     shape = (sizes["batch"], sizes["length"])
     ids = torch.randint(sizes["vocabulary"], shape, generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
@@ -140,7 +141,7 @@ def work(way: str, sizes: dict[str, Any]) -> tuple[list[float], float]:
 
 
 def private_bytes_of(process_id: int) -> int:
-    """Anonymous resident memory of a process; 0 when it has ended."""
+    """Return the anonymous resident memory of a process, or 0 if it has ended."""
     with suppress(OSError, StopIteration):
         lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) << 10
@@ -166,7 +167,7 @@ def watched(way: str, sizes: dict[str, Any]) -> Figures:
 
 
 def run_one(way: str, sizes: dict[str, Any]) -> None:
-    """In a process of its own; what is imported and started before is not counted."""
+    """Run a variant in this process; memory of earlier imports is not counted."""
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 
     torch.manual_seed(0)
@@ -181,7 +182,7 @@ def run_one(way: str, sizes: dict[str, Any]) -> None:
 
 
 def ratios_of(found: dict[str, Figures], form: str) -> tuple[float, float]:
-    """The peak with a teacher by what both take alone: the student with all its logits, and in chunks."""
+    """Return the peak with a teacher relative to both alone: for a student with all logits, and in chunks."""
     together, teacher = found[f"distilled, {form}"].peak_bytes, found[f"working set of {form}"].peak_bytes
     return tuple(together / (found[name].peak_bytes + teacher) for name in (ALONE, ALONE_CHUNKED))  # type: ignore[return-value]
 
@@ -198,7 +199,7 @@ def table_of(found: dict[str, Figures]) -> Table:
         form, more = name.rpartition(" ")[2], ("", "", "")
         if name.startswith("distilled"):
             ratios = ratios_of(found, form)
-            # Of codes of 8 bits the teacher is another one.
+            # A teacher with 8-bit codes is a different teacher.
             error = "another teacher" if form == "int8" else f"{error_of(one, found[PLAIN]):.1e}"
             more = f"{ratios[0]:.2f}x", f"{ratios[1]:.2f}x", error
         table.add_row(name, format_bytes(one.peak_bytes), f"{one.seconds:.1f}", *more)
@@ -211,7 +212,7 @@ def main() -> None:
         ("batch", 8), ("length", 128), ("steps", 3), ("vocabulary", 50257), ("student-width", 256),
         ("student-layers", 4), ("teacher-width", 768), ("teacher-layers", 12),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
+        parser.add_argument(f"--{name}", type=int, default=default, help="size (default: %(default)s)")
     add_out(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

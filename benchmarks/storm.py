@@ -1,20 +1,20 @@
-"""Fails allocations of training steps one after the other, in many kinds of training, and looks at what comes of it.
+"""Make allocations of training steps fail one after the other, in many kinds of training, and check the outcome.
 
     python benchmarks/storm.py                        # 7 minutes on 2 cores
     python benchmarks/storm.py --only BatchNorm       # kinds with this in their name or group; --list names them all
-    python benchmarks/storm.py --failures 0           # each allocation in each way, which takes an hour
+    python benchmarks/storm.py --failures 0           # all failures, which takes an hour
 
-Each kind trains something small: a model, a loss, an optimizer, a loop or a plan that keeps more than weights and
-gradients, as training code does. In its first step, which Plimsoll observes, and in its third, the first allocation
-fails, in another run the second, and so on: once; with the next one, which is mostly one of the undo; or with all that
-follow, until no fallback is left. What fails is an operator that makes a new tensor, with the error of the allocator
-itself, which is asked for 2^60 bytes. Then the training goes on for a step. Two runs of each kind have no failure: one
-whole, one with its batches cut.
+Each kind trains a small model, loss, optimizer, loop or plan with more state than weights and gradients, as in real
+training code. In the first step, which Plimsoll observes, and in the third, the first allocation fails, in another run
+the second, and so on. An allocation fails alone; with the next one, which usually belongs to the undo; or with all that
+follow, until no fallback is left. The failing operator creates a new tensor and raises the allocator's own error, from
+a request of 2^60 bytes. Then the training continues for a step. Two runs of each kind have no failure: one with whole
+batches, one with split batches.
 
-What must come of it is the same training in which nothing failed, with the batches cut as they were, bit for bit:
-parameters, buffers, optimizer states at any depth, attributes, containers, generators, batches and losses. Its steps
-are those of a loop of plain PyTorch, but for techniques of a plan, which no plain loop has (see `_storm_run.py`). An
-`OutOfMemoryError` must leave everything as it was before the step; the step is then done again.
+The result must equal, bit for bit, the same training without failures and with the same splits. Compared are
+parameters, buffers, optimizer states at any depth, attributes, containers, generators, batches and losses. The
+reference is a loop of plain PyTorch, except for techniques of a plan, which have no plain loop (see `_storm_run.py`).
+An `OutOfMemoryError` must leave everything as it was before the step; the step is then repeated.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ from _storm_run import (
 RIGHT = (EQUAL, NAMED, UNCHANGED)
 FAULTS = (DIFFERENT, RAW, CHANGED)
 EVERY = {ONCE: 1, TWICE: 4, FROM_THERE_ON: 4}
-"""Of the allocations of a step, which fail in each way: all, or every fourth."""
+"""The interval of the allocations of a step that fail in this mode: all, or every fourth."""
 
 
 class Fault(NamedTuple):
-    """What is not as it should be, for the first time in a kind, and how often."""
+    """The first occurrence of a wrong outcome in a kind, and the number of occurrences."""
 
     kind: str
     plan: Plan
@@ -88,7 +88,7 @@ class Fault(NamedTuple):
 
 @dataclass
 class Found:
-    """What came of the failures of one kind."""
+    """The outcomes of the failures of one kind."""
 
     group: str
     name: str
@@ -103,7 +103,7 @@ class Found:
         return self.outcomes.total() - self.num_unfailed
 
     def said(self) -> str:
-        """Say it, with what is not as it should be below."""
+        """Return a summary, followed by the wrong outcomes."""
         num_bad = sum(self.outcomes[outcome] for outcome in FAULTS)
         judged = f"{num_bad} not as they should be" if num_bad else "all as they should be"
         head = f"{self.group}: {self.name}, {self.seconds:.0f} s: {counted(self.num_failures, 'failure')}, {judged}"
@@ -112,7 +112,7 @@ class Found:
 
 @cache
 def all_kinds() -> dict[str, Kind]:
-    """Every kind by its name, in the order of the table."""
+    """Return every kind by name, in the order of the table."""
     modules = (
         _storm_models,
         _storm_states,
@@ -128,7 +128,7 @@ def all_kinds() -> dict[str, Kind]:
 
 
 def plans_of(kind: Kind, most: int) -> list[Plan]:
-    """The failures of a kind: all, or so many of them, evenly spread over its steps, allocations and ways."""
+    """Return the failures of a kind: all, or about ``most``, evenly spread over its steps, allocations and ways."""
     numbers = num_allocations(kind)
     plans = [
         Plan(step, allocation, how)
@@ -141,12 +141,12 @@ def plans_of(kind: Kind, most: int) -> list[Plan]:
 
 
 def found_of(name: str, most: int) -> Found:
-    """Let a kind fail."""
+    """Inject all failures into a kind."""
     kind, started, references = all_kinds()[name], time.time(), {}
     found, faults = Found(kind.group, kind.name), {}
     unfailed = Plan(NUM_UPDATES, how=NEVER)
     first = tried(kind, unfailed, references)
-    _freeze()  # what this kind has imported
+    _freeze()  # objects that this kind has imported
     plans = [unfailed]
     if first.outcome in RIGHT:
         is_planned = "fallbacks" in kind.made().options
@@ -164,7 +164,7 @@ def found_of(name: str, most: int) -> Found:
 
 
 def prepare() -> None:
-    """Make a process ready: one thread, no warnings, and libraries that no garbage collection looks at."""
+    """Prepare a process: one thread, no warnings, and libraries excluded from garbage collection."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     first = next(iter(all_kinds().values()))
@@ -173,14 +173,14 @@ def prepare() -> None:
 
 
 def _freeze() -> None:
-    """Spare later collections what is there: one follows each failure, and would take longer than all else."""
+    """Exclude existing objects from later collections, which follow each failure and would take most of the time."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
 
 
 def stormed(names: Sequence[str], most: int, num_processes: int) -> Iterator[Found]:
-    """What came of it, kind by kind as they are done."""
+    """Yield the results of the kinds, in the order of completion."""
     if num_processes == 1:
         prepare()
         yield from (found_of(name, most) for name in names)
@@ -190,7 +190,7 @@ def stormed(names: Sequence[str], most: int, num_processes: int) -> Iterator[Fou
 
 
 def rows(found: Sequence[Found], by_group: bool) -> str:
-    """The table of kinds, or of groups of kinds and all; what is not as it should be is one column."""
+    """Return the table of kinds, or of groups and the total; one column counts wrong outcomes."""
     lines: dict[str, list[Found]] = {}
     for one in found:
         lines.setdefault(one.group if by_group else f"{one.group}: {one.name}", []).append(one)
@@ -207,18 +207,24 @@ def rows(found: Sequence[Found], by_group: bool) -> str:
 
 
 def _some_of(group: Sequence[Found]) -> str:
-    """A few kinds of a group, from its begin, its middle and its end."""
+    """Return a few kinds from the beginning, middle and end of a group."""
     places = dict.fromkeys((0, len(group) // 3, 2 * len(group) // 3))
     return "; ".join(group[place].name for place in places)
 
 
 def main() -> None:
-    """Storm what is asked for; ends with 1 if anything is not as it should be."""
+    """Run the requested kinds, and exit with 1 after any wrong outcome."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", metavar="TEXT", help="only kinds with this in their name or group")
-    parser.add_argument("--failures", type=int, default=20, metavar="N", help="most of a kind; 0 for all. Default: 20")
+    parser.add_argument("--only", action="append", metavar="TEXT", help="only kinds whose name or group contains this")
+    parser.add_argument(
+        "--failures",
+        type=int,
+        default=20,
+        metavar="N",
+        help="maximum number of failures per kind; 0 for all (default: 20)",
+    )
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--list", action="store_true", help="name the kinds, and run none")
+    parser.add_argument("--list", action="store_true", help="list the kinds and exit")
     add_out(parser)
     arguments = parser.parse_args()
     names = [name for name in all_kinds() if any(part in name for part in arguments.only or [""])]

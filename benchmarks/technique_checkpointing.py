@@ -1,9 +1,9 @@
-"""What checkpointing saves and costs: GPT-2 with no, every second and all blocks recomputed, predicted and run.
+"""Savings and cost of checkpointing: GPT-2 with no, every second and all blocks recomputed, predicted and run.
 
     PYTHONPATH=src python benchmarks/technique_checkpointing.py [--layers 4] [--length 256] [--samples 8]
 
-Live bytes are of tensors, dry-run, and recorded in a real run; seconds are the processor's, of the fastest of some
-real steps without a recorder, the cases in turn. It reads no data: token ids are drawn.
+Live bytes of tensors come from a dry run and from a recorded real run. Times are processor seconds of the fastest real
+step without a recorder; the cases take turns. Token ids are random.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from plimsoll.step.train_step import TrainStep
 MIB = 2**20
 TEXTS = TextSketch(vocab_size=8000, num_labels=None, end_id=0)
 BLOCKS = ("none", "every 2", "all")
-NUM_STEPS = 3  # as a dry run has
+NUM_STEPS = 3  # as in a dry run
 
 
 def choices_of(blocks: str, num_samples: int) -> tuple[Choice, ...]:
@@ -70,7 +70,7 @@ def main() -> None:
     rows = {}
     steps, losses = {}, {}
     for blocks in BLOCKS:
-        steps[blocks] = fresh(job, blocks)  # which seeds: the same dropout
+        steps[blocks] = fresh(job, blocks)  # sets the seed: the same dropout
         losses[blocks] = [steps[blocks](batch).loss for batch in batches]
     assert losses["every 2"] == losses["all"] == losses["none"]
     seconds = {blocks: [] for blocks in BLOCKS}

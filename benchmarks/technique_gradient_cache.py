@@ -1,10 +1,10 @@
-"""What gradient caching saves and costs: in-batch negatives plainly, with it, and as sentence-transformers does it.
+"""Savings and cost of gradient caching: in-batch negatives plainly, with it, and as in sentence-transformers.
 
     PYTHONPATH=src python benchmarks/technique_gradient_cache.py [--samples 64] [--length 128] [--slice 8]
 
-A BERT of 4 layers, made from its config, embeds pairs of drawn token ids; the loss is `MultipleNegativesRankingLoss`'s.
-Live bytes are of tensors, dry-run, and recorded in a real run of the same three steps; seconds are the processor's,
-of the fastest of some real steps without a recorder, the cases in turn. It reads no data.
+A BERT of 4 layers, built from its config, embeds pairs of random token ids; the loss is that in
+`MultipleNegativesRankingLoss`. Live bytes of tensors come from a dry run and from a recorded real run of the same three
+steps. Times are processor seconds of the fastest real step without a recorder; the cases take turns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from plimsoll.techniques.gradient_cache import gradient_cache_choice
 
 MIB = 2**20
 VOCABULARY, WIDTH, LAYERS, SCALE = 2000, 192, 4, 20.0
-NUM_STEPS = 3  # as a dry run has
+NUM_STEPS = 3  # as in a dry run
 Batch = dict[str, dict[str, Tensor]]
 Loss = Callable[[nn.Module, Batch], Tensor]
 
@@ -129,7 +129,7 @@ def main() -> None:
                 "recorded_bytes": recorded_peak_bytes(fresh(name), batches),
                 "step_cpu_seconds": min(seconds[name]),
             }
-            if loss is in_batch:  # the other one has gradients of its own, which cannot be dry-run
+            if loss is in_batch:  # the other loss computes gradients itself and cannot be dry-run
                 step = fresh(name)
                 trace = dry_run_step(
                     step.workload.model, step.workload.optimizer, batches[0], loss, CpuLowering(), units="samples",

@@ -1,10 +1,10 @@
-"""What a frozen base of 8 bits saves and costs: a GPT-2 trained as a whole, with adapters, and with adapters beside it.
+"""Savings and cost of a frozen 8-bit base: GPT-2 trained fully, with adapters, and with adapters on an 8-bit base.
 
     PYTHONPATH=src python benchmarks/technique_lora.py [--layers 6] [--width 256] [--length 256] [--samples 8]
 
-Needs peft. Bytes are of tensors, dry-run, and recorded in a real run: ``base`` is of the layers that get adapters,
-without their biases. Seconds are the processor's, of the fastest of some real steps without a recorder, the cases in
-turn. It reads no data: token ids are drawn.
+Needs peft. Bytes of tensors come from a dry run and from a recorded real run: ``base`` counts the layers with adapters,
+without their biases. Times are processor seconds of the fastest real step without a recorder; the cases take turns.
+Token ids are random.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from plimsoll.step.train_step import TrainStep
 MIB = 2**20
 TEXTS = TextSketch(vocab_size=8000, num_labels=None, end_id=0)
 CASES = ("all", "kept", "int8", "nf4")
-NUM_STEPS = 3  # as a dry run has
+NUM_STEPS = 3  # as in a dry run
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def choices_of(case: str, num_samples: int) -> tuple[Choice, ...]:
-    """The whole model is trained, or adapters beside a base."""
+    """Return the choices to train the whole model, or adapters on a base."""
     lora = Choice(technique="lora", options={"rank": 8, "alpha": 16, "base": case})
     return (*([] if case == "all" else [lora]), micro_batch_choice(num_samples))
 
@@ -73,7 +73,7 @@ def fresh(job: Job, case: str, position: Position | None = None) -> TrainStep:
 
 
 def timed(steps: dict[str, TrainStep], batch: dict[str, torch.Tensor], num_rounds: int) -> dict[str, float]:
-    """Seconds of the fastest step of each; the first makes the states."""
+    """Return the seconds of the fastest step of each case; the first step creates the states."""
     seconds: dict[str, list[float]] = {case: [] for case in steps}
     for number in range(num_rounds + 1):
         for case, step in steps.items():
@@ -90,7 +90,7 @@ def row_of(job: Job, case: str, batches: list[dict[str, torch.Tensor]]) -> dict[
     position = Position()
     recorder = Recorder(phase=lambda: "copy" if position.phase == "fetch" else position.phase)
     with recorder:
-        step = fresh(job, case, position)  # the model is built as a whole, which can be the peak
+        step = fresh(job, case, position)  # the whole model is built first, which can be the peak
         step.install()
         model = step.workload.model
         recorder.know_model(model)
@@ -105,7 +105,7 @@ def row_of(job: Job, case: str, batches: list[dict[str, torch.Tensor]]) -> dict[
 
 
 def base_bytes(model: torch.nn.Module) -> int:
-    """Of the weights in the blocks, without biases, norms and adapters."""
+    """Return the bytes of the weights in the blocks, without biases, norms and adapters."""
     frozen = (one for name, one in model.named_parameters() if ".h." in name and "lora_" not in name)
     return sum(one.nbytes for one in frozen if one.dim() == 2)
 

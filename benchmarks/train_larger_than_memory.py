@@ -1,17 +1,17 @@
-"""A training whose weights, gradients and Adam states are four times its memory, beside the same one without a limit.
+"""A training whose weights, gradients and Adam states are four times its memory, compared with one without a limit.
 
     python benchmarks/train_larger_than_memory.py --data 'corpus/*.txt' [--layers 12] [--width 1024] [--share 4]
         [--search] [--out table.md]
 
-Two runs of `plimsoll train` on the CPU, of a new GPT-2 in fp32 with AdamW and without dropout: one without a limit and
-without techniques, one with a budget of a quarter (``--share``) of weights + gradients + Adam states, and a plan. The
-budget is for the whole private memory of the training process, interpreter and libraries included (RLIMIT_DATA enforces
-it); nothing is subtracted. Measured are that memory, read from outside every 5 ms and by the run itself, the losses,
-the weights at the end, and the seconds of a step (the median); predicted are the peak and the seconds of the plan.
+Two runs of `plimsoll train` on the CPU train a new GPT-2 in fp32 with AdamW and without dropout. One has no limit and
+no techniques. The other has a plan and a budget of a quarter (``--share``) of weights + gradients + Adam states. The
+budget covers the whole private memory of the training process, including interpreter and libraries (RLIMIT_DATA
+enforces it). Measured are that memory, read from outside every 5 ms and by the run itself, the losses, the final
+weights, and the median step time. Predicted are the peak and the step time of the plan.
 
-By default the plan is made with the techniques given (``--search`` lets the planner look: minutes).
-What is off the budget lies in files whose pages the kernel keeps in memory as long as it has room: on a machine that
-really lacks it, every step waits for the disk.
+By default the plan uses given techniques; with ``--search``, the planner searches for them, which takes minutes.
+Offloaded data are files whose pages the kernel keeps in free memory. On a machine without free memory, every step waits
+for the disk.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="text to train on, as data.train of a job")
     parser.add_argument("--layers", type=int, default=12)
@@ -82,9 +82,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--share", type=int, default=4, help="the budget is this part of weights, gradients and states")
-    parser.add_argument("--search", action="store_true", help="let the planner look for the techniques")
-    parser.add_argument("--folder", type=Path, help="where runs are kept meanwhile; files lie in PLIMSOLL_SCRATCH")
+    parser.add_argument(
+        "--share", type=int, default=4, help="the budget is weights, gradients and states divided by this number"
+    )
+    parser.add_argument("--search", action="store_true", help="let the planner search for the techniques")
+    parser.add_argument("--folder", type=Path, help="folder for the runs; offloaded files are in PLIMSOLL_SCRATCH")
     add_out(parser)
     return parser.parse_args()
 
@@ -110,13 +112,13 @@ def write_job(folder: Path, arguments: argparse.Namespace) -> Path:
 
 
 def constraints_of(batch_size: int) -> list[str]:
-    """The choices that leave nothing to search for."""
+    """Return the pinned and forbidden choices that leave nothing to search for."""
     pins = [word for pin in (*PINS, f"micro_batch={batch_size}") for word in ("--pin", pin)]
     return pins + [word for name in FORBIDDEN for word in ("--forbid", name)]
 
 
 def run(*words: object) -> int:
-    """Run a command of Plimsoll; returns the most private memory that a process under it was seen to use."""
+    """Run a Plimsoll command, and return the highest private memory observed in its training process."""
     command = [sys.executable, "-m", "plimsoll", *map(str, words)]
     process = subprocess.Popen(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     peaks = [0]
@@ -132,7 +134,7 @@ def run(*words: object) -> int:
 
 
 def watch(pid: int, peaks: list[int], ended: threading.Event) -> None:
-    """Note the private memory of the training process again and again."""
+    """Record the highest private memory of the training process until the command ends."""
     worker: psutil.Process | None = None
     while not ended.wait(0.005 if worker else 0.1):
         try:
@@ -144,7 +146,7 @@ def watch(pid: int, peaks: list[int], ended: threading.Event) -> None:
 
 
 def worker_of(pid: int) -> psutil.Process | None:
-    """The training process that another supervises, if it is there."""
+    """Return the training process that a supervisor has started, or None."""
     return next((one for one in psutil.Process(pid).children() if "train-worker" in one.cmdline()), None)
 
 
@@ -201,7 +203,7 @@ def report(
 
 
 def largest_difference(folder: Path) -> float:
-    """How far apart the weights of the two runs are, at most."""
+    """Return the largest difference between the weights of the two runs."""
     one, other = (safe_open(folder / name / "model" / "model.safetensors", "pt") for name in ("free", "limited"))
     names = sorted(one.keys())
     assert names == sorted(other.keys())

@@ -1,9 +1,9 @@
-"""Measure a training step alone and beside a busy program, by how OpenMP's threads wait for one another.
+"""Measure a training step alone and next to a busy program, for each waiting policy of OpenMP threads.
 
     python benchmarks/waiting_threads.py [--rounds 3] [--out FOLDER]
 
-Each arm is a process of its own: steps of a GPT-2 of 6 layers of 256 with 2 x 256 tokens and AdamW, on all cores. The
-busy program is one that counts for ever. Arms take turns. Prints a table, and as its last line one JSON object.
+Each arm is a separate process: steps of a GPT-2 of 6 layers of 256 with 2 x 256 tokens and AdamW, on all cores. The
+busy program runs an endless loop. Arms take turns. Prints a table, and one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ARMS = {
 
 
 def run_arm() -> None:
-    """Print the mean seconds of the steps behind the first."""
+    """Print the mean seconds of the steps after the first."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -49,7 +49,7 @@ def run_arm() -> None:
 
 @contextmanager
 def counting() -> Iterator[None]:
-    """A program that keeps one core busy."""
+    """Run a program that keeps one core busy."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as program:
         try:
             yield

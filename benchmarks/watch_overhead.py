@@ -1,16 +1,15 @@
-"""What `plimsoll watch` costs: a training with and without a watch beside it, and what the watch itself uses.
+"""Overhead of `plimsoll watch`: a training with and without a watch, and the processor time of the watch itself.
 
     python benchmarks/watch_overhead.py                          # about ten minutes
     python benchmarks/watch_overhead.py --rounds 4 --seconds 5
 
-One training process (a transformer of torch's own, one thread, two workers of a DataLoader) does rounds of as many
-steps as fill so many seconds. In each round every arm has its turn, in an order that turns around: alone, beside each
-kind of watch, and alone once more, which says what noise is. Of each turn are taken the seconds of a step, by the clock
-and of the processor, and the processor time of the watch by the kernel's count, from its first sample to the end of the
-turn (not the start of Python, which is 0.5 to 1 s once). On a machine with other work the last is the figure to trust;
-it is counted in ticks of 10 ms, so turns must be long.
+One training process (a torch transformer, one thread, two DataLoader workers) runs rounds of steps that take about
+``--seconds``. In each round every arm has a turn, in alternating order: alone, with each kind of watch, and alone once
+more, which shows the noise. Measured per turn are the step time by the clock and of the processor, and the processor
+time of the watch. The latter runs from its first sample to the end of the turn, without the start of Python (0.5 to 1 s
+once). On a busy machine this is the most reliable figure; it is counted in ticks of 10 ms, so turns must be long.
 
-Prints a table and, as its last line, one JSON object. Linux only.
+Prints a table, and one JSON object as the last line. Linux only.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def arms(pid: int) -> dict[str, list[str] | None]:
-    """The options of the watch in each arm; ``None`` without one."""
+    """Return the options of the watch in each arm, or None for an arm without a watch."""
     process = ["--pid", str(pid)]
     return {
         ALONE: None,
@@ -84,14 +83,14 @@ def arms(pid: int) -> dict[str, list[str] | None]:
 
 
 def used_seconds(pid: int) -> float:
-    """Processor time of a process so far."""
+    """Return the processor time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * TICK_SECONDS
 
 
 @contextmanager
 def watching(options: list[str] | None, record: Path) -> Iterator[int | None]:
-    """Have a watch beside the block, from its first sample on; yields its process."""
+    """Run a watch during the block, from its first sample on, and yield its process id."""
     if options is None:
         yield None
         return
@@ -106,7 +105,7 @@ def watching(options: list[str] | None, record: Path) -> Iterator[int | None]:
 
 
 def turn(training: subprocess.Popen[str], num_steps: int, watch: int | None) -> dict[str, float]:
-    """So many steps: seconds of a step by the clock and of the processor, and what the watch used of a second."""
+    """Run ``num_steps``; return wall and processor time of a step, and the processor share of the watch."""
     assert training.stdin is not None
     assert training.stdout is not None
     before, started = used_seconds(watch) if watch else 0.0, time.perf_counter()
@@ -118,7 +117,7 @@ def turn(training: subprocess.Popen[str], num_steps: int, watch: int | None) -> 
 
 
 def measured(num_rounds: int, seconds: float) -> tuple[dict[str, list[dict[str, float]]], int]:
-    """Every arm's turns, round by round, and the steps of a turn."""
+    """Return every arm's turns, round by round, and the number of steps in a turn."""
     with (
         tempfile.TemporaryDirectory(prefix="plimsoll-") as folder,
         subprocess.Popen([sys.executable, "-c", TRAINING], stdin=-1, stdout=-1, text=True) as training,
@@ -138,7 +137,7 @@ def measured(num_rounds: int, seconds: float) -> tuple[dict[str, list[dict[str, 
 
 
 def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
-    """Ratios to the turn alone of the same round, as medians, with the quartiles of the clock's."""
+    """Return median ratios to the turn alone in the same round, with quartiles of the wall time's."""
     said = {}
     for name, turns in found.items():
         walls = sorted(one["wall"] / alone["wall"] for one, alone in zip(turns, found[ALONE], strict=True))
@@ -156,7 +155,7 @@ def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of a turn, about")
+    parser.add_argument("--seconds", type=float, default=12.0, help="approximate seconds of a turn")
     args = parser.parse_args()
     found, num_steps = measured(args.rounds, args.seconds)
     said = summary(found)

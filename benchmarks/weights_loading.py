@@ -1,13 +1,15 @@
-"""Loading a large checkpoint: time beside a bare read of its files, peak of private memory, and the least limit.
+"""Loading a large checkpoint: time relative to a bare read of its files, peak private memory, and smallest limit.
 
     PYTHONPATH=src python benchmarks/weights_loading.py [--layers 24] [--hidden 2048] [--folder /disk] [--rounds 5]
 
-Four ways, each in a fresh process that has its libraries loaded and has loaded a small model before: ``bare`` reads the
-files one after the other into one tensor (``os.preadv``), ``memory`` and ``mapped`` are ``load_model``, ``plain`` is
-``from_pretrained``. A round runs all four with the files in the page cache (``warm``) and after they were dropped from
-it (``cold``, ``posix_fadvise``), in turn; ratios are of the medians to those of ``bare``. ``mapped`` reads nothing but
-headers. The peak is of private memory (``RssAnon``) above what the process had before. The least limit is searched
-with ``RLIMIT_DATA`` above what the process had, to 16 MiB; with ``--dtype`` weights are converted on the way.
+There are four methods, each in a new process that has imported its libraries and loaded a small model before. ``bare``
+reads the files one after the other into one tensor (``os.preadv``), ``memory`` and ``mapped`` are ``load_model``,
+``plain`` is ``from_pretrained``. In a round, all four run in turn, with the files in the page cache (``warm``) and
+after dropping them from it (``cold``, ``posix_fadvise``). Ratios are between medians, relative to ``bare``.
+
+``mapped`` reads only headers. The peak is private memory (``RssAnon``) above the earlier value. The smallest limit is
+found by bisecting ``RLIMIT_DATA`` above the earlier value, to 16 MiB. With ``--dtype``, weights are converted while
+loading.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=("stored", "float32", "float16"), default="stored")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "plimsoll-large-model")
-    parser.add_argument("--no-limits", action="store_true", help="leave out the search for the least limit")
+    parser.add_argument("--no-limits", action="store_true", help="skip the search for the smallest limit")
     add_out(parser)
     options = parser.parse_args()
     printed = keep_printed()
@@ -82,7 +84,7 @@ def run(way: str, place: Path, state: str, dtype: str, limit_bytes: int = 0) -> 
 
 
 def least_limit(way: str, place: Path, dtype: str) -> int:
-    """The least private memory that loading gets by with, to 16 MiB, above what the process had before."""
+    """Find the smallest private memory above the earlier value in which loading succeeds, to 16 MiB."""
     fails_bytes, fits_bytes = 0, 16 << 30
     while fits_bytes - fails_bytes > 16 * MIB:
         middle_bytes = (fails_bytes + fits_bytes) // 2

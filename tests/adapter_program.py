@@ -1,9 +1,9 @@
-"""A program that trains 64 samples in 8 batches through an adapter; from the fifth on, memory runs out for real.
+"""A program that trains 64 samples in 8 batches through an adapter; from the fifth batch on, memory really runs out.
 
     python adapter_program.py accelerate|lightning undisturbed|limited RESULT
 
-The model takes memory with the number of samples in a pass, and so much from the fifth batch on that 8 samples do not
-fit under the limit and 4 do. RESULT gets the samples of each pass that went all the way back, steps and weights.
+The model's memory grows with the number of samples in a pass. From the fifth batch on, 8 samples do not fit under the
+limit and 4 do. RESULT gets the samples of each pass that finished backward, the steps and the weights.
 """
 
 import json
@@ -23,7 +23,7 @@ NUM_SAMPLES, BATCH_SIZE, FROM_BATCH = 64, 8, 5
 
 
 class Hungry(nn.Module):
-    """A linear model that keeps 40 MiB for each late sample until its backward pass; notes who came through that."""
+    """A linear model that keeps 40 MiB for each late sample until its backward pass, and records finished samples."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Hungry(nn.Module):
         output = self.layer(batch["x"])
 
         def came_back(_):
-            held.clear()  # what is in a hook lives as long as the graph
+            held.clear()  # objects in a hook live as long as the graph
             self.passes.append(numbers)
 
         output.register_hook(came_back)
@@ -99,7 +99,7 @@ def main(adapter, kind, result):
     used_bytes = backend_for("cpu").baseline_bytes()
 
     def limited():
-        # what there is, what a library may still load, and 6 late samples
+        # current memory, memory of libraries that may still be loaded, and 6 late samples
         return plimsoll.limited(used_bytes + 100 * MIB + 6 * 40 * MIB) if kind == "limited" else nullcontext()
 
     train = {"accelerate": with_accelerate, "lightning": with_lightning}[adapter]

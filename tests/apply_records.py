@@ -1,4 +1,4 @@
-"""What `plimsoll apply` did, made by hand."""
+"""Hand-made results of `plimsoll apply`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 def apply_facts(**changes: Any) -> ApplyFacts:
-    """1,000 rows of 50 tokens in 10 s, resumed behind the 200th, a tenth of what was computed is padding."""
+    """Return 1,000 rows of 50 tokens in 10 s, resumed after the 200th, with 10 % padding."""
     event = OomEvent(
         phase="evaluation",
         family="cpu allocator",
@@ -53,6 +53,6 @@ def apply_facts(**changes: Any) -> ApplyFacts:
 
 
 def plain_apply_facts() -> ApplyFacts:
-    """Nothing was resumed, truncated, or wrong, and nothing is known of memory."""
+    """Return facts without resuming, truncation, faults or memory figures."""
     nothing = {"num_faults": 0, "num_truncated": 0, "faults": (), "oom_events": (), "peak_bytes": None}
     return apply_facts(**nothing, first_row=0, num_new_rows=1000, num_new_tokens=50_000, budget_bytes=None)

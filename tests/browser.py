@@ -1,7 +1,7 @@
-"""Drives a headless Chromium over its DevTools protocol (`--remote-debugging-pipe`) with the standard library.
+"""Drive a headless Chromium over its DevTools protocol (`--remote-debugging-pipe`) with the standard library.
 
-Messages are JSON, ended by a zero byte, on the file descriptors 3 and 4 of the browser; see
-https://chromedevtools.github.io/devtools-protocol. Does NOT cover more than one tab.
+Messages are JSON, ended by a zero byte, on the browser's file descriptors 3 and 4; see
+https://chromedevtools.github.io/devtools-protocol. Does NOT support more than one tab.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _START = (
 
 
 def chromium() -> str | None:
-    """Return the program, or ``None`` where there is none."""
+    """Return the program, or None if it is not installed."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -108,7 +108,7 @@ class Page:
         return time.perf_counter() - begin
 
     def errors(self) -> list[str]:
-        """Return what the page said on its console since it was opened, and exceptions in it."""
+        """Return console output of the page since it was opened, and its exceptions."""
         self.value("1")
         said = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         return [json.dumps(event["params"]) for event in self.events if event.get("method") in said]
@@ -120,12 +120,12 @@ class Page:
             self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code, text=text)
 
     def point(self, x: float, y: float) -> None:
-        """Move the pointer, in two steps, as a hand does."""
+        """Move the pointer in two steps, as by hand."""
         for by in (2, 0):
             self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x - by, y=y)
 
     def drag(self, start: float, end: float, y: float) -> None:
-        """Press the pointer, move it to the right and let it go."""
+        """Press the pointer, move it to the right and release it."""
         moves = (
             ("mousePressed", start),
             ("mouseMoved", (start + end) / 2),
@@ -137,7 +137,7 @@ class Page:
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
 
     def picture(self, path: Path, height: float | None = None) -> None:
-        """Write the whole page as a PNG, or only its first pixels downwards."""
+        """Write the whole page as a PNG, or only its upper ``height`` pixels."""
         width = self.value("document.documentElement.clientWidth")
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         some = {"clip": clip} if height is not None else {}

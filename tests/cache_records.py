@@ -1,4 +1,4 @@
-"""A cache folder whose numbers are easy to check."""
+"""A cache folder with numbers that are easy to check."""
 
 from datetime import datetime
 
@@ -8,7 +8,7 @@ NOON_SECONDS = datetime(2026, 11, 27, 12).timestamp()
 
 
 def cache_contents() -> CacheContents:
-    """Two plans of 2 MiB and data of 1 GiB; no traces."""
+    """Return two plans of 2 MiB and data of 1 GiB; no traces."""
     kinds = (
         CachedKind(name="plans", num_files=2, num_bytes=2 << 20, used_seconds=NOON_SECONDS),
         CachedKind(name="traces", num_files=0, num_bytes=0),

@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def model_of(name: str, **fields: Any) -> PreTrainedModel:
-    """Make a model with new weights; norms and biases are drawn too, so that none is the same as another."""
+    """Build a model with new weights; norms and biases are random too, so that no two are equal."""
     class_name, config_name, own = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, config_name)(**{**own, **fields})
@@ -68,7 +68,7 @@ def saved(name: str, folder: Path, shard: str = "40KB", **fields: Any) -> PreTra
 
 
 def save_as_bin(model: PreTrainedModel, folder: Path) -> None:
-    """Save a model as transformers did before safetensors: tied weights are there twice and share their bytes."""
+    """Save a model in transformers' format before safetensors: tied weights appear twice and share their bytes."""
     folder.mkdir(exist_ok=True)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Two runs compared, by hand; 1 MiB is 2**20 bytes."""
+"""A hand-made comparison of two runs; 1 MiB is 2**20 bytes."""
 
 from plimsoll.records.run_comparison import JobDifference, Place, RunComparison, RunSide
 
@@ -6,7 +6,9 @@ MIB = 1 << 20
 
 
 def side(**changes) -> RunSide:
-    """Two steps under 1 GiB: 400 and 500 MiB, 2 s each, loss 4 and 3; 300 MiB of activations at the predicted peak."""
+    """Return two steps under 1 GiB: 400 and 500 MiB, 2 s each, loss 4 and 3; 300 MiB of activations at the predicted
+    peak.
+    """
     fields = {
         "name": "first",
         "status": "finished",
@@ -29,7 +31,7 @@ def side(**changes) -> RunSide:
 
 
 def comparison(**changes) -> RunComparison:
-    """The second run has half the activations, 250 MiB less, takes 3 s a step, and ran out of memory once."""
+    """Return a comparison; the second run has half the activations, 250 MiB less, 3 s per step, and one OOM."""
     second = side(
         name="second",
         peak_bytes=250 * MIB,

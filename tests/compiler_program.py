@@ -1,4 +1,4 @@
-"""What torch does with its compiler, told as JSON; started as a program, with the compiler put off at first."""
+"""Effects of torch's compiler, printed as JSON; as a program, it defers loading the compiler at first."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from plimsoll.memory.compiler import COMPILER, Deferring
 
 
 class Finder:
-    """Has the compiler loaded as a command's process does."""
+    """Finder that defers loading the compiler, as in the process of a command."""
 
     @staticmethod
     def find_spec(name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Find the compiler, and nothing else."""
+        """Find only the compiler."""
         spec = PathFinder.find_spec(name, path) if name == COMPILER else None
         if spec is not None and spec.loader is not None:
             spec.loader = Deferring(spec.loader)
@@ -28,12 +28,12 @@ class Finder:
 
 
 def has_run() -> bool:
-    """Whether the compiler is there."""
+    """Return whether the compiler is loaded."""
     return type(torch._dynamo) is type(sys.modules["torch._dynamo.source"]) is ModuleType
 
 
 def trained() -> list[Any]:
-    """Use what imports the compiler and compiles nothing: checkpoints, optimizers, fake tensors and their constants."""
+    """Use code that imports the compiler and compiles nothing: checkpoints, optimizers, fake tensors and constants."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(3, 3)
     losses = []
@@ -51,14 +51,14 @@ def trained() -> list[Any]:
 
 
 def view() -> list[Any]:
-    """Make a fake of a view, for which torch asks what has no stand-in."""
+    """Make a fake tensor of a view, for which torch asks for code without a stand-in."""
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.arange(12).reshape(3, 4)[1:, ::2])
     return [tuple(fake.shape), fake.stride(), fake.storage_offset(), fake._is_view()]
 
 
 def marked() -> Any:
-    """Return a function with all the marks that have a stand-in, and what it was called with and how often."""
+    """Return a function with all decorators that have a stand-in, and a list of its calls."""
     import torch._dynamo
 
     calls: list[str] = []
@@ -90,7 +90,7 @@ def marked() -> Any:
 
 
 def compiled(work: Any, calls: list[str]) -> list[Any]:
-    """Compile it; return its graphs, its results, and what of it ran."""
+    """Compile a function; return its graphs, its results, and the calls that really ran."""
     graphs = []
 
     def note(graph: Any, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What every test may use: golden files, a cache of its own, a quick collector of garbage, properties without haste."""
+"""Fixtures for all tests: golden files, a separate cache, fast garbage collection, property tests without deadlines."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ import warm
 
 try:
     from hypothesis import HealthCheck, settings
-except ImportError:  # as in an image for GPUs, whose tests need none
+except ImportError:  # as in an image for GPUs, whose tests do not need it
     settings = None
 else:
-    # No deadline: a test that failed because the machine was busy would say nothing. No database of examples.
+    # No deadline: a test that failed because the machine was busy would be meaningless. No database of examples.
     _UNHURRIED = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("all", _UNHURRIED, max_examples=60)
     settings.register_profile("quick", _UNHURRIED, max_examples=20)
 
-# One thread: models this small wait for a second one longer than it works, and there are as many processes of tests as
-# cores. OMP_NUM_THREADS=2 in the environment tries two.
+# One thread: for models this small, waiting for a second thread takes longer than working, and there is one test
+# process per core. OMP_NUM_THREADS=2 in the environment tries two.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and what they start inherits that.
+# A shell that starts the tests in the background makes them ignore Ctrl-C, and their children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How fast this machine is is measured once for all tests; what runs teach is each test's own.
+# The speed of this machine is measured once for all tests; calibrations from runs belong to each test.
 _MEASURED = tempfile.TemporaryDirectory(prefix="plimsoll-tests-")
 
-_MANY_BLOCKS = 300_000  # of memory that a file of tests leaves: collected before the next one
+_MANY_BLOCKS = 300_000  # memory blocks left by a test file: collected before the next file
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the one option of this suite."""
+    """Add the option of this test suite."""
     parser.addoption(
         "--update-golden", action="store_true", help="write the screens that tests see into tests/golden; read the diff"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Try a third of the examples of each property where `make test` leaves out long tests, too."""
+    """Try a third of the examples of each property if long tests are left out, as in `make test`."""
     if settings is not None:
         settings.load_profile("quick" if "long" in config.getoption("markexpr") else "all")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as long all cases of a test but the part that it is ``sampled`` in, drawn by their names."""
+    """Mark all cases of a ``sampled`` test as long, except for the share that is drawn by their names."""
     for _, cases in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         drawn = sorted(cases, key=lambda item: crc32(item.nodeid.encode()))
         sampled = drawn[0].get_closest_marker("sampled")
@@ -69,14 +69,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Start the processes of a test and of its fixtures warm, where it does not say ``cold``."""
+    """Start the processes of a test and of its fixtures warm, unless it is marked ``cold``."""
     with warm.cold() if item.get_closest_marker("cold") else warm.warm():
         return (yield)
 
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Return ``check(name, text)``: the text must be that of ``tests/golden/<name>``."""
+    """Return ``check(name, text)``: the text must equal the content of ``tests/golden/<name>``."""
 
     def check(name: str, text: str) -> None:
         path = GOLDEN / name
@@ -90,7 +90,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture(autouse=True)
 def _environment_stays() -> Iterator[None]:
-    """Fail a test that leaves a variable of ours behind: later tests of the same process would inherit it."""
+    """Fail a test that leaves a variable of Plimsoll behind: later tests of the process would inherit it."""
     before = _own_variables()
     yield
     assert _own_variables() == before, "set variables with monkeypatch, also those that the code under test sets"
@@ -102,7 +102,7 @@ def _own_variables() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _own_cache(_environment_stays: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give each test a cache folder that knows the machine's speed and nothing else."""
+    """Give each test a cache folder that contains only the machine's speed."""
     measured, own = Path(_MEASURED.name), Path(tempfile.mkdtemp(dir=_MEASURED.name))
     for file in measured.glob("speed*"):
         shutil.copy(file, own)
@@ -110,13 +110,13 @@ def _own_cache(_environment_stays: None, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield
     for file in own.glob("speed*"):
         shutil.copy(file, measured)
-    shutil.rmtree(own, ignore_errors=True)  # pytest looks through all of its own folders for the next one's name
+    shutil.rmtree(own, ignore_errors=True)  # pytest scans its own temporary folders to find the next name
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_goes() -> Iterator[None]:
-    """What was not looked at while tests ran is collected where they leave much."""
-    num_before = sys.getallocatedblocks()  # to count the objects themselves takes as long as collecting them
+    """Collect garbage after a test file that leaves many objects."""
+    num_before = sys.getallocatedblocks()  # counting the objects themselves takes as long as collecting them
     yield
     if sys.getallocatedblocks() > num_before + _MANY_BLOCKS:
         gc.unfreeze()
@@ -126,9 +126,9 @@ def _garbage_goes() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _collecting_is_quick(_garbage_goes: None) -> None:
-    """What was there before a test is no garbage of its own.
+    """Exclude existing objects from garbage collection before a test.
 
-    Garbage is collected each time that memory runs out, and to walk through the objects of torch and transformers took
-    most of the time of these tests.
+    Garbage is collected each time that memory runs out. Traversing the objects of torch and transformers took most of
+    the time of these tests.
     """
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Texts for tests of corpora: what is written is opened in small parts, so that borders fall everywhere."""
+"""Texts for tests of corpora; they are opened in small parts, so that borders fall everywhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plimsoll.data.text.index import open_corpus
 
 
 def opened(source: Path, reading: Reading | None = None, **fields: object) -> Corpus:
-    """Index a file or folder anew; ``fields`` are those of `Reading`, if there is none (a line is a text)."""
+    """Index a file or folder without a cache; ``fields`` belong to `Reading`, if none is given (a line is a text)."""
     cache = source.parent / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     return open_corpus((str(source),), reading or Reading(**{"unit": "line", **fields}), cache)
@@ -33,17 +33,17 @@ def written(path: Path, content: bytes | str) -> Path:
 
 @contextmanager
 def cut_into(part_bytes: int, chunk_bytes: int) -> Iterator[None]:
-    """Let files be scanned in such parts and chunks (multiples of 8); NUL in the first 4 bytes marks binary files."""
+    """Scan files in parts and chunks of these sizes (multiples of 8); NUL in the first 4 bytes marks binary files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scan, "PART_BYTES", part_bytes)
         patch.setattr(scanning, "CHUNK_BYTES", chunk_bytes)
         patch.setattr(scanning, "_PROBE_BYTES", 4)
-        patch.setattr(text, "_FEW", 0)  # all lines at once, however few they are
+        patch.setattr(text, "_FEW", 0)  # all lines at once, even if they are few
         yield
 
 
 def check_all_ways(corpus: Corpus, texts: list[str], ids: list[int]) -> None:
-    """Every way to read a corpus gives the same texts."""
+    """Check that every way to read a corpus gives the same texts."""
     numbers = np.array(ids, np.int64) % len(texts)
     assert list(corpus) == texts
     assert [corpus[number] for number in range(len(corpus))] == texts

@@ -1,10 +1,10 @@
-"""Records of a corpus as `plimsoll data` gives them, small and with round numbers."""
+"""Records of a corpus as `plimsoll data` shows them, small and with round numbers."""
 
 from plimsoll.records.corpus import CorpusFacts, FeedRates, Filling, Inspection, LabelCount, Rate, TokenFacts
 
 
 def corpus_facts(**changes) -> CorpusFacts:
-    """Two classes, and one row that was left out."""
+    """Return two classes, and one row that was left out."""
     facts = {
         "sources": ("reviews.jsonl",),
         "num_files": 1,
@@ -21,7 +21,7 @@ def corpus_facts(**changes) -> CorpusFacts:
 
 
 def token_facts() -> TokenFacts:
-    """Four bytes of text a token."""
+    """Return facts with four bytes of text per token."""
     return TokenFacts(
         corpus=corpus_facts(labels=(), num_skipped=0, skipped=()), tokenizer_folder="cache/tokenizer-0123456789abcdef",
         vocab_size=8000, tokens_folder="cache/tokens-0123456789abcdef-0123456789abcdef", token_type="uint16",
@@ -30,7 +30,7 @@ def token_facts() -> TokenFacts:
 
 
 def inspection() -> Inspection:
-    """A classification whose longest texts are cut."""
+    """Return a classification whose longest texts are truncated."""
     fillings = (
         Filling(name="padded to 256", num_samples=1000, batch_samples=32, padding_share=0.75, useful_tokens=2048),
         Filling(
@@ -48,7 +48,7 @@ def inspection() -> Inspection:
 
 
 def feed_rates() -> FeedRates:
-    """One stage of each unit."""
+    """Return one stage of each unit."""
     rates = (
         Rate(stage="read", detail="in order", per_second=5_000_000, unit="texts"),
         Rate(stage="tokenize", detail="all cores", per_second=4 * 2**20, unit="bytes"),

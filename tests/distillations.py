@@ -1,4 +1,4 @@
-"""Students and teachers, small, and the plain way to distil: both models and all their logits in memory."""
+"""Small students and teachers, and plain distillation: both models and all their logits in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def task_of(kind: str) -> Any:
 
 
 def model_of(kind: str, seed: int, width: int = 16, layers: int = 2, **fields: Any) -> nn.Module:
-    """Large weights, so that distributions differ; no dropout, so that every cut draws the same."""
+    """Build a model with large weights, so that distributions differ; without dropout, so that any split draws the
+    same.
+    """
     torch.manual_seed(seed)
     model = _made(kind, width, layers, fields)
     with torch.no_grad():
@@ -51,7 +53,7 @@ def _made(kind: str, width: int, layers: int, fields: dict[str, Any]) -> nn.Modu
 
 
 def batch_of(kind: str) -> dict[str, Tensor]:
-    """Samples of unequal length, padded on the right."""
+    """Return samples of unequal length, padded on the right."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
@@ -66,7 +68,7 @@ def batch_of(kind: str) -> dict[str, Tensor]:
 def plain_loss(
     student: nn.Module, teacher: nn.Module, batch: dict[str, Tensor], task: str, temperature: float, hard: float
 ) -> Tensor:
-    """Whole logits of both models, and what torch has for the rest."""
+    """Compute the loss from whole logits of both models, with torch functions."""
     fields = {name: value for name, value in batch.items() if name != "labels"}
     own, labels = student(**fields).logits, batch["labels"]
     with torch.no_grad():
@@ -87,7 +89,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def largest_difference(expected: dict[str, Tensor], got: dict[str, Tensor]) -> float:
-    """The largest difference of a tensor's elements, as a share of its largest element (or of 1e-3)."""
+    """Return the largest difference of a tensor's elements, relative to its largest element (or to 1e-3)."""
     assert expected.keys() == got.keys()
     return max(
         float((got[name] - value).abs().max() / value.abs().max().clamp(min=1e-3)) for name, value in expected.items()

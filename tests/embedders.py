@@ -13,21 +13,21 @@ NUM_SAMPLES, VOCABULARY, WIDTH = 10, 30, 8
 
 
 class Encoder(nn.Module):
-    """Token ids to one vector of length 1 each."""
+    """Maps token ids to one vector of length 1."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=dropout, batch_first=True)
         self.body = nn.TransformerEncoder(layer, 2)
-        self.scale = nn.Parameter(torch.tensor(2.0))  # of the loss, and no part of what embeds
+        self.scale = nn.Parameter(torch.tensor(2.0))  # belongs to the loss, not to the embedding
 
     def forward(self, ids: Tensor) -> Tensor:
         return nn.functional.normalize(self.body(self.embedding(ids)).mean(1), dim=-1)
 
 
 class Towers(nn.Module):
-    """Two encoders, of which the second has frozen layers."""
+    """Two encoders; the second has frozen layers."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class Towers(nn.Module):
         self.passage.embedding.requires_grad_(False)
 
     def forward(self, query: Tensor, passage: Tensor) -> Tensor:
-        """All similarities: no rows."""
+        """Return all similarities, which are not rows of samples."""
         return self.query(query) @ self.passage(passage).T
 
 
 class Dicts(nn.Module):
-    """What it is given goes on in what it returns, as in sentence-transformers."""
+    """Returns its input fields together with its output, as in sentence-transformers."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Dicts(nn.Module):
 
 
 class Bert(nn.Module):
-    """A model of transformers, whose output is pooled in the loss."""
+    """A transformers model whose output is pooled in the loss."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -100,13 +100,13 @@ def pooled(model: Bert, batch: dict[str, Tensor]) -> Tensor:
 
 
 def decorrelated(model: Encoder, batch: dict[str, Tensor]) -> Tensor:
-    """As Barlow Twins and VICReg: statistics over the batch."""
+    """Compute statistics over the batch, as Barlow Twins and VICReg do."""
     one, other = (nn.functional.layer_norm(model(batch[name]).T, (NUM_SAMPLES,)) for name in ("query", "passage"))
     return (one @ other.T / NUM_SAMPLES - torch.eye(WIDTH)).square().sum() * model.scale
 
 
 def triplets(model: Encoder, batch: dict[str, Tensor]) -> Tensor:
-    """The hardest negative of the batch; both sides in one call."""
+    """Use the hardest negative of the batch; both sides are embedded in one call."""
     one, other = model(torch.cat((batch["query"], batch["passage"][:, :5]))).chunk(2)
     distances = torch.cdist(one, other)
     hardest = (distances + 9 * torch.eye(len(one))).amin(1)

@@ -1,4 +1,4 @@
-"""Runs by hand: a graph that grows by 1 MiB of tensors and 100 operations a step, looked at after steps 3 to 30."""
+"""Hand-made runs: a graph that grows by 1 MiB of tensors and 100 operations per step, checked after steps 3 to 30."""
 
 from plimsoll.diagnose.evidence import Evidence
 from plimsoll.records.device import Budget, Device, MemoryUse
@@ -11,7 +11,7 @@ CHECKED_STEPS = (3, 4, 5, 6, 7, 8, 10, 12, 15, 18, 22, 27)
 
 
 def retained(step, **changes):
-    """What `model.history` has after a step: of every step one tensor of 1 MiB, and what it was computed with."""
+    """Return the contents of `model.history` after a step: one tensor of 1 MiB per step, and its inputs."""
     earlier = tuple(one for one in (1, 2, *CHECKED_STEPS) if one < step)
     is_walked = step <= CHECKED_STEPS[2]
     fields = {
@@ -30,12 +30,12 @@ def retained(step, **changes):
 
 
 def lines(**changes):
-    """A line for each checked step."""
+    """Return a line for each checked step."""
     return tuple(GraphLine(step=step, retained=(retained(step, **changes),)) for step in CHECKED_STEPS)
 
 
 def evidence(**changes):
-    """Thirty steps of a process of 100 MiB that grows by 1 MiB a step."""
+    """Return thirty steps of a process of 100 MiB that grows by 1 MiB per step."""
     fields = {
         "subject": "a run",
         "kind": "cpu",
@@ -49,7 +49,7 @@ def evidence(**changes):
 
 
 def step_line(step, **changes):
-    """A step of one sample."""
+    """Return a step of one sample."""
     fields = {
         "time_seconds": float(step), "step": step, "epoch": 0, "first_sample": step - 1, "num_samples": 1,
         "num_units": 1, "loss": 1.0, "learning_rate": 0.1, "step_seconds": 1.0, "micro_batch": 1,
@@ -58,7 +58,7 @@ def step_line(step, **changes):
 
 
 def empty_run(**changes):
-    """A run of which nothing has happened yet."""
+    """Return a run without events."""
     use = MemoryUse(used_bytes=0, peak_bytes=0, reserved_bytes=0)
     device = Device(
         name="a CPU", kind="cpu", capacity_bytes=1 << 30, free_bytes=1 << 30, hardware_bytes=1 << 30, use=use
@@ -70,7 +70,7 @@ def empty_run(**changes):
 
 
 def diagnosis(**changes):
-    """One finding with all there can be said of one."""
+    """Return one finding with all fields set."""
     finding = Finding(
         cause="graph_kept",
         title="`model.history` collects tensors with their graphs: graph grows by 1.0 MiB per step",
@@ -94,12 +94,12 @@ def diagnosis(**changes):
 
 
 def unknown_diagnosis():
-    """One finding of which little is known, and nothing of memory."""
+    """Return one finding with few fields set, and no memory figures."""
     finding = Finding(cause="graph_kept", title="hidden state not detached", remedy="detach the state [bold]")
     return diagnosis(findings=(finding,), growth=None, peak_bytes=None, num_steps=1, notes=("Too few steps.",))
 
 
 def empty_diagnosis():
-    """Nothing was found in a flat run."""
+    """Return a diagnosis without findings, of a flat run."""
     growth = MemoryGrowth(likely_bytes=1024, low_bytes=0, high_bytes=2048, first_step=7, last_step=30, is_steady=False)
     return diagnosis(findings=(), growth=growth)

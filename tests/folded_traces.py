@@ -1,4 +1,4 @@
-"""Traces in which what repeats was noted again, and those of running all of it."""
+"""Traces in which repeated work was recorded again instead of run, and traces of running all of it."""
 
 from itertools import groupby
 from operator import itemgetter
@@ -7,14 +7,14 @@ from plimsoll.planning.dry_run import step
 
 
 def all_run(monkeypatch, trace):
-    """Trace without noting anything again."""
+    """Trace without reusing records of repeated passes."""
     with monkeypatch.context() as patch:
         patch.setattr(step, "passes_repeat", lambda workload, choices: False)
         return trace()
 
 
 def settled(trace):
-    """The trace with deaths inside one op in order: autocast on the CPU frees in the order of addresses."""
+    """Return the trace with deaths inside one op sorted: autocast on the CPU frees in the order of addresses."""
     events = []
     for _, of_op in groupby(zip(trace.event_op, trace.events, strict=True), key=itemgetter(0)):
         for is_birth, run in groupby((event for _, event in of_op), key=lambda event: event > 0):
@@ -23,7 +23,7 @@ def settled(trace):
 
 
 def written_out(trace):
-    """The settled trace with texts in place of their numbers, which are in the order in which they were met."""
+    """Return the settled trace with texts in place of their numbers, which depend on the order of first use."""
 
     def texts_of(table, *columns):
         found = {name: tuple(trace.texts[number] for number in getattr(table, name)) for name in columns}
@@ -32,6 +32,6 @@ def written_out(trace):
     changes = {
         "ops": texts_of(trace.ops, "name", "module", "line", "dtype"),
         "storages": texts_of(trace.storages, "shape", "name"),
-        "texts": (),  # some are of modules that have no op of their own
+        "texts": (),  # some are of modules without ops
     }
     return settled(trace).model_copy(update=changes)

@@ -1,6 +1,6 @@
-"""Inputs that nobody means: snapshots and logs with bytes changed, cut, doubled and put together anew.
+"""Corrupted inputs: snapshots and logs with bytes changed, cut, duplicated and recombined.
 
-Used by a test with some hundred of them, and by ``benchmarks/fuzz_explain.py`` with as many as one likes.
+A test uses some hundred of them, and ``benchmarks/fuzz_explain.py`` any number.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _TEXTS = [
 
 
 def seeds() -> list[dict[str, object]]:
-    """Snapshots that are right."""
+    """Return valid snapshots."""
     full = training(2)
     full.oom(64 * MIB, MIB, FORWARD, USER[5])
     small = Allocator()
@@ -80,7 +80,7 @@ def changed_bytes(content: bytes, chance: random.Random) -> bytes:
 
 
 def changed_values(content: object, chance: random.Random) -> object:
-    """Change a snapshot's values: another type or number, left out, or moved."""
+    """Change a snapshot's values: another type or number, removed, or moved."""
     content = pickle.loads(pickle.dumps(content))
     for _ in range(chance.randint(1, 4)):
         holders = [one for one in _containers(content) if one]
@@ -109,7 +109,7 @@ def _containers(content: object) -> Iterator[dict[str, object] | list[object]]:
 
 
 def snapshot_inputs(chance: random.Random) -> Iterator[bytes]:
-    """Yield files of snapshots without end."""
+    """Yield an endless sequence of snapshot files."""
     right = seeds()
     while True:
         seed = chance.choice(right)
@@ -125,7 +125,7 @@ def snapshot_inputs(chance: random.Random) -> Iterator[bytes]:
 
 
 def text_inputs(chance: random.Random) -> Iterator[bytes]:
-    """Yield logs without end."""
+    """Yield an endless sequence of logs."""
     while True:
         text = "".join(chance.choices(_TEXTS, k=chance.randint(0, 8)))
         content = text.encode(chance.choice(("utf-8", "utf-8", "utf-8", "utf-16", "utf-16-le", "utf-8-sig")))
@@ -146,9 +146,9 @@ def explained_text(content: bytes, path: Path) -> Diagnosis:
 def fuzz(
     inputs: Iterator[bytes], explained: Callable[[bytes, Path], Diagnosis], number: int, path: Path
 ) -> dict[str, int]:
-    """Explain so many inputs, and show each tenth diagnosis; return how many were explained and how many refused.
+    """Explain a number of inputs, and show each tenth diagnosis; return the counts of explained and refused inputs.
 
-    Anything but an error of Plimsoll's own goes on to the caller; ``path`` has the input then.
+    Errors other than Plimsoll's reach the caller; ``path`` then has the input.
     """
     counts = {"explained": 0, "refused": 0, "longest message": 0}
     for index in range(number):

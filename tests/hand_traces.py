@@ -1,4 +1,4 @@
-"""Traces written by hand, small enough to add up in the head."""
+"""Handwritten traces, small enough for mental arithmetic."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ WORK = ("flops", "moved_bytes", "outside_bytes")
 def trace_of(
     *ops: tuple[str, int, str], assumptions: tuple[Assumption, ...] = (), work: dict[int, dict[str, int]] | None = None
 ) -> Trace:
-    """Make a trace of ops ``(phase, step, what happens)``.
+    """Make a trace of ops ``(phase, step, events)``.
 
-    What happens is a list of births, ``+name category bytes``, and deaths, ``-name``; a name that ends in ``@host`` is
-    in the host's memory. Op number ``i`` is called ``aten.op<i>.default``, is of module ``layer<i>`` and of line
-    ``train.py:<i>``; the shape of a storage is its name without a mark ``'`` at its end; what a model or an optimizer
-    holds is called by its name. ``work`` has, by the number of an op, what it does of `WORK`, in float32.
+    Events are a list of births, ``+name category bytes``, and deaths, ``-name``; a name that ends in ``@host`` is in
+    host memory. Op number ``i`` is called ``aten.op<i>.default``, in module ``layer<i>`` and at line ``train.py:<i>``.
+    The shape of a storage is its name without a final mark ``'``; objects held by a model or an optimizer have their
+    names. ``work`` maps the number of an op to its entries of `WORK`, in float32.
     """
     texts = {"": 0}
     rows: list[tuple[int, ...]] = []

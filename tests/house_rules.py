@@ -1,10 +1,10 @@
-"""The house rules, kept with `ast`: each rule is a function from the repository to the faults it finds.
+"""The house rules, checked with `ast`: each rule is a function from the repository to the faults it finds.
 
-Covers what no linter in pyproject.toml does, or does only until somebody writes `noqa`: which package may import which,
-sizes, broad `except`, units in names, what an error says, which files belong together. Docstrings are ruff's (D1). It
-does NOT judge whether a name or a message is a good one.
+The rules check properties that the linters of pyproject.toml miss, or check only until somebody writes `noqa`. They
+check imports between packages, sizes, broad `except`, units in names, error messages, and files that belong together.
+ruff checks docstrings (D1). The rules do NOT judge whether a name or a message is good.
 
-What it does and that every rule can fail is tested in `test_house_rules.py`.
+`test_house_rules.py` tests them, and that every rule can fail.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ LAYERS = (
 )
 RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
-# These take seconds to load. What is read on any machine, also one without them, never imports them.
+# These take seconds to load. Code that reads records on any machine, even without them, never imports them.
 HEAVY = {"torch", "transformers", "tokenizers"}
 TORCH_FREE = {"records", "errors", "report"}
 
-# A folder in which every module (but `_x.py`) is one entry, and where the pages of its entries are.
+# A folder in which every module (except `_x.py`) is one entry, and the folder of the entries' pages.
 PAGES = {
     "data/formats": "docs/formats",
     "embeddings/formats": "docs/embeddings",
@@ -55,7 +55,7 @@ PAGES = {
     "diagnose/lint": "docs/rules",
 }
 
-# Names of techniques that are words for something else too, and what for. Where a technique is meant they are a fault.
+# Names of techniques that are also words with other meanings, and these meanings. For the technique they are a fault.
 OTHER_MEANINGS = {
     "autocast": "a function of torch",
     "by_length": "an order of samples (data.order)",
@@ -67,7 +67,7 @@ OTHER_MEANINGS = {
 # Modules without tests of their own, and why.
 UNTESTED = {"src/plimsoll/__main__.py": "one call of the command line, which has its tests"}
 
-# Size is a matter of judgement: the first is only where a file has surely become two.
+# Size is a matter of judgement: the first limit is for files that have surely become two.
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MOST_FUNCTIONS_LINES, HALF_OF_FUNCTIONS_LINES = 800, 60, 40, 10
 MAX_MODULES = 30
 IN_ROOT = {"__main__", "errors"}
@@ -77,7 +77,7 @@ QUANTITIES = {
     "age", "budget", "capacity", "delay", "duration", "elapsed", "headroom", "interval", "latency", "limit", "memory",
     "peak", "period", "size", "time", "timeout",
 }  # fmt: skip
-# ... ends in one of these, which say what it counts, ...
+# ... ends in one of these, which name the counted unit, ...
 UNITS = {
     "bits", "bytes", "count", "documents", "epochs", "factor", "lines", "pixels", "row", "rows", "samples",
     "second", "seconds", "share", "steps", "tokens", "units",
@@ -85,7 +85,7 @@ UNITS = {
 # ... or in a word of the field: all of these are counts, of samples, vocabulary entries, features and processes.
 COUNTS = {"batch_size", "vocab_size", "hidden_size", "embedding_size", "world_size"}
 
-# What to do instead: a clause that begins with one of these verbs, or says what can be typed.
+# The remedy: a clause that begins with one of these verbs, or text to type.
 REMEDY = re.compile(
     r"[:;,.(]\s*(?:please |first )?(?:add|allow|ask|call|change|check|choose|close|convert|correct|create|delete|"
     r"download|drop|export|free|give|go on|increase|install|keep|leave|load|lower|make|move|name|open|pass|pick|point|"
@@ -94,19 +94,19 @@ REMEDY = re.compile(
     r"|\b(?:give|run|set|try|use|write) `|\bdid you mean\b|\bknown here\b"
 )
 
-# What of README.md a script writes, or is no prose: parts of results, comments, code, where links lead.
+# Parts of README.md that a script writes, or that are not prose: parts of results, comments, code, link targets.
 WRITTEN_BY_SCRIPTS = re.compile(r"<!-- table .*?<!-- /table -->", re.DOTALL)
-SESSION = re.compile(r"^```\w*\n(?:(?!^```).*\n)*?\$ (?=.*\n(?!\$ |```))", re.MULTILINE)  # a command and what it prints
+SESSION = re.compile(r"^```\w*\n(?:(?!^```).*\n)*?\$ (?=.*\n(?!\$ |```))", re.MULTILINE)  # a command and its output
 NO_PROSE = re.compile(r"^```.*?^```|`[^`\n]*`|\]\([^)\n]*\)|<!--.*?-->", re.DOTALL | re.MULTILINE)
-# Names that have a digit in them. All other digits, and these words, are taken for what somebody has measured.
+# Names with digits. All other digits, and these words, count as measured values.
 NAMES_WITH_DIGITS = re.compile(r"\b(?:Python 3\.\d+|GPT-2|FSDP2|Apache-2\.0|int[48]|b?float\d+|word2vec)\b")
 MEASURED = re.compile(r"\d|\b(?:half|third|quarter|percent|twice (?:as|the)|times (?:as|less|more|faster|slower))\b")
 HOST_PATH = re.compile(r"(?<![\w.*~-])/(?:work|tmp|root|home|Users)/[\w.-]")
 
 
-# Words that nobody else uses so, and what this field calls it. Left out, for their other meanings here: mix (of
-# samples, rows), look, opening (of a file), subject (of a report), way, early, held (out), store (of tokens), piece
-# (of a word, of an update), room, spare and together.
+# Words of the former private dialect, and the field's words for them. Words with other meanings here are left out. They
+# are mix (of samples, rows), look, opening (of a file), subject (of a report), way, early, held (out), store (of
+# tokens), piece (of a word, of an update), room, spare and together.
 DIALECT = {
     **dict.fromkeys(("rung", "rungs"), "fallback"),
     **dict.fromkeys(("ladder", "ladders"), "fallback schedule"),
@@ -152,7 +152,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Repository:
-    """Texts by their path from the root."""
+    """Texts by path from the root."""
 
     files: dict[str, str]
 
@@ -165,12 +165,12 @@ class Repository:
 
 
 def part_of(module: str) -> str:
-    """The part of the package a module belongs to, as named in `LAYERS`."""
+    """Return the part of the package that a module belongs to, as named in `LAYERS`."""
     return [*module.split("."), "__init__"][1]
 
 
 def imports_of(source: Source, modules: set[str]) -> Iterator[tuple[int, str]]:
-    """Lines and modules (of ours as `modules` has them, others as written) of all imports, also inside functions."""
+    """Yield lines and modules of all imports, also inside functions; our modules are named as in `modules`."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -198,7 +198,7 @@ def imports_point_down(repository: Repository) -> Iterator[str]:
 
 
 def packages_are_small(repository: Repository) -> Iterator[str]:
-    """Nothing lies loose in the root, and a reader can take in what lies side by side in a package."""
+    """The root has no loose modules, and each package has few modules."""
     modules: dict[str, list[str]] = {}
     for source in repository.package:
         path = PurePosixPath(source.path)
@@ -222,13 +222,13 @@ def underscored_modules_are_private(repository: Repository) -> Iterator[str]:
 
 
 def names_are_words_of_the_field(repository: Repository) -> Iterator[str]:
-    """No file, class, function, argument or variable is called by a word of the former private dialect."""
+    """No file, class, function, argument or variable has a name from the former private dialect."""
     names = {(path, 1, PurePosixPath(path).stem) for path in repository.files}
     any_word = re.compile("|".join(DIALECT), re.IGNORECASE)
     for source in (
         source for folder in ("src/plimsoll", "tests", "benchmarks") for source in repository.sources(folder)
     ):
-        if any_word.search(source.text):  # few: to parse them all takes seconds
+        if any_word.search(source.text):  # few do, and parsing all files takes seconds
             names.update((source.path, line, name) for line, name in names_given(source))
     for path, line, name in sorted(names):
         for word in sorted(words_of(name) & DIALECT.keys()):
@@ -237,7 +237,7 @@ def names_are_words_of_the_field(repository: Repository) -> Iterator[str]:
 
 
 def names_given(source: Source) -> Iterator[tuple[int, str]]:
-    """The names of classes, functions, arguments, fields and variables where a file defines them."""
+    """Yield the names of classes, functions, arguments, fields and variables at their definitions."""
     for node in source.nodes:
         if isinstance(node, Function | ast.ClassDef):
             yield node.lineno, node.name
@@ -250,7 +250,7 @@ def names_given(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def words_of(name: str) -> set[str]:
-    """The words of a name in snake or camel case, or of a file's."""
+    """Return the words of a name in snake or camel case, or of a file name."""
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
 
 
@@ -271,7 +271,7 @@ def torch_free_parts_stay_so(repository: Repository) -> Iterator[str]:
 
 
 def num_lines(function: Function) -> int:
-    """Lines of the body, without the signature and the docstring."""
+    """Return the number of lines of the body, without the signature and the docstring."""
     body = function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
     return function.end_lineno - body[0].lineno + 1 if body else 0
 
@@ -305,7 +305,7 @@ def no_global_and_no_broad_except(repository: Repository) -> Iterator[str]:
 
 
 def broadly_caught(node: ast.AST) -> str | None:
-    """What an ``except`` or a ``suppress(...)`` catches, if that is everything."""
+    """Return the exception of an ``except`` or ``suppress(...)`` that catches everything, or None."""
     if isinstance(node, ast.ExceptHandler) and node.type is None:
         return "everything"
     if isinstance(node, ast.ExceptHandler):
@@ -329,7 +329,7 @@ def every_module_has_its_tests(repository: Repository) -> Iterator[str]:
 
 
 def has_code(tree: ast.Module) -> bool:
-    """Whether a module is more than a docstring and names taken from others."""
+    """Return whether a module has more than a docstring and imported names."""
     return any(not isinstance(node, ast.Expr | ast.Import | ast.ImportFrom) for node in tree.body)
 
 
@@ -344,7 +344,7 @@ def quantities_carry_their_unit(repository: Repository) -> Iterator[str]:
 
 
 def numbers(tree: ast.Module) -> Iterator[tuple[int, str, ast.expr | None]]:
-    """Parameters, annotated variables and fields, and functions with the type of what they return."""
+    """Yield parameters, annotated variables and fields, and functions with their return types."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             yield node.lineno, node.arg, node.annotation
@@ -377,7 +377,7 @@ def names_from(package: str, source: Source) -> set[str]:
 
 
 def messages_passed_on(source: Source, ours: set[str]) -> set[int]:
-    """The calls inside ``except <our error> as error`` that repeat what ``error`` says, and with it the remedy."""
+    """Return the calls inside ``except <our error> as error`` that repeat ``error``, and with it the remedy."""
     return {
         id(call)
         for handler in source.nodes
@@ -388,19 +388,19 @@ def messages_passed_on(source: Source, ours: set[str]) -> set[int]:
 
 
 def message_text(message: ast.expr, source: Source, functions: list[Function]) -> str:
-    """The text of a message, with ``{}`` for its values, and of the variables and functions it is made with."""
+    """Return the text of a message with ``{}`` for values, and the texts of the variables and functions in it."""
     assignments = [node for node in source.nodes if isinstance(node, ast.Assign)]
     parts: list[ast.AST] = [message]
     names = names_in(message)
     parts += [node.value for node in assignments if names & set(map(dotted, node.targets))]
-    for part in parts:  # which grows on the way
+    for part in parts:  # the list grows during the loop
         names = names_in(part)
         parts += [function for function in functions if function.name in names and function not in parts]
     return " ".join(piece for part in parts for piece in literals(part))
 
 
 def dotted(node: ast.AST) -> str:
-    """The source of a dotted name, "" of anything else: `ast.unparse` takes long."""
+    """Return the source of a dotted name, or "" for other nodes; `ast.unparse` is slow."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
@@ -413,7 +413,7 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def literals(node: ast.AST) -> Iterator[str]:
-    """The text constants below a node; what stands for itself is a docstring and says nothing to the user."""
+    """Yield the text constants below a node; an expression statement is a docstring, which users do not see."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, ast.JoinedStr):
@@ -434,7 +434,7 @@ def every_entry_has_its_page(repository: Repository) -> Iterator[str]:
 def no_test_is_skipped_without_a_reason(repository: Repository) -> Iterator[str]:
     for source in repository.sources("tests"):
         if not re.search(r"\.(skip|xfail)", source.text):
-            continue  # most: to parse them all takes seconds
+            continue  # most files: parsing all of them takes seconds
         calls = {id(node.func): node for node in source.nodes if isinstance(node, ast.Call)}
         for node in source.nodes:
             name = dotted(node) if isinstance(node, ast.Attribute) else ""
@@ -456,7 +456,7 @@ def no_path_of_one_machine(repository: Repository) -> Iterator[str]:
 
 
 def readme_has_no_number_that_no_script_writes(repository: Repository) -> Iterator[str]:
-    """Numbers stand between `<!-- table NAME -->` and `<!-- /table -->`, where `benchmarks/readme.py` puts them."""
+    """All numbers are between `<!-- table NAME -->` and `<!-- /table -->`; `benchmarks/readme.py` writes them."""
     text = without(WRITTEN_BY_SCRIPTS, repository.files.get("README.md", ""))
     for found in SESSION.finditer(text):
         yield f"README.md:{line_of(text, found.end())}: a session with what it prints, which no script writes"
@@ -466,7 +466,7 @@ def readme_has_no_number_that_no_script_writes(repository: Repository) -> Iterat
 
 
 def without(pattern: re.Pattern[str], text: str) -> str:
-    """A text without what a pattern finds, in as many lines."""
+    """Remove the matches of a pattern from a text, and keep its number of lines."""
     return pattern.sub(lambda found: "\n" * found[0].count("\n"), text)
 
 
@@ -475,7 +475,7 @@ def line_of(text: str, place: int) -> int:
 
 
 def techniques_are_known_by_themselves(repository: Repository) -> Iterator[str]:
-    """Nothing but its own file has a technique's name as a text: others ask its fields, or use ``<Class>.name``."""
+    """Only a technique's own file contains its name as text; other code reads its fields, or uses ``<Class>.name``."""
     folder = "src/plimsoll/techniques/"
     files = [source.path for source in repository.package if re.fullmatch(rf"{folder}[a-z]\w*\.py", source.path)]
     names = {PurePosixPath(path).stem: path for path in files}
@@ -491,7 +491,7 @@ def techniques_are_known_by_themselves(repository: Repository) -> Iterator[str]:
 
 
 def meant_as_techniques(node: ast.AST, names: set[str]) -> list[ast.Constant]:
-    """The texts in a node that it takes for techniques: what is compared with one, given as one, or among several."""
+    """Return the texts in a node that it uses as techniques: compared with one, passed as one, or among several."""
     if isinstance(node, ast.Compare):
         sides = [node.left, *node.comparators]
         is_meant = any(dotted(side).split(".")[-1] == "technique" for side in sides)

@@ -1,13 +1,14 @@
-"""A link that is slower than everything else: copies are made as late as the schedule allows, or at any time before.
+"""A link that is slower than everything else: copies are made as late as the schedule allows, or at any earlier time.
 
     with late_copies(seed=3) as link:
         ...                            # techniques, with the CPU in the place of a GPU
     assert link.num_late
 
-Where the CPU stands in for a GPU, a copy is made when it is asked for, so that nobody could tell whether it was waited
-for. Here it is made when it must have been: when the device waits, in the order of its direction, and the processor
-sees what was sent only when it waits itself. Until then a target has no values that mean anything, and a source must
-not change and, on the device, must be held by the one who will wait. A seed makes some copies earlier, at random.
+If the CPU stands in for a GPU, a copy is normally made when it is requested, so that a missing wait is not noticed.
+Here it is made at the latest correct time. The device's copies are made when the device waits, in the order of their
+direction; the processor sees sent data only when it waits itself. Until then the target has no meaningful values. The
+source must not change and, on the device, must be kept alive by the code that will wait. A seed makes some copies
+earlier, at random.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from plimsoll.techniques.mechanisms.side_stream import SideStream, Transfer
 
 
 class LateTransfer(Transfer):
-    """`Transfer` whose copies are made when somebody waits for them."""
+    """`Transfer` whose copies are made when some code waits for them."""
 
     def __init__(self, link: LateLink, copies: list[_Copy], queue: deque[_Copy]) -> None:
         super().__init__([copy.target if copy.to_device else copy.source() for copy in copies])
@@ -45,17 +46,17 @@ class LateTransfer(Transfer):
         super().synchronize()
 
     def _make(self) -> None:
-        """Make the copies, and those of this direction that were asked for before them."""
+        """Make the copies, and all earlier ones of this direction."""
         while self._queue and self._queue[0].number <= self._copies[-1].number:
             self._link.num_late += 1
             self._queue.popleft().make(self._link)
 
 
 class _Sent:
-    """What is sent to the host, and whether the processor has seen it and has written there since."""
+    """Data sent to the host; records whether the processor has seen it, and has written there since."""
 
     def __init__(self, home: torch.Tensor) -> None:
-        self.values: torch.Tensor | None = None  # when the copy has been made
+        self.values: torch.Tensor | None = None  # set when the copy has been made
         self._is_shown, self._version = False, home._version
 
     def show(self, home: torch.Tensor) -> None:
@@ -64,7 +65,7 @@ class _Sent:
             self._is_shown, self._version = True, home._version
 
     def at(self, home: torch.Tensor) -> torch.Tensor:
-        """What is there for those who ask after the copy."""
+        """Return the values for code that reads after the copy."""
         assert self.values is not None, "brought back before it was sent"
         if home._version == self._version:
             return self.values
@@ -73,7 +74,7 @@ class _Sent:
 
 
 class _Copy:
-    """One copy. What is on the device is the transfer's to hold; what is on the host torch protects."""
+    """One copy; the transfer keeps device tensors alive, and torch protects host memory."""
 
     def __init__(self, number: int, target: torch.Tensor, source: torch.Tensor, to_device: bool) -> None:
         self.number, self.to_device = number, to_device
@@ -101,13 +102,13 @@ class _Copy:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Let the processor see what was sent: that the device has waited for it does not do."""
+        """Make sent data visible to the processor: a wait of the device is not sufficient."""
         if self.sent is not None:
             self.sent.show(self._home)
 
 
 class LateLink:
-    """Copies that were asked for and are not made yet, by direction."""
+    """Copies that were requested and not made yet, by direction."""
 
     def __init__(self, seed: int | None) -> None:
         self._random = None if seed is None else random.Random(seed)
@@ -134,7 +135,7 @@ class LateLink:
 
 @contextmanager
 def late_copies(seed: int | None = None) -> Iterator[LateLink]:
-    """Let the copies of the block be late; when it ends, none is on its way."""
+    """Make the copies of the block late; at its end, none may be pending."""
     link = LateLink(seed)
     with mock.patch.object(SideStream, "_copy", lambda side, pairs, to_device: link.copy(side, pairs, to_device)):
         yield link

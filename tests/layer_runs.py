@@ -1,4 +1,4 @@
-"""torch's recurrent layers run forward and backward, and what comes out compared."""
+"""torch's recurrent layers run forward and backward, and comparisons of their results."""
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ def tensors(shape, dtype, seed):
 
 
 def first_state(layer, num_samples, dtype):
-    """One that needs a gradient; of an LSTM two tensors."""
+    """Return a state that requires a gradient; two tensors for an LSTM."""
     rows = layer.num_layers * (1 + layer.bidirectional)
     widths = [layer.proj_size or HIDDEN] + [HIDDEN] * isinstance(layer, nn.LSTM)
     shapes = [(rows, *num_samples, width) for width in widths]

@@ -1,6 +1,6 @@
-"""What a command's process does with torch and transformers, told as JSON; `test_run_imports` compares it with its own.
+"""The use of torch and transformers in a command's process, as JSON; `test_run_imports` compares it with its own.
 
-Started as a program it is a command's process, which leaves out what its job does not use.
+Started as a program it is a command's process, which skips modules that its job does not use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEFT_OUT = ("accelerate", "peft", "scipy", "sklearn", "torch._inductor", "torch.
 
 
 def traces() -> list[str]:
-    """Trace the job for a processor and a GPU, with checkpoints."""
+    """Trace the job for a CPU and a GPU, with checkpoints."""
     from plimsoll.data.quick_facts import TextSketch
     from plimsoll.memory.lowering.cpu import CpuLowering
     from plimsoll.memory.lowering.cuda import CudaLowering
@@ -39,7 +39,7 @@ def traces() -> list[str]:
 
 
 def losses() -> list[str]:
-    """Train the job's model for three steps, with checkpoints; the losses to the last bit."""
+    """Train the job's model for three steps with checkpoints, and return the exact losses."""
     import torch
     from torch.utils.checkpoint import checkpoint
 

@@ -1,9 +1,9 @@
-"""The licence of everything that an installed Plimsoll brings with it, as each distribution states it.
+"""The licence of each distribution that an installed Plimsoll requires, as the distribution states it.
 
     python tests/licences.py [EXTRA...]
 
-Follows the requirements of the installed distributions, with the extras named. Ends with 1 if one of them states no
-licence, or one whose terms reach over to programs that use it (GPL, AGPL). What is stated is not checked.
+Follows the requirements of the installed distributions, with the named extras. Exits with 1 if a distribution states no
+licence, or a licence that extends to programs that use it (GPL, AGPL). The statements are not verified.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def licences(root: str, extras: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The distributions below one, with what each states."""
+    """Yield the required distributions of one, with their stated licences."""
     todo, seen = [Requirement(f"{root}[{','.join(extras)}]" if extras else root)], set[tuple[str, str]]()
     while todo:
         requirement = todo.pop()
@@ -50,7 +50,7 @@ def licences(root: str, extras: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def stated(found: Distribution) -> str:
-    """What a distribution says: an expression, or its classifiers, or the first line of a text."""
+    """Return the stated licence: an expression, or the classifiers, or the first line of a text."""
     metadata = found.metadata
     classifiers = [text.split(" :: ")[-1] for text in metadata.get_all("Classifier", []) if text.startswith("License")]
     text = metadata.get("License-Expression") or ", ".join(classifiers) or metadata.get("License") or ""

@@ -1,4 +1,4 @@
-"""Snippets for the rules of `plimsoll lint`: a line that is to be found ends in ``# <-``."""
+"""Snippets for the rules of `plimsoll lint`; the lines to find end in ``# <-``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plimsoll.diagnose.lint.helpers.source import Hit, Source, parse
 
 
 def marked(code: str) -> list[int]:
-    """Return the lines that are marked."""
+    """Return the marked lines."""
     return [number for number, line in enumerate(dedent(code).split("\n"), 1) if line.endswith("# <-")]
 
 
@@ -21,7 +21,7 @@ def lines(hits: Callable[[Source], Iterable[Hit]], code: str) -> list[int]:
 
 
 def found_where_marked(hits: Callable[[Source], Iterable[Hit]], snippets: dict[str, str]) -> Callable[[str], None]:
-    """Make a test of snippets by name: the marked lines are found, and nothing else."""
+    """Make a test of named snippets: the marked lines are found, and no others."""
 
     @pytest.mark.parametrize("code", snippets.values(), ids=snippets.keys())
     def test(code: str) -> None:

@@ -1,4 +1,4 @@
-"""Evidence of a live process by hand: 1,000 MiB of a training beside 200 MiB before it."""
+"""Hand-made evidence of a live process: 1,000 MiB of a training in addition to 200 MiB before it."""
 
 from plimsoll.diagnose.evidence import Evidence, Kept, Seen
 from plimsoll.diagnose.parse.event import event_of
@@ -9,7 +9,7 @@ TEXT = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to a
 
 
 def live(*kept, activations_mib=0, num_steps=5, code="x", **seen):
-    """A process that keeps these, with the rest as temporaries."""
+    """Return a process that keeps these objects, with the rest as temporaries."""
     kept_bytes = sum(one.num_bytes for one in kept)
     sizes = {"kept by variables": kept_bytes, "activations": activations_mib * MIB, "baseline": 200 * MIB}
     sizes["temporaries"] = max(0, 1000 * MIB - kept_bytes - activations_mib * MIB)
@@ -22,6 +22,6 @@ def live(*kept, activations_mib=0, num_steps=5, code="x", **seen):
 
 
 def kept(name="cache", **fields):
-    """A list of 40 items, which was empty before the first step."""
+    """Return a list of 40 items, which was empty before the first step."""
     made = {"kind": "list", "num_items": 40, "num_items_before": 0, "place": "train.py:9", "code": f"{name}.append(x)"}
     return Kept(name=name, **made | fields)

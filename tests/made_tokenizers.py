@@ -1,4 +1,4 @@
-"""Tokenizers of three kinds, trained on the spot, with and without what they put around a text."""
+"""Tokenizers of three kinds, trained on demand, with and without special tokens around a text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATES = {"word_piece": "[CLS] $A [SEP]", "byte_level": "<s> $A", "sentence_p
 
 
 def byte_level(texts: Sequence[str], adds_space: bool = False) -> tokenizers.Tokenizer:
-    """As GPT-2's."""
+    """Train a tokenizer like GPT-2's."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=adds_space)
     backend.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def byte_level(texts: Sequence[str], adds_space: bool = False) -> tokenizers.Tok
 
 
 def word_piece(texts: Sequence[str], lowercase: bool = True) -> tokenizers.Tokenizer:
-    """As BERT's, uncased."""
+    """Train a tokenizer like uncased BERT's."""
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -48,7 +48,7 @@ def word_piece(texts: Sequence[str], lowercase: bool = True) -> tokenizers.Token
 
 
 def sentence_piece(texts: Sequence[str]) -> tokenizers.Tokenizer:
-    """As T5's."""
+    """Train a tokenizer like T5's."""
     backend = tokenizers.Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -64,7 +64,9 @@ KINDS = {"word_piece": word_piece, "byte_level": byte_level, "sentence_piece": s
 
 
 def with_template(backend: tokenizers.Tokenizer, single: str) -> tokenizers.Tokenizer:
-    """The tokenizer, which from now on puts special tokens around a text, as ``[CLS] $A [SEP]`` says."""
+    """Make the tokenizer put special tokens around a text, according to a template such as ``[CLS] $A [SEP]``, and
+    return it.
+    """
     names = [name for name in single.split() if not name.startswith("$")]
     special = [(name, backend.token_to_id(name)) for name in dict.fromkeys(names)]
     backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
@@ -72,7 +74,7 @@ def with_template(backend: tokenizers.Tokenizer, single: str) -> tokenizers.Toke
 
 
 def saved(folder: Path, backend: tokenizers.Tokenizer, kind: str, **settings: Any) -> Path:
-    """A folder as users have it: with truncation and padding in its file that are for something else."""
+    """Save a folder as users have it: its file contains truncation and padding settings for another purpose."""
     folder.mkdir(parents=True)
     backend.enable_truncation(7)
     backend.enable_padding()

@@ -1,4 +1,4 @@
-"""What answers in place of the process that makes models: each method leaves a share of the bytes, and costs."""
+"""A stand-in for the process that compresses models: each method leaves a share of the bytes, and has a cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EFFECTS = {"layers": (0.5, 0.4), "heads": (0.8, 0.1), "int8": (0.3, 0.01), "int4
 
 
 class MadeUp:
-    """Answers in place of the process; notes what it was asked to make."""
+    """Answers in place of the process, and records the requested models."""
 
     made: list[str] = []
     teachers: list[Path | None] = []

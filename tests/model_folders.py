@@ -1,4 +1,4 @@
-"""Model folders as users have them, small: weights, configuration and a tokenizer that was trained on a few words."""
+"""Small model folders as users have them: weights, configuration and a tokenizer trained on a few words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = {
 
 
 def tokenizer() -> Any:
-    """A tokenizer of words with [CLS] and [SEP], as BERT has them."""
+    """Return a word tokenizer with [CLS] and [SEP], as in BERT."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -35,7 +35,7 @@ def tokenizer() -> Any:
 
 
 def model_folder(folder: Path, class_name: str = "GPT2LMHeadModel", **fields: Any) -> Path:
-    """Write a model of transformers with seeded weights, and its tokenizer."""
+    """Write a transformers model with seeded weights, and its tokenizer."""
     import torch
     import transformers
 
@@ -50,13 +50,13 @@ def model_folder(folder: Path, class_name: str = "GPT2LMHeadModel", **fields: An
 
 
 def some_texts(num_texts: int, most_words: int = 12, seed: int = 0) -> list[str]:
-    """Texts of 1 to ``most_words`` words."""
+    """Return texts of 1 to ``most_words`` words."""
     generator = random.Random(seed)
     return [" ".join(generator.choices(WORDS, k=generator.randint(1, most_words))) for _ in range(num_texts)]
 
 
 def write_rows(path: Path, texts: list[str]) -> Path:
-    """Write texts as JSON lines with an id each."""
+    """Write texts as JSON lines with ids."""
     records = ({"id": f"t{number}", "text": text} for number, text in enumerate(texts))
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path

@@ -1,14 +1,14 @@
-"""Whether tests notice what is changed in a module: a sample of its mutants, made by cosmic-ray's operators.
+"""Mutation tests: a sample of mutants of a module, made with cosmic-ray's operators.
 
     python tests/mutants.py src/plimsoll/step/undo/step_state.py src/plimsoll/step/update/commit.py --number 20 --seed 0
-    python tests/mutants.py src/plimsoll/step --number 100    # of all modules there, each place as likely as another
+    python tests/mutants.py src/plimsoll/step --number 100    # of all modules there, all places equally likely
 
-A number of mutants is drawn of each module, or of all modules of a folder together, each one small change (a
-comparison, a number, a `not`, ...) in a copy of the sources, and the tests of its module are run on it until one fails;
-then those beside them that import the module, and those of commands that go through it (`THROUGH`). A mutant that
-is no Python, or changes only annotations, docstrings or which arguments may be named, is none. Prints each survivor
-as a diff, the share that was killed, and as its last line one JSON object. A survivor is a gap in the tests or a change
-without an effect: look at it.
+Mutants are drawn from each module, or from all modules of a folder together. Each is one small change (a comparison, a
+number, a `not`, ...) in a copy of the sources. The module's tests run on it until one fails. Then follow the tests next
+to them that import the module, and tests of commands that use it (`THROUGH`). Mutants do not count if they are not
+valid Python, or change only annotations, docstrings or which arguments may be named. Prints each survivor as a diff,
+the share of killed mutants, and one JSON object as the last line. A survivor is a gap in the tests or a change without
+an effect: examine it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ THROUGH = {
     "(training/teacher_cache|planning/teacher_loss).py": ["tests/end_to_end/test_distilled_jobs.py"],
     "training/tagging.py": ["tests/end_to_end/test_tagged_jobs.py"],
 }  # fmt: skip
-"""Tests that go through modules (a regular expression) without naming them: some, of those that take little time."""
-_PATIENCE = 5  # tests of a mutant may take so many times as long as of the unchanged module, and then some
+"""Some quick tests that use modules (a regular expression) without naming them."""
+_PATIENCE = 5  # tests of a mutant may take this many times as long as with the unchanged module, plus a margin
 _PATIENCE_SECONDS = 30.0
 _LOOK_SECONDS = 0.1
 _ended = threading.Event()
@@ -63,12 +63,14 @@ _unusable: set[str] = set()
 
 
 def main() -> None:
-    """Draw mutants, run the tests on them, and say what came of it."""
+    """Draw mutants, run the tests on them, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", type=Path, nargs="+", help="files or folders below src/plimsoll")
-    parser.add_argument("--number", type=int, default=20, help="mutants of each of them (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=1, help="modules that are tested at once (default: %(default)s)")
+    parser.add_argument("--number", type=int, default=20, help="mutants of each file or folder (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default: %(default)s)")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="modules that are tested in parallel (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     killed: Counter[str] = Counter()
     drawn: Counter[str] = Counter()
@@ -87,7 +89,7 @@ def main() -> None:
             try:
                 killed.update(dict(zip(names, workers.map(examined, names, mutants), strict=True)))
             except BaseException:
-                _ended.set()  # else Ctrl-C would wait for all mutants of what is being tested
+                _ended.set()  # otherwise Ctrl-C waits for all mutants of the tested modules
                 raise
     print(f"{killed.total()} of {drawn.total()} mutants killed")
     print(json.dumps({"seed": arguments.seed, "killed": {name: [killed[name], drawn[name]] for name in drawn}}))
@@ -95,7 +97,7 @@ def main() -> None:
 
 
 def examined(module: str, mutants: list[str]) -> int:
-    """Run tests on mutants of a module; returns how many were killed."""
+    """Run tests on mutants of a module, and return the number of killed ones."""
     files = files_for(module)
     print(f"{module}: {len(mutants)} mutants, {' '.join(files)}", flush=True)
     num_killed = 0
@@ -116,7 +118,7 @@ def examined(module: str, mutants: list[str]) -> int:
 
 @cache
 def patience_seconds(file: str) -> float | None:
-    """How long tests of a mutant may take, by what they take where nothing is changed; ``None`` if they fail there."""
+    """Return the time limit for tests of a mutant, from the time with the unchanged module; None if they fail there."""
     began = time.monotonic()
     if fails(SOURCES, file, None):
         print(f"left out: {file} fails without a change: mend that first", flush=True)
@@ -126,12 +128,12 @@ def patience_seconds(file: str) -> float | None:
 
 
 def mutants_of(sources: Mapping[str, str], drawn: random.Random) -> Iterator[tuple[str, str]]:
-    """Every mutant that changes what a module does, with the name of its module, in an order that is drawn."""
+    """Yield every mutant that changes the behaviour of a module, with the module's name, in random order."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator, operator_names
 
-    names = [name for name in operator_names() if "Variable" not in name]  # those need the name of one
+    names = [name for name in operator_names() if "Variable" not in name]  # these need a variable name
     operators = [get_operator(name)() for name in sorted(names)]
     places = []
     for module, source in sources.items():
@@ -146,8 +148,8 @@ def mutants_of(sources: Mapping[str, str], drawn: random.Random) -> Iterator[tup
 
 
 def meaning_of(source: str) -> str | None:
-    """The syntax tree without annotations, docstrings and the `*` that ends arguments by place; ``None`` where it has
-    a fault of syntax.
+    """Return the syntax tree without annotations, docstrings and the `*` that ends positional arguments, or None for
+    invalid syntax.
     """
     try:
         tree = ast.parse(source)
@@ -174,7 +176,7 @@ def meaning_of(source: str) -> str | None:
 
 
 def files_for(module: str) -> list[str]:
-    """The files of tests that are run for a module: its own, those beside them that import it, those of `THROUGH`."""
+    """Return the test files for a module: its own, files next to it that import the module, and files of `THROUGH`."""
     path = Path(module)
     own = "_".join(("test", *path.with_suffix("").parts))
     name = f"tests/unit/{path.parent}/{own}.py"
@@ -188,7 +190,7 @@ def files_for(module: str) -> list[str]:
 
 
 def fails(package: Path, file: str, patience_seconds: float | None) -> bool:
-    """Whether a test of a file fails with these sources, or does not end.
+    """Return whether a test of a file fails with these sources, or does not end.
 
     Raises:
         CancelledError: if the program is to end.
@@ -211,7 +213,7 @@ def fails(package: Path, file: str, patience_seconds: float | None) -> bool:
 
 
 def difference(source: str, mutant: str, name: str) -> str:
-    """What a mutant changes."""
+    """Return a mutant's change as a diff."""
     lines = difflib.unified_diff(source.splitlines(), mutant.splitlines(), name, "survived", lineterm="", n=1)
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
-"""A stand-in for CUDA graphs on the CPU: operators are noted as they run, and run again on the same tensors.
+"""A stand-in for CUDA graphs on the CPU: operators are recorded as they run, and replayed on the same tensors.
 
-As a graph does, it replays kernels and no Python: numbers are those of the capture, tensors lie where they lay, and
-random numbers are drawn anew.
+As in a graph, kernels are replayed without Python. Numbers keep the values of the capture, tensors keep their
+addresses, and random numbers are drawn anew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plimsoll.memory.dispatch_gaps import accumulating_in_place
 
 
 class Op(NamedTuple):
-    """What ran, what it returned, and whether gradients were on, which kernels of recurrent layers ask for."""
+    """A call with its results; kernels of recurrent layers depend on whether gradients were enabled."""
 
     func: Any
     args: tuple[Any, ...]
@@ -28,7 +28,7 @@ class Op(NamedTuple):
 
 
 class OpTape(TorchDispatchMode):
-    """`plimsoll.step.cuda_graphs.capture.Graph` for a CPU."""
+    """A CPU version of `plimsoll.step.cuda_graphs.capture.Graph`."""
 
     made: list[OpTape] = []
 
@@ -60,7 +60,7 @@ class OpTape(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         node = torch._C._current_autograd_node()
         if func is torch.ops.aten.add.Tensor and node is not None and node.name() == "torch::autograd::AccumulateGrad":
-            return self._note(torch.ops.aten.add_.Tensor, args, {})  # which under a dispatch mode it does out of place
+            return self._note(torch.ops.aten.add_.Tensor, args, {})  # out of place under a dispatch mode
         return self._run(func, args, kwargs or {})
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

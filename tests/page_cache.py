@@ -1,4 +1,4 @@
-"""Files of weights that are mapped as a checkpoint is, and what of them is in the page cache now (mincore(2))."""
+"""Files of weights that are mapped like a checkpoint, and their current share in the page cache (mincore(2))."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from plimsoll.device.cpu.pages import Stretch
 
 
 def mapped_weights(path: Path, sizes: Iterable[int]) -> list[Tensor]:
-    """Write a file of so many pages for each weight, drop it from the cache, and return what is mapped from it."""
+    """Write a file with the given number of pages per weight, drop it from the cache, and return its mapped weights."""
     counts = [pages * mmap.PAGESIZE for pages in sizes]
     with path.open("wb") as file:
         file.write(os.urandom(sum(counts)))
         file.flush()
-        os.fsync(file.fileno())  # what is not on the disk yet cannot be dropped
+        os.fsync(file.fileno())  # dirty pages cannot be dropped
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
-    mapped.madvise(mmap.MADV_RANDOM)  # what nobody asked for must not come by itself
+    mapped.madvise(mmap.MADV_RANDOM)  # prevent read-ahead
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
         whole = torch.frombuffer(mapped, dtype=torch.uint8)
@@ -33,7 +33,7 @@ def mapped_weights(path: Path, sizes: Iterable[int]) -> list[Tensor]:
 
 
 def cached_share(stretches: Iterable[Stretch]) -> float:
-    """The share of the pages of some stretches that are in memory."""
+    """Return the share of the pages of some stretches that are in memory."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
     found: list[int] = []

@@ -1,11 +1,11 @@
-"""The programs and commands on the pages of docs/, taken out and run as a reader would.
+"""The programs and commands on the pages of docs/, extracted and run as by a reader.
 
-A block of `python` is a program. A block of `python` or `yaml` that begins with a comment of one word, such as
-`# train.py` or `# job.yaml`, is the file of that name. A block of `console` is a session: a line that begins with `$ `
-is a command, and what follows is what it prints, in which a line `...` stands for any lines. A block below a line
-`<!-- not run: why -->` is not run.
+A block of `python` is a program. A block of `python` or `yaml` is a file if it begins with a comment of one word, such
+as `# train.py` or `# job.yaml`. A block of `console` is a session. A line that begins with `$ ` is a command, and the
+following lines are its output; a line `...` stands for any lines. A block below a line `<!-- not run: why -->` is not
+run.
 
-    python tests/pages.py docs/tutorial.md     # prints the page's sessions with all that the commands print here
+    python tests/pages.py docs/tutorial.md     # prints the page's sessions with the complete output of the commands
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEAST_SHARE_OF_WORDS = 0.8
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a session, and what the page says that it prints."""
+    """One command of a session, and its output on the page."""
 
     text: str
     shown: str
@@ -47,13 +47,13 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The file that it is, if it says so."""
+        """The file name that the block declares, or None."""
         found = _FILE.match(self.text)
         return found[1] if found and self.language in {"yaml", "python"} else None
 
     @property
     def commands(self) -> list[Command]:
-        """Of a session; a backslash or an open quote at the end of a line goes on with the next."""
+        """The commands of a session; after a backslash or an open quote, a command continues in the next line."""
         found: list[Command] = []
         for line in self.text.splitlines():
             if found and _goes_on(found[-1]):
@@ -74,7 +74,7 @@ def _goes_on(command: Command) -> bool:
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
-    """The blocks of a page that are to be run."""
+    """Yield the blocks of a page that are run."""
     for skipped, language, text in _BLOCK.findall(page.read_text(encoding="utf-8")):
         if not skipped:
             yield Block(language, text)
@@ -88,7 +88,7 @@ def program_done(program: str, folder: Path) -> subprocess.CompletedProcess[str]
 
 
 def session_done(block: Block, folder: Path) -> list[tuple[Command, int, str]]:
-    """Run the commands of a session in one shell with job control; each with its exit code and what it printed."""
+    """Run the commands of a session in one shell with job control; return each with its exit code and its output."""
     marked = [f"{command.text}\nprintf '{_MARK}%d{_MARK}' $?" for command in block.commands]
     shell = subprocess.Popen(
         ["bash", "-c", "\n".join(["set -m", *marked])], cwd=folder, env=environment(), stdin=subprocess.DEVNULL,
@@ -105,7 +105,7 @@ def session_done(block: Block, folder: Path) -> list[tuple[Command, int, str]]:
 
 
 def environment() -> dict[str, str]:
-    """This one's, in which `plimsoll` and `python` are those that run the tests."""
+    """Return this environment, changed so that `plimsoll` and `python` are those that run the tests."""
     folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
     variables = {
         "PATH": os.pathsep.join(folders),
@@ -117,12 +117,12 @@ def environment() -> dict[str, str]:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text without numbers, units and lines of tables: these differ from machine to machine."""
+    """Return the words of a text without numbers, units and table lines, which differ from machine to machine."""
     return re.findall(r"[a-z]{3,}", re.sub(r"\b[KMGT]iB\b", "", text), re.IGNORECASE)
 
 
 def faults_of(page: Path, folder: Path) -> Iterator[str]:
-    """Run a page; say what fails, or prints other words than the page shows. The answer "no" (code 1) is no failure."""
+    """Run a page, and yield commands that fail or print other words than the page. Exit code 1, "no", is accepted."""
     for block in blocks_of(page):
         if block.file:
             (folder / block.file).write_text(block.text, encoding="utf-8")
@@ -147,10 +147,10 @@ def _fault(command: Command, code: int, printed: str) -> str | None:
 
 
 def main() -> None:
-    """Print the sessions of a page with what they print here."""
+    """Print the sessions of a page with their output on this machine."""
     page = Path(sys.argv[1]).resolve()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
-        os.environ["PLIMSOLL_CACHE"] = cache  # which knows nothing of earlier runs
+        os.environ["PLIMSOLL_CACHE"] = cache  # without knowledge from earlier runs
         for block in blocks_of(page):
             if block.file:
                 Path(folder, block.file).write_text(block.text, encoding="utf-8")

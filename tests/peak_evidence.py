@@ -1,6 +1,6 @@
-"""Evidence of every cause by hand: a training that needs 1,200 MiB of the 800 there are, and texts of errors.
+"""Hand-made evidence of every cause: a training that needs 1,200 MiB of 800 MiB, and texts of errors.
 
-The process takes 200 MiB before the model, so that of the training's own 1,000 MiB a tenth are 100.
+The process takes 200 MiB before the model; the training itself takes 1,000 MiB, of which a tenth is 100 MiB.
 """
 
 from evidence_records import evidence as evidence_of_growth
@@ -29,13 +29,13 @@ PINNED = "RuntimeError: Caught RuntimeError in pin memory thread for device 0.\n
 
 
 def holding(size_mib, category, shape, count=1, **made):
-    """Things alike, made in the forward pass."""
+    """Return a holding of equal tensors from the forward pass."""
     fields = {"step": 2, "phase": "forward", "op": "mm", "module": "net", "line": "/home/me/net.py:7"} | made
     return Holding(num_bytes=size_mib * MIB, count=count, category=category, shape=shape, made=Moment(**fields))
 
 
 def shares(**sizes_mib):
-    """What a peak is made of; names have _ for the space."""
+    """Return the shares of a peak; names have _ for the space."""
     made = {"baseline": 200} | {name.replace("_", " "): size for name, size in sizes_mib.items()}
     return tuple(
         Share(category=name, num_bytes=size * MIB, known="predicted", place="net, net.py:7")
@@ -44,7 +44,7 @@ def shares(**sizes_mib):
 
 
 def evidence(**changes):
-    """A training that does not fit, of which only its activations are known."""
+    """Return evidence of a training that does not fit, with only its activations known."""
     fields = {
         "subject": "job.yaml", "kind": "cpu", "has_run_out": True, "peak_bytes": 1200 * MIB,
         "limit_bytes": 800 * MIB, "phase": "backward", "shares": shares(activations=990, parameters=10),
@@ -54,12 +54,12 @@ def evidence(**changes):
 
 
 def of_text(error, /, **changes):
-    """The evidence that an error's text is."""
+    """Return the evidence from an error's text."""
     return Evidence(subject="log", kind="unknown", event=event_of(error).model_copy(update=changes))
 
 
 def tried(technique, saving_mib=500, **changes):
-    """A remedy that the predictor has tried."""
+    """Return a remedy that the predictor has tried."""
     fields = {
         "choices": (Choice(technique=technique, options={"a": 1}),), "text": "less", "known": "predicted",
         "saving_bytes": saving_mib * MIB, "saving_low_bytes": (saving_mib - 10) * MIB,

@@ -1,4 +1,4 @@
-"""Plans of applying a model, small enough to check by hand; 1 MiB is 2**20 bytes."""
+"""Inference plans, small enough to check by hand; 1 MiB is 2**20 bytes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from prediction_records import MIB, estimate
 
 
 def block(number: int, place: Place = "device") -> Part:
-    """A block of 100 MiB."""
+    """Return a block of 100 MiB."""
     return Part(name=f"model.layers.{number}", num_bytes=100 * MIB, place=place, is_streamed=place != "device")
 
 
 def rejected(rows: int, mib: int, rows_per_second: float, reason: str) -> RejectedPlacement:
-    """Rows that were not taken."""
+    """Return a rejected number of rows."""
     return RejectedPlacement(
         micro_batch=rows,
         resident_bytes=210 * MIB,
@@ -24,7 +24,9 @@ def rejected(rows: int, mib: int, rows_per_second: float, reason: str) -> Reject
 
 
 def streamed_plan(**changes: object) -> InferencePlan:
-    """Of 710 MiB two blocks of six and the rest stay; 500 MiB are read in a pass of 8 s, at 125 MiB/s: 4 s."""
+    """Return a plan of 710 MiB: two of six blocks and the rest stay; 500 MiB are read in a pass of 8 s, in 4 s at 125
+    MiB/s.
+    """
     places: tuple[Place, ...] = ("disk", "disk", "device", "disk", "disk", "device")
     fields: dict[str, object] = {
         "model": "LlamaForCausalLM, 186.1 M weights",
@@ -62,7 +64,7 @@ def streamed_plan(**changes: object) -> InferencePlan:
 
 
 def resident_plan() -> InferencePlan:
-    """All of it stays, and no budget is set."""
+    """Return a plan in which all weights stay, without a budget."""
     parts = tuple(part.model_copy(update={"place": "device", "is_streamed": False}) for part in streamed_plan().parts)
     return streamed_plan(
         parts=parts, budget_bytes=None, limit_bytes=4096 * MIB, read_bytes=0, read_seconds=0.0, rejected=(),
@@ -71,7 +73,7 @@ def resident_plan() -> InferencePlan:
 
 
 def impossible_plan() -> InferencePlan:
-    """One row needs 516 MiB of 416."""
+    """Return a plan in which one row needs 516 MiB of 416."""
     return streamed_plan(
         budget_bytes=416 * MIB, limit_bytes=400 * MIB, peak=estimate(480, 20), micro_batch=1,
         smallest_budget_bytes=516 * MIB, rejected=(),
@@ -79,7 +81,7 @@ def impossible_plan() -> InferencePlan:
 
 
 def linked_plan(**changes: object) -> InferencePlan:
-    """Beside a GPU: four blocks and the output layer come over the link for 16 new tokens."""
+    """Return a plan with a GPU: four blocks and the output layer are transferred over the link for 16 new tokens."""
     parts = tuple(
         part.model_copy(update={"place": "host" if part.is_streamed else "device"}) for part in streamed_plan().parts
     )

@@ -1,6 +1,6 @@
-"""glibc's malloc simulated as plainly as can be, one call at a time: what `plimsoll.memory.allocator.glibc` must equal.
+"""A simple simulation of glibc's malloc, one call at a time: the reference for `plimsoll.memory.allocator.glibc`.
 
-It was the simulation itself until that was made faster, and is kept as it was.
+It was the original simulation before the faster one, and is unchanged.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from plimsoll.records.allocator import HeapRules
 _HEADER_BYTES = 8
 _CHUNK_ALIGNMENT_BYTES = 16
 _LEAST_CHUNK_BYTES = 32
-_CHUNK_STRUCT_BYTES = 48  # malloc_trim leaves the links of a free chunk in place
+_CHUNK_STRUCT_BYTES = 48  # malloc_trim keeps the links of a free chunk
 _SMALL_BYTES = 1024
-_CACHED_BYTES = 1040  # of the largest chunk that the thread's cache keeps
-_FAST_BYTES = 128  # of the largest chunk that is not joined with its neighbours at once
+_CACHED_BYTES = 1040  # the largest chunk in the thread's cache
+_FAST_BYTES = 128  # the largest chunk that is not joined with its neighbours at once
 _TRIM_FROM_BYTES = 65536  # FASTBIN_CONSOLIDATION_THRESHOLD: a smaller free block never trims the top
 _HIGHEST_THRESHOLD_BYTES = 32 << 20  # DEFAULT_MMAP_THRESHOLD_MAX
 _MOST_MAPPINGS = 65536  # M_MMAP_MAX
 
 
 Handles = tuple[int, ...]
-"""Of a storage and what lies beside it, or of a node of autograd's, in the order in which they are freed."""
+"""Handles of a storage and the blocks allocated with it, or of an autograd node, in the order of their frees."""
 
 
 class HeapReplay(NamedTuple):
-    """What a sequence of events did to a heap."""
+    """The effect of a sequence of events on a heap."""
 
     resident_bytes: list[int]
-    """After each event."""
+    """Values after each event."""
     address_bytes: list[int]
-    """After each event."""
+    """Values after each event."""
     peak_bytes: int
     index_of_highest: int
-    """Of the event after which the peak was reached first; -1 where no event passed what was there before."""
+    """The index of the event that first reached the peak; -1 if no event exceeded the initial value."""
     live: dict[int, Handles]
     """The handles of each storage that is not freed."""
 
@@ -57,9 +57,9 @@ class _InHeap(NamedTuple):
 
 
 class GlibcHeap:
-    """The main arena of a process in which nothing is free; every block counts as written to its end.
+    """The main arena of a process without free blocks; every block counts as written completely.
 
-    ``start_bytes`` is where the first block begins, of which only the remainder by the alignment has an effect.
+    ``start_bytes`` is the address of the first block; only its remainder by the alignment matters.
     """
 
     def __init__(self, rules: HeapRules, start_bytes: int = 0) -> None:
@@ -75,8 +75,8 @@ class GlibcHeap:
         self._mapped_resident_bytes = 0
         self._free = _FreeChunks()
         self._start = start_bytes
-        self._top = start_bytes  # where the top chunk starts, and so everything above every block
-        self._end = start_bytes  # of the heap: the program break
+        self._top = start_bytes  # start of the top chunk, above every block
+        self._end = start_bytes  # end of the heap: the program break
         self._touched_end = 0
         self._given_back = _Intervals()
         self._cached: dict[int, list[int]] = {}
@@ -85,20 +85,20 @@ class GlibcHeap:
 
     @property
     def resident_bytes(self) -> int:
-        """Pages of live mappings, and of the heap all that was touched and not given back."""
+        """Resident bytes: pages of live mappings, and all touched pages of the heap that were not returned."""
         heap_bytes = _round_up(self._touched_end, self.rules.page_bytes) - self._given_back.total_bytes
         return self._mapped_resident_bytes + heap_bytes
 
     @property
     def address_bytes(self) -> int:
-        """What a limit on address space counts: the heap with its holes, whether their pages are there or not."""
+        """Bytes that count for a limit on address space: the heap with its holes, resident or not."""
         return self._mapped_bytes + self._end - self._start
 
     def allocate(self, num_bytes: int) -> int:
-        """Take a block, write to all of it, and return its handle."""
+        """Allocate a block, write to all of it, and return its handle."""
         self._num_handles += 1
         handle = self._num_handles
-        if num_bytes == 0:  # torch does not ask for it
+        if num_bytes == 0:  # torch never asks for zero bytes
             self._live[handle] = _Mapped(0, 0, 0, 0)
             return handle
         chunk_bytes = _chunk_bytes(num_bytes)
@@ -113,10 +113,10 @@ class GlibcHeap:
         return handle
 
     def allocate_small(self, num_bytes: int) -> int:
-        """Take a block of up to 1,032 bytes as ``malloc`` gives it, write to it, and return its handle.
+        """Allocate a block of up to 1,032 bytes as ``malloc`` does, write to it, and return its handle.
 
-        Such blocks come from the thread's cache and from the fast lists before anything else is searched, so they lie
-        between the tensors, and keep what is free there from being joined and given back.
+        Such blocks come from the thread's cache and from the fast lists before any search. They are therefore between
+        the tensors, and prevent free memory there from being joined and returned.
         """
         self._num_handles += 1
         chunk_bytes = _chunk_bytes(num_bytes)
@@ -129,7 +129,7 @@ class GlibcHeap:
         return self._num_handles
 
     def free(self, handle: int) -> None:
-        """Give a block back to the heap, or to the system.
+        """Return a block to the heap, or to the system.
 
         Raises:
             KeyError: if no live block has this handle.
@@ -142,7 +142,7 @@ class GlibcHeap:
             self._unmap(block)
 
     def trim(self) -> None:
-        """Give back whole free pages, as ``malloc_trim(0)``: inside the heap and at its top."""
+        """Return whole free pages inside the heap and at its top to the system, like ``malloc_trim(0)``."""
         self._join_fast()
         page_bytes = self.rules.page_bytes
         for start, chunk_bytes in self._free.chunks():
@@ -153,16 +153,16 @@ class GlibcHeap:
         self._shrink(pad_bytes=0)
 
     def map_blocks_from(self, num_bytes: int) -> None:
-        """Set the mapping threshold and end its raising, as ``mallopt(M_MMAP_THRESHOLD)``.
+        """Set the mapping threshold and make it static, like ``mallopt(M_MMAP_THRESHOLD)``.
 
-        Free chunks and the trim threshold stay as they are: set late, it leaves the free blocks of the heap in use.
+        Free chunks and the trim threshold do not change: if it is set late, the heap's free blocks remain in use.
         """
         self._join_fast()
         self.rules = self.rules.model_copy(update={"mmap_threshold_bytes": num_bytes, "is_dynamic": False})
         self._mmap_threshold_bytes = num_bytes
 
     def _take_small(self, chunk_bytes: int) -> tuple[int, int] | None:
-        """Take a chunk of just this size from the thread's cache, or from the fast list, which then fills the cache."""
+        """Take a chunk of exactly this size from the thread's cache, or from the fast list, which fills the cache."""
         cached = self._cached.setdefault(chunk_bytes, [])
         if cached:
             return cached.pop(), chunk_bytes
@@ -177,7 +177,7 @@ class GlibcHeap:
         return start, chunk_bytes
 
     def _find(self, wanted_bytes: int) -> tuple[int, int] | None:
-        """Take a chunk of the heap, ``None`` where the block becomes a mapping."""
+        """Take a chunk of the heap, or return None if the block becomes a mapping."""
         if wanted_bytes >= _SMALL_BYTES:
             self._join_fast()
         found = self._free.take(wanted_bytes)
@@ -195,7 +195,7 @@ class GlibcHeap:
         return start, wanted_bytes
 
     def _align(self, start: int, found_bytes: int, chunk_bytes: int, num_bytes: int) -> _InHeap:
-        """Cut the aligned chunk out of the one that was found, and free what is left on both sides."""
+        """Cut the aligned chunk out of the found one, and free the rest on both sides."""
         lead_bytes = self._lead_bytes(start)
         if lead_bytes:
             self._release(start, lead_bytes)
@@ -206,7 +206,7 @@ class GlibcHeap:
         return self._touched(start, found_bytes, num_bytes)
 
     def _touched(self, start: int, chunk_bytes: int, num_bytes: int) -> _InHeap:
-        """A block in the heap, with its pages there."""
+        """Return a block in the heap, with its pages resident."""
         end = start + chunk_bytes
         if self._given_back.total_bytes:
             page_bytes = self.rules.page_bytes
@@ -237,7 +237,7 @@ class GlibcHeap:
             self._trim_threshold_bytes = 2 * block.chunk_bytes
 
     def _release(self, start: int, chunk_bytes: int) -> None:
-        """Join a chunk with what is free beside it, and trim the top if it has become too large."""
+        """Join a chunk with its free neighbours, and trim the top if it has become too large."""
         cached = self._cached.setdefault(chunk_bytes, []) if chunk_bytes <= _CACHED_BYTES else None
         if cached is not None and len(cached) < self._most_cached:
             cached.append(start)
@@ -251,7 +251,7 @@ class GlibcHeap:
                     self._shrink(self.rules.top_pad_bytes)
 
     def _join(self, start: int, chunk_bytes: int) -> int:
-        """Join a chunk with what is free beside it and return the bytes of all that."""
+        """Join a chunk with its free neighbours, and return the bytes of the result."""
         start, end = self._free.join(start, start + chunk_bytes)
         if end == self._top:
             self._top = start
@@ -260,7 +260,7 @@ class GlibcHeap:
         return end - start
 
     def _join_fast(self) -> bool:
-        """Join the small chunks that were freed since the last time; false if there was none."""
+        """Join the small chunks that were freed since the last call; return False if there was no chunk."""
         if not self._fast:
             return False
         for chunk_bytes, starts in sorted(self._fast.items()):
@@ -286,13 +286,13 @@ def replay(
     nodes_before: Mapping[int, int] | None = None,
     thresholds_before: Mapping[int, int] | None = None,
 ) -> HeapReplay:
-    """Let a heap do what a trace says: ``(storage id, bytes to allocate)``, negative bytes for the storage's free.
+    """Replay a trace on a heap: ``(storage id, bytes to allocate)``, with negative bytes for the storage's free.
 
-    An id may be used again after its free. To go on with a heap, give the ``live`` of the replay before.
-    ``beside_bytes`` are small blocks that come and go with each storage (see `TENSOR_OBJECTS_BYTES`). Free pages are
-    given back before the deltas with the numbers ``trims_before``. ``nodes_before`` are numbers of nodes (see
-    `NODE_OBJECTS_BYTES`) that are taken before the delta with a number or, if negative, given back, the newest first.
-    ``thresholds_before`` are sizes from which blocks are mapped from a delta on.
+    An id may be used again after its free. To continue with a heap, pass the ``live`` of the previous replay.
+    ``beside_bytes`` are small blocks that are allocated and freed with each storage (see `TENSOR_OBJECTS_BYTES`). Free
+    pages are returned before the deltas with the indexes ``trims_before``. ``nodes_before`` has numbers of nodes (see
+    `NODE_OBJECTS_BYTES`) that are allocated before the delta with an index or, if negative, freed, the newest first.
+    ``thresholds_before`` are sizes from which blocks are mapped, starting at a delta.
 
     Raises:
         KeyError: if a storage is freed that is not live.
@@ -324,7 +324,7 @@ def replay(
 
 
 def _allocate_tensor(heap: GlibcHeap, num_bytes: int, beside_bytes: tuple[int, ...]) -> Handles:
-    """Take a tensor's data and what lies beside; return the handles in the order in which they are freed."""
+    """Allocate a tensor's data and its small blocks; return the handles in the order of their frees."""
     before = tuple(map(heap.allocate_small, beside_bytes[:1]))
     data = heap.allocate(num_bytes)
     behind = tuple(map(heap.allocate_small, beside_bytes[1:]))
@@ -341,17 +341,17 @@ def _change_nodes(heap: GlibcHeap, nodes: list[Handles], change: int) -> None:
 
 
 class _FreeChunks:
-    """Free chunks by their place, and by size: those freed since the last search unsorted, in the order of their free.
+    """Free chunks by address and by size; those freed since the last search are unsorted, in the order of their frees.
 
-    Among equal sizes the one sorted last is taken, as glibc takes the second of a list into which each new one is
-    inserted as the second.
+    Among equal sizes, the chunk that was sorted last is taken. glibc takes the second chunk of a list and inserts each
+    new one as the second.
     """
 
     def __init__(self) -> None:
         self._bytes_at: dict[int, int] = {}
         self._start_by_end: dict[int, int] = {}
         self._unsorted: OrderedDict[int, None] = OrderedDict()
-        self._sorted: list[tuple[int, int, int]] = []  # (bytes, minus the turn it was sorted in, start)
+        self._sorted: list[tuple[int, int, int]] = []  # (bytes, minus the number of the sort, start)
         self._turn_at: dict[int, int] = {}
         self._num_turns = 0
         self._last_remainder = -1
@@ -365,7 +365,7 @@ class _FreeChunks:
         self._unsorted[start] = None
 
     def join(self, start: int, end: int) -> tuple[int, int]:
-        """Take out the chunks that touch this range and return the range with them."""
+        """Remove the chunks that touch this range, and return the range extended by them."""
         before = self._start_by_end.get(start)
         if before is not None:
             self._remove(before)
@@ -377,7 +377,7 @@ class _FreeChunks:
         return start, end
 
     def take(self, wanted_bytes: int) -> tuple[int, int] | None:
-        """Find a chunk, cut it to size and return its start and bytes."""
+        """Find a chunk, cut it to size, and return its start and bytes."""
         start = self._sort_until(wanted_bytes)
         if start is None:
             index = bisect_left(self._sorted, (wanted_bytes,))
@@ -394,7 +394,7 @@ class _FreeChunks:
         return start, wanted_bytes
 
     def _sort_until(self, wanted_bytes: int) -> int | None:
-        """Sort what was freed since the last search, up to a chunk of just this size."""
+        """Sort the chunks that were freed since the last search, up to a chunk of exactly this size."""
         while self._unsorted:
             start = next(iter(self._unsorted))
             chunk_bytes = self._bytes_at[start]
@@ -420,7 +420,7 @@ class _FreeChunks:
 
 
 class _Intervals:
-    """A set of addresses, as intervals that do not touch each other's inside."""
+    """A set of addresses, as disjoint intervals."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -435,7 +435,7 @@ class _Intervals:
         self.total_bytes += end - start
 
     def remove(self, start: int, end: int | None) -> None:
-        """Take a range out; ``None`` for everything from ``start`` on."""
+        """Remove a range; None removes everything from ``start`` on."""
         if not self._starts:
             return
         end = self._ends[-1] if end is None else end

@@ -1,4 +1,4 @@
-"""Stateful truncated BPTT in plain PyTorch, as a textbook writes it: what streams are compared with, bit by bit."""
+"""Textbook stateful truncated BPTT in plain PyTorch: the bitwise reference for streams."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 
 class PlainLanguageModel(nn.Module):
-    """The layers of `plimsoll.models.recurrent.model.RecurrentLanguageModel` under the same names, made in the same
-    order.
-    """
+    """The layers of `plimsoll.models.recurrent.model.RecurrentLanguageModel`, with equal names in the same order."""
 
     def __init__(
         self, architecture: str, vocab_size: int, size: int, num_layers: int = 2, dropout: float = 0.0
@@ -35,18 +33,17 @@ def plain_streams(
     text_begins: frozenset[int] = frozenset(),
     cut: int | None = None,
 ) -> list[float]:
-    """Train on stream slots of equal length, windows one after the other, the state carried and detached; return the
-    losses.
+    """Train on stream slots of equal length, window by window, with a carried and detached state; return the losses.
 
     Args:
         model: in training mode.
-        optimizer: of its parameters; gradients are clipped to a norm of 1.
-        tokens: all of them, end to end.
-        num_slots: the samples of a batch.
-        length: the tokens of a window, of which all but the last are read.
-        num_steps: how many.
-        text_begins: before which tokens the state is set to zeros.
-        cut: how many stream slots are read at once, their gradients accumulated; ``None`` for all.
+        optimizer: of the model's parameters; gradients are clipped to a norm of 1.
+        tokens: all tokens, concatenated.
+        num_slots: samples of a batch.
+        length: tokens of a window; all except the last are inputs.
+        num_steps: number of steps.
+        text_begins: tokens before which the state is set to zeros.
+        cut: number of stream slots per pass, with accumulated gradients; None for all.
     """
     cut = cut or num_slots
     slot_tokens = (len(tokens) - 1) // num_slots
@@ -87,7 +84,7 @@ def _joined(states: list[list[Tensor]]) -> list[Tensor]:
 def _read_on(
     model: PlainLanguageModel, read: Tensor, state: list[Tensor] | None, resets: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run the layers over some tokens, with zeros in place of a stream slot's state where a text begins in it."""
+    """Run the layers over some tokens; a stream slot's state is set to zeros at the beginning of a text."""
     embedded, outputs = model.dropout(model.embedding(read)), []
     is_lstm = isinstance(model.recurrent, nn.LSTM)
     for begin, end in pairwise(sorted({0, read.shape[1], *resets.any(0).nonzero().flatten().tolist()})):
@@ -97,5 +94,5 @@ def _read_on(
         output, after = model.recurrent(embedded[:, begin:end], given)
         state = list(after) if is_lstm else [after]
         outputs.append(output)
-    # What is joined is laid out anew, and masks of dropout are drawn in the order of the memory.
+    # Concatenation changes the memory layout, and dropout masks are drawn in the order of the memory.
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), state

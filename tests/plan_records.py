@@ -24,7 +24,7 @@ DISK = Choice(technique="optimizer_streaming", options={"to": "disk", "bucket_mi
 
 
 def duration(likely_seconds: float, spread_seconds: float = 0.0) -> Duration:
-    """So many seconds, give or take the spread."""
+    """Return a duration with a symmetric range."""
     return Duration(
         likely_seconds=likely_seconds,
         low_seconds=likely_seconds - spread_seconds,
@@ -35,12 +35,12 @@ def duration(likely_seconds: float, spread_seconds: float = 0.0) -> Duration:
 def configuration(
     *choices: Choice, mib: int, seconds: float, spread_mib: int = 0, spread_seconds: float = 0.0
 ) -> Configuration:
-    """One way to run a step, with what is predicted of it."""
+    """Return one way to run a step, with its predictions."""
     return Configuration(choices=choices, peak=estimate(mib, spread_mib), step_time=duration(seconds, spread_seconds))
 
 
 def rejected(*choices: Choice, reason: str, mib: int | None = None, seconds: float | None = None) -> Rejected:
-    """Something that was not taken; without numbers, something that cannot be done."""
+    """Return a rejected combination; without numbers, an impossible one."""
     return Rejected(
         choices=choices,
         reason=reason,
@@ -50,7 +50,7 @@ def rejected(*choices: Choice, reason: str, mib: int | None = None, seconds: flo
 
 
 def fitting_plan(**changes: object) -> Plan:
-    """Half the blocks recomputed and micro-batches of 16: 1000 of 2048 MiB, where the plain loop needs 5120.
+    """Return half the blocks recomputed and micro-batches of 16: 1000 of 2048 MiB; the plain loop needs 5120.
 
     Without checkpoints it is 2560 MiB, 512 too much; without micro-batches 3072, 1024 too much.
     """
@@ -93,14 +93,14 @@ def fitting_plan(**changes: object) -> Plan:
 
 
 def untried_plan() -> Plan:
-    """Half the micro-batch with all blocks recomputed is about as fast."""
+    """Return a plan with a candidate that is about as fast: half the micro-batch and all blocks recomputed."""
     return fitting_plan(
         candidates=(Candidate(configuration=configuration(CHECKPOINTS, micro_batch_choice(8), mib=700, seconds=2.25)),)
     )
 
 
 def tried_plan() -> Plan:
-    """Of three plans the second was the fastest, and the third ran out of memory."""
+    """Return a plan after trials of three: the second was the fastest, and the third ran out of memory."""
     first, second, _ = fitting_plan().fallbacks
     whole = (HALF_CHECKPOINTS, micro_batch_choice(64))
     shortage = "memory ran out in the forward phase (asked for 1.0 GiB with 1.5 GiB in use of 2.0 GiB)"
@@ -122,7 +122,7 @@ def tried_plan() -> Plan:
 
 
 def constrained_plan(**changes: object) -> Plan:
-    """The same with a constraint of each kind, one fallback without numbers, and why as the planner says it."""
+    """Return the same plan with a constraint of each kind, one fallback without numbers, and the planner's reasons."""
     fields: dict[str, object] = {
         "pinned": (HALF_CHECKPOINTS,),
         "forbidden": ("offload",),
@@ -133,7 +133,7 @@ def constrained_plan(**changes: object) -> Plan:
 
 
 def impossible_plan(**changes: object) -> Plan:
-    """All that is exact needs 2500 MiB of 2048; with Adafactor 1900 MiB would do, in bf16 on top 1700."""
+    """Return a plan whose exact combinations need 2500 MiB of 2048; Adafactor needs 1900 MiB, with bf16 1700."""
     fields: dict[str, object] = {
         "fallbacks": (configuration(CHECKPOINTS, micro_batch_choice(1), mib=2450, seconds=9.0),),
         "rejected": fitting_plan().rejected[1:3],
@@ -148,5 +148,5 @@ def impossible_plan(**changes: object) -> Plan:
 
 
 def bare_plan(**changes: object) -> Plan:
-    """Nothing was predicted, and everything that may be empty is."""
+    """Return a plan without predictions, in which all optional fields are empty."""
     return Plan.model_validate({"budget": Budget(), "fallbacks": ()} | changes)

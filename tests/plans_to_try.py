@@ -1,4 +1,4 @@
-"""Plans with candidates, whose numbers are made up; in a module of its own for programs that run in a process."""
+"""Made-up plans with candidates, in a separate module for programs that run in a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 def configuration(samples: int, *others: Choice, mib: int = 100, seconds: float = 1.0) -> Configuration:
-    """One way to run a step; ``mib`` and ``seconds`` are what is predicted."""
+    """Return one way to run a step, with predicted ``mib`` and ``seconds``."""
     peak = Estimate(likely_bytes=mib * MIB, low_bytes=mib * MIB, high_bytes=mib * MIB)
     step_time = Duration(likely_seconds=seconds, low_seconds=seconds / 2, high_seconds=2 * seconds)
     return Configuration(choices=(micro_batch_choice(samples), *others), peak=peak, step_time=step_time)

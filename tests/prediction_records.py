@@ -10,7 +10,7 @@ GPT2 = "lib/python3.11/site-packages/transformers/models/gpt2/modeling_gpt2.py:9
 
 
 def estimate(likely_mib: int, spread_mib: int = 0, **known_mib: int) -> Estimate:
-    """So many MiB, give or take the spread; all of it traced unless said otherwise."""
+    """Return an estimate with a symmetric range; all of it is traced by default."""
     known = {f"{name}_bytes": size * MIB for name, size in (known_mib or {"traced": likely_mib}).items()}
     return Estimate(
         likely_bytes=likely_mib * MIB,
@@ -21,13 +21,13 @@ def estimate(likely_mib: int, spread_mib: int = 0, **known_mib: int) -> Estimate
 
 
 def moment(**changes: object) -> Moment:
-    """The backward of the second step's last matrix product."""
+    """Return the backward of the second step's last matrix product."""
     fields = {"step": 2, "phase": "backward", "op": "aten::mm", "module": "lm_head", "line": f"/opt/venv/{GPT2}"}
     return Moment.model_validate(fields | changes)
 
 
 def holding(size_mib: int, category: str, shape: str, **made: object) -> Holding:
-    """One allocation of the first step's forward."""
+    """Return one allocation of the first step's forward."""
     where = {"step": 1, "phase": "forward", "op": "aten::addmm", "module": "transformer.h.11.mlp.c_fc"}
     return Holding.model_validate(
         {"num_bytes": size_mib * MIB, "category": category, "shape": shape, "made": moment(**(where | made))}
@@ -35,7 +35,7 @@ def holding(size_mib: int, category: str, shape: str, **made: object) -> Holding
 
 
 def timeline(**changes: object) -> MemoryTimeline:
-    """Six points in MiB: weights 100; states 200 from step 2 on; activations up to 500; the peak is the fifth."""
+    """Return six points in MiB: weights 100; states 200 from step 2 on; activations up to 500; the fifth is highest."""
     fields: dict[str, object] = {
         "source": "predicted",
         "phase": ("setup", "forward", "backward", "forward", "backward", "optimizer"),
@@ -54,7 +54,7 @@ def timeline(**changes: object) -> MemoryTimeline:
 
 
 def fitting(**changes: object) -> Prediction:
-    """A peak of 1000 MiB (range 960 to 1040) of 2048: 800 traced, 150 measured, 50 modelled."""
+    """Return a peak of 1000 MiB (range 960 to 1040) of 2048: 800 traced, 150 measured, 50 modelled."""
     fields: dict[str, object] = {
         "subject": "gpt2, language-modeling",
         "device": "NVIDIA GeForce RTX 3060",
@@ -107,7 +107,7 @@ def fitting(**changes: object) -> Prediction:
 
 
 def too_large(**changes: object) -> Prediction:
-    """A peak of 3072 MiB (range 2972 to 3172) of 2048: memory runs out in the first backward; 5 samples would fit."""
+    """Return a peak of 3072 MiB (range 2972 to 3172) of 2048: OOM in the first backward; 5 samples would fit."""
     fields: dict[str, object] = {
         "peak": estimate(3072, 100, traced=2000, assumed=1072),
         "parts": {"activations": 2922 * MIB, "context": 150 * MIB},
@@ -119,7 +119,7 @@ def too_large(**changes: object) -> Prediction:
 
 
 def bare(**changes: object) -> Prediction:
-    """Everything that may be empty is."""
+    """Return a prediction in which all optional fields are empty."""
     nothing = {"step": 0, "phase": "setup", "op": "", "module": "", "line": ""}
     fields: dict[str, object] = {
         "peak": Estimate(likely_bytes=1000 * MIB, low_bytes=1000 * MIB, high_bytes=1000 * MIB),
@@ -137,7 +137,7 @@ def bare(**changes: object) -> Prediction:
 
 
 def on_cpu(**changes: object) -> Prediction:
-    """1000 MiB of private memory (range 900 to 1100) under a limit of 1024: it probably fits."""
+    """Return 1000 MiB of private memory (range 900 to 1100) under a limit of 1024: it probably fits."""
     fields: dict[str, object] = {
         "subject": "lstm, classification",
         "device": "Example CPU",

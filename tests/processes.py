@@ -1,4 +1,4 @@
-"""Python programs run as processes of their own, for what a test must not do to itself: die, or run out of memory."""
+"""Python programs in separate processes, for tests that end the process or run out of memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONGEST_SECONDS = 120
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment, in which a subprocess finds the plimsoll under test."""
+    """Return this process's environment, changed so that a subprocess imports the plimsoll under test."""
     sources = str(Path(plimsoll.__file__).parents[1])
     return os.environ | {"PYTHONPATH": sources, "OMP_NUM_THREADS": "1"} | variables
 

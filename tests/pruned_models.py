@@ -1,4 +1,4 @@
-"""Small models of many architectures to be made smaller, and batches for them."""
+"""Small models of many architectures for compression, and batches for them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def small_model(name: str, device: str = "cpu", **fields: Any) -> Any:
-    """A seeded model in evaluation mode, whose biases and norms are not those of a new one."""
+    """Build a seeded model in evaluation mode, with biases and norms unlike a new model's."""
     import transformers
 
     class_name, sizes = ARCHITECTURES[name]
@@ -65,7 +65,7 @@ def small_model(name: str, device: str = "cpu", **fields: Any) -> Any:
 
 
 def batches_of(model: nn.Module, num_batches: int = 2, seed: int = 0) -> Iterator[dict[str, Tensor]]:
-    """Batches as a training has them, with padding at the end of the first row."""
+    """Yield batches as in a training, with padding at the end of the first row."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(num_batches):
         ids = torch.randint(3, 40, (3, 8), generator=generator)
@@ -77,16 +77,16 @@ def batches_of(model: nn.Module, num_batches: int = 2, seed: int = 0) -> Iterato
 
 
 def logits_of(model: nn.Module) -> Tensor:
-    """What a model says to one batch."""
+    """Return the logits of one batch."""
     with torch.no_grad():
         return model(**next(batches_of(model, seed=1))).logits
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter."""
+    """Return the shape of each parameter."""
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def num_weights(model: nn.Module) -> int:
-    """How many numbers a model has; tied ones count once."""
+    """Return the number of weights of a model; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())

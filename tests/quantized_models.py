@@ -1,4 +1,4 @@
-"""Small models that methods of the values stage are tried on, and what they give."""
+"""Small models for testing methods of the values stage, and their results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What each rank of the tests runs: a few steps of a small model, with memory that runs out where a seed says.
+"""The program of each rank in the tests: a few steps of a small model, with out-of-memory events drawn from a seed.
 
-Started by `tests.ranks_started` in as many processes as there are ranks; what each found is in a file of its own.
+`tests.ranks_started` starts one process per rank; each writes its results to a separate file.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ NUM_STEPS = 6
 BATCH_SAMPLES = 7
 NUM_WIDE = 3 << 20
 WIDE_SAMPLE_BYTES = 3 * NUM_WIDE * 4
-"""What the product, its tanh and the gradient of one of them take."""
+"""Memory of the product, its tanh, and the gradient of one of them."""
 
 
 def small_model() -> nn.Module:
-    """Return a model some of whose parameters get a gradient from some samples only."""
+    """Return a model with parameters that only some samples give a gradient."""
     torch.manual_seed(0)
     return Gated()
 
 
 class Gated(nn.Module):
-    """A classifier; samples whose first feature is positive also go through a layer of their own."""
+    """A classifier; samples whose first feature is positive also pass through another layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Gated(nn.Module):
 
 
 class Wide(nn.Module):
-    """A classifier whose activations are large, and its parameters are not."""
+    """A classifier with large activations and small parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Wide(nn.Module):
 
 
 class Block(nn.Module):
-    """One of several that a model repeats."""
+    """A block that a model repeats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 
 class WideBlock(Block):
-    """A block whose inner width is its own, with a buffer that its forward pass uses."""
+    """A block with a different inner width, and with a buffer that its forward pass uses."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class WideBlock(Block):
 
 
 class BroadBlock(Block):
-    """A block whose activations are large, and its parameters are not."""
+    """A block with large activations and small parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class BroadBlock(Block):
 
 
 class Stack(nn.Module):
-    """A classifier of repeated blocks, whose rows no number of ranks divides."""
+    """A classifier of repeated blocks, whose number of rows is not divisible by any number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Stack(nn.Module):
 
 
 class Mixed(Stack):
-    """Blocks of different sizes with buffers, one of them frozen, and an output layer that is tied to embeddings."""
+    """Blocks of different sizes with buffers, one of them frozen, and an output layer tied to embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Mixed(Stack):
         self.blocks[1].requires_grad_(False)
         self.words = nn.Embedding(3, 16)
         with torch.no_grad():
-            self.words.weight /= 10  # of the size of an output layer's: a loss of 20 has not the digits of one of 1
+            self.words.weight /= 10  # the scale of an output layer: a loss of 20 has fewer digits than a loss of 1
         self.last.weight = self.words.weight
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Mixed(Stack):
 
 
 def stacked_model(is_mixed: bool = False, is_wide: bool = False) -> nn.Module:
-    """Return a model whose blocks can be shared out."""
+    """Return a model whose blocks can be sharded."""
     torch.manual_seed(0)
     model = Mixed() if is_mixed else Stack()
     if is_wide:
@@ -159,7 +159,7 @@ def stacked_model(is_mixed: bool = False, is_wide: bool = False) -> nn.Module:
 
 
 def fallbacks_of(case: dict[str, Any]) -> list[tuple[Choice, ...]] | None:
-    """The choices of a case that has any: shards, and smaller pieces to go on with."""
+    """Return the fallbacks of a case, if it has any: shards, and smaller micro-batches."""
     if "gathered" not in case:
         return None
     shards: tuple[Choice, ...] = ()
@@ -170,7 +170,7 @@ def fallbacks_of(case: dict[str, Any]) -> list[tuple[Choice, ...]] | None:
 
 
 def batch_of(step: int, is_first_small: bool = False) -> dict[str, torch.Tensor]:
-    """Return the batch of a step; the last one is smaller than there are ranks, and so may be the first."""
+    """Return the batch of a step; the last one has fewer samples than ranks, and the first one may have, too."""
     generator = torch.Generator().manual_seed(step)
     num_samples = 2 if step == NUM_STEPS - 1 else 1 if is_first_small and step == 0 else BATCH_SAMPLES
     return {
@@ -180,23 +180,23 @@ def batch_of(step: int, is_first_small: bool = False) -> dict[str, torch.Tensor]
 
 
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The mean loss over the samples."""
+    """Return the mean loss over the samples."""
     return nn.functional.cross_entropy(model(batch["features"]), batch["labels"])
 
 
 def contrastive(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Each sample against all others of its pass."""
+    """Compare each sample with all others of its pass."""
     scores = model(batch["features"])
     return nn.functional.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
 
 
 def weighted(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A mean over the weights of the labels."""
+    """Return a mean over the weights of the labels."""
     return nn.functional.cross_entropy(model(batch["features"]), batch["labels"], weight=WEIGHT)
 
 
 def weights_of(batch: dict[str, torch.Tensor]) -> float:
-    """What `weighted` averages over."""
+    """Return the normalizer of `weighted`."""
     return float(WEIGHT[batch["labels"]].sum())
 
 
@@ -205,7 +205,7 @@ LOSSES = {"contrastive": contrastive, "weighted": weighted}
 
 
 def cut_over_ranks(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
-    """Train with a loss of its own; where it is refused, say by what words, and what has changed by then."""
+    """Train with a different loss; if it is refused, return the message and the changes so far."""
     model, before = small_model(), small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     units: Units = weights_of if case["units"] == "weights" else case["units"]
@@ -230,7 +230,7 @@ def cut_over_ranks(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(case: dict[str, Any], ranks: Ranks) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield this rank's parts of what is evaluated; memory may run out while it is read."""
+    """Yield this rank's parts of the evaluation data; memory may run out while reading."""
     if ranks.rank in case.get("unread_on", ()):
         exhaust_memory()
     for step in (0, NUM_STEPS - 1):
@@ -238,7 +238,7 @@ def read(case: dict[str, Any], ranks: Ranks) -> Iterator[dict[str, torch.Tensor]
 
 
 def part_of(batch: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Return this rank's part of a batch, which may be nothing."""
+    """Return this rank's part of a batch, which may be empty."""
     part = {name: field[ranks.rank :: ranks.world_size] for name, field in batch.items()}
     return part if len(part["labels"]) else {}
 
@@ -251,9 +251,9 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
         small = Wide if is_wide else small_model
         model = stacked_model(is_mixed, is_wide) if fallbacks_of(case) is not None else small()
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if case.get("precision") or is_first_small or is_wide:  # Adam divides by gradients that are but rounding
+        if case.get("precision") or is_first_small or is_wide:  # Adam divides by gradients that are only rounding
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        if isinstance(model, Wide):  # a million weights that do the same
+        if isinstance(model, Wide):  # a million equivalent weights
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
         step = TrainStep(
             model, optimizer, loss_of, units="samples", clip_norm=case.get("clip_norm"), ranks=ranks,
@@ -270,7 +270,7 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
         for phase, passages in hits.items():
             stack.enter_context(armed(phase, *passages))
         if case.get("limited_rank") == ranks.rank:
-            # Gradients and states of the optimizer fit, and the activations of some of its samples.
+            # Gradients and optimizer states fit, and the activations of some of its samples.
             held_bytes = 3 * NUM_WIDE * 4 + BATCH_SAMPLES // 2 * WIDE_SAMPLE_BYTES
             if not isinstance(model, Wide):
                 held_bytes = int(2.6 * WIDE_SAMPLE_BYTES)
@@ -283,7 +283,7 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
                     result = step(part)
                 except TornStepError:
                     raise
-                except OutOfMemoryError:  # nothing smaller is left: undone on every rank, and done again here
+                except OutOfMemoryError:  # no smaller fallback is left: undone on every rank, and repeated here
                     continue
                 break
             losses.append(result.loss)
@@ -292,7 +292,7 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
         while True:
             try:
                 evaluation = step.evaluate(read(case, ranks))
-            except PeerOutOfMemory:  # on all ranks: it is done again, as `plimsoll train` does
+            except PeerOutOfMemory:  # on all ranks: repeated, as in `plimsoll train`
                 case = case | {"unread_on": ()}
                 continue
             except OutOfMemoryError:
@@ -309,7 +309,7 @@ def train(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
 
 
 class Parrot(nn.Module):
-    """Answers what it is told to."""
+    """Answers with its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ class Parrot(nn.Module):
 
 
 class Windows:
-    """Every three samples are windows of one text, but for the last two."""
+    """Windows: every three samples are windows of one text, except for the last two."""
 
     num_samples = 11
 
@@ -340,7 +340,7 @@ class Windows:
 
 
 class Short:
-    """Something for which there is no memory the first time that it is to be sent."""
+    """An object that cannot be sent the first time, because memory runs out."""
 
     has_failed = False
 
@@ -352,7 +352,7 @@ class Short:
 
 
 def tell(ranks: Ranks) -> None:
-    """Send something that one rank has no memory for: all are told, nobody waits, and it can be sent again."""
+    """Send an object that one rank has no memory for: all ranks are told, none waits, and it can be sent again."""
     own: Any = Short() if ranks.rank == 1 else [ranks.rank] * 10_000
     backend, position = backend_for("cpu"), Position(phase="evaluation")
     found = [attempt_collectively(lambda: ranks.gather_agreed(own), backend, position, ranks) for _ in range(2)]
@@ -363,7 +363,7 @@ def tell(ranks: Ranks) -> None:
 
 
 def judge(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate windows of texts on this rank, whose samples every batch of four tears apart."""
+    """Evaluate windows of texts on this rank; every batch of four splits texts."""
     tell(ranks)
     model, windows = Parrot(), Windows()
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="samples", ranks=ranks)
@@ -375,13 +375,13 @@ def judge(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_in_half(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
-    """What gathering in bf16 must come to, in plain PyTorch: a bf16 copy of the weights computes, fp32 ones learn.
+    """Train in plain PyTorch like gathering in bf16: a bf16 copy of the weights computes, and fp32 weights learn.
 
-    Samples are cut as the ranks of ``half_for`` cut them, in pieces of 4, since each pass rounds its gradients.
+    Samples are split as on the ranks of ``half_for``, in micro-batches of 4, because each pass rounds its gradients.
     """
     model, world_size = stacked_model(case.get("is_mixed", False)), case["half_for"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for block in model.blocks:  # type: ignore[union-attr]  # its input is cast, and that of the model is not
+    for block in model.blocks:  # type: ignore[union-attr]  # its input is cast, but not the model's
         block.register_forward_pre_hook(lambda _, inputs: tuple(one.to(torch.bfloat16) for one in inputs))
 
     def loss_in_half(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -412,7 +412,7 @@ def train_in_half(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_infinite(step: TrainStep, infinite: tuple[int, int] | None) -> None:
-    """Let a gradient be infinite in a step on a rank, before it is unscaled; alone it is that of the one there is."""
+    """Make a gradient infinite in one step on one rank before it is unscaled; a single process uses its only rank."""
     clip = step._clip
     number, rank = infinite or (-1, 0)
 
@@ -426,7 +426,7 @@ def _make_infinite(step: TrainStep, infinite: tuple[int, int] | None) -> None:
 
 
 def random_shards_case(seed: int, world_size: int) -> dict[str, Any]:
-    """Choose where memory runs out, and how the model is shared out."""
+    """Draw the places where memory runs out, and the sharding of the model."""
     chance = random.Random(-seed)
     case = random_case(seed, world_size) | {"gathered": chance.choice(["once", "twice"])}
     case |= {"is_mixed": chance.random() < 0.5, "is_first_small": chance.random() < 0.3}
@@ -434,13 +434,13 @@ def random_shards_case(seed: int, world_size: int) -> dict[str, Any]:
 
 
 def random_case(seed: int, world_size: int) -> dict[str, Any]:
-    """Choose where memory runs out: in a few passages of some phases, on one, some or all ranks."""
+    """Draw the places where memory runs out: a few passages of some phases, on one, some or all ranks."""
     chance = random.Random(seed)
     failures = {}
     for _ in range(chance.randint(1, 3)):
         phase, passage = chance.choice(PHASES), chance.randint(1, 8)
         for rank in chance.sample(range(world_size), chance.randint(1, world_size)):
-            # A part of the update that cannot be cut may fail once: after that only a checkpoint is the way back.
+            # An indivisible part of the update may fail once; after that only a checkpoint helps.
             failures[rank, phase, 0 if phase == "optimizer" else passage] = passage + chance.randint(0, 1)
     return {
         "clip_norm": chance.choice([None, 1.0]),
@@ -451,11 +451,11 @@ def random_case(seed: int, world_size: int) -> dict[str, Any]:
 
 
 WORK = {"failing": judge, "half_for": train_in_half, "own_loss": cut_over_ranks}
-"""What is done with a case that has a field."""
+"""The functions for cases that have a field."""
 
 
 def main(folder: Path) -> None:
-    """Do every case of ``cases.json``, and write what came of each, a line at a time."""
+    """Run every case of ``cases.json``, and write the result of each in one line."""
     with joined() as ranks, (folder / f"rank-{ranks.rank}.jsonl").open("w") as file:
         for case in json.loads((folder / "cases.json").read_text()):
             work = next((do for field, do in WORK.items() if field in case), train)

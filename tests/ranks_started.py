@@ -1,4 +1,4 @@
-"""Programs started as several ranks, as torchrun does, and what they wrote."""
+"""Programs started as several ranks, as by torchrun, and their output."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from tests.processes import environment
 
 WATCHDOG_SECONDS = 60
-"""How long a rank may wait for another: an exchange that one of them does not reach is found out."""
+"""The time that a rank waits for another: an exchange that a rank does not reach is detected."""
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
+    """Return a port of this machine on which no process listens."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
@@ -49,7 +49,7 @@ def start_ranks(world_size: int, command: Sequence[object], **variables: str) ->
 def run_cases(
     folder: Path, world_size: int, cases: list[dict[str, Any]], seconds: float, program: str = "ranks_program"
 ) -> list[list[Any]]:
-    """Do some cases of a program beside this one with so many ranks; returns what each rank found of each case."""
+    """Run cases of a program in this folder with ``world_size`` ranks; return each rank's results of all cases."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
     ranks = start_ranks(world_size, [Path(__file__).with_name(f"{program}.py"), folder])

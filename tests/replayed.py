@@ -1,4 +1,4 @@
-"""Small trainings with replays and without, and what they must have in common."""
+"""Small trainings with and without replays, and the properties that must be equal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plimsoll.step.train_step import TrainStep
 GRAPH = Choice(technique="cuda_graph")
 CHECKPOINTING = Choice(technique="checkpointing", options={"blocks": "all"})
 NUM_STEPS = 4
-WIDTH = 16  # of a sample, whose parts of a batch then lie as a batch of its own does
+WIDTH = 16  # of a sample; then a micro-batch has the memory layout of a separate batch
 
 
 class Net(nn.Module):
@@ -50,7 +50,7 @@ def batches(num_samples=8, num_steps=NUM_STEPS, device="cpu"):
 def trained(
     net, *more, micro_batch=3, loss=loss_of, data=None, between_steps=lambda step: None, device="cpu", **options
 ):
-    """Train a copy; returns losses, the model's state, how many replays there were, and why there were none."""
+    """Train a copy; return losses, the model's state, the number of replays, and why nothing was replayed."""
     torch.manual_seed(1)
     random.seed(1)
     model = copy.deepcopy(net).to(device).train()
@@ -73,14 +73,14 @@ def require_the_same_bits(found, expected):
 
 
 def both(net, *more, **options):
-    """The training with replays and without; they must be the same."""
+    """Train with replays and without, and check that the results are equal."""
     expected, found = trained(net, *more, **options), trained(net, *more, GRAPH, **options)
     require_the_same_bits(found, expected)
     return found[2]
 
 
 def refused(net, **options):
-    """Why a training that is the same has no replays, as it says once."""
+    """Train without possible replays; return the reason, which is reported once."""
     expected = trained(net, **options)
     with pytest.warns(PlimsollWarning, match="not replayed as a CUDA graph") as said:
         found = trained(net, GRAPH, **options)

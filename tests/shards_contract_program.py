@@ -1,7 +1,7 @@
-"""What each rank of `tests/contract/test_contract_shards.py` runs: the contract of a technique for several ranks.
+"""The program of each rank in `tests/contract/test_contract_shards.py`: the contract of a technique for several ranks.
 
-Started by `tests.ranks_started` once for all cases. Each is compared here with one process; the first that differs ends
-the ranks with its error.
+`tests.ranks_started` starts it once for all cases. Each case is compared with one process here; the first difference
+ends the ranks with its error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ from plimsoll.techniques import activation_offload, in_order, installed
 
 
 def do(ranks: Ranks, case: dict[str, Any]) -> list[Any]:
-    """Keep the contract with the choices of a case, memory running out in its phase on its rank; returns the events."""
+    """Check the contract with the choices of a case, with memory running out in its phase on its rank; return the
+    events.
+    """
     choices = in_order(Choice(**choice) for choice in case["choices"])
     names = [choice.technique for choice in choices]
     setup = setup_for(case["training"], names)._replace(dropout=0.0, optimizer="sgd")
@@ -56,7 +58,7 @@ def do(ranks: Ranks, case: dict[str, Any]) -> list[Any]:
 
 
 def expected_gradients_of(setup: Setup) -> Gradients:
-    """Of one process, in the first step."""
+    """Return the gradients of one process in the first step."""
     workload = setup.workload()
     torch.manual_seed(2)
     loss = workload.loss(workload.model, setup.case.batches()[0])
@@ -70,10 +72,10 @@ def part_of(ranks: Ranks, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def restored(ranks: Ranks, setup: Setup, choices: tuple[Choice, ...]) -> Gradients:
-    """Once without and once with a use; returns what the use found, of all ranks."""
+    """Check the state without and with a use; return the gradients of the use, from all ranks."""
     workload = setup.workload()
     workload.ranks = ranks
-    with torch.no_grad():  # in which a classifier notes what kind of problem it has
+    with torch.no_grad():  # a classifier determines its kind of problem here
         workload.loss(workload.model, part_of(ranks, setup.case.batches()[0]))
     before, numbers = shape_of(workload), weights_of(workload.model, workload.optimizer)
     with installed(workload, choices):
@@ -116,7 +118,7 @@ def trained(ranks: Ranks, setup: Setup, choices: tuple[Choice, ...]) -> Trained:
 
 
 def main(folder: Path) -> None:
-    """Do every case of ``cases.json``, and write the events of each, a line at a time."""
+    """Run every case of ``cases.json``, and write the events of each in one line."""
     torch.set_num_threads(1)
     activation_offload.LEAST_BYTES = 1 << 10  # these models have no larger storages
     with joined() as ranks, (folder / f"rank-{ranks.rank}.jsonl").open("w") as file:

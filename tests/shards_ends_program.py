@@ -1,6 +1,6 @@
-"""What each rank of `tests/numerics/test_shards.py` runs where it ends badly: ranks differ, or memory ends at the end.
+"""The program of each rank in `tests/numerics/test_shards.py` for failing ends: ranks differ, or memory runs out.
 
-Started by `tests.ranks_started` in two processes; each writes how it ended.
+`tests.ranks_started` starts it in two processes; each writes how it ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plimsoll.step.train_step import TrainStep
 
 
 def end_badly(ranks: Ranks, case: dict[str, Any]) -> str:
-    """Train a step and put the model together; returns the error that came of it."""
+    """Train a step and assemble the whole model; return the resulting error."""
     model = stacked_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = TrainStep(model, optimizer, loss_of, units="samples", ranks=ranks, fallbacks=fallbacks_of(case))
@@ -37,7 +37,7 @@ def end_badly(ranks: Ranks, case: dict[str, Any]) -> str:
 
 
 def leave_out(model: Any, what: str) -> None:
-    """Let the samples of this rank not reach a part of the model."""
+    """Make the samples of this rank bypass a part of the model."""
     if what == "block":
         model.forward = lambda features: without_a_block(model, features)
     else:
@@ -45,7 +45,7 @@ def leave_out(model: Any, what: str) -> None:
 
 
 def without_a_block(model: Any, features: torch.Tensor) -> torch.Tensor:
-    """The model without its second block."""
+    """Run the model without its second block."""
     hidden = model.first(features)
     for block in (model.blocks[0], model.blocks[2]):
         hidden = block(hidden)
@@ -54,7 +54,7 @@ def without_a_block(model: Any, features: torch.Tensor) -> torch.Tensor:
 
 
 def run_out_of_memory_in(sharded: Any, call: int) -> None:
-    """Let memory run out here while one of the parameters is put together."""
+    """Make memory run out on this rank while one of the parameters is assembled."""
     whole_of, calls = sharded.whole_of, []
 
     def short_of_memory(*args: Any) -> torch.Tensor:
@@ -68,7 +68,7 @@ def run_out_of_memory_in(sharded: Any, call: int) -> None:
 
 
 def main(folder: Path) -> None:
-    """Do every case of ``cases.json``, and write how each ended, a line at a time."""
+    """Run every case of ``cases.json``, and write the end of each in one line."""
     with joined() as ranks, (folder / f"rank-{ranks.rank}.jsonl").open("w") as file:
         for case in json.loads((folder / "cases.json").read_text()):
             file.write(json.dumps(end_badly(ranks, case)) + "\n")

@@ -1,6 +1,6 @@
-"""What each rank of the tests of sharded checkpoints runs: some steps in shards, from a checkpoint and to one.
+"""The program of each rank in the tests of sharded checkpoints: some sharded steps, from a checkpoint and to one.
 
-Started by `tests.ranks_started` in as many processes as there are ranks; rank 0 writes the weights it ends with.
+`tests.ranks_started` starts one process per rank; rank 0 writes the final weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MARKS = {"job": "of the test"}
 
 
 def go_on(ranks: Ranks, case: dict[str, Any]) -> list[float]:
-    """Train from the newest checkpoint below ``root`` to a step, and write one there; returns the weights."""
+    """Train from the newest checkpoint below ``root`` to a step, and write a checkpoint there; return the weights."""
     model = stacked_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = TrainStep(
@@ -54,7 +54,7 @@ def go_on(ranks: Ranks, case: dict[str, Any]) -> list[float]:
 
 
 def fails_to_write(rank: int, step: TrainStep, root: Path, facts: dict[str, Any]) -> None:
-    """Try to write a checkpoint with no memory left on one rank: all are told which, and nothing stays behind."""
+    """Try to write a checkpoint without memory on one rank: all ranks are told which one, and no file remains."""
     try:
         with armed("checkpoint", 1) if rank == step.ranks.rank else nullcontext():
             sharded_checkpoint.save(root, step.num_steps, workload=step.workload, ranks=step.ranks, **facts)
@@ -68,7 +68,7 @@ def fails_to_write(rank: int, step: TrainStep, root: Path, facts: dict[str, Any]
 
 
 def main(folder: Path) -> None:
-    """Do every case of ``cases.json``, and write what came of each, a line at a time."""
+    """Run every case of ``cases.json``, and write the result of each in one line."""
     with joined() as ranks, (folder / f"rank-{ranks.rank}.jsonl").open("w") as file:
         for case in json.loads((folder / "cases.json").read_text()):
             file.write(json.dumps(go_on(ranks, case)) + "\n")

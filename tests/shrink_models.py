@@ -1,4 +1,4 @@
-"""Small models of each sort that is made smaller, with a tokenizer, and texts for them."""
+"""Small models of each kind that can be compressed, with a tokenizer and texts for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
 def tokenizer(kind: str = "BPE") -> Any:
-    """A tokenizer of a kind, trained on the corpus and on other texts."""
+    """Return a tokenizer of a kind, trained on the corpus and on other texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -79,7 +79,7 @@ MODELS: Mapping[str, Callable[[int], nn.Module]] = {
     "lstm-classifier": lambda size: _recurrent(size, num_labels=3, num_layers=2),
     "lstm-lm": lambda size: _recurrent(size),
 }
-"""The sorts that every method is tried on."""
+"""The kinds on which every method is tested."""
 
 MORE_MODELS: Mapping[str, Callable[[int], nn.Module]] = {
     "bert-masked": lambda size: _of_transformers("BertForMaskedLM", size, **_SIZES, **_LENGTH, pad_token_id=0),
@@ -96,7 +96,7 @@ MORE_MODELS: Mapping[str, Callable[[int], nn.Module]] = {
 
 
 def bundle(name: str, kind: str = "BPE") -> Bundle:
-    """A model with weights of a seed that are no longer those of a new one, and its tokenizer."""
+    """Return a model with seeded weights unlike a new model's, and its tokenizer."""
     own = tokenizer(kind)
     torch.manual_seed(0)
     model = (MODELS | MORE_MODELS)[name](len(own))
@@ -107,19 +107,19 @@ def bundle(name: str, kind: str = "BPE") -> Bundle:
 
 
 def meta_bundle(name: str, kind: str = "BPE") -> Bundle:
-    """The same on the meta device."""
+    """Return the same on the meta device."""
     own = tokenizer(kind)
     with torch.device("meta"):
         return Bundle((MODELS | MORE_MODELS)[name](len(own)).eval(), own)
 
 
 def ids_of(own: Any, text: str) -> Tensor:
-    """The tokens of a text, (1, T)."""
+    """Return the tokens of a text, (1, T)."""
     return torch.tensor([own(text)["input_ids"]])
 
 
 def calibration(given: Bundle) -> Calibration:
-    """Batches of the corpus, with labels of the model's task, and how often each token is in it."""
+    """Return batches of the corpus with labels for the model's task, and the counts of the tokens."""
     rows = [given.tokenizer(text)["input_ids"] for text in CORPUS]
     counts = np.bincount(np.concatenate(rows), minlength=len(given.tokenizer))
 
@@ -133,19 +133,19 @@ def calibration(given: Bundle) -> Calibration:
 
 
 def is_language_model(model: nn.Module) -> bool:
-    """Whether its labels are tokens."""
+    """Return whether the labels are tokens."""
     if hasattr(model.config, "model_copy"):
         return model.config.num_labels is None
     return "Classification" not in type(model).__name__
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Bytes of the weights, each counted once."""
+    """Return the bytes of the weights, each counted once."""
     return sum(value.numel() * value.element_size() for value in model.parameters())
 
 
 def outputs(model: nn.Module, ids_BT: Tensor) -> Tensor:
-    """Logits, or hidden states where there are none."""
+    """Return the logits, or the hidden states of a model without logits."""
     with torch.no_grad():
         more = {"decoder_input_ids": ids_BT} if getattr(model.config, "is_encoder_decoder", False) else {}
         made = model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), **more)

@@ -1,4 +1,4 @@
-"""Models made smaller of a made-up classifier, small enough to check by hand."""
+"""Records of a made-up classifier that was compressed, small enough to check by hand."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ INT8 = Choice(technique="int8")
 
 
 def quality(right: int, loss: float) -> Quality:
-    """Of 200 texts so many right."""
+    """Return a quality with ``right`` of 200 texts."""
     return Quality(loss=loss, num_samples=200, accuracy=right / 200)
 
 
 def applied(peak: int, seconds: float, speed: float = 1.0) -> InferenceCost:
-    """Of a process that takes 200 MiB before it has a model."""
+    """Return the cost of a process that takes 200 MiB before it has a model."""
     return InferenceCost(
         rows=64, longest_tokens=64, peak_bytes=peak * MIB, baseline_bytes=200 * MIB, row_seconds=seconds,
         speed=speed,
@@ -29,7 +29,7 @@ def applied(peak: int, seconds: float, speed: float = 1.0) -> InferenceCost:
 
 
 def shrunk(**changes: object) -> ShrinkRecord:
-    """16 MiB with 180 of 200 right; half of the layers lose 20 of them, and training gives 16 back; int8 loses one."""
+    """Return 16 MiB with 180 of 200 right; half of the layers lose 20, and training regains 16; int8 loses one."""
     fields: dict[str, object] = {
         "model": "runs/a/model",
         "task": "classification",
@@ -68,19 +68,19 @@ def shrunk(**changes: object) -> ShrinkRecord:
 
 
 def survey() -> ShrinkRecord:
-    """Without a target nothing is chosen."""
+    """Return a record without a target, in which no model is chosen."""
     models = tuple(model.model_copy(update={"rejected": ""}) for model in shrunk().models)
     return shrunk(target_bytes=None, best=None, models=models)
 
 
 def language_model() -> ShrinkRecord:
-    """Of which the perplexity is said."""
+    """Return a language model, whose perplexity is reported."""
     first = Small(form="plain", file_bytes=MIB, weight_bytes=MIB, quality=Quality(loss=0.0, num_samples=3))
     return shrunk(task="language-modeling", models=(first,), best=None, target_bytes=None, saves={})
 
 
 def trained_record(*step_seconds: float, peak_bytes: int, job: dict[str, Any] | None = None) -> RunRecord:
-    """A run that is finished, with a step for each of these numbers of seconds."""
+    """Return a finished run with one step for each number of seconds."""
     use = MemoryUse(used_bytes=peak_bytes, peak_bytes=peak_bytes, reserved_bytes=0)
     steps = [
         StepLine(

@@ -1,4 +1,4 @@
-"""Lines of word vectors, read slowly and obviously right; and small files of them with all that can be wrong."""
+"""A slow and simple reader of word vectors in lines, and small files with all kinds of faults."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PACKINGS = ("", "gzip", "zip")
 
 
 def slow_lines(raw: bytes, dimension: int, separator: bytes = b" ") -> list[tuple[bytes, bytes | str]]:
-    """Return each line's word and the bytes of its vector, or what was wrong with it: the kind of the fault."""
+    """Return each line's word and the bytes of its vector, or the kind of its fault."""
     lines = raw.split(b"\n")
     found: list[tuple[bytes, bytes | str]] = []
     for line in lines if lines[-1] else lines[:-1]:
         fields = line.rstrip(b" \t\r").split(separator)
         word, texts = separator.join(fields[:-dimension]), fields[-dimension:]
-        more = fields[1:-dimension]  # what stands between the first field and the vector
+        more = fields[1:-dimension]  # the fields between the first field and the vector
         if more and all(is_number(field) for field in more):
             found.append((b"", "dimension"))
             continue
@@ -47,7 +47,7 @@ def is_number(field: bytes) -> bool:
 
 
 def first_vectors(lines: Iterable[tuple[bytes, bytes | str]]) -> dict[bytes, bytes]:
-    """Return the vector of each word: the first that can be used."""
+    """Return the vector of each word: the first usable one."""
     vectors: dict[bytes, bytes] = {}
     for word, vector in lines:
         if isinstance(vector, bytes):
@@ -73,8 +73,8 @@ def packed(path: Path, raw: bytes, packing: str = "") -> Path:
     return path
 
 
-# Words that files have and that ways of reading them get wrong: line ends of Unicode, spaces, nothing, words like
-# numbers, bytes that are not UTF-8, and words that are the same for eight bytes and longer.
+# Words in real files that readers often get wrong: Unicode line ends, spaces, empty words, words like numbers, bytes
+# that are not UTF-8, and words with equal first eight bytes.
 HOSTILE_WORDS = [
     *(b"", b" ", b". . .", b"at name@domain.com", b"a b", b"a", b" a", b"a ", b"\xc2\x85", b"x\xe2\x80\xa8y"),
     *(b"\xc2\xa0", b"\xff\xfe", b"\r", b"\tx", b"a\tb", b"\x00", b"1", b"0.5", b"nan", b"1 2"),
@@ -107,7 +107,7 @@ def words() -> st.SearchStrategy[bytes]:
 
 @st.composite
 def files(draw: st.DrawFn, dimension: int, separator: bytes = b" ") -> bytes:
-    """Draw a file of lines, most of them right."""
+    """Draw a file of lines, most of them valid."""
     lines = []
     for word in draw(st.lists(words(), min_size=1, max_size=12)):
         texts = draw(st.lists(numbers(), min_size=dimension, max_size=dimension))

@@ -1,4 +1,4 @@
-"""A run directory of a tiny LSTM language model, ready to train: 60 steps an epoch of 8 samples of 32 tokens."""
+"""A run directory of a tiny LSTM language model, ready to train: 60 steps per epoch of 8 samples of 32 tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL = {"architecture": "lstm", "embedding_size": 8, "hidden_size": 8, "dropout
 
 
 def small_job(text: Path, **changes: object) -> Job:
-    """The job, with some of its fields replaced."""
+    """Return the job, with some of its fields replaced."""
     fields: dict[str, object] = {
         "model": MODEL,
         "data": {"train": str(text), "validation": 0.1},
@@ -30,7 +30,7 @@ def small_job(text: Path, **changes: object) -> Job:
 
 
 def write_text(path: Path) -> Path:
-    """Some 60 KB of text in which there is something to learn."""
+    """Write some 60 KB of text with learnable patterns."""
     words = ["the", "line", "on", "the", "hull", "shows", "how", "deep", "the", "ship", "may", "be", "loaded"]
     lines = (" ".join(words[(i * k) % len(words)] for k in range(1, 13)) + f" {i}." for i in range(1000))
     path.write_text("\n".join(lines), encoding="utf-8")
@@ -38,7 +38,7 @@ def write_text(path: Path) -> Path:
 
 
 def make_run(path: Path, job: Job, cache: Path) -> RunDirectory:
-    """A run directory in which nothing has happened yet."""
+    """Create a run directory before any training."""
     directory = RunDirectory.create(path, force=False)
     directory.write_job(job)
     micro_batch_plan(job.budget, micro_batch_sizes(job.batch_size)).save(directory.plan)

@@ -1,7 +1,7 @@
-"""Snapshots by hand, written as torch writes them: an allocator that keeps segments, blocks, events and stacks.
+"""Hand-made snapshots in torch's format: an allocator with segments, blocks, events and stacks.
 
-`Allocator` does what ``torch/csrc/cuda/Module.cpp`` (`memorySnapshot`) reports of torch 2.13: an event has the size
-that was asked for, a block that of the whole piece; frames are shared between stacks, innermost first.
+`Allocator` follows ``torch/csrc/cuda/Module.cpp`` (`memorySnapshot`) of torch 2.13. An event has the requested size,
+and a block the size of the whole allocation. Stacks share frames, innermost first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENGINE = {"filename": "??", "line": 0, "name": "torch::autograd::Engine::thread_
 
 
 class Allocator:
-    """One device; memory begins at ``address``, and every segment is one block or more."""
+    """One device; memory begins at ``address``, and every segment has one or more blocks."""
 
     def __init__(self, device: int = 0, address: int = 0x7F0000000000) -> None:
         self.device, self.next_address, self.num_events = device, address, 0
@@ -39,7 +39,7 @@ class Allocator:
         )
 
     def segment(self, size: int, pool: tuple[int, int] = (0, 0)) -> dict[str, Any]:
-        """Take memory of the device."""
+        """Reserve memory of the device."""
         segment = {
             "device": self.device, "address": self.next_address, "total_size": size, "allocated_size": 0,
             "active_size": 0, "requested_size": 0, "stream": 0, "segment_type": "large", "segment_pool_id": pool,
@@ -74,7 +74,7 @@ class Allocator:
         return block["address"]
 
     def free(self, address: int, *frames: dict[str, Any]) -> None:
-        """Free what was allocated, and join the hole with its neighbours."""
+        """Free an allocation, and join the hole with its neighbours."""
         for segment in self.segments:
             for block in segment["blocks"]:
                 if block["address"] == address:
@@ -90,7 +90,7 @@ class Allocator:
         self.event("oom", size, list(frames), device_free=device_free)
 
     def as_dict(self, **settings: Any) -> dict[str, Any]:
-        """Return what `torch.cuda.memory._snapshot` would."""
+        """Return the result of `torch.cuda.memory._snapshot`."""
         traces: list[list[dict[str, Any]]] = [[] for _ in range(self.device)]
         return {
             "segments": self.segments,
@@ -101,7 +101,7 @@ class Allocator:
 
 
 def joined(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the blocks with holes beside each other as one."""
+    """Return the blocks with adjacent holes joined."""
     found: list[dict[str, Any]] = []
     for block in blocks:
         if found and found[-1]["state"] == block["state"] == "inactive":
@@ -118,7 +118,7 @@ def write(path: Path, content: Any, protocol: int = 4) -> Path:
 
 
 def training(num_steps: int, leak: int = 0) -> Allocator:
-    """Parameters, states, and per step activations, gradients and a temporary; some steps keep ``leak`` bytes."""
+    """Allocate parameters, states, and per step activations, gradients and a temporary; some steps leak."""
     device = Allocator()
     for _ in range(4):
         device.alloc(4 * MIB, TO, USER[3])

@@ -1,4 +1,4 @@
-"""Steps of models that take their time by what is asked of them, for trials of plans."""
+"""Steps of models with a controlled duration, for trials of plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workloads import BATCH_SIZE
 
 
 class Paced(nn.Module):
-    """Which takes a moment for each pass of less than so many samples."""
+    """Sleeps in each pass of fewer samples than a given number."""
 
     def __init__(self, least=BATCH_SIZE):
         super().__init__()

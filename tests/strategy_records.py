@@ -9,7 +9,7 @@ from prediction_records import MIB, estimate
 
 
 def strategies(**changes: object) -> Strategies:
-    """All of it needs 3000 of 2048 MiB; with streamed weights 1500; adapters cannot be had."""
+    """Return all weights needing 3000 of 2048 MiB, streamed weights needing 1500, and unavailable adapters."""
     streamed = Choice(technique="parameter_offload", options={"gradients": True})
     fields: dict[str, object] = {
         "subject": "gpt2, 8 x 128 tokens a step",
@@ -36,6 +36,6 @@ def strategies(**changes: object) -> Strategies:
 
 
 def none_fits() -> Strategies:
-    """The first and the last of them."""
+    """Return the first and the last strategy only."""
     first, _, last = strategies().strategies
     return strategies(strategies=(first, last))

@@ -1,4 +1,4 @@
-"""Words with tags for tests: files of a rule that can be learned, and the jobs that read them."""
+"""Words with tags for tests: files with a learnable rule, and jobs that read them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _OTHERS = [
 
 
 def conll(sentences: list[Sentence], delimiter: str = " ") -> str:
-    """The file with a word in each line."""
+    """Return the file with one word per line."""
     return "\n".join("".join(f"{word}{delimiter}{tag}\n" for word, tag in sentence) for sentence in sentences)
 
 
 def sentences_of_names(number: int, seed: int = 0) -> list[Sentence]:
-    """Sentences in which words with a capital are names of one or two words, and no name follows another."""
+    """Return sentences in which capitalized words are names of one or two words, and names are never adjacent."""
     drawn = random.Random(seed)
     sentences = []
     for _ in range(number):
@@ -56,7 +56,7 @@ def sentences_of_names(number: int, seed: int = 0) -> list[Sentence]:
 
 
 def tagged_corpus(path: Path, content: str, **reading: object) -> Corpus:
-    """Index the file with this content."""
+    """Index a file with this content."""
     path.write_text(content, encoding="utf-8")
     return open_corpus((str(path),), Reading(is_tagged=True, **reading), path.parent / "cache")
 

@@ -1,4 +1,4 @@
-"""Counting what a training does, from where no undo counts back."""
+"""Counters of a training's calls that no undo can reset."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _CHECKS = {("plimsoll.step.retry", "_compare"), ("plimsoll.step.losses.additive"
 
 
 class Tally:
-    """A number that is no state of the training it counts in: Plimsoll does not look into objects of libraries."""
+    """A counter outside the training's state: Plimsoll does not look into objects of libraries."""
 
     __module__ = "torch"
 
@@ -16,13 +16,13 @@ class Tally:
         self.number = 0
 
     def next(self) -> int:
-        """Count one more, and return how many there are."""
+        """Count one more, and return the count."""
         self.number += 1
         return self.number
 
 
 def in_a_check() -> bool:
-    """Whether this is called in a pass of Plimsoll's own, which compares and leaves nothing behind."""
+    """Return whether this is called in a comparison pass of Plimsoll, which has no effect."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Models that the techniques' tests need beside those of `workloads`, each called as ``model(**batch).loss``."""
+"""Models for tests of techniques, in addition to `workloads`; each is called as ``model(**batch).loss``."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
 def t5(**fields) -> nn.Module:
-    """Encoder and decoder, whose first blocks compute the position biases of the others; with a cache."""
+    """Build an encoder and decoder whose first blocks compute the position biases of the others; with a cache."""
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
     return T5ForConditionalGeneration(T5Config(**(sizes | ENDS | {"decoder_start_token_id": 0} | fields)))
 
 
 def llama(**fields) -> nn.Module:
-    """Fewer keys than queries; with a cache."""
+    """Build a model with fewer keys than queries; with a cache."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": 0.1}
     return LlamaForCausalLM(LlamaConfig(**(sizes | heads | ENDS | fields)))
 
 
 def gpt2_with(**fields) -> nn.Module:
-    """A GPT-2 of other sizes."""
+    """Build a GPT-2 of another size."""
     sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 64, "use_cache": False}
     return GPT2LMHeadModel(GPT2Config(**(sizes | ENDS | {"loss_type": "ForCausalLMLoss"} | fields)))
 
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks as attributes with numbers."""
+    """Blocks in numbered attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ WITH_BLOCKS = {
 
 
 def fresh(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model in training, always with the same weights, and a batch of 8."""
+    """Build a model in training mode, always with the same weights, and a batch of 8."""
     build, data = WITH_BLOCKS[name]
     torch.manual_seed(0)
     model = build().train()
@@ -116,5 +116,5 @@ def fresh(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def workload_of(model: nn.Module) -> Workload:
-    """The model trained by SGD, with its own loss, which averages over samples."""
+    """Return the model's training with SGD and its own loss, which averages over samples."""
     return Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")

@@ -1,8 +1,8 @@
-"""Small trainings for the contract of techniques: built so that a technique has something to do, and compared.
+"""Small trainings for the contract of techniques, in which a technique has an effect, and their comparison.
 
-Trainings have dropout where the bits must be the same, and none where another order of samples draws other masks. Those
-that are compared within a tolerance use SGD: Adam divides by the size of gradients that are nothing but rounding. What
-is lossy is there to replace Adam, so it has Adam; with others beside it, it is compared with itself alone.
+Trainings have dropout if the bits must be equal, and none if another order of samples would draw other masks. Trainings
+that are compared with a tolerance use SGD, because Adam divides by gradients that are only rounding errors. Lossy
+techniques replace Adam and therefore use Adam; combined with others, each is compared with itself alone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def t5(dropout: float = 0.1) -> nn.Module:
 
 
 def gpt2(dropout: float = 0.1) -> nn.Module:
-    """With a vocabulary that is large beside its width, which some techniques are for."""
+    """Build a GPT-2 with a vocabulary that is large relative to its width, as some techniques require."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": LARGE_VOCABULARY, "n_positions": LENGTH}
@@ -65,13 +65,13 @@ def gpt2(dropout: float = 0.1) -> nn.Module:
 
 
 def recurrent(dropout: float = 0.1) -> nn.Module:
-    """Of ours, with a vocabulary that is large beside its width."""
+    """Build our LSTM with a vocabulary that is large relative to its width."""
     fields = {"architecture": "lstm", "vocab_size": LARGE_VOCABULARY, "embedding_size": 16, "hidden_size": 32}
     return build_recurrent(fields | {"dropout": dropout})
 
 
 def tagger(dropout: float = 0.1) -> nn.Module:
-    """Of ours, which packs its texts."""
+    """Build our tagger, which packs its texts."""
     fields = {"architecture": "lstm", "vocab_size": VOCABULARY, "embedding_size": 16, "hidden_size": 16}
     return build_recurrent(
         fields | {"is_tagger": True, "bidirectional": True, "num_layers": 2, "num_labels": 3, "dropout": dropout}
@@ -79,14 +79,14 @@ def tagger(dropout: float = 0.1) -> nn.Module:
 
 
 def rare_text() -> dict[str, Tensor]:
-    """The text of others with words from all over the large vocabulary."""
+    """Return the usual text with words from all over the large vocabulary."""
     data = text()
     largest = (LARGE_VOCABULARY - 1) // VOCABULARY
     return {name: torch.where(value < 0, value, value * largest) for name, value in data.items()}
 
 
 def mask_of_lengths(longest: int = LENGTH) -> Tensor:
-    """Of texts of 3 tokens and more, padded on the right."""
+    """Return the mask of texts of 3 or more tokens, padded on the right."""
     mask = torch.ones(NUM_SAMPLES, longest, dtype=torch.long)
     for sample in range(NUM_SAMPLES):
         mask[sample, longest - sample % (longest - 2) :] = 0
@@ -94,7 +94,7 @@ def mask_of_lengths(longest: int = LENGTH) -> Tensor:
 
 
 def padded(longest: int = LENGTH) -> dict[str, Tensor]:
-    """Texts of different lengths, and their copies as labels."""
+    """Return texts of different lengths, and their copies as labels."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(1, VOCABULARY, (NUM_SAMPLES, longest), generator=generator)
     mask = mask_of_lengths(longest)
@@ -102,13 +102,13 @@ def padded(longest: int = LENGTH) -> dict[str, Tensor]:
 
 
 def padded_classes() -> dict[str, Tensor]:
-    """Texts of different lengths, each with its class."""
+    """Return texts of different lengths, each with its class."""
     data = classes()
     return {**data, "input_ids": data["input_ids"] * mask_of_lengths(), "attention_mask": mask_of_lengths()}
 
 
 def tagged() -> dict[str, Tensor]:
-    """Short texts of different lengths, each word with its tag: a layer that packs them has ops for each position."""
+    """Return short tagged texts of different lengths; a layer that packs them has ops for each position."""
     data = padded(longest=7)
     return {**data, "labels": torch.where(data["labels"] >= 0, data["labels"] % 3, -100)}
 
@@ -127,7 +127,7 @@ PADDED = {"gpt2": padded, "bert": padded_classes}
 
 
 class Setup(NamedTuple):
-    """How a training of `TRAININGS` is set up."""
+    """The settings of a training of `TRAININGS`."""
 
     training: str
     dropout: float
@@ -176,7 +176,7 @@ def _built(training: str, dropout: float, is_eager: bool) -> nn.Module:
 
 
 def setup_for(training: str, names: Iterable[str]) -> Setup:
-    """One in which techniques have something to do: attention that is eager, texts that are padded, no clipping."""
+    """Return settings in which techniques have an effect: eager attention, padded texts, no clipping."""
     names = set(names)
     exact = _weakest(name for name in names if technique_of(name).numerics != "lossy")
     return Setup(
@@ -208,7 +208,7 @@ def _needs_no_clipping(name: str, training: str) -> bool:
 
 @cache
 def available_choices(name: str, training: str) -> tuple[Choice, ...] | str:
-    """Up to three choices: the first, the second and the last; or why there are none."""
+    """Return up to three choices, the first, second and last, or the reason why no choice is available."""
     setup = setup_for(training, [name])
     workload, setting = setup.workload(), setup.setting()
     available = technique_of(name).choices(workload, setting)
@@ -230,12 +230,12 @@ def choices_of(name: str, training: str) -> tuple[Choice, ...]:
 
 
 def setup_of(training: str, choices: tuple[Choice, ...]) -> Setup:
-    """A choice of the whole batch changes nothing."""
+    """Return the settings for some choices; a choice of the whole batch changes nothing."""
     return setup_for(training, (choice.technique for choice in choices if choice != WHOLE))
 
 
 def numerics_of(choices: tuple[Choice, ...]) -> str:
-    """The weakest of those that are not lossy."""
+    """Return the weakest numerics of the choices that are not lossy."""
     names = (choice.technique for choice in choices if choice != WHOLE)
     return _weakest(name for name in names if technique_of(name).numerics != "lossy")
 
@@ -245,7 +245,7 @@ def lossy_of(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
 
 
 def configuration_of(*choices: Choice, samples: int = BATCH_SIZE) -> tuple[Choice, ...]:
-    """With a micro-batch, unless one of the choices is one."""
+    """Return the choices with a micro-batch, unless they already contain one."""
     cuts = any(choice.technique == "micro_batch" for choice in choices)
     return in_order(choices if cuts else (*choices, micro_batch_choice(samples)))
 
@@ -261,7 +261,7 @@ class Trained(NamedTuple):
 
 @cache
 def expected_of(setup: Setup, *fallbacks: tuple[Choice, ...]) -> Trained:
-    """Plain PyTorch; with fallbacks, what these do where memory never runs out."""
+    """Train in plain PyTorch, or with fallbacks without running out of memory."""
     if fallbacks:
         return trained(setup, *fallbacks)
     model, optimizer = setup.fresh()
@@ -270,7 +270,7 @@ def expected_of(setup: Setup, *fallbacks: tuple[Choice, ...]) -> Trained:
 
 
 def expected_with(setup: Setup, choices: tuple[Choice, ...]) -> Trained:
-    """What choices must come to: plain PyTorch, with what is lossy among them."""
+    """Return the expected results of choices: plain PyTorch, with the lossy ones among them."""
     lossy = lossy_of(choices)
     return expected_of(setup, configuration_of(*lossy)) if lossy else expected_of(setup)
 
@@ -286,7 +286,9 @@ def trained(setup: Setup, *fallbacks: tuple[Choice, ...]) -> Trained:
 
 
 def require_the_same(found: Trained, expected: Trained, numerics: str, is_lossy: bool = False) -> None:
-    """As close as the numerics promise; what stands in for Adam divides by rounding as Adam does."""
+    """Check that results are as close as the numerics promise; replacements of Adam divide by rounding errors as Adam
+    does.
+    """
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCES[numerics], abs=0.0)
     if numerics == "bitwise":
         assert found.weights.keys() == expected.weights.keys()
@@ -298,7 +300,7 @@ def require_the_same(found: Trained, expected: Trained, numerics: str, is_lossy:
 
 
 def relative_distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """All tensors as one vector: single elements that are nearly 0 have no digits in half precision."""
+    """Return the distance of all tensors as one vector: elements near 0 have no exact digits in half precision."""
     assert found.keys() == expected.keys()
     apart = sum(float((found[name].double() - expected[name].double()).square().sum()) for name in expected)
     return (apart / sum(float(tensor.double().square().sum()) for tensor in expected.values())) ** 0.5
@@ -318,7 +320,7 @@ def loss_and_gradients(workload: Workload, batch: dict[str, Tensor]) -> Gradient
 
 @cache
 def expected_gradients(setup: Setup, lossy: tuple[Choice, ...]) -> Gradients:
-    """Of plain PyTorch, with what is lossy, after a step."""
+    """Return the gradients of plain PyTorch with the lossy choices, after a step."""
     workload = setup.workload()
     setup.plain_loop(workload.model, workload.optimizer, 1)
     workload.optimizer.zero_grad()
@@ -329,7 +331,7 @@ def expected_gradients(setup: Setup, lossy: tuple[Choice, ...]) -> Gradients:
 
 def require_the_same_gradients(found: Gradients, expected: Gradients, numerics: str) -> None:
     assert found[0] == pytest.approx(expected[0], rel=TOLERANCES[numerics], abs=0.0)
-    if numerics == "reduced precision":  # a maximum over positions may take another one
+    if numerics == "reduced precision":  # a maximum over positions may select another position
         assert relative_distance(found[1], expected[1]) < 0.1
     else:
         assert largest_relative_difference(expected[1], found[1]) <= TOLERANCES[numerics]
@@ -339,7 +341,7 @@ def require_the_same_gradients(found: Gradients, expected: Gradients, numerics: 
 
 
 def require_restored(training: str, choices: tuple[Choice, ...]) -> Gradients:
-    """Once without and once with a use; both after a step, so that the optimizer has its states.
+    """Check that a technique restores the workload, without and with a use; both after a step that creates the states.
 
     Returns:
         loss and gradients of the use.
@@ -367,7 +369,7 @@ def require_restored(training: str, choices: tuple[Choice, ...]) -> Gradients:
 
 
 def shape_of(workload: Workload) -> dict[str, Any]:
-    """Everything of a workload but the numbers, by identity; what is compared is kept alive."""
+    """Return everything of a workload except the numbers, by identity; compared objects are kept alive."""
     found: dict[str, Any] = {}
     for name, module in workload.model.named_modules():
         found[f"{name} is"] = type(module)
@@ -394,7 +396,7 @@ def shape_of(workload: Workload) -> dict[str, Any]:
 
 
 class Same:
-    """Equal to what holds the same objects in the same order; numbers and texts are compared by value."""
+    """Equal to an object that holds the same objects in the same order; numbers and texts are compared by value."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
         self.values = values
@@ -404,7 +406,7 @@ class Same:
             return False
         return all(map(_is_same, self.values, other.values))
 
-    __hash__ = None  # type: ignore[assignment]  # nobody keeps these in a set
+    __hash__ = None  # type: ignore[assignment]  # never kept in a set
 
     def __repr__(self) -> str:
         return repr(self.values)

@@ -1,4 +1,4 @@
-"""Results of benchmarks: how they are filed, what pages show of them, and the driver."""
+"""Results of benchmarks: their files, the parts that pages show, and the driver."""
 
 from __future__ import annotations
 

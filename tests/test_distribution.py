@@ -1,4 +1,4 @@
-"""What is published: all of it is in the wheel and in the source archive, and the wheel works where it is installed."""
+"""The published files: the wheel and the source archive are complete, and an installed wheel works."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def files_in(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository as it is kept, in which is built."""
+    """Copy the repository's files for building."""
     tree = tmp_path_factory.mktemp("tree")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns(*CACHES))
@@ -50,12 +50,12 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel and the source archive."""
+    """Build the wheel and the source archive."""
     out = tmp_path_factory.mktemp("dist")
     files = files_in(tree)
     subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=tree, check=True, capture_output=True, text=True)
     for path in files_in(tree) - files:
-        (tree / path).unlink()  # what building leaves
+        (tree / path).unlink()  # leftovers of the build
     (wheel,), (archive,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return wheel, archive
 
@@ -89,7 +89,7 @@ def pins() -> dict[str, str]:
 
 
 def test_every_requirement_has_a_pin_that_meets_it():
-    """`make install` and continuous integration install these versions and no others."""
+    """`make install` and continuous integration install exactly these versions."""
     extras = PROJECT["optional-dependencies"]
     required = [Requirement(text) for texts in (PROJECT["dependencies"], *extras.values()) for text in texts]
     pinned = pins()
@@ -122,22 +122,22 @@ def f(step: TrainStep) -> None:
 
 @pytest.fixture(scope="module")
 def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with the wheel in it, and its requirements as they are installed here."""
+    """Create an environment with the wheel and with the requirements as installed here; return its Python."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     run_installed(python, folder, "python", "-m", "pip", "install", "--no-deps", "--no-index", str(built[0]))
-    run_installed(python, folder, "python", "-m", "pip", "uninstall", "--yes", "setuptools")  # an old one, of Python's
+    run_installed(python, folder, "python", "-m", "pip", "uninstall", "--yes", "setuptools")  # an old one from Python
     site = run_installed(
         python, folder, "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"
     ).strip()
-    # A path, not a folder of packages: its own .pth files, with which Plimsoll is installed here, are not read.
+    # A path, not a package folder: its .pth files, through which Plimsoll is installed here, are not read.
     Path(site, "requirements-of-the-tests.pth").write_text(sysconfig.get_path("purelib") + "\n", "utf-8")
     return python
 
 
 def run_installed(python: Path, folder: Path, *command: str) -> str:
-    """Run a command of the environment in a folder outside of the checkout, with a home that is empty before."""
+    """Run a command of the environment in a folder outside the checkout, with an initially empty home."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PLIMSOLL"))}

@@ -1,4 +1,4 @@
-"""The pages: their links, their commands, what is generated of them, and what they show when it is run."""
+"""The pages: links, commands, generated parts, and the output of their code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def name_of(page: Path) -> str:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """What a link to a heading has behind `#`, as the site and viewers of repositories make it."""
+    """Return the anchors of headings, as the site and repository viewers make them."""
     without_code = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", without_code, re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "") for heading in headings]
@@ -51,8 +51,10 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
 
 
 def pages_after(page: str) -> set[str]:
-    """Return the pages that are one click from a page or folder, as paths from the root. The click on a folder shows
-    its index, as `docs/generate/indexes.py` makes it."""
+    """Return the pages one click away from a page or folder, as paths from the root.
+
+    A click on a folder shows its index, as `docs/generate/indexes.py` makes it.
+    """
     if (ROOT / page).is_dir():
         return {name_of(path) for path in indexes.pages_in(ROOT / page)} if page in indexes.HEADS else set()
     found = links.links_of((ROOT / page).read_text(encoding="utf-8")) if page.endswith(".md") else ()
@@ -60,7 +62,7 @@ def pages_after(page: str) -> set[str]:
 
 
 def far_pages(start: str, pages: set[str], after: Callable[[str], set[str]], clicks: int = 2) -> list[str]:
-    """Return the pages that take more than some clicks to reach."""
+    """Return the pages that need more than ``clicks`` clicks."""
     reached = last = {start}
     for _ in range(clicks):
         last = {page for one in last for page in after(one)} - reached
@@ -90,7 +92,7 @@ def test_every_page_is_in_the_navigation():
 
 
 def commands_on(page: Path) -> list[list[str]]:
-    """The words of each command of ours in the sessions of a page."""
+    """Return the words of each plimsoll command in the sessions of a page."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     sessions = "\n".join(text for language, text in blocks if language in {"", "console"})
     lines = sessions.replace("\\\n", " ").splitlines()
@@ -108,7 +110,7 @@ def test_every_command_and_option_on_a_page_exists(page):
         assert used <= known | {"--help"}, words
 
 
-# What the reader of a program on a page has: a training of their own and its parts.
+# Names that the reader of a program on a page has: their training and its parts.
 OF_THE_READER = {
     *("model", "optimizer", "loss", "loader", "batch", "dataset", "corpus", "tokenizer", "labels", "folder", "path"),
     *("train", "trainer", "accelerator", "module", "args", "step", "MyModel"),
@@ -116,7 +118,7 @@ OF_THE_READER = {
 
 
 def names_missing(page: Path) -> Iterator[str]:
-    """Names that a program on a page uses and nothing before it on the page makes; of no reader either."""
+    """Yield names that a program uses, but that neither the reader nor earlier programs of the page define."""
     known = {*vars(builtins), *OF_THE_READER}
     for block in blocks_of(page):
         if block.language != "python":
@@ -137,7 +139,7 @@ def names_missing(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    # What a rule or a cause shows are parts of somebody's program; the log is of its day.
+    # Rules and causes show parts of the reader's program; the log describes earlier versions.
     "page",
     [one for one in PAGES if one.parent.name not in {"rules", "causes"} and one.name != "LOG.md"],
     ids=name_of,
@@ -177,7 +179,7 @@ def test_a_page_that_fails_is_a_fault(tmp_path):
 
 @pytest.mark.long
 def test_the_programs_of_the_tutorial_run_and_its_job_is_one(tmp_path):
-    """The cheap part of the test below."""
+    """The three programs run, and the job is valid: the quick part of the test below."""
     from plimsoll.records.job import Job
 
     programs = [block.text for block in blocks_of(ROOT / "docs" / "tutorial.md") if block.language == "python"]
@@ -207,7 +209,7 @@ def test_the_jobs_in_place_of_the_scripts_train_inside_a_limit(tmp_path):
     (tmp_path / "corpus.txt").write_text("\n".join(lines), "utf-8")
     rows = (f'"{line.replace(chr(34), "")}",{"long" if len(line) > 60 else "short"}' for line in lines if line.strip())
     (tmp_path / "reviews.csv").write_text("\n".join(["text,label", *rows]), "utf-8")
-    draw = random.Random(0)  # vectors that differ: rows of missing words are drawn with their deviation
+    draw = random.Random(0)  # different vectors: rows of missing words are drawn with their deviation
     words = sorted({*" ".join(lines).split()})
     vectors = (" ".join([word, *(f"{draw.gauss():.3f}" for _ in range(100))]) for word in words)
     (tmp_path / "glove.6B.100d.txt").write_text("\n".join(vectors), "utf-8")

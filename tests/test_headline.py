@@ -1,4 +1,4 @@
-"""What the headline experiment says of figures worked out by hand."""
+"""The headline experiment's results for figures computed by hand."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_tables_say_what_was_reached():
 
 
 class Searched(headline.Experiment):
-    """An experiment whose tool needs so many MiB for two steps, and more for five."""
+    """An experiment whose tool needs a fixed number of MiB for two steps, and more for five."""
 
     def __init__(self, needs_mib: int, more_mib: int = 0) -> None:
         self.needs_mib, self.more_mib, self.tried = needs_mib, more_mib, []
@@ -137,7 +137,7 @@ def test_weights_that_went_another_way_are_not_exact(tmp_path):
     assert near["exact"]
     less_near = {"moved": {"a": torch.tensor([3.0, 0.01]), "b": torch.tensor([4.0])}}
     experiment._compare(less_near, 5)
-    assert not less_near["exact"]  # 0.002 of the way
+    assert not less_near["exact"]  # relative distance 0.002
     far = {"moved": {"a": torch.tensor([0.0, 3.0]), "b": torch.tensor([4.0])}}
     experiment._compare(far, 5)
     assert far["difference"] == pytest.approx(18**0.5 / 5)

@@ -1,4 +1,4 @@
-"""The repository keeps its own rules (`house_rules.py`), and every rule can be broken."""
+"""The repository follows the rules of `house_rules.py`, and every rule can fail."""
 
 import json
 import os
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def repository() -> Repository:
-    """What is written by hand here: code, tests, pages and the files at the top."""
+    """Read the handwritten files: code, tests, pages and files at the top."""
     folders = [ROOT / name for name in ("src/plimsoll", "tests", "docs", "benchmarks", "examples")]
     paths = [path for folder in folders for path in folder.rglob("*")] + list(ROOT.glob("*"))
     texts = [path for path in paths if path.suffix in {".py", ".md", ".toml", ".txt", ".yaml", ".html"}]
@@ -62,7 +62,7 @@ def raising(message: str, before: str = "") -> str:
     return f"{head}{before}\ndef f(path, size):\n    raise DataError({message})\n"
 
 
-# Each rule with files that break it and a part of what it says about them.
+# Each rule with files that break it, and a part of its message.
 BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     (
         imports_point_down,
@@ -162,7 +162,7 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
         {"tests/a.py": "m = pytest.mark.skipif(x, y=1)"},
         "pytest.mark.skipif without",
     ),
-    # No test is marked here: it is the text of a file in which the rule must find the missing reason.
+    # No test is marked here: this is the text of a file in which the rule must find the missing reason.
     (no_test_is_skipped_without_a_reason, {"tests/a.py": "m = pytest.mark.xfail(x)"}, "pytest.mark.xfail without"),
     (no_path_of_one_machine, {"a.py": "x = '/home/anna/x'"}, "a.py:1: /home/a... is a path of one machine"),
     (no_path_of_one_machine, {"docs/a.md": "see\n/tmp/x"}, "docs/a.md:2: /tmp/x... is a path"),
@@ -201,7 +201,7 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     ),
 ]
 
-# What looks like a fault and is none: no rule finds anything here.
+# Correct code that resembles a fault: no rule finds anything here.
 KEPT = {
     "__init__.py": '"""Docs."""\nfrom plimsoll.cli.main import main\n',
     "__main__.py": "import plimsoll\nx = ['cache', 'lora of cache']\n",
@@ -222,7 +222,7 @@ KEPT = {
     "step/again.py": raising(
         "f'{path}; use less'", "def g():\n    try: x\n    except JobError as error: raise DataError(f'x: {error}')"
     ),
-    # No test is marked here either: it is the text of a file that gives its reasons, and the rule must let it pass.
+    # No test is marked here either: this is the text of a file with reasons, and the rule must accept it.
     "tests/unit/data/formats/test_csv.py": "pytest.skip('no file')\nm = pytest.mark.xfail(x, reason='y')\n",
     "tests/unit/step/test_oom_boundary.py": "x = '/tmp/x'\n",
     **{f"tests/unit/step/test_step_{name}.py": "" for name in ("units", "direct", "constant", "helper", "again")},
@@ -237,7 +237,7 @@ KEPT = {
 
 
 def repository_of(files: dict[str, str]) -> Repository:
-    """Files by their paths from the root, or below the package where the path names no folder of the root."""
+    """Return files by path from the root, or below the package if the path names no folder of the root."""
     return Repository(
         {
             path if path.startswith(("tests/", "docs/", "README")) else f"src/plimsoll/{path}": text
@@ -262,7 +262,7 @@ def test_what_keeps_the_rule_is_left_alone(rule: Rule):
     assert not list(rule(repository_of(KEPT)))
 
 
-# What was loaded is printed at exit: `--help` ends in SystemExit.
+# Print the loaded modules at exit, because `--help` ends in SystemExit.
 LIST_MODULES = (
     "import atexit, json, sys; atexit.register(lambda: print(json.dumps(list(sys.modules)), file=sys.stderr))"
 )
@@ -271,7 +271,7 @@ SHOW_HELP = "from plimsoll.cli.main import main; sys.argv = ['plimsoll', '--help
 
 @pytest.mark.long
 def test_what_needs_no_torch_does_not_load_it(repository: Repository):
-    """`import plimsoll`, `plimsoll --help`, records and reports start at once, also through what they import."""
+    """`import plimsoll`, `plimsoll --help`, records and reports start quickly, including their imports."""
     parts = {*TORCH_FREE, "cli", "__init__"}
     light = [source.module for source in repository.package if part_of(source.module) in parts]
     code = [LIST_MODULES, f"import {', '.join(light)}", *([SHOW_HELP] if "plimsoll.cli.main" in light else [])]

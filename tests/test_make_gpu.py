@@ -1,4 +1,4 @@
-"""`make gpu` where there is no GPU: what it says, how it judges, and that its recording is replayed."""
+"""`make gpu` without a GPU: its messages, its judgement, and the replay of its recording."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HEADER = {
 
 
 def by_hand(samples: int, checkpointing: bool, seconds: float, reserved_mib: int) -> dict:
-    """A row as the recorder writes it; of its four steps the first two are not timed."""
+    """Return a row as the recorder writes it; the first two of its four steps are not timed."""
     case = next(one for one in cases.by_hand() if (one.batch_size // one.accumulation, one.checkpointing) ==
                 (samples, checkpointing))  # fmt: skip
     return {
@@ -47,7 +47,7 @@ def by_hand(samples: int, checkpointing: bool, seconds: float, reserved_mib: int
     }  # fmt: skip
 
 
-# Of an H200 (benchmarks/recorded).
+# From an H200 (benchmarks/recorded).
 GRID = [by_hand(16, False, 0.153, 9174), by_hand(16, True, 0.201, 3008), by_hand(64, True, 0.167, 6874)]
 
 
@@ -154,7 +154,7 @@ def session(tmp_path) -> command.Session:
 
 
 def part_that(monkeypatch, program: str, **fields: object) -> command.Part:
-    """A part whose process is this program, which writes its lines with ``say``."""
+    """Return a part whose process runs this program, which writes its lines with ``say``."""
     before = "import json, sys; say = lambda **row: open(sys.argv[sys.argv.index('--rows') + 1], 'a').write("
     monkeypatch.setattr(command, "OF_A_PART", ("-c", f"{before}json.dumps(row) + chr(10))\n{program}"))
     return replace(command.PARTS[0], **fields)
@@ -181,7 +181,7 @@ def test_a_fault_is_an_exit_code_of_1_and_is_done_again(session, monkeypatch, ca
     assert command.hand_over(session, 1.0) == 1
     assert "fault: x | 2 | 1 | NO" in capsys.readouterr().err
     session.run([part_that(monkeypatch, "pass")], together=False)
-    assert "check:tests:x" not in {row["id"] for row in session.rows}  # what an earlier try said is gone
+    assert "check:tests:x" not in {row["id"] for row in session.rows}  # results of an earlier try are removed
     assert command.hand_over(session, 1.0) == 0
 
 
@@ -224,7 +224,7 @@ def test_a_fault_counts_until_a_try_of_its_part_reaches_a_check(session, monkeyp
 
 
 def test_a_command_without_one_check_is_not_green(session, monkeypatch, capsys):
-    """Also where an earlier one was; where everything asked for was done before, there is nothing to check."""
+    """This holds after an earlier command with checks too. If all requested parts are done, no check is needed."""
     session.run([part_that(monkeypatch, CHECK.format("1", True))], together=False)
     later = command.Session(session.options, session.folder, session.recording)
     assert command.hand_over(later, 1.0) == 0
@@ -236,7 +236,7 @@ def test_a_command_without_one_check_is_not_green(session, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["device", "torch", "processor"])
 def test_a_recording_of_another_machine_is_not_gone_on_with(tmp_path, monkeypatch, capsys, name):
-    """The stand-in writes the header that the recorder would write on the card."""
+    """The stand-in writes the header that the recorder would write on the GPU."""
     header, path = HEADER | {"processor": "a processor"}, tmp_path / "recording.json.gz"
 
     def write_header(words, **_):
@@ -275,7 +275,7 @@ def test_parts_leave_time_for_those_that_it_is_kept_for(session, monkeypatch):
 
 @pytest.mark.parametrize(("limit_gib", "best"), [(12, 0.153), (8, 0.167), (4, 0.201), (3, None)])
 def test_the_best_by_hand_is_the_fastest_that_the_limit_holds_with_the_context(tmp_path, limit_gib, best):
-    """9,174 and 500 MiB are more than 8 GiB has left."""
+    """The values 9,174 and 500 MiB exceed the rest of 8 GiB."""
     found = part_job.best_by_hand(task_with(tmp_path, GRID), limit_gib * GIB)
     assert (found and part_job.seconds_of(found)) == best
 
@@ -284,7 +284,7 @@ def test_the_best_by_hand_is_the_fastest_that_the_limit_holds_with_the_context(t
     (4, 0.21, 0, 0), (4, 0.22, 0, 1), (4, 0.19, 1, 1), (2, 7.7, 0, 0), (2, 7.7, 2, 1),
 ])  # fmt: skip
 def test_a_plan_is_held_to_the_best_by_hand(tmp_path, limit_gib, seconds, ooms, num_faults):
-    """0.21 is 1.04 times 0.201, and 0.22 is 1.09 times; at 2 GiB nothing by hand fits."""
+    """The value 0.21 is 1.04 times 0.201, and 0.22 is 1.09 times; at 2 GiB nothing by hand fits."""
     task = task_with(tmp_path, GRID)
     part_job.judge(task, planned(limit_gib, seconds, ooms=ooms))
     assert len(faults(task)) == num_faults
@@ -299,7 +299,7 @@ def test_predictions_of_a_plan_are_held_to_what_was_measured(tmp_path):
 
 
 def test_rows_of_the_recording_are_replayed_without_a_gpu():
-    """A setting by hand and a plan of the same choices are the same work for the model of time, but for the order."""
+    """A setting by hand and a plan with the same choices are equal work for the time model, except for the order."""
     recording = {"header": HEADER, "runs": [*GRID, planned(4, 0.2), {"id": "x", "kind": "check"}]}
     rows = list(plan_time_gpu.rows_of_recording(recording))
     assert [(row.kind, row.setting, row.seconds) for row in rows] == [
@@ -333,7 +333,7 @@ def test_what_repeats_in_a_step_is_not_traced():
 
 @pytest.fixture(scope="module")
 def storms(tmp_path_factory) -> tuple[part_storm.Storm, part_storm.Trained, part_storm.Trained]:
-    """A training disturbed and undisturbed."""
+    """Train once disturbed and once undisturbed."""
     storm = part_storm.Storm("cpu", True, 0.1, (4,), tmp_path_factory.mktemp("storm") / "saved.pt")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(part_storm, "SAVE_EVERY", 2)
@@ -390,4 +390,4 @@ def test_all_of_it_goes_through_on_a_processor(tmp_path):
         )
         assert done.returncode == 0, done.stdout
         assert json.loads(done.stdout.splitlines()[-1])["faults"] == 0
-    assert "storm:" not in done.stdout  # it was done before
+    assert "storm:" not in done.stdout  # already done

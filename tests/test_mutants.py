@@ -1,4 +1,6 @@
-"""The scripts `mutants.py` and `licences.py`: what is a change, which tests are run on it, whose licences are read."""
+"""The scripts `mutants.py` and `licences.py`: kinds of changes, selected tests, and distributions whose licences are
+read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of time against recorded steps of a GPU: a slice of what `benchmarks/plan_time_gpu.py` looks at in full."""
+"""The time model against recorded GPU steps: a slice of the complete `benchmarks/plan_time_gpu.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rows():
 
 @pytest.fixture(scope="module")
 def predicted(rows):
-    """Of one sample, plainly and recomputed, where the card waits for its calls."""
+    """Predictions for one sample, plain and recomputed, in which the GPU waits for its calls."""
     wanted = {row.setting: row for row in rows}
     settings = ("micro_batch=1", "micro_batch=1 + checkpointing")
     return [(wanted[setting], plan_time_gpu.predict(wanted[setting].task)[0]) for setting in settings]
@@ -34,7 +34,7 @@ def test_recomputing_is_told_to_be_slower_as_it_was_recorded(predicted):
 
 
 def test_seconds_are_as_near_as_settings_with_as_many_calls_were_to_one_another(rows, predicted):
-    """With 1 and 4 samples as many ops are called; beyond how far apart these were, the stated range counts."""
+    """With 1 and 4 samples, equally many ops are called; beyond the spread of these times, the stated range counts."""
     for row, seconds in predicted:
         is_recomputed = row.fields["checkpointing"]
         alike = [one.seconds for one in rows if one.samples <= 4 and one.fields["checkpointing"] == is_recomputed]

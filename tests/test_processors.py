@@ -1,6 +1,6 @@
-"""What depends on the kernels of the processor, as on processors with fewer instructions, and of their threads.
+"""Code that depends on the processor's kernels and their threads, as on processors with fewer instructions.
 
-oneDNN reads `ONEDNN_MAX_CPU_ISA` when it is first used: AVX512_CORE has neither bfloat16 nor AMX, AVX2 no AVX-512.
+oneDNN reads `ONEDNN_MAX_CPU_ISA` at its first use: AVX512_CORE has neither bfloat16 nor AMX, AVX2 no AVX-512.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the comparisons with other tools count, by hand."""
+"""The figures in comparisons with other tools, computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slice of the storm of failing allocations (`benchmarks/storm.py`), and that it sees what is wrong."""
+"""A slice of the storm of failing allocations (`benchmarks/storm.py`), and a check that it detects faults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from plimsoll.step.update.commit import StepCommit  # noqa: E402
 
 KINDS = storm.all_kinds()
 TEACHER = KINDS["state in forward: teacher in place"]
-IMPORTS = ("GPT-2", "BERT", "windows", "libraries")  # transformers or accelerate, which take seconds
+IMPORTS = ("GPT-2", "BERT", "windows", "libraries")  # the imports of transformers or accelerate take seconds
 SLICE = [name for name in list(KINDS)[::24] if not any(part in name for part in IMPORTS)]
 
 
@@ -68,7 +68,7 @@ def test_there_are_as_many_kinds_as_were_promised():
 
 def test_a_step_that_forgets_to_undo_is_seen(monkeypatch):
     monkeypatch.setattr(Undo, "restore", lambda undo: None)
-    monkeypatch.setattr(Retry, "_compare", lambda retry, one_pass: None)  # which would see it before
+    monkeypatch.setattr(Retry, "_compare", lambda retry, one_pass: None)  # it would detect the fault earlier
     trial = tried(TEACHER, Plan(step=1, allocation=8), {})
     assert trial.outcome == DIFFERENT
     assert "model.k.weight" in trial.said
@@ -126,7 +126,7 @@ def test_updates_in_which_allocations_are_counted_go_in_pieces(monkeypatch):
 
 def test_after_an_update_what_the_error_names_is_called_and_the_training_goes_on():
     kind = KINDS["schedules: rates from a tensor"]
-    last = storm.num_allocations(kind)[1]  # of a step, which is in its schedule
+    last = storm.num_allocations(kind)[1]  # the last allocation of a step belongs to its schedule
     trial = tried(kind, Plan(step=1, allocation=last, how="from there on"), {})
     assert trial.outcome == NAMED
     assert "AfterUpdateError" in trial.said

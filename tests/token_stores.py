@@ -14,7 +14,7 @@ END = 0
 
 
 def store_of(folder: Path, texts: list[list[int]], marks: NDArray[np.uint8] | None = None) -> TokenStore:
-    """The texts, the end token being 0; ``marks`` say what begins at which token."""
+    """Store texts with the end token 0; ``marks`` tell which unit begins at each token."""
 
     def write(place: Path) -> dict[str, object]:
         np.array([token for text in texts for token in [*text, END]], np.uint16).tofile(place / "tokens.bin")
@@ -28,7 +28,7 @@ def store_of(folder: Path, texts: list[list[int]], marks: NDArray[np.uint8] | No
 
 
 def store_of_lengths(folder: Path, lengths: list[int], vocab_size: int = 50) -> TokenStore:
-    """Texts of these lengths, whose tokens are drawn from 1 to less than ``vocab_size``."""
+    """Store texts of these lengths, with random tokens from 1 to ``vocab_size - 1``."""
     tokens = np.random.default_rng(0).integers(1, vocab_size, sum(lengths)).tolist()
     ends = np.cumsum(lengths).tolist()
     return store_of(folder, [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)])

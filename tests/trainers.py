@@ -1,4 +1,4 @@
-"""Trainers of Hugging Face that train 64 small texts, and what two of them must have in common."""
+"""Hugging Face trainers that train 64 small texts, and the properties that two of them must share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def classifier(dropout: float = 0.0) -> nn.Module:
 
 
 def samples(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Texts of unequal length: a mean of the means of pieces would be another loss."""
+    """Return texts of unequal length, for which a mean of micro-batch means would be another loss."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for _ in range(NUM_SAMPLES):
@@ -69,14 +69,14 @@ def trainer_of(model: nn.Module, folder: Path, cls: type[Trainer] = Trainer, **a
     plain: dict[str, Any] = {
         "per_device_train_batch_size": BATCH_SAMPLES, "num_train_epochs": 1, "report_to": [], "logging_steps": 1,
         "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
-        # Adam would make an update of the rounding of gradients that are zero but for it.
+        # Adam would turn rounding errors of zero gradients into updates.
         "learning_rate": 0.1, "optim": "sgd",
     }  # fmt: skip
     return cls(model, TrainingArguments(str(folder), **plain | arguments), train_dataset=data, eval_dataset=data[:10])
 
 
 class MeanLoss(Trainer):
-    """A trainer of the kind there are many of: it takes the mean over the tokens of each batch."""
+    """A common kind of trainer, which takes the mean over the tokens of each batch."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(input_ids=inputs["input_ids"])
@@ -87,7 +87,7 @@ class MeanLoss(Trainer):
 
 @contextmanager
 def short_of_memory(model: nn.Module, passes: Sequence[int], seen: Counter[tuple[int, ...]]) -> Iterator[None]:
-    """Let memory run out in the given forward passes of training, and count the samples of the others."""
+    """Make memory run out in the given forward passes of training, and count the samples of the others."""
     num_passes = Tally()
 
     def before(module: nn.Module, arguments: Any, options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A pytest plugin for upstream's tests: every `Trainer` trains, evaluates and predicts with the adapter on.
+"""A pytest plugin for upstream's tests: every `Trainer` trains, evaluates and predicts with the adapter.
 
 python -m pytest -p upstream_plugin tests/trainer/test_trainer.py        # in a checkout of transformers
 """
@@ -14,7 +14,7 @@ NAMES = ("train", "evaluate", "predict")
 
 
 def protecting(original):
-    """The same method, protected unless what calls it is already."""
+    """Return the same method, protected unless its caller already is."""
 
     @wraps(original)
     def method(self, *arguments, **options):

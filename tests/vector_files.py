@@ -1,4 +1,4 @@
-"""Word vectors as files, made by hand, and what is read of them: for the tests of the formats."""
+"""Handmade files of word vectors and their contents, for the tests of the formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECORDED = Path(__file__).parent / "unit" / "embeddings" / "formats" / "recorded
 
 
 class Read(NamedTuple):
-    """All that a file holds."""
+    """The complete contents of a file."""
 
     words: list[bytes]
     matrix: np.ndarray
@@ -48,7 +48,7 @@ def opened(module: ModuleType, path: Path) -> Vectors:
 
 
 def read_all(vectors: Vectors, wanted: Collection[bytes] | None = None) -> Read:
-    """Read all words, or the wanted ones, and check what every format promises."""
+    """Read all words, or the wanted ones, and check the properties that every format promises."""
     words, rows, faults, num_words, shares = [], [np.empty((0, vectors.dimension), np.float32)], [], 0, [0.0]
     for part in vectors.parts(wanted):
         block = part()
@@ -71,12 +71,12 @@ def read_all(vectors: Vectors, wanted: Collection[bytes] | None = None) -> Read:
 
 
 def expected(name: str) -> tuple[list[bytes], np.ndarray]:
-    """Return the words of a recorded file, and their vectors as its own library gives them."""
+    """Return the words of a recorded file, and their vectors according to its own library."""
     with np.load(RECORDED / "expected.npz") as arrays:
         return [word.encode() for word in arrays[f"{name}:words"]], arrays[f"{name}:vectors"]
 
 
 def expected_unknown(name: str) -> tuple[list[bytes], np.ndarray]:
-    """Return words that need not be in a recorded file, and the vectors that its own library gives them."""
+    """Return words that may be absent from a recorded file, and their vectors according to its own library."""
     with np.load(RECORDED / "expected.npz") as arrays:
         return [word.encode() for word in arrays["unknown"]], arrays[f"{name}:unknown"]

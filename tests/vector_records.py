@@ -1,4 +1,4 @@
-"""Records of word vectors as `plimsoll embeddings` gives them, small and with round numbers."""
+"""Records of word vectors as `plimsoll embeddings` shows them, small and with round numbers."""
 
 from plimsoll.records.embeddings import CompressionFacts, Conversion, FaultCount, SubsetFacts, VectorFile
 
@@ -9,7 +9,7 @@ FAULTS = (
 
 
 def subset_facts(**changes) -> SubsetFacts:
-    """Nine of ten words found, which are 95 % of the text."""
+    """Return nine of ten words found, which are 95 % of the text."""
     facts = {
         "source": "glove.6B.300d.txt",
         "source_format": "GloVe text",
@@ -39,12 +39,12 @@ def subset_facts(**changes) -> SubsetFacts:
 
 
 def uncounted() -> SubsetFacts:
-    """Words of which nobody knows how often they are used."""
+    """Return facts on words whose frequency is unknown."""
     return subset_facts(num_tokens=None, num_hit_tokens=None, misses=(("don", -1),), faults=(), num_duplicates=0)
 
 
 def vector_file(**changes) -> VectorFile:
-    """A file whose header promises more than there is."""
+    """Return a file whose header promises more words than it has."""
     facts = {
         "path": "vectors.vec",
         "format": "word2vec text (fastText .vec)",
@@ -63,7 +63,7 @@ def vector_file(**changes) -> VectorFile:
 
 
 def conversion() -> Conversion:
-    """A file that had nothing wrong."""
+    """Return a file without faults."""
     return Conversion(
         source="model.kv", output="vectors.npy", num_words=1000, num_entries=1000,
         dimension=100, precision="float16", num_bytes=200_128,
@@ -72,7 +72,7 @@ def conversion() -> Conversion:
 
 
 def compression() -> CompressionFacts:
-    """A sixteenth of the memory."""
+    """Return a compression to a sixteenth of the memory."""
     return CompressionFacts(
         method="product quantization", detail="75 parts", num_rows=20_000, dimension=300,
         num_bytes_before=24_000_000, num_bytes_after=1_500_000, mean_cosine=0.975, low_cosine=0.9, least_cosine=0.75,

@@ -1,18 +1,22 @@
-"""Processes that start warm: forked from one that has already loaded what Plimsoll loads.
+"""Processes that start warm: forked from a process that has already loaded Plimsoll's libraries.
 
-To load torch and transformers takes two seconds of a processor, and one `plimsoll train` does it three times. Where a
-test starts ``python -m plimsoll``, ``python -c`` or ``python script.py``, a server that has loaded them, and has done
-nothing else, forks a process for it; what that one starts in turn is forked from it. It is a child of the one that
-asked for it and has its own limits, process group, signals, environment, folder and exit code: a test sees no
-difference.
+Loading torch and transformers takes two seconds of a processor, and one `plimsoll train` does it three times. When a
+test starts ``python -m plimsoll``, ``python -c`` or ``python script.py``, a server forks a process for it. The server
+has loaded the libraries and done nothing else. The processes that this one starts are forked from it in turn. The new
+process is a child of the process that asked for it, with separate limits, process group, signals, environment, folder
+and exit code: a test sees no difference.
 
-What differs: the modules that are there before the first line, and the memory that they take (no free part of the heap
-is in it, so that what is measured to grow has grown). Tests that look at those have the marker ``cold``. Started anew
-as ever: a program with ``sys.modules`` or ``RLIMIT_`` in it, what has settings that libraries read while they are
-loaded, what a process with several threads starts, and what other programs (``prlimit``, a shell) start.
+Two things differ: the modules that exist before the first line, and their memory. (That memory includes no free part of
+the heap, so growth is measured correctly.) Tests that depend on these have the marker ``cold``. Some processes are
+always started anew:
 
-Linux only. The protocol is that of `plimsoll.processes.fork_server`, whose processes are commands of Plimsoll alone:
-here are what else tests start, and all that a process is started with.
+- programs with ``sys.modules`` or ``RLIMIT_`` in their text;
+- processes with settings that libraries read while they are loaded;
+- children of a process with several threads;
+- children of other programs (``prlimit``, a shell).
+
+Linux only. The protocol is that in `plimsoll.processes.fork_server`, whose processes are only commands of Plimsoll.
+This module adds the other programs that tests start, and all properties of a new process.
 """
 
 from __future__ import annotations
@@ -39,16 +43,16 @@ from typing import Any, NoReturn
 
 from plimsoll.processes.fork_server import ARGUMENT_SPACE, ask, make_light, next_fork, show_arguments
 
-# Variables that are read when they are needed. Any other may be read once, while a library is loaded, or in /proc,
-# which shows those of the server (TORCHELASTIC_RUN_ID).
+# Variables that are read when they are needed. Others may be read once, while a library is loaded, or in /proc, which
+# shows the server's variables (TORCHELASTIC_RUN_ID).
 _READ_LATER = (
     *("PLIMSOLL_", "PYTEST_", "PYTHONPATH", "TOKENIZERS_PARALLELISM"),
     *("CUDA_VISIBLE_DEVICES", "COLUMNS", "LINES", "TERM", "FORCE_COLOR", "NO_COLOR"),
     *("ONEDNN_", "DNNL_", "LRU_CACHE_CAPACITY", "TORCHINDUCTOR_CACHE_DIR"),
-    "GOMP_SPINCOUNT",  # how threads wait, of which tests have one: see `plimsoll.device.cpu.threads`
+    "GOMP_SPINCOUNT",  # how threads wait; tests have one thread: see `plimsoll.device.cpu.threads`
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "GLOO_"),  # of ranks
 )
-_MEASURED = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")  # `make coverage` has a hook where Python starts
+_MEASURED = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")  # `make coverage` has a hook at Python's start
 _LONGEST_SECONDS = 120  # to load everything on a busy machine
 
 _LOADED = (
@@ -68,23 +72,23 @@ _LOADED = (
 
 _start_anew = subprocess._fork_exec  # type: ignore[attr-defined]
 _NOTHING = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-_PYTHON = sys.executable  # a test may put a script in its place
+_PYTHON = sys.executable  # a test may replace it by a script
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What a process is started with, beside its three streams."""
+    """The properties of a process to start, except for its three streams."""
 
     parent: int
     arguments: list[str]
     environment: dict[str, str]
     folder: str
     has_own_session: bool
-    process_group: int  # less than 0: that of its parent
+    process_group: int  # less than 0: the group of its parent
 
 
 class _Server:
-    """The process that has loaded everything, as a process sees it that starts others."""
+    """The process that has loaded everything, from the view of a process that starts others."""
 
     def __init__(self) -> None:
         self.environment = dict(os.environ)
@@ -98,7 +102,7 @@ class _Server:
         atexit.register(self._end)
 
     def start(self, request: _Request, streams: list[int]) -> int:
-        """Have a process forked, which becomes a child of this one; returns its number."""
+        """Let the server fork a process, which becomes a child of this one, and return its id."""
         with self._lock:
             number = ask(self._socket, asdict(request), streams)
         assert number is not None, "the server has ended"
@@ -110,19 +114,19 @@ class _Server:
             self._process.wait()
 
 
-_servers: list[_Server] = []  # of this process: the one, once there is need of it
+_servers: list[_Server] = []  # of this process: at most one, started on demand
 
 
 @contextmanager
 def warm() -> Iterator[None]:
-    """Start Plimsoll's commands and Python programs warm inside, where that makes no difference."""
+    """Start Plimsoll's commands and Python programs warm inside the block, if that makes no difference."""
     with _starting_by(_start_warm if not any(name in os.environ for name in _MEASURED) else _start_anew):
         yield
 
 
 @contextmanager
 def cold() -> Iterator[None]:
-    """Start every process anew inside."""
+    """Start every process anew inside the block."""
     with _starting_by(_start_anew):
         yield
 
@@ -138,7 +142,7 @@ def _starting_by(way: Any) -> Iterator[None]:
 
 
 def _start_warm(*given: Any) -> int:
-    """Do what `subprocess` asks of ``_posixsubprocess.fork_exec``: the same arguments, the same result."""
+    """Replace ``_posixsubprocess.fork_exec`` for `subprocess`: the same arguments, the same result."""
     (arguments, _, closes, kept, folder, environment, stdin, _, _, stdout, _, stderr, _, failure) = given[:14]
     _restores, has_own_session, process_group, *identity, before = given[14:22]
     variables = dict(os.environ) if environment is None else dict(map(_variable, environment))
@@ -159,7 +163,7 @@ def _variable(entry: bytes) -> tuple[str, str]:
 
 
 def _is_python(words: list[str]) -> bool:
-    """Whether it is Plimsoll, a script, or a program that looks at neither its modules nor a limit of its memory."""
+    """Return whether it is Plimsoll, a script, or a program that inspects neither its modules nor a memory limit."""
     executable, *what = words
     is_program = what[:1] == ["-c"] and not any(word in what[1] for word in ("sys.modules", "RLIMIT_"))
     is_script = bool(what) and what[0].endswith(".py")
@@ -167,7 +171,7 @@ def _is_python(words: list[str]) -> bool:
 
 
 def _suits(variables: dict[str, str]) -> bool:
-    """Whether libraries would be loaded with the same settings, in a process that can be forked from."""
+    """Return whether libraries would be loaded with the same settings, in a process that can be forked from."""
     if _warm_environment is None and not _servers:
         _servers.append(_Server())
     loaded_with = _servers[0].environment if _servers else _warm_environment
@@ -179,17 +183,17 @@ def _suits(variables: dict[str, str]) -> bool:
 
 # ---- In the server, and in the processes forked from it.
 
-_warm_environment: dict[str, str] | None = None  # with which this process has loaded everything
+_warm_environment: dict[str, str] | None = None  # in which this process has loaded everything
 _set_by_libraries: dict[str, str] = {}
 _libraries_path: list[str] = []
 
 
 def _serve(number: int) -> None:
-    """Fork a process for every request, until there is nobody who could ask."""
+    """Fork a process for every request, until no client is left."""
     global _warm_environment, _set_by_libraries, _libraries_path
     _warm_environment = dict(os.environ)
     _libraries_path = sys.path[1 + len(_python_path(_warm_environment)) :]
-    signal.signal(signal.SIGINT, lambda _number, _frame: None)  # whoever asks is interrupted, too, and ends this
+    signal.signal(signal.SIGINT, lambda _number, _frame: None)  # the client is interrupted, too, and ends this process
     for module in _LOADED:
         importlib.import_module(module)
     _set_by_libraries = dict(os.environ.items() - _warm_environment.items())
@@ -200,7 +204,7 @@ def _serve(number: int) -> None:
 
 
 def _fork_here(request: _Request, streams: list[int]) -> int:
-    """Fork from this process, which is warm."""
+    """Fork from this warm process."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     child = os.fork()
     if child == 0:
@@ -210,14 +214,14 @@ def _fork_here(request: _Request, streams: list[int]) -> int:
 
 
 def _become(request: _Request, streams: list[int], is_ready: Callable[[], object]) -> NoReturn:
-    """Be the process that was asked for, from its first line to its end."""
+    """Run as the requested process, from its first line to its end."""
     try:
         if request.has_own_session:
             os.setsid()
         if request.process_group >= 0:
             os.setpgid(0, request.process_group)
         for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):  # exec() forgets these, and keeps what is ignored
+            if callable(signal.getsignal(number)):  # exec() resets these, and keeps ignored signals
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         is_ready()
         _forget_parent()
@@ -234,7 +238,7 @@ def _become(request: _Request, streams: list[int], is_ready: Callable[[], object
 
 
 def _forget_parent() -> None:
-    """Leave to the parent what is its own to collect, delete and draw."""
+    """Leave the parent's objects, files and random numbers to the parent."""
     gc.freeze()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     if "numpy" in sys.modules:
@@ -242,7 +246,7 @@ def _forget_parent() -> None:
 
 
 def _open_streams(streams: list[int]) -> None:
-    """Have the three streams as Python opens them, and no other file of the parent's."""
+    """Open the three streams as Python does, and close all other files of the parent."""
     copies = [fcntl.fcntl(stream, fcntl.F_DUPFD, 3) for stream in streams]
     for number, copy in enumerate(copies):
         os.dup2(copy, number)
@@ -259,7 +263,7 @@ def _python_path(variables: dict[str, str]) -> list[str]:
 
 
 def _exit_code_of(arguments: list[str]) -> int:
-    """Run a module, a program or a script as Python does, and return the code that it ends with."""
+    """Run a module, a program or a script as Python does, and return its exit code."""
     what = arguments[0]
     beside = {"-m": os.getcwd(), "-c": ""}.get(what, str(Path(what).resolve().parent))
     sys.path[:] = [beside, *_python_path(os.environ), *_libraries_path]
@@ -284,14 +288,14 @@ def _exit_code_of(arguments: list[str]) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End as Python does: wait for threads, call what was registered, write out what was printed."""
+    """End as Python does: wait for threads, run exit functions, flush the output."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()
     except OSError as error:
         print(f"Exception ignored in: {sys.stdout}\n{error!r}", file=sys.stderr)
-        code = code or 120  # of Python, too
+        code = code or 120  # as in Python
     with suppress(OSError):
         sys.stderr.flush()
     if code < 0:

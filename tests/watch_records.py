@@ -1,4 +1,4 @@
-"""Hand-made records of watches: a run with a budget, a process that grows until it is killed, and a machine."""
+"""Handmade records of watches: a run with a budget, a process that grows until it is killed, and a machine."""
 
 from plimsoll.records.watch import Line, ProcessUse, RunProgress, WatchEnd, WatchRecord, WatchSample
 
@@ -6,18 +6,18 @@ MIB = 1 << 20
 
 
 def use(pid=7, private=100, parent=1, **changes):
-    """One process of so many MiB."""
+    """Return one process with ``private`` MiB."""
     sizes = {"private_bytes": private * MIB, "file_bytes": 40 * MIB, "shared_bytes": 0, "swap_bytes": 0}
     return ProcessUse(pid=pid, parent=parent, name="python", data_bytes=private * MIB, **(sizes | changes))
 
 
 def line(kind="machine", name="memory of the machine", used=400, limit=1000, seconds_left=None):
-    """One limit in MiB."""
+    """Return one limit in MiB."""
     return Line(kind=kind, name=name, used_bytes=used * MIB, limit_bytes=limit * MIB, seconds_left=seconds_left)
 
 
 def growing(num_samples=40, rate=10, end=None):
-    """A process that takes so many MiB every two seconds, below a group of 1,000 MiB, beside one that does not."""
+    """Return a process that grows by ``rate`` MiB every two seconds in a group of 1,000 MiB, next to a constant one."""
     samples = []
     for number in range(num_samples):
         grown = 100 + rate * number
@@ -35,7 +35,7 @@ def growing(num_samples=40, rate=10, end=None):
 
 
 def killed():
-    """The same, until the kernel killed it."""
+    """Return the same watch, until the kernel killed the process."""
     end = WatchEnd(
         seconds=180.5, how="out_of_memory", exit_code=-9,
         text="process 7 was killed by SIGKILL; the kernel has killed for memory meanwhile "
@@ -45,7 +45,7 @@ def killed():
 
 
 def run_watch():
-    """A run on the CPU, with its budget and what was predicted of its peak."""
+    """Return a CPU run with its budget and its predicted peak."""
     progress = RunProgress(
         status="running", step=12, num_steps=200, loss=5.25, micro_batch=8, units_per_second=12345.0,
         samples_per_second=96.4, used_bytes=300 * MIB, peak_bytes=380 * MIB, num_ooms=1, num_deaths=1,

@@ -1,4 +1,4 @@
-"""A small web server on loopback, with what goes wrong on real ones."""
+"""A small web server on loopback, with the faults of real ones."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Site:
-    """Files by their names, and faults by name: how many of the next answers with content go wrong, and how.
+    """Files by name, and faults by name: how many of the next answers with content fail, and how.
 
-    Faults are ``"cut"`` (the connection ends half way) and the number of a status; a name that ends in ``!`` is of
-    answers to HEAD as well. ``headers`` are of each answer with a file, ``moved`` the names that lead to others.
+    Faults are ``"cut"`` (the connection ends half way) and a status number; a name that ends in ``!`` also applies to
+    answers to HEAD. ``headers`` belong to each answer with a file, ``moved`` maps names to redirect targets.
     """
 
     files: dict[str, bytes]
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = fault == "cut"
 
     def _fault(self, name: str, with_content: bool) -> str:
-        """What goes wrong with this answer."""
+        """Return the fault of this answer."""
         for key in (name, f"{name}!") if with_content else (f"{name}!",):
             fault, left = self.site.faults.get(key, ("", 0))
             if left:

@@ -1,7 +1,7 @@
 """Small real trainings for the numerics tests, and the plain PyTorch loop they are compared with.
 
-Each workload has what makes recovery hard: dropout (random numbers), labels of unequal number per sample (weights),
-recurrent state, BatchNorm (buffers).
+Each workload has features that make recovery difficult: dropout (random numbers), different numbers of labels per
+sample (weights), recurrent state, BatchNorm (buffers).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NUM_SAMPLES, BATCH_SIZE, LENGTH, VOCABULARY = 32, 8, 12, 50
 
 @dataclass(frozen=True)
 class Case:
-    """How to build a model, its data (all samples as one batch), and what its loss averages over."""
+    """A model builder, its data (all samples as one batch), and the units over which its loss averages."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -26,14 +26,14 @@ class Case:
     has_batch_norm: bool = False
 
     def fresh(self, learning_rate: float = 1e-2) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The model and AdamW, always with the same weights and the same state of the random numbers."""
+        """Return the model and AdamW, always with the same weights and the same random state."""
         torch.manual_seed(0)
         model = self.build().train()
         torch.manual_seed(1)
         return model, torch.optim.AdamW(model.parameters(), lr=learning_rate)
 
     def batches(self) -> list[dict[str, Tensor]]:
-        """The epoch in order, in batches of 8."""
+        """Return the epoch in order, in batches of 8."""
         data = self.data()
         return [{k: v[i : i + BATCH_SIZE] for k, v in data.items()} for i in range(0, NUM_SAMPLES, BATCH_SIZE)]
 
@@ -69,7 +69,7 @@ def bert(dropout: float = 0.1) -> nn.Module:
 
 
 class Output:
-    """What a Hugging Face model returns, as far as a loss needs it."""
+    """The part of a Hugging Face model's output that a loss needs."""
 
     def __init__(self, loss: Tensor) -> None:
         self.loss = loss
@@ -111,7 +111,7 @@ class Cnn(nn.Module):
 
 
 def text() -> dict[str, Tensor]:
-    """Token ids with a different number of ignored labels in each sample, one of them without any label."""
+    """Return token ids with a different number of ignored labels in each sample; one has no label."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(0, VOCABULARY, (NUM_SAMPLES, LENGTH), generator=generator)
     labels = ids.clone()
@@ -142,7 +142,7 @@ def plain_loop(
     cuts: list[int],
     clip_norm: float | None = 1.0,
 ) -> list[float]:
-    """Plain PyTorch, written out: step ``i`` accumulates over micro-batches of ``cuts[i]``; returns the losses."""
+    """Train in plain PyTorch: step ``i`` accumulates over micro-batches of ``cuts[i]``; return the losses."""
     losses = []
     batches = case.batches()
     for step, cut in enumerate(cuts):
@@ -166,7 +166,7 @@ def plain_loop(
 
 
 def mean_square(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of a model that maps `x` to `y`."""
+    """Return the loss of a model that maps `x` to `y`."""
     return (model(batch["x"]) - batch["y"]).square().mean()
 
 
@@ -178,7 +178,7 @@ def units_of(case: Case, batch: dict[str, Tensor]) -> int:
 
 
 def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything a training changes: parameters, buffers, optimizer states."""
+    """Return everything that a training changes: parameters, buffers, optimizer states."""
     found = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         found |= {f"{index}.{name}": value.clone() for name, value in state.items() if isinstance(value, Tensor)}
@@ -186,9 +186,10 @@ def weights_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def largest_relative_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference of two tensors, in units of the tensor's largest value, or of 1e-3 if that is less.
+    """Return the largest difference of two tensors, relative to the tensor's largest value, or to 1e-3 if that is less.
 
-    Some tensors hold nothing but rounding (the bias of an attention's keys has a gradient of zero), which is no scale.
+    Some tensors contain only rounding errors (the bias of an attention's keys has a gradient of zero), which are no
+    scale.
     """
     assert one.keys() == other.keys()
     worst = 0.0

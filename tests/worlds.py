@@ -1,6 +1,4 @@
-"""Made-up trainings in which every combination of techniques has a known peak and time, so that a search can be
-checked.
-"""
+"""Made-up trainings in which every combination of techniques has a known peak and time, for testing a search."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ BATCH_SIZE = 16
 
 @dataclass
 class MadeUp(Technique):
-    """A technique of a world: what each option takes from the bytes per sample of forward and of the update."""
+    """A technique of a world: the bytes that each option saves per sample of forward and of the update."""
 
     name: str
     saves_per_sample: tuple[int, ...] = (0,)
@@ -63,14 +61,14 @@ class MadeUp(Technique):
 
 @dataclass
 class World:
-    """100 bytes fixed in the passes, 200 in the update, 10 a sample; 1 s of work and 0.01 s a pass.
+    """A world with 100 fixed bytes in the passes, 200 in the update and 10 per sample; 1 s of work and 0.01 s per pass.
 
-    With ``pass_seconds`` a technique takes its seconds in each pass, and parts are those of the peak, as really.
+    With ``pass_seconds``, a technique takes its seconds in each pass, and parts add up to the peak, as in reality.
     """
 
     techniques: list[MadeUp]
     pass_seconds: float | None = None
-    clashes_bytes: int = 0  # what two techniques together need more than they would alone
+    clashes_bytes: int = 0  # additional bytes of two techniques together
     asked: list = field(default_factory=list)
 
     @property

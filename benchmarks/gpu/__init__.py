@@ -1,1 +1,1 @@
-"""What a GPU does with the trainings that Plimsoll predicts: recorded there, compared anywhere."""
+"""Trainings on a GPU that Plimsoll predicts: recorded there, compared on any machine."""

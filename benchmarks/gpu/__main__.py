@@ -1,18 +1,21 @@
-"""`make gpu`: all that only a card can show, in one command of at most 12 minutes.
+"""`make gpu`: all checks that need a GPU, in one command of at most 12 minutes.
 
     python -m benchmarks.gpu [--minutes 12] [--only PART ...] [--resume] [--out FILE] [--results FOLDER]
 
-The parts run in order of value, each in a process of its own with a time limit of its own; what the time does not reach
-is said. Parts that need no quiet card run at the same time where the card has room. Prints one table (part, what,
-measured, bound, ok), files it in ``benchmarks/results``, and writes one recording, by default
-``benchmarks/recorded/make-gpu-<card>-torch<version>.json.gz``, which tests and benchmarks replay on any machine.
-``--resume`` goes on with that recording, on the same card, torch and processor: what it has is not done again, and
-what an earlier try of a part found counts until a later one reaches a check of it. Exits with 0 if everything that was
-reached is as it should be, with 1 if something is not or no check was made, and with 2 where there is no card, a
-package is missing, or there is a recording that it cannot go on with.
+The parts run in order of value, each in a separate process with a time limit; parts that the time does not reach are
+listed. Parts that tolerate other work on the GPU run at the same time if its memory suffices. The command prints one
+table of parts, checks, measured values, bounds and results and files it in ``benchmarks/results``. It also writes one
+recording, which tests and benchmarks replay on any machine. The default is
+``benchmarks/recorded/make-gpu-<card>-torch<version>.json.gz``.
 
-It needs torch, transformers, pytest and Plimsoll's own requirements, and installs nothing. ``--device cpu`` goes
-through the same code with small models, to try it; its numbers say nothing, and it writes nothing that is kept.
+``--resume`` continues that recording, on the same GPU, torch and processor. Finished parts are not repeated, and
+results of an earlier try of a part count until a later try reaches a check.
+
+Exit codes: 0 if all reached checks hold, and 1 if a check fails or none was made. 2 means that there is no GPU, a
+package is missing, or an existing recording cannot be continued.
+
+It needs torch, transformers, pytest and Plimsoll's requirements, and installs nothing. ``--device cpu`` runs the same
+code with small models as a trial; its numbers are meaningless, and no file is kept.
 """
 
 from __future__ import annotations
@@ -38,19 +41,19 @@ from typing import Any, NoReturn
 
 from benchmarks.gpu.files import RECORDED, ROOT, default_path, differences, read_recording, write_recording
 
-NODES = ("nvidia*", "dxg", "kfd")  # of drivers, in /dev: NVIDIA's, WSL's, AMD's
+NODES = ("nvidia*", "dxg", "kfd")  # of drivers, in /dev: NVIDIA, WSL, AMD
 OF_A_PART = ("-m", "benchmarks.gpu")
 GIB = 1 << 30
-FREE_BYTES = 40 * GIB  # of a card on which parts run at the same time
+FREE_BYTES = 40 * GIB  # of a GPU on which parts run at the same time
 LEAST_SECONDS, GRACE_SECONDS = 15.0, 20.0
 _OTHER_NAMES = {"nvidia-ml-py": "pynvml", "pyyaml": "yaml"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part: the function ``module:name``, and how long it may take. Parts of a ``stage`` can run together.
+    """One part: the function ``module:name`` and its time limit. Parts of a ``stage`` can run together.
 
-    ``kept_seconds`` are left for it by the parts before it.
+    Earlier parts leave ``kept_seconds`` for it.
     """
 
     name: str
@@ -80,9 +83,9 @@ PARTS = (
 
 
 def run_alone(options: argparse.Namespace) -> None:
-    """Be the process of one part."""
+    """Run one part in this process."""
     began = time.monotonic()
-    from benchmarks.gpu.parts import Task  # which loads torch
+    from benchmarks.gpu.parts import Task  # loads torch
 
     part = next(part for part in PARTS if part.name == options.part)
     task = Task(part.name, options.device, options.folder, options.out, options.rows, began + options.seconds, began)
@@ -95,7 +98,7 @@ def run_alone(options: argparse.Namespace) -> None:
 
 
 class Session:
-    """One command: its time, its files, and what was found so far: ``rows`` of all tries, ``said`` by this command."""
+    """One command with its time and files; ``rows`` has all results, ``said`` those found by this command."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, recording: Path) -> None:
         self.options, self.folder, self.recording = options, folder, recording
@@ -109,18 +112,18 @@ class Session:
         return self.until - time.monotonic()
 
     def stop(self) -> None:
-        """End the parts that run, with what they have started."""
+        """Stop the running parts and their children."""
         for process in self._processes:
             end(process)
 
     @property
     def wanted(self) -> list[Part]:
-        """What is asked for and not done."""
+        """The requested parts that are not done."""
         done = {row["id"] for row in self.rows}
         return [part for part in PARTS if part.name in self.options.only and f"part:{part.name}" not in done]
 
     def run(self, parts: Sequence[Part], together: bool) -> None:
-        """Run parts of a stage, and add what they found to the recording."""
+        """Run the parts of a stage, and add their results to the recording."""
         with ThreadPoolExecutor(max_workers=len(parts) if together else 1) as pool:
             found = list(pool.map(self._run_part, parts))
         recording = read_recording(self.recording)
@@ -131,7 +134,7 @@ class Session:
                 continue
             said = {row["id"] for row in ours}
             stale = [name for name, row in rows.items() if row.get("part") == part.name and name not in said]
-            for name in stale:  # of an earlier try of the part
+            for name in stale:  # from an earlier try of the part
                 del rows[name]
         self.rows = recording["runs"] = list(rows.values())
         write_recording(self.recording, recording)
@@ -171,7 +174,7 @@ class Session:
 
 
 def is_only_left(rows: Iterable[dict[str, Any]]) -> bool:
-    """Whether a part reached no check, so that what an earlier try of it found still counts."""
+    """Return whether a part reached no check, so that results of an earlier try still count."""
     kinds = {row["kind"] for row in rows}
     return "left" in kinds and "check" not in kinds
 
@@ -181,7 +184,7 @@ def path_before() -> list[str]:
 
 
 def ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Wait for a process; None if it had to be stopped."""
+    """Wait for a process; return None if it had to be stopped."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -190,7 +193,7 @@ def ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a group, and the group: first so that they can tidy up."""
+    """End a process that leads a group, and the group: first with SIGTERM, so that they can clean up."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -212,7 +215,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     if row["kind"] == "left":
         return [row["part"], row["what"], "not reached", "", ""]
     return [row["part"], row["what"], row["measured"], row["bound"], "yes" if row["ok"] else "NO"]
@@ -222,23 +225,23 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 
 
 def has_driver(nodes: Iterable[str] = NODES) -> bool:
-    """Whether a driver of a card is here, without loading torch."""
+    """Return whether a GPU driver is installed, without loading torch."""
     return any(any(Path("/dev").glob(node)) for node in nodes)
 
 
 def missing() -> list[str]:
-    """Requirements of Plimsoll, and of the tests, that this interpreter does not have."""
+    """Return requirements of Plimsoll and of the tests that this interpreter lacks."""
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
     names = [re.split(r"[><=;\[ ]", one, maxsplit=1)[0] for one in (*wanted, "pytest")]
     return [name for name in names if find_spec(_OTHER_NAMES.get(name, name)) is None]
 
 
 def begun(options: argparse.Namespace, folder: Path) -> Path:
-    """Look at the device, and return the recording: with a header and no row yet, or the one to go on with.
+    """Probe the device, and return the recording: a new one with only a header, or the one to resume.
 
     Raises:
-        SystemExit: with 2 if the device does not answer, or there is a recording and nobody said to go on with it, or
-            it is of another machine.
+        SystemExit: with 2 if the device does not answer, if a recording exists and ``--resume`` is missing, or if the
+            recording is from another machine.
     """
     header_file = folder / "header.json.gz"
     header_file.unlink(missing_ok=True)
@@ -253,7 +256,7 @@ def begun(options: argparse.Namespace, folder: Path) -> Path:
     if not path.is_file():
         write_recording(path, recording)
     elif not options.resume:
-        refuse(f"{path.name} exists: go on with it by --resume, or give another --out")
+        refuse(f"{path.name} exists: continue it with --resume, or give another --out")
     else:
         try:
             differing = differences(read_recording(path)["header"], recording["header"])
@@ -270,7 +273,7 @@ def refuse(text: str) -> NoReturn:
 
 
 def has_free_memory(header: dict[str, Any]) -> bool:
-    """Whether parts can run at the same time on this card."""
+    """Return whether parts can run at the same time on this GPU."""
     free_bytes = header.get("total_bytes", 0) - header.get("outside_at_start_bytes", 0)
     return bool(free_bytes >= FREE_BYTES)
 
@@ -278,18 +281,16 @@ def has_free_memory(header: dict[str, Any]) -> bool:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [part.name for part in PARTS]
-    parser.add_argument("--minutes", type=float, default=12.0, help="stop after so long (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=12.0, help="time limit in minutes (default: %(default)s)")
     parser.add_argument(
-        "--only", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)}"
+        "--only", nargs="+", choices=names, default=names, metavar="PART", help=f"parts to run: {', '.join(names)}"
     )
-    parser.add_argument("--resume", action="store_true", help="keep what the recording has and go on")
+    parser.add_argument("--resume", action="store_true", help="continue an existing recording")
     parser.add_argument("--device", default="cuda:0", help="cuda:0, or cpu to try the code (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="the recording (default: below benchmarks/recorded)")
-    parser.add_argument(
-        "--results", type=Path, default=ROOT / "benchmarks" / "results", help="where the table is filed"
-    )
-    parser.add_argument("--folder", type=Path, help="for files that are not kept (default: a temporary one)")
-    for told in ("--part", "--rows"):  # the process of one part
+    parser.add_argument("--out", type=Path, help="file of the recording (default: below benchmarks/recorded)")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the table")
+    parser.add_argument("--folder", type=Path, help="folder for temporary files (default: a new one)")
+    for told in ("--part", "--rows"):  # for the process of one part
         parser.add_argument(told, type=Path if told == "--rows" else str, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -329,7 +330,7 @@ def go(options: argparse.Namespace, folder: Path) -> int:
 
 
 def hand_over(session: Session, seconds: float) -> int:
-    """Print the table, file it, and say whether everything is as it should be."""
+    """Print and file the table, and return the exit code."""
     from benchmarks._results import file_result, table
     from benchmarks.gpu.shown import readme_part
 

@@ -1,9 +1,9 @@
-"""The trainings that are recorded on a GPU and predicted without one: their models, their batches, and the one loop.
+"""The trainings that are recorded on a GPU and predicted without one: models, batches, and a common loop.
 
-`train` is what both run, so that they cannot drift apart: `record` on a real device, `compare` on fake tensors. Needs
-torch and transformers alone. Batches are counted out (no random numbers), so that a trace knows their values.
+Both sides run `train`, so that they cannot diverge: `record` on a real device, `compare` on fake tensors. Needs only
+torch and transformers. Batches are counted instead of random, so that a trace knows their values.
 
-Each case differs from the base of its model in one thing; a few, at the end of `all_cases`, combine several.
+Each case differs from the base of its model in one property; a few cases at the end of `all_cases` combine several.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ JOB_MODEL, JOB_BATCH_SIZE, JOB_LENGTH, JOB_VOCABULARY = "gpt2-job", 64, 512, 800
 
 Fields = dict[str, Tensor]
 Note = Callable[[int, str], None]
-"""``(step, phase)``, called when the phase of the step is over; steps count from 1, 0 is before the first."""
+"""Called as ``(step, phase)`` at the end of a phase; steps count from 1, and 0 is before the first."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training. ``attention`` is a kernel to allow, "eager" (the library's own code) or "default"."""
+    """One training; ``attention`` is a kernel to allow, "eager" (the library's code) or "default"."""
 
     model: str
     batch_size: int  # samples per optimizer step, of all micro-batches together
@@ -48,11 +48,11 @@ class Case:
     padded: bool = False
     clipped: bool = False
     layers: int | None = None
-    tiny: bool = False  # as small as it goes, for tests
+    tiny: bool = False  # minimal sizes, for tests
 
     @property
     def id(self) -> str:
-        """What it is, in one word: the parts that are not the default's."""
+        """The name, with all properties that differ from the default."""
         parts = [self.model, f"{self.batch_size}x{self.length}", self.precision, self.optimizer]
         parts += ["checkpointing"] * self.checkpointing + [f"accumulate{self.accumulation}"] * (self.accumulation > 1)
         parts += [self.attention] * (self.attention != "default") + [self.loss] * (self.loss != "model")
@@ -60,17 +60,17 @@ class Case:
         return "-".join(parts + [f"{self.layers}layers"] * (self.layers is not None))
 
     def shrunk(self) -> Case:
-        """The same with everything small."""
+        """Return the same case with small sizes."""
         layers = None if self.layers is None else 2
         return replace(self, batch_size=2 * self.accumulation, length=16, layers=layers, tiny=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON takes."""
+        """Return the fields for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Case:
-        """A recorded case; fields that it does not have yet are the default."""
+        """Return a recorded case; fields that it lacks get defaults."""
         return cls(**fields)
 
 
@@ -78,7 +78,7 @@ class Case:
 
 
 class LstmLanguageModel(nn.Module):
-    """Embedding, LSTM, linear; takes batches of one length."""
+    """Embedding, LSTM and linear layer; all samples of a batch have one length."""
 
     def __init__(self, vocabulary: int, width: int, hidden: int, layers: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class LstmLanguageModel(nn.Module):
 
 
 class GruClassifier(nn.Module):
-    """Embedding, a bidirectional GRU over packed sequences, linear."""
+    """Embedding, bidirectional GRU over packed sequences, and linear layer."""
 
     def __init__(self, vocabulary: int, width: int, hidden: int, layers: int) -> None:
         super().__init__()
@@ -187,12 +187,12 @@ def vocabulary_of(case: Case) -> int:
 
 
 def weights_key(case: Case) -> tuple[object, ...]:
-    """Cases with the same key may train copies of one model."""
+    """Return a key; cases with the same key may train copies of one model."""
     return case.model, case.attention == "eager", case.layers, case.tiny
 
 
 def build(case: Case) -> nn.Module:
-    """Make the model, in memory of the host and in fp32."""
+    """Build the model in host memory and fp32."""
     torch.manual_seed(0)
     return _BUILDERS[case.model][1](case, "eager" if case.attention == "eager" else "sdpa")
 
@@ -201,10 +201,10 @@ def build(case: Case) -> nn.Module:
 
 
 def make_batch(case: Case, step: int) -> Fields:
-    """One micro-batch in memory of the host; every step has other tokens and the same lengths."""
+    """Return one micro-batch in host memory; every step has other tokens and the same lengths."""
     num_samples, vocabulary = case.batch_size // case.accumulation, vocabulary_of(case)
     ids = (torch.arange(num_samples * case.length).view(num_samples, case.length) * 7919 + step) % (vocabulary - 2) + 1
-    # The first sample is as long as the batch; of the last a quarter is left.
+    # The first sample is as long as the batch; the last one has a quarter of that.
     lengths = case.length - torch.arange(num_samples) * (3 * case.length // 4) // max(num_samples - 1, 1)
     if case.model == "gru-cls":
         return {"input_ids": ids, "lengths": lengths, "labels": torch.arange(num_samples) % LABELS}
@@ -222,13 +222,13 @@ def make_batch(case: Case, step: int) -> Fields:
 
 
 def train(case: Case, model: nn.Module, device: str, note: Note = lambda step, phase: None) -> None:
-    """Move a model to the device and train it for `NUM_STEPS` steps, as plain PyTorch code does.
+    """Move a model to the device and train it for `NUM_STEPS` steps in plain PyTorch.
 
     Args:
-        case: what to do.
-        model: what `build` made, or a copy; its weights are changed.
+        case: the training.
+        model: the result of `build`, or a copy; its weights are changed.
         device: "cuda:0" or "cpu".
-        note: told when each phase of a step is over.
+        note: called at the end of each phase of a step.
     """
     device_type = device.partition(":")[0]
     model.train()
@@ -245,7 +245,7 @@ def train(case: Case, model: nn.Module, device: str, note: Note = lambda step, p
             with _autocast(case, device_type), _attention(case):
                 loss = compute_loss(case, model, batch) / case.accumulation
             note(step, "forward")
-            with _attention(case):  # a checkpointed forward runs again, with the kernel of the first time
+            with _attention(case):  # a checkpointed forward is recomputed with the same kernel
                 scaler.scale(loss).backward()
             note(step, "backward")
         if case.clipped:
@@ -257,7 +257,7 @@ def train(case: Case, model: nn.Module, device: str, note: Note = lambda step, p
 
 
 def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """As users make it; "adamw" and the SGDs choose their kernels themselves (`foreach` on CUDA)."""
+    """Create the usual optimizer; "adamw" and SGD choose their kernels themselves (`foreach` on CUDA)."""
     if case.optimizer.startswith("sgd"):
         return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9 if case.optimizer == "sgd-momentum" else 0.0)
     options = {"adamw": {}, "adamw-fused": {"fused": True}, "adamw-loop": {"foreach": False}}[case.optimizer]
@@ -265,7 +265,7 @@ def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def compute_loss(case: Case, model: Any, batch: Fields) -> Tensor:
-    """The loss of a micro-batch: as the model computes it, or from chunks of its hidden states."""
+    """Compute the loss of a micro-batch in the model, or from chunks of its hidden states."""
     if case.loss == "model":
         output = model(**batch)
         return output if isinstance(output, Tensor) else output.loss
@@ -288,7 +288,7 @@ def _sum_of_losses(hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
 
 
 def _moved(batch: Fields, device: str) -> Fields:
-    # Lengths are asked for by `pack_padded_sequence` on the host.
+    # `pack_padded_sequence` needs the lengths on the host.
     return {name: tensor if name == "lengths" else tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -335,7 +335,7 @@ _HALF_ATTENTIONS = ("math", "efficient", "flash", "cudnn")
 
 @dataclass(frozen=True)
 class Planned:
-    """A case and how early it is run: lower numbers first."""
+    """A case and its priority: lower numbers run first."""
 
     case: Case
     priority: int
@@ -346,7 +346,7 @@ def bases() -> tuple[Case, ...]:
 
 
 def by_hand() -> tuple[Case, ...]:
-    """One job as people make it fit: its micro-batch and checkpointing; what is likely to be fast or small first."""
+    """Return one job with usual manual settings of micro-batch and checkpointing; fast or small ones first."""
     job = Case(JOB_MODEL, JOB_BATCH_SIZE, JOB_LENGTH, precision="bf16", clipped=True)
     return tuple(
         replace(job, accumulation=JOB_BATCH_SIZE // samples, checkpointing=checkpointing)
@@ -356,7 +356,7 @@ def by_hand() -> tuple[Case, ...]:
 
 
 def all_cases() -> list[Planned]:
-    """The matrix in the order in which it is run."""
+    """Return all cases in the order in which they run."""
     planned = [Planned(base, 0) for base in _BASES]
     for base in _BASES:
         planned += [Planned(case, priority) for case, priority in _one_factor(base)]

@@ -1,12 +1,12 @@
-"""Predicts the runs of a recording and says how far off each prediction is; used by the test and the benchmark.
+"""Predict the runs of a recording, and compute the error of each prediction; used by the test and the benchmark.
 
-A case is traced with the loop that was recorded (`cases.train`), lowered onto the recorded capability, and the trace
-goes through Plimsoll's model of torch's allocator, with the workspaces of cuBLAS where the first product of forward and
-of backward asks for them, and what the process held before the run.
+A case is traced with the recorded loop (`cases.train`) and lowered to the recorded capability. The trace is replayed in
+Plimsoll's model of torch's allocator. The replay includes cuBLAS's workspaces from the first product of forward and of
+backward on, and the memory that the process held before the run.
 
-NOT compared: what is outside the allocator, probes, event traces (they are for whoever looks for the reason), and runs
-that failed on the GPU. The installed torch and transformers predict, the recorded ones ran: `versions_differ` says so,
-and what is other code with other versions (`_is_other_code`) is left out.
+NOT compared: memory outside the allocator, probes, event traces (which are for debugging), and runs that failed on the
+GPU. The installed versions of torch and transformers predict runs of the recorded ones. `versions_differ` reports a
+difference, and cases whose code differs between versions (`_is_other_code`) are left out.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from plimsoll.memory.predict import count_on_cuda
 from plimsoll.memory.trace import DryRun, trace_training
 from plimsoll.records.trace import Trace
 
-_KEPT, _GAP = -1, -2  # storages that are not of the trace
-_MOST_MICRO_BATCHES = 4  # of a step that are traced: what comes after the second repeats it
+_KEPT, _GAP = -1, -2  # storages outside the trace
+_MOST_MICRO_BATCHES = 4  # traced per step: all after the second repeat it
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What the process holds before a run: cuDNN's dropout state, and the segment that it lies in.
+    """Memory that the process holds before a run: cuDNN's dropout state, and its segment.
 
-    ``is_current`` says that no seed was set since it was made: a recurrent net goes on with it, and makes none.
+    ``is_current`` means that no seed was set since the state was created: a recurrent net then reuses it.
     """
 
     segment_bytes: int
@@ -52,23 +52,23 @@ class Kept:
     is_current: bool = False
 
     def events(self) -> list[tuple[int, int]]:
-        """``(storage, bytes)`` after which an allocator holds it there."""
+        """Return ``(storage, bytes)`` events after which an allocator holds the state at its place."""
         gap = [(_GAP, self.offset_bytes), (_KEPT, self.num_bytes), (_GAP, -self.offset_bytes)]
         return [(_GAP, self.segment_bytes), (_GAP, -self.segment_bytes), *(gap if self.offset_bytes else gap[1:2])]
 
 
 MEDIAN, NINE_IN_TEN, WORST = 0.003, 0.01, 0.03
-"""How far off predictions of peaks may be, as shares: half of them, nine in ten, and the worst one."""
+"""Bounds for relative errors of predicted peaks: of the median, of nine in ten, and of the worst."""
 IN_RANGE = 0.95
-"""The share of peaks that must lie in the range that is stated."""
+"""The share of peaks that must be within the predicted range."""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """The numbers of a run, predicted.
+    """The predicted numbers of a run.
 
-    ``allocated_at`` has the bytes allocated at each of the run's marks; the range of a peak goes from ``low_share`` to
-    ``high_share`` of it.
+    ``allocated_at`` has the allocated bytes at each of the run's marks. The range of a peak is ``low_share`` to
+    ``high_share`` times the peak.
     """
 
     peak_allocated_bytes: int
@@ -97,7 +97,7 @@ class Compared:
 
     @property
     def is_verdict(self) -> bool:
-        """Whether the run had a limit: then it says whether it ran out of memory, and nothing else."""
+        """True if the run had a limit, so that only the verdict "out of memory" or not is compared."""
         return self.recorded.get("limit_bytes") is not None
 
     @property
@@ -105,13 +105,13 @@ class Compared:
         return self.is_verdict and (self.recorded["status"] == "oom") != self.predicted.is_oom
 
     def error(self, name: Literal["allocated", "reserved"]) -> float:
-        """How much more than recorded was predicted, as a share."""
+        """Return the relative error of the prediction."""
         key = f"peak_{name}_bytes"
         share: float = getattr(self.predicted, key) / self.recorded[key] - 1
         return share
 
     def is_in_range(self, name: Literal["allocated", "reserved"]) -> bool:
-        """Whether what was recorded lies in the range that is stated."""
+        """Return whether the recorded value is within the predicted range."""
         key = f"peak_{name}_bytes"
         predicted_bytes = getattr(self.predicted, key)
         low, high = self.predicted.low_share, self.predicted.high_share
@@ -120,7 +120,7 @@ class Compared:
 
 @dataclass
 class Summary:
-    """The errors of a group of runs, and the sentences that say which bound they break."""
+    """The errors of a group of runs, and a sentence for each violated bound."""
 
     group: str
     num_runs: int
@@ -133,7 +133,7 @@ class Summary:
 
 @lru_cache(maxsize=256)
 def trace_of(case: Case, capability: tuple[int, int], num_sms: int = 132) -> tuple[Trace, tuple[int, ...]]:
-    """Trace a case; with it, the row of the op that was the last at each mark."""
+    """Trace a case; also return the row of the last op at each mark."""
     marks: list[int] = []
 
     def run(place: DryRun) -> None:
@@ -150,10 +150,10 @@ def predict(
     """Predict one run.
 
     Args:
-        case: what is trained.
-        header: of the recording: the capability and the allocator's settings count.
-        before: what the process holds before the run.
-        limit_bytes: what the allocator may reserve.
+        case: the training.
+        header: of the recording: the capability and the allocator's settings are used.
+        before: memory that the process holds before the run.
+        limit_bytes: maximum bytes that the allocator may reserve.
     """
     ops, events, marks = _events(case, header, before)
     allocator = CachingAllocator(rules_from_text(text_of(header.get("environment", {}))), limit_bytes)
@@ -174,7 +174,7 @@ def predict(
 
 @lru_cache(maxsize=256)
 def _range(case: Case, capability: tuple[int, int], num_sms: int) -> tuple[float, float]:
-    """The range of what is reserved as `plimsoll predict` states it, in shares, which are the same for every card."""
+    """Return the range of reserved memory as in `plimsoll predict`, in shares, which are equal for all GPUs."""
     most = count_on_cuda(trace_of(case, capability, num_sms)[0], find_gpu("H200")).most_reserved
     return most.low_bytes / most.likely_bytes, most.high_bytes / most.likely_bytes
 
@@ -182,16 +182,16 @@ def _range(case: Case, capability: tuple[int, int], num_sms: int) -> tuple[float
 def _events(
     case: Case, header: dict[str, Any], before: Kept | None
 ) -> tuple[list[int], list[tuple[int, int]], tuple[int, ...]]:
-    """The rows of the ops, ``(storage, bytes)`` that they allocate and free, and the rows of the marks.
+    """Return the rows of the ops, their ``(storage, bytes)`` events, and the rows of the marks.
 
-    A recurrent net makes a dropout state of its own and then lets go of the one that is there, unless that is current.
+    A recurrent net creates a dropout state and then frees the existing one, unless that one is current.
     """
     capability = (header["capability"][0], header["capability"][1])
     trace, marks = trace_of(case, capability, header.get("num_sms", 132))
     events = [(-1, *event) for event in before.events()] if before else []
     is_held = before is not None and case.model in RECURRENT
     for op, storage, num_bytes in _with_workspaces(trace, f"{capability[0]}.{capability[1]}"):
-        is_state = is_held and num_bytes == DROPOUT_STATE_BYTES  # which stays to the end
+        is_state = is_held and num_bytes == DROPOUT_STATE_BYTES  # it stays to the end
         if not (is_state and before.is_current):
             events.append((op, storage, num_bytes))
         if is_state:
@@ -202,7 +202,7 @@ def _events(
 
 @lru_cache(maxsize=256)
 def kept_by(case: Case, capability: tuple[int, int], num_sms: int, before: Kept | None) -> Kept | None:
-    """What a run of a recurrent net leaves in its process."""
+    """Return the memory that a run of a recurrent net leaves in its process."""
     _, events, _ = _events(case, {"capability": capability, "num_sms": num_sms}, before)
     state = next((storage for storage, num_bytes in events if num_bytes == DROPOUT_STATE_BYTES and storage >= 0), None)
     if state is None:
@@ -213,7 +213,7 @@ def kept_by(case: Case, capability: tuple[int, int], num_sms: int, before: Kept 
 
 
 def kept_before(recording: dict[str, Any], row: dict[str, Any]) -> Kept | None:
-    """What the runs of the same process before a row have left; `record.Runner` sets the seed as it builds a model."""
+    """Return memory left by earlier runs of the same process; `record.Runner` sets the seed as it builds a model."""
     header, kept = recording["header"], None
     built: set[object] = set()
     for other in recording["runs"]:
@@ -239,13 +239,13 @@ def kept_before(recording: dict[str, Any], row: dict[str, Any]) -> Kept | None:
 
 
 def _in_short(case: Case) -> Case:
-    """The same micro-batches, and fewer of them."""
+    """Return the case with the same micro-batches, but fewer of them."""
     kept = min(case.accumulation, _MOST_MICRO_BATCHES)
     return replace(case, batch_size=case.batch_size // case.accumulation * kept, accumulation=kept)
 
 
 def _with_workspaces(trace: Trace, architecture: str) -> Iterator[tuple[int, int, int]]:
-    """``(op, storage, bytes)`` of the device, with cuBLAS's workspaces."""
+    """Yield ``(op, storage, bytes)`` of the device, including cuBLAS's workspaces."""
     own_ops = (trace.event_op[event] for event, _, _ in trace.deltas())
     op = -1
     for storage, num_bytes in deltas_with_workspaces(trace, cublas_workspace_bytes(architecture)):
@@ -258,7 +258,7 @@ def _with_workspaces(trace: Trace, architecture: str) -> Iterator[tuple[int, int
 
 
 def comparable(recording: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows with something to compare: runs that ended, and those that ran out of memory under a limit."""
+    """Return the rows that can be compared: finished runs, and those that ran out of memory under a limit."""
     return [
         row
         for row in recording["runs"]
@@ -270,7 +270,7 @@ def comparable(recording: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def left_out(recording: dict[str, Any]) -> dict[str, list[str]]:
-    """The ids of the other rows with a case, by the reason."""
+    """Return the ids of all other rows with a case, by reason."""
     compared = {row["id"] for row in comparable(recording)}
     found: dict[str, list[str]] = {}
     for row in recording["runs"]:
@@ -281,7 +281,7 @@ def left_out(recording: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _is_other_code(case: Case, header: dict[str, Any]) -> str:
-    """Why another version runs other kernels, or nothing."""
+    """Return the reason why another version runs other kernels, or an empty string."""
     if case.model == "t5" and header["transformers"] != transformers.__version__:
         return f"as T5 of transformers {header['transformers']} computes its attention itself"
     if case.attention == "cudnn" and header["torch"].split("+")[0] != torch.__version__.split("+")[0]:
@@ -290,14 +290,14 @@ def _is_other_code(case: Case, header: dict[str, Any]) -> str:
 
 
 def of_first_cases(rows: list[dict[str, Any]], num_cases: int) -> list[dict[str, Any]]:
-    """The rows of the first few cases, the small ones first, whatever the kind of the run: a case is traced once."""
+    """Return the rows of the first few cases, small ones first, of all kinds of runs, because a case is traced once."""
     all_of_them = dict.fromkeys(Case.from_dict(row["case"]) for row in rows)
     first = sorted(all_of_them, key=lambda case: case.model == JOB_MODEL)[:num_cases]
     return [row for row in rows if Case.from_dict(row["case"]) in first]
 
 
 def compare(recording: dict[str, Any], rows: Iterable[dict[str, Any]] | None = None) -> list[Compared]:
-    """Predict the rows of a recording, or all that can be compared."""
+    """Predict the given rows of a recording, or all that can be compared."""
     return [_compared(recording, row) for row in (comparable(recording) if rows is None else rows)]
 
 
@@ -308,7 +308,7 @@ def _compared(recording: dict[str, Any], row: dict[str, Any]) -> Compared:
 
 
 def summarize(compared: Iterable[Compared]) -> list[Summary]:
-    """The errors of each group, against the bounds."""
+    """Compute the errors of each group, and check the bounds."""
     groups: dict[str, list[Compared]] = {}
     for one in compared:
         groups.setdefault(one.group, []).append(one)
@@ -334,11 +334,11 @@ def _summary(group: str, runs: list[Compared]) -> Summary:
 
 
 def judged(errors: dict[str, float], outside: list[str]) -> tuple[dict[str, float], list[str]]:
-    """The figures of errors by the row's name, and a sentence for each bound they break.
+    """Compute figures from errors by row name, and a sentence for each violated bound.
 
     Args:
-        errors: how much more than recorded was predicted, as shares.
-        outside: the rows that lie outside the range that was stated for them.
+        errors: relative errors of the predictions.
+        outside: the rows outside their predicted range.
     """
     sizes = sorted(map(abs, errors.values()))
     worst = max(errors, key=lambda name: abs(errors[name]))
@@ -362,7 +362,7 @@ def judged(errors: dict[str, float], outside: list[str]) -> tuple[dict[str, floa
 
 
 def versions_differ(header: dict[str, Any]) -> str:
-    """A sentence if other versions were recorded than predict here; else nothing."""
+    """Return a sentence if the recorded versions differ from the installed ones, or an empty string."""
     here = {"torch": torch.__version__, "transformers": transformers.__version__}
     others = [f"{name} {header[name]} (here {version})" for name, version in here.items() if header[name] != version]
     return f"recorded with {', '.join(others)}: other library code allocates otherwise" if others else ""
@@ -372,7 +372,7 @@ def versions_differ(header: dict[str, Any]) -> str:
 
 
 def table(compared: Iterable[Compared]) -> str:
-    """One line a run: MiB recorded and predicted."""
+    """Return a table with one line per run: recorded and predicted MiB."""
     heads = ("run", "allocated", "predicted", "error", "reserved", "predicted", "error", "verdict")
     lines = [f"{heads[0]:66}" + "".join(f"{head:>11}" for head in heads[1:])]
     for one in compared:

@@ -1,4 +1,4 @@
-"""Files of recordings: where they lie, and how they are read and written. Needs no torch."""
+"""Files of recordings: their places, reading and writing. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECORDED = ROOT / "benchmarks" / "recorded"
 
 
 def recordings() -> list[Path]:
-    """All that are kept: of trainings alone, and of `make gpu`."""
+    """Return all stored recordings, of trainings and of `make gpu`."""
     return sorted(path for folder in (RECORDINGS, RECORDED) for path in folder.glob("*.json.gz") if _has_runs(path))
 
 
@@ -26,10 +26,10 @@ def _has_runs(path: Path) -> bool:
 
 
 def read_recording(path: Path) -> dict[str, Any]:
-    """Read a file that `write_recording` has written.
+    """Read a file written by `write_recording`.
 
     Raises:
-        ValueError: if there is no such file, or it is no recording of this format.
+        ValueError: if the file does not exist or is not a recording of this format.
     """
     try:
         recording: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
@@ -42,13 +42,13 @@ def read_recording(path: Path) -> dict[str, Any]:
 
 
 def differences(recorded: dict[str, Any], here: dict[str, Any]) -> str:
-    """What differs between two headers of that on which all numbers depend; empty if nothing does."""
+    """Describe the differences between two headers that affect all numbers; empty if there is no difference."""
     names = [name for name in ("device", "torch", "processor") if recorded.get(name) != here.get(name)]
     return ", ".join(f"{name} {recorded.get(name)} there and {here.get(name)} here" for name in names)
 
 
 def write_recording(path: Path, recording: dict[str, Any]) -> None:
-    """Write a recording, whole or not at all."""
+    """Write a recording atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = gzip.compress(json.dumps(recording, separators=(",", ":")).encode(), mtime=0)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -57,6 +57,6 @@ def write_recording(path: Path, recording: dict[str, Any]) -> None:
 
 
 def default_path(header: dict[str, Any]) -> Path:
-    """Where a recording of this machine is kept."""
+    """Return the default path for a recording of this machine."""
     device = re.sub(r"[^a-z0-9]+", "-", header["device"].lower()).strip("-")
     return RECORDINGS / f"{device}-torch{header['torch'].partition('+')[0]}.json.gz"

@@ -1,6 +1,6 @@
-"""What a device says of its memory: torch's allocator, the driver, NVML. On the CPU everything is None.
+"""Memory readings of a device: torch's allocator, the driver, NVML. On the CPU all values are None.
 
-Needs torch alone; ``pynvml`` is used where it is installed.
+Needs only torch; ``pynvml`` is used if it is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, NameError, OSError,
     RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""What a single run may raise without ending the recording; torch's own errors are RuntimeErrors."""
+"""Errors of a single run that do not end the recording; torch's own errors are RuntimeErrors."""
 
 MOST_EVENTS = 1_000_000
 _ACTIONS = {
@@ -28,7 +28,7 @@ _ACTIONS = {
 
 
 class Meter:
-    """Reads one device; made before CUDA is, so that it knows what was used before."""
+    """Reads one device; create it before CUDA is initialized, so that it knows the earlier use."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -42,7 +42,7 @@ class Meter:
     # -- the driver ----------------------------------------------------------------------------------------------------
 
     def nvml_used_bytes(self) -> int | None:
-        """What all processes use together, as NVML says."""
+        """Return the memory of all processes together, according to NVML."""
         if self._nvml is None:
             return None
         library, handle = self._nvml
@@ -52,7 +52,7 @@ class Meter:
             return None
 
     def nvml_process_bytes(self) -> int | None:
-        """What this process uses; None where NVML does not say it (as in most containers)."""
+        """Return this process's memory, or None if NVML does not report it (as in most containers)."""
         if self._nvml is None:
             return None
         library, handle = self._nvml
@@ -69,21 +69,21 @@ class Meter:
         return version.decode() if isinstance(version, bytes) else version
 
     def used_bytes(self) -> int | None:
-        """What all processes use together, as CUDA says."""
+        """Return the memory of all processes together, according to CUDA."""
         if not self.is_cuda:
             return None
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
     def outside_bytes(self) -> int | None:
-        """What is used beside this process's allocator: its context, and other processes."""
+        """Return the memory outside this process's allocator: its context, and other processes."""
         used = self.used_bytes()
         return None if used is None else used - torch.cuda.memory_reserved(self.device)
 
     # -- the allocator -------------------------------------------------------------------------------------------------
 
     def clean(self) -> None:
-        """Give everything back that can be, and begin to count anew."""
+        """Free all cached memory, and reset the counters."""
         gc.collect()
         if not self.is_cuda:
             return
@@ -95,7 +95,7 @@ class Meter:
         torch.cuda.reset_accumulated_memory_stats(self.device)
 
     def wait(self) -> None:
-        """Wait until everything is done: errors show late."""
+        """Wait for all queued work, because errors appear late."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
@@ -105,7 +105,7 @@ class Meter:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def now(self) -> tuple[int | None, int | None, int | None]:
-        """Bytes allocated, reserved, and the peak of the allocated ones."""
+        """Return the allocated and reserved bytes, and the peak of the allocated ones."""
         if not self.is_cuda:
             return None, None, None
         stats = torch.cuda.memory_stats(self.device)
@@ -113,7 +113,7 @@ class Meter:
         return tuple(stats.get(name, 0) for name in names)  # type: ignore[return-value]
 
     def peaks(self) -> dict[str, int | None]:
-        """The numbers of a run."""
+        """Return the peak numbers of a run."""
         names = {
             "peak_allocated_bytes": "allocated_bytes.all.peak",
             "peak_reserved_bytes": "reserved_bytes.all.peak",
@@ -130,7 +130,7 @@ class Meter:
         return {name: stats.get(key) for name, key in names.items()}
 
     def measure(self, work: Callable[[], Any]) -> tuple[Any, dict[str, int | None]]:
-        """Do something; return what it returns, the bytes that stay allocated, and the peak above what was before."""
+        """Call a function; return its result, the bytes that stay allocated, and the peak above the previous value."""
         self.reset_peak()
         before = self.now()[0]
         result = work()
@@ -144,7 +144,7 @@ class Meter:
 
     @contextmanager
     def limited_to(self, limit_bytes: int | None) -> Iterator[None]:
-        """Let the allocator reserve only so much; undone on exit."""
+        """Limit the allocator's reserved memory during the block."""
         if limit_bytes is None or not self.is_cuda:
             yield
             return
@@ -172,7 +172,7 @@ class Meter:
             torch.cuda.memory._record_memory_history(None)
 
     def is_alive(self) -> bool:
-        """Whether the device still answers: after some errors it does not, in this process."""
+        """Return whether the device still answers: after some errors, this process cannot use it any more."""
         if not self.is_cuda:
             return True
         try:
@@ -183,7 +183,7 @@ class Meter:
 
 
 def compact_events(trace: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The columns of an allocator's events: a letter and a size each, and the number of the address."""
+    """Return an allocator's events in columns: a letter and a size for each, and the number of the address."""
     actions, sizes, blocks, streams = [], [], [], []
     numbers: dict[int, int] = {}
     for event in trace:
@@ -200,7 +200,7 @@ def compact_events(trace: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _nvml_of_first_device() -> tuple[Any, Any] | None:
-    """NVML and its handle of the first device that CUDA will see; None where there is no NVML for Python."""
+    """Return NVML and its handle of the first visible CUDA device, or None without pynvml."""
     try:
         import pynvml
 

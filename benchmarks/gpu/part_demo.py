@@ -1,4 +1,4 @@
-"""The demo on the card: the plain loop runs out of memory inside a limit, and Plimsoll finishes inside it."""
+"""The demo on a GPU: the plain loop runs out of memory inside a limit, and Plimsoll finishes inside it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""One job by hand and by Plimsoll: 64 x 512 tokens of GPT-2 124M, bf16, AdamW, gradients clipped, under four limits.
+"""One job by hand and by Plimsoll: 64 x 512 tokens of GPT-2 124M, bf16, AdamW, clipped gradients, under four limits.
 
-*plans* makes the plans, at the same time, each as `plimsoll plan` does for this card. *grid* trains every setting of
-`cases.by_hand` in a plain loop, by the recorder: in a first process one of them, and in a second, which resumes the
-recording of the first, the others. *planned* trains each plan with `plimsoll train`, which tries it and those that are
-about as fast, interrupts it after a few steps, and compares these with the fastest setting by hand that fits the limit:
-of that count the allocator's reserved bytes and what the process has outside of it.
+*plans* makes the plans in parallel, as `plimsoll plan` does for this GPU. *grid* records every setting of
+`cases.by_hand` in a plain loop: one setting in a first process, and the others in a second process, which resumes the
+first recording. *planned* trains each plan with `plimsoll train`, which tries the plan and its candidates, and
+interrupts it after a few steps. These steps are compared with the fastest setting by hand that fits the limit; for that
+setting, reserved memory and memory outside the allocator count.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from benchmarks.gpu.parts import Row, Task, run
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import RunRecord
 
-LIMITS_GIB = (4, 12, 8, 2)  # the first are those where a person has the most to choose from
-# The steps of the job, so that trying plans before them is worth it, and after how many the training is interrupted.
+LIMITS_GIB = (4, 12, 8, 2)  # the first ones offer the most settings by hand
+# The steps of the job, enough that trying plans before them pays off; the interruption is after a few of them.
 STEPS, ENOUGH_STEPS, WARM_STEPS = 1000, 6, 2
 MOST_OF_BEST = 1.05
 _TEXT_BYTES, _INTERRUPTED = 3 << 20, 130
 _GIB = 1 << 30
-_LEAST_SECONDS, _MOST_SECONDS = 45.0, 110.0  # of a training with all that is around it
+_LEAST_SECONDS, _MOST_SECONDS = 45.0, 110.0  # of a training, including start and end
 
 
 def limits_of(task: Task) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ def limits_of(task: Task) -> tuple[int, ...]:
 
 
 def job_file(task: Task) -> Path:
-    """Write the job, and text enough for its steps: sources of Python's standard library."""
+    """Write the job, and enough text for its steps: sources of Python's standard library."""
     path, text = task.folder / "job.yaml", task.folder / "text.txt"
     if path.is_file():
         return path
@@ -90,7 +90,7 @@ def make_plan(task: Task, job: Path, limit_gib: int) -> None:
 
 
 def plan_file(task: Task, limit_gib: int) -> Path:
-    """Where the plan is, or is to be; one that only the recording has is written there."""
+    """Return the path of the plan; a plan that only the recording has is written there."""
     path = task.folder / f"plan-{limit_gib}.json"
     row = next((row for row in task.recorded if row["id"] == f"plan:{limit_gib}GiB"), None)
     if row is not None:
@@ -102,7 +102,7 @@ def plan_file(task: Task, limit_gib: int) -> Path:
 
 
 def run_grid(task: Task) -> None:
-    """Record the settings by hand: the first in a process of its own, whose recording the second resumes."""
+    """Record the settings by hand: the first one in a separate process, whose recording the second process resumes."""
     first = (by_hand()[0].shrunk() if task.is_tiny else by_hand()[0]).id
     before = {row["id"]: row for row in task.recorded}
     recorded_by(task, "--only", first)
@@ -163,7 +163,7 @@ def run_planned(task: Task) -> None:
 
 
 def speed_row(task: Task) -> None:
-    """Record how fast the device is, as Plimsoll measures it."""
+    """Record the device's speed as measured by Plimsoll."""
     from plimsoll.device.speed import measured_speed
 
     if any(row["kind"] == "speed" for row in task.recorded):
@@ -196,7 +196,7 @@ def train(task: Task, limit_gib: int, plan: Path) -> None:
 
 
 def planned_row(limit_gib: int, record: RunRecord) -> Row:
-    """What is kept of a training: like a row of kind `technique` of the first recordings, with what was predicted."""
+    """Return the row of a training: like kind `technique` of the first recordings, with the predicted values."""
     plan, steps = record.plan, record.steps
     fallback = plan.fallbacks[steps[-1].fallback or 0]
     return {
@@ -237,7 +237,7 @@ def judge(task: Task, row: Row) -> None:
 
 
 def best_by_hand(task: Task, limit_bytes: int) -> Row | None:
-    """The fastest recorded setting whose reserved bytes, and what is outside of the allocator, the limit holds."""
+    """Return the fastest recorded setting whose reserved and outside memory fit the limit."""
     fits = [row for row in task.recorded if is_by_hand(row) and row["status"] == "ok"
             and (row["peak_reserved_bytes"] or 0) + (row["outside_after_bytes"] or 0) <= limit_bytes]  # fmt: skip
     return min(fits, key=seconds_of, default=None)
@@ -248,6 +248,6 @@ def seconds_of(row: Row) -> float:
 
 
 def setting_of(case: Case) -> str:
-    """A setting by hand in the words of a plan."""
+    """Return a setting by hand in the words of a plan."""
     words = f"micro_batch={case.batch_size // case.accumulation}"
     return f"{words} + checkpointing=all" if case.checkpointing else words

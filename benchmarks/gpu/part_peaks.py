@@ -1,4 +1,4 @@
-"""Peaks of other models: the matrix of `benchmarks.gpu.record`, in its order, as far as the time goes."""
+"""Peaks of other models: the matrix of `benchmarks.gpu.record`, in its order, until the time is over."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Peaks and times of the job, by hand and as planned, beside what is predicted of them, on the processor.
+"""Peaks and times of the job, by hand and as planned, compared with predictions on the CPU.
 
-What was planned is predicted by its plan. A setting by hand is predicted as any recorded training
-(`benchmarks/gpu/compare.py`), and its time as `benchmarks/plan_time_gpu.py` does, which hold the recording to the same
+Planned trainings are predicted from their plan. Settings by hand are predicted as any recorded training
+(`benchmarks/gpu/compare.py`), and their times as in `benchmarks/plan_time_gpu.py`. These hold the recording to the same
 bounds on a machine without a GPU.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.gpu.part_job import is_by_hand, limits_of, seconds_of, setting_o
 from benchmarks.gpu.parts import ROOT, Row, Task
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_OTHERS_CORES = 4  # for what runs at the same time
+_OTHERS_CORES = 4  # for other work at the same time
 MEDIAN_OFF, NINE_IN_TEN_OFF = 0.15, 0.35  # of times
 
 
@@ -55,9 +55,9 @@ def judge_planned(task: Task, row: Row) -> None:
 
 
 def judge_by_hand(task: Task, rows: list[Row]) -> None:
-    """Predict the settings at the same time, as many as there are cores, the quick ones first."""
+    """Predict the settings in parallel on the available cores, the quick ones first."""
     rows = sorted(rows, key=lambda row: row["case"]["accumulation"])
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # of the processes: no card is needed
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # for the processes: no GPU is needed
     found: dict[str, tuple[float, float, float]] = {}
     num_processes = max(len(os.sched_getaffinity(0)) - _OTHERS_CORES, 1)
     with multiprocessing.get_context("spawn").Pool(num_processes, settle) as pool:
@@ -90,8 +90,8 @@ def settle() -> None:
 
 
 def errors_of(path: Path, run_id: str) -> tuple[float, float, float]:
-    """How much more than recorded is predicted, as shares: allocated and reserved bytes, and seconds."""
-    import plan_time_gpu  # which is beside this package
+    """Return the relative errors of the predicted allocated bytes, reserved bytes and seconds."""
+    import plan_time_gpu  # next to this package
 
     recording = read_recording(path)
     row = next(row for row in recording["runs"] if row["id"] == run_id)

@@ -1,8 +1,8 @@
-"""How fast a training is again after it ran out of memory: steady steps, and those after one event.
+"""Speed of a training after it ran out of memory: steady steps, and steps after one event.
 
-*Injected*: the first forward pass runs out of memory for a moment (CUDA's own error), with everything as in the steady
-training. *Too large*: the first choice of the plan really does not fit, and the training goes on with the next. From
-the tenth step after the event on, the median step takes at most `MOST_OF_STEADY` of a steady one.
+*Injected*: the first forward pass runs out of memory for a moment (CUDA's own error); otherwise it is the steady
+training. *Too large*: the first choice of the plan really does not fit, and the training continues with the next. From
+the tenth step after the event on, the median step takes at most `MOST_OF_STEADY` times a steady one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALL_BLOCKS = Choice(technique="checkpointing", options={"blocks": "all"})
 
 
 def fallback(samples: int, peak_mib: int, *others: Choice) -> Configuration:
-    """A fallback with what is predicted for it: allocated bytes and a context of 500 MiB."""
+    """Return a fallback with its predicted memory: allocated bytes and a context of 500 MiB."""
     num_bytes = peak_mib * _MIB
     peak = Estimate(likely_bytes=num_bytes, low_bytes=num_bytes, high_bytes=num_bytes, traced_bytes=num_bytes)
     return Configuration(choices=(micro_batch_choice(samples), *others), peak=peak)
@@ -66,7 +66,7 @@ def run_part(task: Task) -> None:
 
 
 def train(fallbacks: Sequence[Configuration], task: Task, injects: bool) -> dict[str, Any]:
-    """Train; returns the seconds of each step with its fallback, and the number of events."""
+    """Train, and return the seconds of each step with its fallback, and the number of events."""
     width, layers, length = (32, 2, 32) if task.is_tiny else (768, 12, JOB_LENGTH)
     torch.manual_seed(0)
     config = transformers.GPT2Config(

@@ -1,4 +1,4 @@
-"""A recurrent run that is saved and resumed: cuDNN's LSTM with dropout, whose model must be the same to the bit."""
+"""A recurrent run that is saved and resumed: cuDNN's LSTM with dropout, whose model must be bitwise identical."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS, SAVED_STEP = 8, 4
 
 
 def run_part(task: Task) -> None:
-    job_file(task)  # which writes the text
+    job_file(task)  # also writes the text
     job = {
         "model": {"architecture": "lstm", "num_layers": 2, "hidden_size": 256, "embedding_size": 128, "dropout": 0.3},
         "task": "language-modeling", "data": {"train": str(task.folder / "text.txt")},

@@ -1,15 +1,15 @@
-"""Memory taken away at random by another process, in every phase of a training, and an exact ledger.
+"""Memory taken at random moments by another process, in every phase of a training, with an exact ledger.
 
-The other process fills the card but for `FREE_BYTES`, and at moments drawn at random, every few steps, takes that, too,
-for a part of a step. Meanwhile a thread of the training gives back what torch's allocator keeps, at random moments, so
-that any phase may have to ask the driver, and is refused. Where no way is left the training waits and gives the same
-batch again, as `plimsoll train` does.
+The other process fills the GPU except for `FREE_BYTES`. At random moments, every few steps, it takes that memory too,
+for a part of a step. Meanwhile a thread of the training empties torch's cache at random moments, so that any phase may
+have to ask the driver and be refused. If no fallback is left, the training waits and repeats the batch, as `plimsoll
+train` does.
 
-*One way*: one micro-batch, with dropout: whatever happens, losses and weights after every step are those of the same
-training undisturbed, to the bit, and so is one that goes on from what was saved in the storm. *Smaller*: fallbacks of
-fewer samples, without dropout: another rounding order, so losses and weights are close. Each sample counts once.
+*One way*: one micro-batch, with dropout. Losses and weights after every step equal the same undisturbed training bit
+for bit. So does a training that is resumed from a checkpoint of the storm. *Smaller*: fallbacks with fewer samples,
+without dropout: rounding differs, so losses and weights are close. Each sample counts once.
 
-Without a GPU the training asks for memory that no machine has, in a phase drawn at random.
+Without a GPU, the training requests impossible amounts of memory in a random phase.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from plimsoll.records.run import OomEvent
 from plimsoll.step.failpoints import armed
 
 FREE_BYTES = 3 << 30
-PHASES = ("forward", "backward", "optimizer", "evaluation")  # saving copies to the host, and asks for none
+PHASES = ("forward", "backward", "optimizer", "evaluation")  # saving copies to the host without device memory
 INJECTED = ("forward", "loss", "backward", "clip", "optimizer")
-EVALUATED = (10_000, 10_001)  # numbers of batches
+EVALUATED = (10_000, 10_001)  # batch numbers
 FEWEST_STEPS, MOST_STEPS, EVALUATE_EVERY, SAVE_EVERY = 12, 400, 2, 5
-# In steps: between two moments when memory is taken, how long it is held, and between two when it is given back.
+# In steps: time between two disturbances, their duration, and time between two emptyings of the cache.
 PAUSE_STEPS, HELD_STEPS, GIVEN_STEPS = (1.0, 4.0), (0.1, 0.6), (0.05, 0.4)
 CLOSE_LOSS, CLOSE_WEIGHTS = 1e-5, 1e-3
 _LENGTH, _VOCABULARY = 256, 2000
-_STORM_SHARE = 0.4  # of the time that is left, for each of the two
+_STORM_SHARE = 0.4  # of the remaining time, for each of the two
 _AGAIN_SECONDS = 0.02
-_LEFT_BYTES = 8 << 20  # of a full card: the driver's own granule is 2 MiB
+_LEFT_BYTES = 8 << 20  # of a full GPU: the driver's granularity is 2 MiB
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Trained:
 
 @dataclass
 class Storm:
-    """What is trained, and where what it saves goes."""
+    """The training, and the path of its checkpoint."""
 
     device: str
     tiny: bool
@@ -104,7 +104,7 @@ class Storm:
     def train(
         self, num_steps: int, until: float = float("inf"), disturbed: bool = False, resume: bool = False
     ) -> Trained:
-        """Train until the steps are done or, in the storm, every phase was met or the time is over."""
+        """Train until the steps are done or, in the storm, every phase was hit or the time is over."""
         found, drawn = Trained(), random.Random(0)
         model, optimizer, step = self._again(found, self.make)
         if resume:
@@ -145,11 +145,11 @@ class Storm:
             self.tell(f"step {step.num_steps}, ran out of memory {sum(found.events.values())} times")
 
     def _failing(self, phase: str | None, *hits: int) -> contextlib.AbstractContextManager[None]:
-        """Without a card, these passages of a phase run out of memory."""
+        """Make these passages of a phase run out of memory if there is no GPU."""
         return armed(phase, *hits) if phase and self.device == "cpu" else contextlib.nullcontext()
 
     def _again(self, found: Trained, work: Any) -> Any:
-        """Do something until it has room."""
+        """Repeat a function until memory suffices."""
         while True:
             try:
                 return work()
@@ -175,7 +175,7 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def start_taker(task: Task) -> subprocess.Popen[str] | None:
-    """Start the process that takes memory once it is told to; none without a card."""
+    """Start the process that takes memory on request; return None without a GPU."""
     if task.is_tiny:
         return None
     return subprocess.Popen(
@@ -186,7 +186,7 @@ def start_taker(task: Task) -> subprocess.Popen[str] | None:
 
 @contextlib.contextmanager
 def taken_away(taker: subprocess.Popen[str] | None, seconds: float, step_seconds: float) -> Iterator[dict[str, float]]:
-    """Let the other process take memory while the block runs, so long at most, and this one give back what it can."""
+    """Let the other process take memory, and this one empty its cache, while the block runs."""
     told: dict[str, float] = {}
     if taker is None:
         yield told
@@ -209,14 +209,14 @@ def taken_away(taker: subprocess.Popen[str] | None, seconds: float, step_seconds
 
 
 def give_back(over: threading.Event, step_seconds: float) -> None:
-    """Give back what the allocator keeps, at random moments."""
+    """Empty the allocator's cache at random moments."""
     drawn = random.Random(1)
     while not over.wait(drawn.uniform(*GIVEN_STEPS) * step_seconds):
         torch.cuda.empty_cache()
 
 
 def take(device: str) -> None:
-    """When told for how long, fill the card but for the room, and take that, too, again and again, until it is over."""
+    """Fill the GPU except for the free bytes on request, and repeatedly take those too until told to end."""
     torch.zeros(1, device=device)
     seconds, step_seconds = map(float, sys.stdin.readline().split())
     drawn, over, times, held_seconds = random.Random(2), threading.Event(), 0, 0.0
@@ -235,7 +235,7 @@ def take(device: str) -> None:
 
 
 def rest_of_card(device: str) -> list[torch.Tensor]:
-    """Take what is free; another may be quicker."""
+    """Allocate the free memory; another process may be quicker."""
     num_bytes = torch.cuda.mem_get_info()[0] - _LEFT_BYTES
     if num_bytes > 0:
         with contextlib.suppress(RuntimeError):
@@ -248,7 +248,7 @@ def rest_of_card(device: str) -> list[torch.Tensor]:
 
 def run_part(task: Task) -> None:
     transformers.utils.logging.set_verbosity_error()
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it products are not the same twice
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # otherwise products are not reproducible
     torch.use_deterministic_algorithms(True)
     sizes = (8, 4, 2, 1) if task.is_tiny else (32, 16, 8, 4)
     whole = Storm(task.device, task.is_tiny, 0.1, sizes[:1], task.folder / "saved.pt", task.tell)
@@ -256,7 +256,7 @@ def run_part(task: Task) -> None:
     takers = [start_taker(task) for _ in range(2)]
     told, disturbed_ones = [], []
     for storm, taker in zip((whole, cut), takers, strict=True):
-        step_seconds = min(storm.train(3).seconds)  # kernels are loaded, which need memory of the driver once
+        step_seconds = min(storm.train(3).seconds)  # kernels are loaded now, which needs driver memory once
         task.tell(f"a step takes {step_seconds:.3f} s undisturbed")
         span = _STORM_SHARE * task.seconds_left
         with taken_away(taker, span, step_seconds) as found:

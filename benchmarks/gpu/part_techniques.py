@@ -1,7 +1,7 @@
-"""The job of `part_job` with each technique alone and with some together, by `TrainStep`, whatever the budget.
+"""The job of `part_job` with each technique alone and with some combinations, in `TrainStep`, for all budgets.
 
-The planner's models of time and of memory are held against what is recorded of each: seconds, losses, peaks. Here only
-losses are compared: none of these techniques changes the training, so the first step's loss is that of the first row.
+The planner's models of time and memory are compared elsewhere with the recorded seconds, losses and peaks. Here only
+losses are compared: none of these techniques changes the training, so the first step's loss equals the first row's.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from plimsoll.records.plan import Choice
 from plimsoll.techniques import in_order
 from plimsoll.techniques.mechanisms.building import put_where_needed
 
-STEPS, MOST_SECONDS = 4, 8.0  # of each
-CLOSE = 1e-3  # of a loss, in bf16
+STEPS, MOST_SECONDS = 4, 8.0  # of each technique
+CLOSE = 1e-3  # relative to the loss, in bf16
 _LEAST_SECONDS = 12.0
 
 
@@ -75,7 +75,7 @@ def judge(task: Task, rows: list[Row]) -> None:
 
 
 def trained(task: Task, meter: Meter, choices: tuple[Choice, ...]) -> Row:
-    """Train a few steps; what fails is said in ``error``."""
+    """Train a few steps; an error is stored in ``error``."""
     meter.clean()
     row: Row = {
         "techniques": [one.model_dump() for one in choices], "batch": JOB_BATCH_SIZE, "length": JOB_LENGTH,

@@ -1,4 +1,4 @@
-"""The tests marked `gpu`; several at a time where pytest-xdist is installed and the card has room."""
+"""The tests marked `gpu`; in parallel if pytest-xdist is installed and the GPU has enough memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.gpu.parts import ROOT, Task, run
 
 TESTS = ROOT / "tests"
 _MARK = re.compile(r"mark\.gpu\b")
-_MOST_PROCESSES, _FREE_BYTES_EACH = 6, 8 << 30  # a process of tests takes a few GiB of a card, its context included
+_MOST_PROCESSES, _FREE_BYTES_EACH = 6, 8 << 30  # each test process takes a few GiB of GPU memory, including its context
 
 
 def run_part(task: Task) -> None:
@@ -51,7 +51,7 @@ def run_part(task: Task) -> None:
 
 
 def judge(task: Task, report: Path, code: int) -> None:
-    """Say how many tests passed, and name those that did not."""
+    """Report the number of tests that passed, and the names of the others."""
     cases = list(ElementTree.parse(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
@@ -70,7 +70,7 @@ def processes_of(task: Task) -> int:
 
 
 def missing_modules(path: Path, seen: frozenset[Path] = frozenset()) -> list[str]:
-    """What a test file imports at its top, also through helpers beside the tests, and is not installed."""
+    """Return modules that a test file imports at its top, also through helpers, and that are not installed."""
     lacking: list[str] = []
     for name in imported(path):
         helpers = [folder / f"{name}.py" for folder in (path.parent, TESTS) if (folder / f"{name}.py").is_file()]
@@ -83,7 +83,7 @@ def missing_modules(path: Path, seen: frozenset[Path] = frozenset()) -> list[str
 
 
 def imported(path: Path) -> set[str]:
-    """The first parts of the names of modules that a file imports outside of functions."""
+    """Return the top-level names of modules that a file imports outside functions."""
     names: set[str] = set()
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.Import):

@@ -1,7 +1,7 @@
-"""What the parts of `make gpu` have in common: what each is given, and how it says what it found.
+"""Shared code of the parts of `make gpu`: their inputs, and how they report results.
 
-A part runs in a process of its own and writes lines of JSON as it goes, so that one that is stopped has said what it
-got to. A line is a row of the recording: a *check* (what was measured, its bound, whether it holds), or a measurement.
+A part runs in a separate process and writes lines of JSON as it proceeds, so that results survive if it is stopped. A
+line is a row of the recording: a *check* (measured value, bound, and whether it holds), or a measurement.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Task:
-    """What a part is given; on a processor it goes through the same code with small models.
+    """The inputs of a part; on a CPU it runs the same code with small models.
 
-    ``folder`` is for files of all parts of a command, ``recording`` what was recorded so far, ``until`` a time of
+    ``folder`` is for files of all parts of a command, ``recording`` is the recording so far, ``until`` a time of
     `time.monotonic`.
     """
 
@@ -42,7 +42,7 @@ class Task:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether there is no GPU, and only the code is tried."""
+        """True if there is no GPU, so that only the code is tried."""
         return self.device == "cpu"
 
     @property
@@ -51,7 +51,7 @@ class Task:
 
     @cached_property
     def recorded(self) -> list[Row]:
-        """The rows of the recording when it is first asked for."""
+        """The rows of the recording at the first access."""
         rows: list[Row] = read_recording(self.recording)["runs"]
         return rows
 
@@ -61,33 +61,33 @@ class Task:
         return found
 
     def say(self, row: Row) -> None:
-        """Note a row for the recording."""
+        """Write a row for the recording."""
         with self.rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def tell(self, text: str) -> None:
-        """Show what is being done, with the seconds of the part so far."""
+        """Print the current activity, with the seconds of the part so far."""
         print(f"    {self.part}, {time.monotonic() - self.began:.0f} s: {text}", flush=True)
 
     def check(self, what: str, measured: object, bound: object, ok: bool) -> None:
-        """Note whether something is as it should be."""
+        """Record whether a value meets its bound."""
         self.say({
             "id": f"check:{self.part}:{what}", "kind": "check", "part": self.part, "what": what,
             "measured": str(measured), "bound": str(bound), "ok": bool(ok),
         })  # fmt: skip
 
     def check_on_card(self, what: str, measured: object, bound: object, ok: bool) -> None:
-        """The same of what says something on a card only."""
+        """Record a check that is meaningful on a GPU only."""
         self.check(what, measured, *(("none on a processor", True) if self.is_tiny else (bound, ok)))
 
     def not_reached(self, what: str) -> None:
-        """Note what the time did not reach, which is no fault."""
+        """Record that the time did not suffice, which is not a fault."""
         self.say({"id": f"left:{self.part}:{what}", "kind": "left", "part": self.part, "what": what})
 
 
 @dataclass
 class Command:
-    """A program of this repository that has ended; ``code`` is None if its time was over."""
+    """A finished program of this repository; ``code`` is None if its time was over."""
 
     code: int | None
     output: str
@@ -101,7 +101,7 @@ class Command:
 
 
 def environment(task: Task, **more: str) -> dict[str, str]:
-    """Of programs that a part starts: this source tree, and a cache that only the part knows: what it learns is its."""
+    """Return the environment of programs that a part starts: this source tree, and a cache that only this part uses."""
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PLIMSOLL_CACHE": str(task.folder / "known" / task.part)}
     return os.environ | own | {"HF_HUB_OFFLINE": "1"} | more
@@ -110,9 +110,9 @@ def environment(task: Task, **more: str) -> dict[str, str]:
 def run(
     task: Task, *words: str, most_seconds: float = float("inf"), enough: Callable[[], bool] = lambda: False
 ) -> Command:
-    """Run this interpreter with arguments until it ends, or the part's time is over, or its own.
+    """Run this interpreter until it ends, or until the time of the part or of the program is over.
 
-    Once it has done ``enough`` it is interrupted, as by Ctrl-C.
+    When ``enough`` returns True, it is interrupted as by Ctrl-C.
     """
     started, is_told = time.monotonic(), False
     until = started + max(min(task.seconds_left, most_seconds), 1.0)
@@ -133,7 +133,7 @@ def run(
             done = Command(process.returncode, output, errors, time.monotonic() - started)
             task.tell(f"exit code {done.code} in {done.seconds:.0f} s: {name}")
             return done
-    process.terminate()  # a supervisor hands it on to its training
+    process.terminate()  # a supervisor forwards the signal to its training
     try:
         output, errors = process.communicate(timeout=5.0)
     except subprocess.TimeoutExpired:

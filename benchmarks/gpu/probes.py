@@ -1,7 +1,7 @@
-"""What single kernels take beside their results, over grids of shapes: only a GPU can tell.
+"""Memory of single kernels in addition to their results, over grids of shapes; only a GPU can tell.
 
 Each probe is a function from a `Meter` to rows; a shape that fails is a row with its error. On the CPU a few shapes run
-and every number is None. Needs torch alone.
+and every number is None. Needs only torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _some(meter: Meter, grid: Iterator[Any]) -> Iterator[Any]:
-    """The whole grid, or its first few rows where nothing is measured."""
+    """Yield the whole grid, or its first few rows if nothing is measured."""
     return grid if meter.is_cuda else itertools.islice(grid, 3)
 
 
@@ -45,7 +45,7 @@ def _row(fields: Row, work: Callable[[], Row]) -> Row:
 
 
 def cudnn_rnn(meter: Meter) -> Iterator[Row]:
-    """The reserve and the workspaces of cuDNN's recurrent nets."""
+    """Measure the reserve and the workspaces of cuDNN's recurrent nets."""
     grid = itertools.product(
         ("lstm", "gru"), (1, 2, 3), (0.0, 0.2), (FP32, FP16), (128, 512, 1024), (32, 128), (16, 64), (False, True)
     )
@@ -67,7 +67,7 @@ def _one_rnn(meter: Meter, fields: Row, dtype: torch.dtype) -> Row:
         device=meter.device, dtype=dtype,
     )  # fmt: skip
     given = torch.zeros(fields["length"], fields["batch"], hidden, device=meter.device, dtype=dtype).requires_grad_()
-    module(given)  # makes the dropout state, which stays
+    module(given)  # creates the dropout state, which stays
 
     (output, last), forward = meter.measure(lambda: module(given))
     states = last if isinstance(last, tuple) else (last,)
@@ -89,7 +89,7 @@ def _one_rnn(meter: Meter, fields: Row, dtype: torch.dtype) -> Row:
 
 
 def attention(meter: Meter) -> Iterator[Row]:
-    """What each kernel of `scaled_dot_product_attention` keeps and takes."""
+    """Measure the saved and temporary memory of each kernel of `scaled_dot_product_attention`."""
     shapes = ((8, 12, 256, 64), (2, 16, 1000, 64), (4, 16, 512, 128), (2, 8, 300, 80), (1, 4, 2048, 256))
     grid = itertools.product(_BACKENDS, (FP32, BF16, FP16), shapes, ("none", "causal", "bias"), (0.0, 0.1))
     for backend, dtype, shape, mask, dropout in _some(meter, grid):
@@ -117,7 +117,7 @@ def _one_attention(meter: Meter, fields: Row, dtype: torch.dtype) -> Row:
 def _attention_inputs(meter: Meter, fields: Row, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     batch, heads, length, width = fields["shape"] if meter.is_cuda else (1, 2, 8, 8)
 
-    def tokens() -> Tensor:  # as a model's projection makes them
+    def tokens() -> Tensor:  # as in a model's projection
         return torch.zeros(batch, length, heads, width, device=meter.device, dtype=dtype).transpose(1, 2)
 
     bias = torch.zeros(batch, 1, length, length, device=meter.device, dtype=dtype) if fields["mask"] == "bias" else None
@@ -125,7 +125,7 @@ def _attention_inputs(meter: Meter, fields: Row, dtype: torch.dtype) -> tuple[Te
 
 
 def attention_choice(meter: Meter) -> Iterator[Row]:
-    """Which kernel torch picks by itself; the numbers are those of `torch.nn.attention.SDPBackend`."""
+    """Record the kernel that torch chooses; the numbers are `torch.nn.attention.SDPBackend` values."""
     shapes = ((8, 12, 256, 64), (8, 12, 100, 64), (2, 8, 300, 80), (1, 4, 2048, 256), (8, 12, 1, 64))
     grid = itertools.product((FP32, BF16, FP16), shapes, ("none", "causal", "bias"), (0.0, 0.1), (True, False))
     for dtype, shape, mask, dropout, trains in _some(meter, grid):
@@ -144,7 +144,7 @@ def attention_choice(meter: Meter) -> Iterator[Row]:
 
 
 def kernels(meter: Meter) -> Iterator[Row]:
-    """Kernels with scratch of their own; ``result_bytes`` is what they return."""
+    """Measure kernels with scratch memory; ``result_bytes`` is the size of the result."""
     for name, make in _KERNELS.items():
         for size in _some(meter, iter((2048, 8192, 20000))):
             for dtype in (FP32, BF16):
@@ -152,7 +152,7 @@ def kernels(meter: Meter) -> Iterator[Row]:
 
                 def run(make: Any = make, size: int = size, dtype: torch.dtype = dtype) -> Row:
                     work = make(size if meter.is_cuda else 16, dtype, meter.device)
-                    work()  # what is made once
+                    work()  # one-time allocations
                     result, numbers = meter.measure(work)
                     tensors = [one for one in (result if isinstance(result, tuple) else (result,)) if one is not None]
                     return {"result_bytes": bytes_of(tensors), **numbers}
@@ -205,7 +205,7 @@ _KERNELS: dict[str, Callable[..., Callable[[], Any]]] = {
 
 
 def matmul_workspaces(meter: Meter) -> Iterator[Row]:
-    """What the first products of a process's threads keep: the workspaces of cuBLAS and cuBLASLt."""
+    """Measure memory kept by the first products of a process's threads: the workspaces of cuBLAS and cuBLASLt."""
     width = 512 if meter.is_cuda else 8
     for dtype in (FP32, BF16, FP16):
         meter.clean()
@@ -235,7 +235,7 @@ def _backward(meter: Meter, loss: Tensor) -> Row:
 
 
 def context_growth(meter: Meter) -> Iterator[Row]:
-    """What the driver has for this process beside the allocator, after more and more kinds of kernels."""
+    """Measure the driver's memory for this process outside the allocator, after more and more kinds of kernels."""
     width = 256 if meter.is_cuda else 8
     square = torch.zeros(width, width, device=meter.device)
     half = square.to(BF16)
@@ -277,4 +277,4 @@ PROBES: dict[str, Callable[[Meter], Iterator[Row]]] = {
     "cudnn_rnn": cudnn_rnn,
     "kernels": kernels,
 }
-"""Run in the process of the cases; `context_growth` wants a process of its own."""
+"""Probes that run in the process of the cases; `context_growth` needs a separate process."""

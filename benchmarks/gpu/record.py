@@ -1,15 +1,19 @@
-"""Records what trainings take on the GPU of this machine, for Plimsoll's predictions to be compared with.
+"""Record the memory and time of trainings on this machine's GPU, for comparison with Plimsoll's predictions.
 
     PYTHONPATH=src python -m benchmarks.gpu.record [--minutes 9] [--out FILE] [--only PART ...] [--resume]
 
-Runs the matrix of `benchmarks.gpu.cases` in order of priority until the time is over, and writes after every few runs,
-whole or not at all. A run that fails is recorded with its error. Where the device itself fails, a new process goes on.
-Needs torch and transformers, not Plimsoll. Without ``--out`` the file is ``tests/recordings/<gpu>-torch<version>.json
-.gz``; its format is described in ``tests/recordings/README.md``. ``--device cpu --tiny`` goes through the same code
-without a GPU; its numbers are None.
+Runs the matrix of `benchmarks.gpu.cases` in order of priority until the time is over, and writes the file atomically
+after every few runs. A run that fails is recorded with its error. If the device itself fails, a new process continues.
+Needs torch and transformers, not Plimsoll. The default file is ``tests/recordings/<gpu>-torch<version>.json.gz``;
+``tests/recordings/README.md`` describes its format. ``--device cpu --tiny`` runs the same code without a GPU; its
+numbers are None.
 
-Kinds of runs: *shared* (one process, everything given back in between), *limited* (the same with a limit near its
-peak: does it run out of memory?), *fresh* (a process of its own: what is made at first use), *probe* (single kernels).
+Kinds of runs:
+
+- *shared*: in one process, with all memory freed between runs;
+- *limited*: the same with a limit near its peak, to see whether it runs out of memory;
+- *fresh*: in a new process, to see allocations at first use;
+- *probe*: single kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from benchmarks.gpu.meter import FAILURES, Meter
 from benchmarks.gpu.probes import PROBES, context_growth
 from torch import nn
 
-LIMIT_SHARES = (0.80, 0.92, 0.97, 1.0, 1.05)  # of what the same run reserved without a limit
+LIMIT_SHARES = (0.80, 0.92, 0.97, 1.0, 1.05)  # of the memory that the same run reserved without a limit
 FRESH_MODELS = ("gpt2", "bert-mlm", "lstm-lm", "gru-cls")
 WRITE_EVERY_SECONDS = 15.0
 FRESH_SECONDS, SPARE_SECONDS = 120.0, 8.0
@@ -52,7 +56,7 @@ _ENVIRONMENT = re.compile(
 
 @dataclass(frozen=True)
 class Run:
-    """One thing to record. ``case`` is None for a probe, which `name` tells."""
+    """One run to record; ``case`` is None for a probe, which `name` identifies."""
 
     kind: Literal["shared", "limited", "fresh", "probe"]
     priority: int
@@ -63,14 +67,14 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The same run has the same id in every recording."""
+        """An id that is equal for the same run in every recording."""
         if self.case is None:
             return f"probe:{self.name}"
         return self.case.id + {"limited": f"@{self.limit_share}", "fresh": "@fresh"}.get(self.kind, "")
 
 
 def all_runs(tiny: bool = False) -> list[Run]:
-    """Everything, in the order in which it is done."""
+    """Return all runs in their order."""
 
     def sized(case: Case) -> Case:
         return case.shrunk() if tiny else case
@@ -90,7 +94,7 @@ def all_runs(tiny: bool = False) -> list[Run]:
 
 
 class Recording:
-    """The file that is made: a header, a row for each run."""
+    """The recorded file: a header, and a row for each run."""
 
     def __init__(self, path: Path, header: dict[str, Any], resume: bool) -> None:
         self.path = path
@@ -120,19 +124,19 @@ class Recording:
 
 
 class Runner:
-    """Does runs on one device; ``originals`` are models by their weights, which are copied for each run."""
+    """Performs runs on one device; ``originals`` are models by their weights, copied for each run."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
         self._originals: dict[object, nn.Module] = {}
 
     def do(self, run: Run, recording: Recording) -> dict[str, Any]:
-        """Do one run and return its row."""
+        """Perform one run, and return its row."""
         started = time.monotonic()
         row: dict[str, Any] = {"id": run.id, "kind": run.kind}
         try:
             row |= self._done(run, recording)
-        except FAILURES as error:  # not of the training itself: after some errors the device answers nothing
+        except FAILURES as error:  # errors outside the training: after some of them the device does not answer
             row |= {"case": run.case and run.case.to_dict(), "limit_bytes": None} | _failure(error)
         return row | {"seconds": round(time.monotonic() - started, 2)}
 
@@ -146,7 +150,7 @@ class Runner:
         return self.train(run.case, with_events=run.with_events)
 
     def train(self, case: Case, limit_bytes: int | None = None, with_events: bool = False) -> dict[str, Any]:
-        """Train a case and return its numbers."""
+        """Train a case, and return its numbers."""
         meter = self.meter
         taken = [self._model(case)]  # popped below, so that `train` has the only reference
         meter.clean()
@@ -159,7 +163,7 @@ class Runner:
         ends_seconds: list[float] = []
 
         def note(step: int, phase: str) -> None:
-            if phase in {"model", "optimizer"}:  # elsewhere waiting would keep calls from being ahead of their kernels
+            if phase in {"model", "optimizer"}:  # elsewhere, waiting would stop calls from running ahead of kernels
                 meter.wait()
                 ends_seconds.append(time.perf_counter())
             marks.append((step, phase, *meter.now()))
@@ -218,7 +222,7 @@ class Runner:
 
 
 def attempt(work: Callable[[], None]) -> dict[str, Any]:
-    """Do something and say how it ended; what it held is let go."""
+    """Call a function and return how it ended; its objects are freed."""
     try:
         work()
     except FAILURES as error:
@@ -232,7 +236,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def alone(meter: Meter, case: Case | None) -> dict[str, Any]:
-    """What a fresh process does: one case, or the probe of the context."""
+    """Perform the work of a fresh process: one case, or the probe of the context."""
     if case is None:
         return {"rows": list(context_growth(meter)), "used_before_bytes": meter.used_before_bytes}
     moments = {"process": meter.used_before_bytes, "first tensor": None, "trained": None}
@@ -247,7 +251,7 @@ def alone(meter: Meter, case: Case | None) -> dict[str, Any]:
 
 
 def describe(meter: Meter) -> dict[str, Any]:
-    """The header: what the numbers depend on beside the cases."""
+    """Return the header: everything besides the cases that affects the numbers."""
     header: dict[str, Any] = {
         "device": "cpu",
         "torch": torch.__version__,
@@ -281,20 +285,20 @@ def describe(meter: Meter) -> dict[str, Any]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9.0, help="stop after so long (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit in minutes (default: %(default)s)")
     parser.add_argument("--device", default="cuda:0", help="cuda:0, or cpu to try the code (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", default=[], help="only runs with one of these in their id")
-    parser.add_argument("--out", type=Path, help="the file to write")
-    parser.add_argument("--tiny", action="store_true", help="models and batches as small as they go")
-    parser.add_argument("--resume", action="store_true", help="keep what the file has and go on")
-    parser.add_argument("--list", action="store_true", help="print what would be run")
-    parser.add_argument("--alone", help=argparse.SUPPRESS)  # a case as JSON: what a fresh process is told
+    parser.add_argument("--only", nargs="+", default=[], help="only runs whose id contains one of these")
+    parser.add_argument("--out", type=Path, help="file to write")
+    parser.add_argument("--tiny", action="store_true", help="minimal models and batches")
+    parser.add_argument("--resume", action="store_true", help="continue an existing file")
+    parser.add_argument("--list", action="store_true", help="list the runs and exit")
+    parser.add_argument("--alone", help=argparse.SUPPRESS)  # a case as JSON, for a fresh process
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    warnings.simplefilter("ignore")  # libraries' advice; what counts is recorded
+    warnings.simplefilter("ignore")  # libraries' advice; important errors are recorded
     transformers.utils.logging.set_verbosity_error()
     runs = [run for run in all_runs(options.tiny) if not options.only or any(part in run.id for part in options.only)]
     if options.list:
@@ -314,17 +318,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _open(runs: list[Run], recording: Recording) -> Iterator[Run]:
-    """What is not recorded yet."""
+    """Return an iterator over the runs that are not recorded yet."""
     done = {row["id"] for row in recording.rows}
     return (run for run in runs if run.id not in done)
 
 
 def record(runs: list[Run], runner: Runner, recording: Recording, deadline: float) -> None:
-    """Do the runs until the time is over; what is left out is said."""
+    """Perform the runs until the time is over, and report the remaining ones."""
     print(f"{recording.header['device']}, torch {recording.header['torch']}: {len(runs)} runs", flush=True)
     for number, run in enumerate(runs, start=1):
         if time.monotonic() > deadline - SPARE_SECONDS:
-            print(f"the time is over: {len(runs) - number + 1} runs are left out; go on with --resume", flush=True)
+            print(f"the time is over: {len(runs) - number + 1} runs are left out; continue with --resume", flush=True)
             break
         row = runner.do(run, recording)
         recording.add(row)
@@ -346,8 +350,8 @@ def summary_of(row: dict[str, Any]) -> str:
 
 
 def _go_on_in_new_process(deadline: float) -> None:
-    """Replace this process: after some errors CUDA does not answer in it any more."""
-    print("the device does not answer any more: going on in a new process", flush=True)
+    """Replace this process, because CUDA does not answer in it after some errors."""
+    print("the device does not answer any more: continuing in a new process", flush=True)
     minutes = max((deadline - time.monotonic()) / 60, 0.0)
     given = [word for word in sys.argv[1:] if word != "--resume"]
     os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *given, "--resume", f"--minutes={minutes:.3f}"])

@@ -1,4 +1,6 @@
-"""What README.md shows of `make gpu`: how each part came out, and the job inside each limit beside the best by hand."""
+"""The part of `make gpu` that pages show: the result of each part, and the job under each limit next to the best by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ Row = dict[str, Any]
 
 
 def readme_part(rows: Sequence[Row], header: Row, parts: Iterable[tuple[str, str]]) -> str:
-    """Markdown; ``parts`` are names and what they are about, in order."""
+    """Return Markdown; ``parts`` are names and descriptions, in order."""
     card = f"{header['device']}, torch {header['torch']}, {header['recorded']}"
     lines = [line_of(about, [row for row in rows if row.get("part") == name]) for name, about in parts]
     text = table((card, "as it should be", "not as it should be", "not reached"), filter(None, lines))
@@ -24,7 +26,7 @@ def readme_part(rows: Sequence[Row], header: Row, parts: Iterable[tuple[str, str
 
 
 def line_of(about: str, rows: Sequence[Row]) -> list[str] | None:
-    """The cells of a part; None if there is nothing of it."""
+    """Return the cells of a part, or None if it has no result."""
     found = [row for row in rows if row["kind"] in {"check", "left"}]
     if not found:
         return None

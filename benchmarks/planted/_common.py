@@ -1,8 +1,8 @@
-"""What the planted scripts share: small models written as users write them, and running under a limit.
+"""Shared code of the planted scripts: small models in the style of users, and a run under a limit.
 
-``PLANTED_MIB`` changes the room that a script has beside what Python and torch take ("0": no limit); ``PLANTED_CALLS``
-ends it where its model would be called once more than so often; ``PLANTED_RESULT`` is the file for what came of it: the
-diagnosis, how often the model was called, and the highest private memory of the process and of those it started.
+``PLANTED_MIB`` sets the memory of a script in addition to Python and torch ("0": no limit). ``PLANTED_CALLS`` ends the
+script before the next call after that many calls of its model. ``PLANTED_RESULT`` is the file for the result: the
+diagnosis, the number of model calls, and the highest private memory of the process and its children.
 """
 
 import json
@@ -19,7 +19,7 @@ from plimsoll.device import process, watched
 
 
 class MiniGPT(nn.Module):
-    """A decoder of some layers, its attention written out."""
+    """A decoder with attention written out."""
 
     def __init__(self, vocabulary, width, layers, heads=4):
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 def batches(vocabulary, batch, length, steps):
-    """Random tokens."""
+    """Yield random tokens."""
     for _ in range(steps):
         yield torch.randint(0, vocabulary, (batch, length))
 
@@ -74,18 +74,18 @@ def next_token_loss(logits, tokens):
 
 
 def _warm_up():
-    """Do what torch does once, which loads libraries and starts threads."""
+    """Do torch's one-time work: loading libraries and starting threads."""
     layer = nn.Linear(64, 64)
     layer(torch.ones(64, 64)).sum().backward()
     torch.optim.AdamW(layer.parameters()).step()
 
 
 class Enough(BaseException):
-    """The model was called as often as was asked for."""
+    """Raised when the model was called the requested number of times."""
 
 
 class Calls:
-    """Counts the calls of modules that are in no other's, and raises `Enough` before one too many."""
+    """Counts calls of top-level modules, and raises `Enough` before one too many."""
 
     def __init__(self, most):
         self.number, self.most, self.depth = 0, most, 0
@@ -104,7 +104,7 @@ class Calls:
 
 
 class PeakOfChildren:
-    """The highest sum of what the processes started by this one have for themselves, looked at 20 times a second."""
+    """The highest sum of private memory of the child processes, sampled 20 times a second."""
 
     def __init__(self):
         self.num_bytes, self.is_over = 0, threading.Event()
@@ -118,7 +118,7 @@ class PeakOfChildren:
 
 
 def run(main, free_mib):
-    """Run a training under a limit and write down what came of it."""
+    """Run a training under a limit, and write the result."""
     torch.manual_seed(0)
     told = plimsoll.explained()
     _warm_up()

@@ -1,4 +1,4 @@
-"""workers: each worker of the loader keeps what it has decoded."""
+"""workers: each worker of the loader keeps all decoded samples."""
 
 import torch
 from _common import MiniGPT, next_token_loss, run

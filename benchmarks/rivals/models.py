@@ -1,7 +1,7 @@
 """The models that every tool of the headline experiment trains, without Plimsoll.
 
 A task folder has ``task.json`` (``model``: gpt2, bert, t5 or lstm, ``config``: its arguments), ``weights.safetensors``
-with the weights to begin with, and ``batches.safetensors`` with ``0.input_ids``, ``0.labels`` and so on.
+with the initial weights, and ``batches.safetensors`` with ``0.input_ids``, ``0.labels`` and so on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class PrefixT5(T5ForConditionalGeneration):
         return super().forward(input_ids=input_ids[:, :half], labels=input_ids[:, half:].contiguous())
 
     def hidden(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What the output layer sees, (B, T / 2, D), and the labels (B, T / 2), for losses that make the logits."""
+        """Return the output layer's inputs, (B, T / 2, D), and the labels (B, T / 2), for losses that compute the
+        logits.
+        """
         half = input_ids.shape[1] // 2
         labels = input_ids[:, half:].contiguous()
         encoded = self.encoder(input_ids=input_ids[:, :half])[0]
@@ -44,19 +46,19 @@ class PrefixT5(T5ForConditionalGeneration):
 
 
 def prefix_t5(vocab_size: int) -> PrefixT5:
-    """T5-small without dropout, as a job names it: ``model: models:prefix_t5``."""
+    """Build T5-small without dropout; a job refers to it as ``model: models:prefix_t5``."""
     return PrefixT5(T5Config(vocab_size=vocab_size, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False))
 
 
 class Output(NamedTuple):
-    """What a language model returns here."""
+    """The output of a language model."""
 
     loss: Tensor
     logits: Tensor
 
 
 class LSTMLanguageModel(nn.Module):
-    """An LSTM language model as the tutorials write it: embedding, layers, output, cross entropy of the next token."""
+    """An LSTM language model as in tutorials: embedding, layers, output, and cross entropy of the next token."""
 
     def __init__(self, vocab_size: int, embedding_size: int, hidden_size: int, num_layers: int) -> None:
         super().__init__()
@@ -73,12 +75,12 @@ class LSTMLanguageModel(nn.Module):
 
 
 def build(folder: Path) -> nn.Module:
-    """The model of a task with the weights that all begin with."""
+    """Build the model of a task with the common initial weights."""
     task = json.loads((folder / "task.json").read_text())
     kind, config = task["model"], task["config"]
     model: nn.Module
     if kind == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(**config, use_cache=False))  # which training has no use for
+        model = GPT2LMHeadModel(GPT2Config(**config, use_cache=False))  # not used in training
     elif kind == "bert":
         model = BertForSequenceClassification(BertConfig(**config))
     elif kind == "t5":
@@ -91,14 +93,14 @@ def build(folder: Path) -> nn.Module:
     with (
         safe_open(folder / "weights.safetensors", "np") as file,
         torch.no_grad(),
-    ):  # "pt" would map all of it as private memory
+    ):  # "pt" would map the file as private memory
         for name in file.keys():  # noqa: SIM118  -- not a mapping
             parameters[name].copy_(torch.from_numpy(file.get_tensor(name)))
     return model.train()
 
 
 def batches(folder: Path) -> list[Fields]:
-    """The batches of a task, one for each optimizer step."""
+    """Load the batches of a task, one for each optimizer step."""
     found: dict[int, Fields] = {}
     with safe_open(folder / "batches.safetensors", "pt") as file:
         for key in file.keys():  # noqa: SIM118

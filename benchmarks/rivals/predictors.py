@@ -1,26 +1,26 @@
-"""What other tools predict for a training; runs in the environment ``predictors``, started by `rivals_prediction.py`.
+"""Predictions of other tools for a training; `rivals_prediction.py` starts it in the environment ``predictors``.
 
     .rivals/predictors/bin/python benchmarks/rivals/predictors.py TOOL < questions.json
 
 A question is the name of a case of `trainings.py`, or a row of measured GPU runs (a list: model, optimizer, batch size,
-when gradients are zeroed, the card). Each is answered in a fork of this process, which has made its imports: one JSON
-line with the bytes, what of them is no tensor of the training (a CUDA context), a range where the tool gives one,
-seconds, and the memory of the process. An answer that could not be had says why.
+place of zero_grad, GPU). Each is answered in a fork of this process after its imports, as one JSON line. It has the
+bytes, the part that is not tensors of the training (a CUDA context), and a range if the tool gives one. It also has
+seconds, and the memory of the process. A missing answer has a reason.
 
-Set up as their documentation says:
+The tools are set up as documented:
 
-- ``accelerate``: the functions behind ``accelerate estimate-memory``. The command itself asks the Hugging Face hub
-  about the model before anything else, a folder too, so it cannot be used on a model that is not there. Its figure for
-  training, which is for Adam, batch size 1 and float32.
-- ``mem_tracker``: torch's ``MemTracker`` under ``FakeTensorMode``, two steps. For GPU runs with ``foreach`` optimizers,
-  which are what CUDA uses, on tensors of the CPU: fake CUDA tensors cannot be trained with a CPU build of torch; and
-  without a mask of the padding, whose values some models ask for, which fake tensors do not have.
-- ``kitsune``: ``predict_hf_memory`` on a folder with the configuration, ``predict_memory`` for what is not from Hugging
-  Face; told batch size, sequence length, dtype and optimizer.
-- ``preflight``: the architectures it knows by name; others by an entry point, a function that makes the model. Such a
-  model is called with tokens alone, so that the function gives one that returns its loss. Where that model cannot be
-  called on the meta device: the formulas that it has for a ``config.json`` of the hub. Told batch size, sequence
-  length, dtype, optimizer, and where attention is torch's SDPA.
+- ``accelerate``: the functions behind ``accelerate estimate-memory``. The command itself first asks the Hugging Face
+  hub about the model, even for a folder, so it cannot be used for a local model. Its figure for training is used: for
+  Adam, batch size 1 and float32.
+- ``mem_tracker``: torch's ``MemTracker`` under ``FakeTensorMode``, two steps. For GPU runs, CPU tensors and the
+  ``foreach`` optimizers of CUDA are used, because a CPU build of torch cannot train fake CUDA tensors. There is no
+  padding mask: some models read its values, which fake tensors do not have.
+- ``kitsune``: ``predict_hf_memory`` on a folder with the configuration, ``predict_memory`` for other models; with batch
+  size, sequence length, dtype and optimizer.
+- ``preflight``: known architectures by name, others by an entry point, a function that creates the model. Such a model
+  is called with tokens only, so the function returns one with a loss. If the model cannot be called on the meta device,
+  the formulas for a ``config.json`` of the hub are used. Inputs are batch size, sequence length, dtype, optimizer, and
+  the use of torch's SDPA.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Question = str | list[Any]
 
 
 class Asked:
-    """A training in the words that these tools want."""
+    """A training in the terms of these tools."""
 
     def __init__(self, question: Question) -> None:
         if isinstance(question, str):
@@ -108,7 +108,7 @@ def mem_tracker(asked: Asked) -> Answer:
         with tracker:
             for number in range(2):
                 outputs = one_step(asked, model, optimizer)
-                if number == 0:  # a second call of the model is refused otherwise
+                if number == 0:  # otherwise a second call of the model is refused
                     tracker.reset_mod_stats()
         del outputs
     return {"bytes": tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]}
@@ -122,7 +122,7 @@ def make_optimizer(asked: Asked, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def one_step(asked: Asked, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """A step of the loop that was measured; its outputs live on into the next step, as they do there."""
+    """Perform a step of the measured loop; its outputs stay alive until the next step, as in the measurement."""
     tokens = torch.randint(1000, (asked.batch_size, asked.length))
     if not asked.is_gpu:
         return trainings.step(model, optimizer, {"input_ids": tokens, "labels": tokens.clone()})
@@ -182,7 +182,7 @@ def preflight(asked: Asked) -> Answer:
 
 
 def by_formula(asked: Asked) -> Any:
-    """What ``--online`` makes of the hub's ``config.json``, which is written down here."""
+    """Compute the result of ``--online`` from the hub's ``config.json``, which is written out here."""
     from torch_preflight.vram import Confidence, ModelProfile
     from torch_preflight.vram.costmodel import params_from_transformer_shape
     from torch_preflight.vram.providers.hub import shape_from_config

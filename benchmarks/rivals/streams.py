@@ -1,27 +1,31 @@
-"""Feeding lines of text to a training by several libraries; one process of `rivals_streaming.py`, in the library's own
-environment.
+"""Feeding lines of text to a training with several libraries; one process of `rivals_streaming.py`.
 
     python benchmarks/rivals/streams.py MODE STORE FOLDER FILE...
 
-MODE is ``prepare`` (write what the library reads), ``epoch`` (an epoch of shuffled batches), ``resume-first`` and
-``resume-rest`` (the epoch in two processes) or ``kill`` (a worker is killed in the middle). The process says
-``begin`` when it has made its imports, waits for a line, works, and prints a JSON line.
+It runs in the library's environment. MODE is
 
-Each line of the files begins with its number. All stores get the same batch size, two workers, and the same `collate`,
-which gives the numbers and all bytes of the batch as tensors, in the workers where the library has any.
+- ``prepare``: write the library's files;
+- ``epoch``: an epoch of shuffled batches;
+- ``resume-first`` and ``resume-rest``: the epoch in two processes;
+- ``kill``: a worker is killed in the middle.
 
-Set up as their documentation says:
+The process prints ``begin`` after its imports, waits for a line, works, and prints a JSON line.
+
+Each line of the files begins with its number. All stores get the same batch size, two workers, and the same `collate`.
+It returns the numbers and all bytes of the batch as tensors, in the workers if the library has any.
+
+The libraries are set up as documented:
 
 - ``datasets``: ``load_dataset("text")``, which writes Arrow files that are mapped, in a ``DataLoader`` with
-  ``shuffle=True``. Goes on with Accelerate's ``skip_first_batches``.
+  ``shuffle=True``. Resumes with Accelerate's ``skip_first_batches``.
 - ``datasets-streaming``: ``load_dataset("text", streaming=True)``, shuffled in a buffer of 10,000, in a ``DataLoader``.
-  Its ``state_dict`` is of this process and knows nothing of a plain ``DataLoader``'s workers (torchdata's
-  ``StatefulDataLoader`` does), so that going on is tried without workers.
+  Its ``state_dict`` covers only this process and not a plain ``DataLoader``'s workers (torchdata's
+  ``StatefulDataLoader`` does), so resuming is tried without workers.
 - ``litdata``: ``optimize`` with two workers into chunks of 64 MB, ``StreamingDataset(shuffle=True)``,
   ``StreamingDataLoader`` and its ``state_dict``.
 - ``mosaicml-streaming``: ``MDSWriter``, ``StreamingDataset(shuffle=True)``, ``StreamingDataLoader`` and its
-  ``state_dict``. The library imports torchvision for its data sets of pictures; where that cannot be imported beside
-  this torch, an empty module stands in for it.
+  ``state_dict``. The library imports torchvision for image data sets. If that cannot be imported with this torch, an
+  empty module replaces it.
 - ``plimsoll``: ``open_corpus``, ``Loader``, its ``state_dict``.
 - ``list of str``: all lines in memory, in a ``DataLoader``.
 """
@@ -68,7 +72,7 @@ def lines_of(path: str) -> Iterator[str]:
 
 
 class Store:
-    """A library: how it prepares the files, its batches, and its state. ``loader`` is what `batches` goes over."""
+    """A library: preparation of the files, batches, and state; `batches` iterates over ``loader``."""
 
     imports: tuple[str, ...] = ()
 
@@ -138,7 +142,7 @@ class Datasets(ListOfLines):
 
 
 class StreamingDatasets(Datasets):
-    """Hugging Face datasets, read from the files as they are."""
+    """Hugging Face datasets, read directly from the files."""
 
     num_resuming_workers = 0
 
@@ -157,7 +161,7 @@ class StreamingDatasets(Datasets):
 
 
 class Litdata(Store):
-    """Chunks that litdata has written."""
+    """Chunks written by litdata."""
 
     imports = ("litdata",)
 
@@ -198,7 +202,7 @@ class Mosaic(Store):
 
 
 class Plimsoll(Store):
-    """The files as they are, with an index of their lines."""
+    """The original files, with an index of their lines."""
 
     imports = ("plimsoll.data.text.index", "plimsoll.data.batches.loader")
 
@@ -228,7 +232,7 @@ STORES: dict[str, type[Store]] = {
 
 
 def stand_in_for_torchvision() -> None:
-    """Put empty modules in the place of a torchvision that cannot be imported beside this torch."""
+    """Replace a torchvision that cannot be imported with this torch by empty modules."""
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError):
@@ -245,7 +249,7 @@ def stand_in_for_torchvision() -> None:
 
 
 class Seen:
-    """Which lines have come how often."""
+    """Counts the occurrences of each line."""
 
     def __init__(self, num_lines: int) -> None:
         self.counts, self.num_batches = np.zeros(num_lines, np.int32), 0
@@ -273,7 +277,7 @@ def epoch(store: Store, seen: Seen) -> dict[str, Any]:
 
 
 def resume_first(store: Store, seen: Seen) -> dict[str, Any]:
-    """The first 40 % of the epoch, the state then, and a little more that is lost, as in a crash."""
+    """Read 40 % of the epoch, take the state, and read a few batches that are lost, as in a crash."""
     store.open(store.num_resuming_workers)
     num_batches = int(0.4 * len(seen.counts) / BATCH_SIZE)
     for batch in store.batches():
@@ -321,7 +325,7 @@ def raise_timeout(*_: object) -> None:
 
 
 def workers() -> list[int]:
-    """The processes that this one has started to read for it."""
+    """Return the processes that this one has started for reading."""
     numbers = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children")).split()
     commands = {int(number): Path(f"/proc/{number}/cmdline").read_bytes() for number in numbers}
     return [number for number, command in commands.items() if b"tracker" not in command]
@@ -348,7 +352,7 @@ def main() -> None:
     else:
         found = MODES[mode](store, seen) | seen.figures()
     print(json.dumps(found), flush=True)
-    os._exit(0)  # a killed worker's library may wait for it at the end
+    os._exit(0)  # a library may wait for a killed worker at exit
 
 
 if __name__ == "__main__":

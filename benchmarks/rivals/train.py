@@ -3,17 +3,21 @@
     .rivals/huggingface/bin/python benchmarks/rivals/train.py TASK --tool trainer --micro-batch 4 --checkpointing
         [--limit-mib 2000] [--steps 5] --out result.json
 
-Tools: ``plain`` (the whole batch, or ``--micro-batch`` with accumulation written by hand), ``trainer`` (Hugging Face
-Trainer), ``trainer-auto`` (the same with ``auto_find_batch_size``), ``accelerate`` (``find_executable_batch_size``
-around its loop; the batch that is found is accumulated to the whole one), ``lightning`` (the batch size that
-``Tuner.scale_batch_size`` finds, accumulated to the whole one) and ``torchtune`` (its optimizer in the backward pass
-and its chunked loss, which go with whole batches only). ``--checkpointing`` switches gradient checkpointing on, where
-the model has it.
+Tools:
 
-All train the same weights on the same samples in the same order with AdamW, without clipping (which an optimizer in the
-backward pass cannot do), and none has dropout, so that all come to the same weights: a sample of them is written, with
-the loss and the seconds of each step. The limit begins after the imports and counts private memory from zero: the
-limit of the addresses (``RLIMIT_DATA``) is the one asked for and what is mapped and was never touched.
+- ``plain``: the whole batch, or ``--micro-batch`` with manual accumulation;
+- ``trainer``: Hugging Face Trainer;
+- ``trainer-auto``: the same with ``auto_find_batch_size``;
+- ``accelerate``: ``find_executable_batch_size`` around its loop, with accumulation to the whole batch;
+- ``lightning``: the batch size of ``Tuner.scale_batch_size``, with accumulation to the whole batch;
+- ``torchtune``: its optimizer in the backward pass and its chunked loss, which work only with whole batches.
+
+``--checkpointing`` enables gradient checkpointing, if the model supports it.
+
+All train the same weights on the same samples in the same order with AdamW and without dropout, so that the final
+weights are equal. There is no clipping, which is impossible for an optimizer in the backward pass. A sample of the
+weights is written, with the loss and the seconds of each step. The limit begins after the imports and counts private
+memory from zero: ``RLIMIT_DATA`` is the requested limit plus the memory that is mapped but was never touched.
 """
 
 from __future__ import annotations
@@ -38,14 +42,14 @@ EVERY_WEIGHT = 997
 
 
 class Steps:
-    """The loss and the seconds of each optimizer step, as they end."""
+    """The loss and the seconds of each optimizer step."""
 
     def __init__(self) -> None:
         self.lines: list[dict[str, float]] = []
         self.begin()
 
     def begin(self) -> None:
-        """Start the clock; what was done before, to find a batch size, does not count."""
+        """Start the clock; the earlier search for a batch size does not count."""
         self.lines.clear()
         self.started = time.perf_counter()
 
@@ -61,7 +65,7 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
 
 
 def micro_batches_of(batch: Fields, size: int) -> Iterator[tuple[Fields, float]]:
-    """The batch in micro-batches, each with its share of the samples."""
+    """Yield the batch in micro-batches, each with its share of the samples."""
     num_samples = len(batch["input_ids"])
     for first in range(0, num_samples, size):
         micro_batch = {name: tensor[first : first + size] for name, tensor in batch.items()}
@@ -78,7 +82,7 @@ def checkpointed(model: nn.Module, is_wanted: bool) -> nn.Module:
 
 
 def train_plainly(arguments: argparse.Namespace, steps: Steps) -> nn.Module:
-    """The loop of the tutorials, with accumulation that weights each micro-batch by its samples."""
+    """Train in the usual tutorial loop, with accumulation that weights each micro-batch by its samples."""
     model = checkpointed(build(arguments.task), arguments.checkpointing)
     optimizer = adamw(model.parameters())
     steps.begin()
@@ -95,7 +99,7 @@ def train_plainly(arguments: argparse.Namespace, steps: Steps) -> nn.Module:
 
 
 def samples_of(arguments: argparse.Namespace) -> list[Fields]:
-    """All samples in order, for tools that make batches themselves."""
+    """Return all samples in order, for tools that make batches themselves."""
     taken = batches(arguments.task)[: arguments.steps]
     return [
         {name: tensor[row] for name, tensor in batch.items()}
@@ -131,7 +135,7 @@ def train_with_trainer(arguments: argparse.Namespace, steps: Steps) -> nn.Module
         )  # fmt: skip
         model = build(arguments.task)
         if samples[0]["labels"].dim() == 0:
-            # Classifiers take the count of labels and ignore it: with accumulation their gradients are too large.
+            # Classifiers accept the label count and ignore it: with accumulation their gradients are too large.
             model.accepts_loss_kwargs = False
         trainer = Trainer(model, settings, train_dataset=samples, callbacks=[Ends()])
         trainer.train()
@@ -139,7 +143,7 @@ def train_with_trainer(arguments: argparse.Namespace, steps: Steps) -> nn.Module
 
 
 def train_with_accelerate(arguments: argparse.Namespace, steps: Steps) -> nn.Module:
-    """The training function inside the decorator, as its guide has it, and accumulation to the same whole batch."""
+    """Train with the decorator of its guide, and accumulate to the same whole batch."""
     from accelerate import Accelerator
     from accelerate.utils import find_executable_batch_size
 
@@ -216,7 +220,7 @@ def train_with_lightning(arguments: argparse.Namespace, steps: Steps) -> nn.Modu
 
 
 def train_with_torchtune(arguments: argparse.Namespace, steps: Steps) -> nn.Module:
-    """Its recipe for one device: each parameter's update in the backward pass, logits and loss in chunks."""
+    """Train with its single-device recipe: updates in the backward pass, logits and loss in chunks."""
     from torchtune.modules.loss import CEWithChunkedOutputLoss
     from torchtune.training.memory import create_optim_in_bwd_wrapper, register_optim_in_bwd_hooks
 
@@ -234,7 +238,7 @@ def train_with_torchtune(arguments: argparse.Namespace, steps: Steps) -> nn.Modu
 
 
 def chunked(model: nn.Module, cross_entropy: Any) -> Callable[[Fields], torch.Tensor] | None:
-    """The loss of a language model from chunks of its logits; ``None`` for a classifier, which has few."""
+    """Return a language model's loss from chunks of its logits, or None for a classifier, which has few logits."""
     name = type(model).__name__
     if name == "BertForSequenceClassification":
         return None
@@ -267,7 +271,7 @@ TOOLS = {
 
 
 def limit_private_memory(limit_bytes: int) -> None:
-    """Let the kernel refuse private memory past the limit, as counted from zero."""
+    """Make the kernel refuse private memory beyond the limit, counted from zero."""
     torch.randn(256, 256, requires_grad=True).mm(torch.randn(256, 256)).sum().backward()  # starts the threads
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     mapped, touched = (int(status[name].split()[0]) << 10 for name in ("VmData", "RssAnon"))
@@ -275,7 +279,7 @@ def limit_private_memory(limit_bytes: int) -> None:
 
 
 def sampled(model: nn.Module) -> dict[str, list[float]]:
-    """Every so many weights of each parameter."""
+    """Return every `EVERY_WEIGHT`-th weight of each parameter."""
     return {name: tensor.detach().flatten()[::EVERY_WEIGHT].tolist() for name, tensor in model.named_parameters()}
 
 
@@ -283,7 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", type=Path)
     parser.add_argument("--tool", choices=TOOLS, required=True)
-    parser.add_argument("--micro-batch", type=int, required=True, help="samples; the largest to try where a tool tries")
+    parser.add_argument("--micro-batch", type=int, required=True, help="samples; the maximum for tools that search")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--limit-mib", type=int)
     parser.add_argument("--steps", type=int, default=5)

@@ -1,10 +1,10 @@
-"""Small trainings in plain PyTorch whose peak memory is predicted and measured; needs torch and transformers alone.
+"""Small trainings in plain PyTorch whose peak memory is predicted and measured; needs only torch and transformers.
 
     python benchmarks/rivals/trainings.py CASE
 
-trains a case for a few steps and prints a JSON line after the imports and after each step, with the private memory of
-this process. The interpreters of other tools import this file too, so that all are asked about the same code. The loop
-is what most people write: forward, loss, backward, clip, step, ``zero_grad``, in float32, no dropout changed.
+Trains a case for a few steps. After the imports and after each step it prints a JSON line with the private memory of
+this process. The interpreters of other tools import this file too, so that all get the same code. The loop is the usual
+one: forward, loss, backward, clip, step, ``zero_grad``, in float32, with default dropout.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def case_named(name: str) -> Case:
 
 @dataclass
 class Output:
-    """What a model of Hugging Face returns, as far as the loop needs it."""
+    """The part of a Hugging Face model's output that the loop needs."""
 
     loss: Tensor
 
@@ -107,7 +107,7 @@ CLASSES = {
 
 
 def config_of(case: Case) -> Any:
-    """The Hugging Face configuration of a case; an LSTM has none."""
+    """Return the Hugging Face configuration of a case, or None for an LSTM."""
     return CLASSES[case.kind][0](vocab_size=case.vocab_size, **case.fields)
 
 
@@ -118,7 +118,7 @@ def build(case: Case) -> nn.Module:
 
 
 def with_loss(model: nn.Module) -> nn.Module:
-    """A model that is called with tokens alone and returns its loss, for tools that know no other way to call it."""
+    """Wrap a model so that it is called with tokens only and returns its loss, for tools that require this."""
 
     class WithLoss(nn.Module):
         def __init__(self) -> None:
@@ -152,7 +152,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Te
 
 
 def train(case: Case, num_steps: int = NUM_STEPS) -> None:
-    """The whole training."""
+    """Run the whole training."""
     model = build(case)
     optimizer = make_optimizer(case, model)
     for _ in range(num_steps):
@@ -168,14 +168,14 @@ def status_bytes(name: str) -> int:
 
 
 def high_water_bytes() -> int:
-    """The most that was resident, less the mapped files that are resident now."""
+    """Return the peak of resident memory minus the currently resident mapped files."""
     return status_bytes("VmHWM") - status_bytes("RssFile") - status_bytes("RssShmem")
 
 
 def main() -> None:
     case = case_named(sys.argv[1])
     torch.manual_seed(0)
-    torch.ones(1 << 20).add_(1).sum()  # the threads are there before what is called the base is read
+    torch.ones(1 << 20).add_(1).sum()  # start the threads before the base is read
     print(json.dumps({"base_bytes": status_bytes("RssAnon")}), flush=True)
     model = build(case)
     optimizer = make_optimizer(case, model)

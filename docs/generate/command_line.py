@@ -27,7 +27,7 @@ def page(app: typer.Typer) -> str:
 
 
 def commands_of(group: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield every command that is not hidden with its full name, a group before its commands."""
+    """Yield every visible command with its full name, a group before its commands."""
     for own_name, command in group.commands.items():
         if not command.hidden:
             yield f"{name} {own_name}", command

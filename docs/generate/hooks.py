@@ -25,7 +25,7 @@ log = logging.getLogger("mkdocs.hooks.plimsoll")  # a warning here is an error o
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put an index and the pages of a folder where the navigation names the folder."""
+    """Replace a folder in the navigation by its index and its pages."""
     config.nav = [_opened(entry) for entry in config.nav or []]
     return config
 
@@ -89,7 +89,7 @@ def _source_page(config: MkDocsConfig, path: str) -> File:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Adapt the links of pages that are written by hand. Generated pages have the links of the site already."""
+    """Adapt the links of handwritten pages. Generated pages already have the links of the site."""
     path = _written_at(page.file.src_uri)
     if path is None:
         return markdown
@@ -115,7 +115,7 @@ def _written_at(uri: str) -> str | None:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Warn, and so fail, if a built page would fetch something from outside of the site."""
+    """Warn, and so fail a strict build, if a built page would fetch something from outside the site."""
     for path in sorted(Path(config.site_dir).rglob("*.html")):
         for address in outward.fetched(path.read_text(encoding="utf-8")):
             log.warning("%s fetches %s from outside of the site", path.relative_to(config.site_dir), address)

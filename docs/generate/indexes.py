@@ -1,4 +1,4 @@
-"""Pages that list the pages of a folder. They are made from the folder, so they are always complete."""
+"""Pages that list the pages of a folder. They are generated from the folder, so they are always complete."""
 
 from __future__ import annotations
 

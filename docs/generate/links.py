@@ -1,8 +1,8 @@
 """The places of the repository's pages on the site, and their adapted links.
 
-A page is written once, with links that work in the repository. Some targets are elsewhere on the site: a folder is an
-index, the pages at the top of the repository and the results of benchmarks join the pages of docs/, and any other file
-is shown as a page.
+A page is written once, with links that work in the repository. Some targets are elsewhere on the site. A folder is an
+index. The pages at the top of the repository and the results of benchmarks join the pages of docs/. Any other file is
+shown as a page.
 
 Does NOT cover reference-style links (`[text][name]`), which no page here uses, and links inside HTML.
 """

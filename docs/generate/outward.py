@@ -24,7 +24,7 @@ IN_STYLES = re.compile(r"(?:url\(|@import)\s*['\"]?((?:https?:)?//[^'\")\s]+)", 
 
 
 def fetched(html: str) -> list[str]:
-    """Return the addresses outside of the site that a browser would fetch to show a page."""
+    """Return the addresses outside the site that a browser would fetch to show a page."""
     reader = _Reader()
     reader.feed(html)
     return reader.addresses

@@ -1,6 +1,6 @@
 """The page of the Python interface: the public names of the package, and every name that a page of docs/ imports.
 
-So every name that a page mentions is documented. mkdocstrings reads the docstrings without running anything.
+Thus every name that a page mentions is documented. mkdocstrings reads the docstrings without running anything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def page(homes: Mapping[str, tuple[str, str]], adapters: Iterable[str], pages: I
     """Return the page with mkdocstrings' marks.
 
     Args:
-        homes: by public name the module it is in, and its name there.
+        homes: module and name in that module, by public name.
         adapters: modules of `plimsoll.integrations` that are attributes of the package.
         pages: the Markdown of the pages in docs/.
     """
@@ -39,7 +39,7 @@ def page(homes: Mapping[str, tuple[str, str]], adapters: Iterable[str], pages: I
 
 
 def marked(path: str, heading: str | None = None) -> str:
-    """Return mkdocstrings' mark for a name, with its own heading unless it is a module."""
+    """Return mkdocstrings' mark for a name; only names, not modules, get a heading."""
     options = "show_root_heading: false" if heading is None else f"heading: {heading}\n      toc_label: {heading}"
     return f"::: {path}\n    options:\n      {options}\n"
 
