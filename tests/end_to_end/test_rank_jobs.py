@@ -272,7 +272,7 @@ def test_a_stop_ends_all_ranks_after_the_same_step(job: Path, alone: Path, tmp_p
     process.send_signal(signal.SIGINT)
     done = finish(process)
     assert done.returncode == 130, done.stderr
-    assert done.stderr.count("which is saved: go on with") == 1
+    assert done.stderr.count("which is saved: resume with") == 1
     trained("--resume", "--out", run)
     assert_same_training(run, alone)
 

@@ -45,7 +45,7 @@ def test_a_stopped_run_saves_its_step_and_goes_on_bit_for_bit(number, code, slow
     num_done = len(steps_of(run))
     assert stopped.stderr == (
         f"stopped after step {num_done} of {SLOW_STEPS}, which is saved: "
-        f"go on with `plimsoll train --resume --out {run}`\n"
+        f"resume with `plimsoll train --resume --out {run}`\n"
     )
     assert RunRecord.from_directory(run).status == "interrupted"
     assert (run / "checkpoints" / f"step-{num_done:08d}").is_dir()
@@ -153,6 +153,6 @@ def test_a_run_that_was_stopped_before_it_had_data_says_so(short_run):
     done = plimsoll("train", "--resume", "--out", short_run, "--json")
     assert (done.returncode, done.stderr) == (
         2,
-        f"error: {short_run} was stopped before its data was ready, so there is nothing to go on with: "
+        f"error: the run in {short_run} was stopped before its data was ready, so there is no checkpoint: "
         f"start it again with `plimsoll train job.yaml --out {short_run}`\n",
     )

@@ -44,7 +44,7 @@ def test_a_job_file_is_needed(tmp_path):
     error = refused("--out", tmp_path / "a")
     assert isinstance(error, InputError)
     assert "no job file was given" in str(error)
-    assert "add --resume to go on with it" in str(error)
+    assert "add --resume to resume the run" in str(error)
 
 
 def test_a_job_file_that_is_not_there_is_said(tmp_path):
@@ -65,12 +65,12 @@ def test_a_job_file_that_is_not_there_is_said(tmp_path):
         ),
         (["--pin", "micro_batch=4", "--pin", "micro_batch=2"], "are pinned both"),
         (["--pin", "micro_batch=4", "--forbid", "micro_batch"], "leave one of the two out"),
-        (["--no-plan", "--pin", "micro_batch=4"], "--no-plan leaves nothing to plan: leave it out, or --pin micro_b"),
+        (["--no-plan", "--pin", "micro_batch=4"], "--no-plan cannot be used with --pin micro_b"),
         (
             ["--no-plan", "--no-trial"],
-            "nothing is tried with --no-plan, so there is no trial to leave out: leave out --no",
+            "--no-plan runs no trial, so --no-trial has no effect: leave out --no",
         ),
-        (["--plan", "none.json", "--forbid", "offload"], "--plan none.json leaves nothing to plan"),
+        (["--plan", "none.json", "--forbid", "offload"], "--plan none.json cannot be used with --forbid"),
         (["--plan", "none.json"], "there is no 'plan' record at none.json: check the path"),
     ],
 )
@@ -86,7 +86,7 @@ def test_a_run_that_is_there_is_not_overwritten(job, tmp_path):
     (tmp_path / "a" / "metrics.jsonl").write_text("mine")  # not every file of that name is Plimsoll's
     error = refused(job, "--out", tmp_path / "a", "--force")
     assert isinstance(error, OutputError)
-    assert "is not empty and not a run, so nothing is written there or removed" in str(error)
+    assert "is not empty and not a run directory, so it is left unchanged" in str(error)
     assert (tmp_path / "a" / "metrics.jsonl").read_text() == "mine"
 
 
@@ -97,10 +97,10 @@ def test_a_run_that_is_there_is_not_overwritten(job, tmp_path):
         (["--force", "--cache", "c"], "leave out --force and --cache, or drop --resume"),
         (["--cache", "c"], "leave out --cache, or drop --resume"),
         (["--no-plan"], "goes on with the plan of the run: leave out --no-plan, or drop --resume"),
-        (["--no-trial"], "nothing is tried with --resume, so there is no trial to leave out: leave out --no-trial"),
+        (["--no-trial"], "--resume runs no trial, so --no-trial has no effect: leave out --no-trial"),
         (["--plan", "p.json"], "leave out --plan p.json, or drop --resume"),
         (["--pin", "offload", "--forbid", "lora"], "leave out --pin offload, --forbid lora, or drop --resume"),
-        ([], "is not a run directory, so --resume has nothing to go on with: write `plimsoll train --resume --out DIR"),
+        ([], "is not a run directory, so there is no run to resume: write `plimsoll train --resume --out DIR"),
     ],
 )
 def test_going_on_takes_only_what_makes_sense(tmp_path, arguments, message):
@@ -129,8 +129,8 @@ def test_going_on_without_a_run_names_the_newest_beside_it(tmp_path, monkeypatch
         if seconds < 3:
             (metrics.parent / "checkpoints" / "step-00000001").mkdir(parents=True)
         os.utime(metrics, (seconds, seconds))
-    told = "runs/latest is not a run directory, so --resume has nothing to go on with: write `plimsoll train --resume "
-    assert str(refused("--resume")) == told + "--out runs/a` for the newest of 2 with a checkpoint in runs"
+    told = "runs/latest is not a run directory, so there is no run to resume: write `plimsoll train --resume "
+    assert str(refused("--resume")) == told + "--out runs/a` for the newest of 2 runs with a checkpoint in runs"
 
 
 def train_json(*arguments):
@@ -193,7 +193,7 @@ def test_a_small_run_ends_with_one_record_on_standard_output(job, tmp_path):
     assert 0 < record.peak_bytes < 1 << 30
     kept = (out / "job.yaml").read_bytes()
     fewer = failure_of(train_json("--resume", "--out", out, "--set", "steps=1"))
-    assert fewer["message"] == "steps is 1, but 2 are done: give as many or more, or choose with --from-step"
+    assert fewer["message"] == "steps is 1, but 2 steps are done: set steps to 2 or more, or choose an earlier checkpoint with --from-step"
     other = failure_of(train_json("--resume", "--out", out, "--set", f"data.train={job}"))
     assert "cannot be made again: the texts" in other["message"]
     with RunDirectory(out).claimed():

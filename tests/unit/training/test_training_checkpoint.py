@@ -168,7 +168,7 @@ def test_in_place_of_a_torn_one_no_later_one_is_named(tmp_path):
     save(tmp_path, 10)
     save(tmp_path, 20)
     remove(tmp_path / "step-00000010" / "model.pt")
-    with pytest.raises(CheckpointError, match=r"step 10 .* is torn .*start anew in another --out"):
+    with pytest.raises(CheckpointError, match=r"step 10 .* is torn .*start a new run in another --out"):
         checkpoint.load(tmp_path, MARKS, step=10)
 
 
@@ -190,7 +190,7 @@ def test_the_states_of_another_optimizer_are_refused_by_its_settings(tmp_path, c
         del group[name]
     saved = checkpoint.load(tmp_path, MARKS)
     if is_refused:
-        with pytest.raises(CheckpointError, match="than AdamW, with lr in place of newer: go on under the budget"):
+        with pytest.raises(CheckpointError, match="than AdamW, with lr in place of newer: resume with the budget"):
             saved.restore(model, optimizer)
     else:
         saved.restore(model, optimizer)
@@ -214,8 +214,8 @@ def test_a_flipped_byte_is_shown_in_numbers(tmp_path):
     save(tmp_path, 10)
     flip_byte(tmp_path / "step-00000010" / "model.pt")
     num_bytes = (tmp_path / "step-00000010" / "model.pt").stat().st_size
-    expected = rf"is torn \(model.pt has {num_bytes} bytes and CRC [0-9a-f]{{8}}, written were {num_bytes} and "
-    with pytest.raises(CheckpointError, match=expected + r"[0-9a-f]{8}\); start anew in another --out"):
+    expected = rf"is torn \(model.pt has {num_bytes} bytes and CRC [0-9a-f]{{8}}, expected {num_bytes} and "
+    with pytest.raises(CheckpointError, match=expected + r"[0-9a-f]{8}\); start a new run in another --out"):
         checkpoint.load(tmp_path, MARKS)
 
 
@@ -224,7 +224,7 @@ def test_a_checkpoint_of_another_job_is_refused_with_what_differs(tmp_path):
     for marks, difference in [
         (MARKS | {"seed": "1"}, "seed was 0, is 1"),
         (MARKS | {"model.layers": "2"}, "model.layers was not set, is 2"),
-        (MARKS | {"data": "a1"}, "the text, its labels or the tokenizer are others"),
+        (MARKS | {"data": "a1"}, "the text, its labels or the tokenizer have changed"),
         ({"model": "gru"}, "seed was 0, is not set"),
     ]:
         assert checkpoint.newest_good(tmp_path, marks) is None
@@ -299,7 +299,7 @@ assert len(os.listdir("/proc/self/fd")) == num_open
 def test_a_full_disk_is_said_and_leaves_the_earlier_checkpoint(tmp_path):
     done = run_program(FULL_DISK, tmp_path)
     assert "cannot write the checkpoint of step 20" in done.stdout, done.stderr
-    assert "File too large; earlier checkpoints are intact: free some space and go on with --resume" in done.stdout
+    assert "File too large; earlier checkpoints are intact: free some space and resume with --resume" in done.stdout
     assert done.stderr == ""
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     assert checkpoint.load(tmp_path, {}).step == 10
