@@ -90,8 +90,8 @@ class Checkpoint:
             raise CheckpointError(
                 f"the checkpoint of step {self.step} has the states of another optimizer than "
                 f"{type(optimizer).__name__}, with {', '.join(sorted(saved - known))} in place of "
-                f"{', '.join(sorted(known - saved))}: resume with the budget it was trained with, or start a new run in "
-                "another --out"
+                f"{', '.join(sorted(known - saved))}: resume with the budget it was trained with, or start a new run "
+                "in another --out"
             )
 
 

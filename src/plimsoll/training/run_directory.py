@@ -143,7 +143,7 @@ class RunDirectory:
         if not self.writes:
             return
         try:
-            with self.metrics.open("r+b" if self._has_appended else "a+b") as file:  # r+b: do not create a deleted file again
+            with self.metrics.open("r+b" if self._has_appended else "a+b") as file:  # never create it again
                 _drop_torn_line(file)
                 file.write(line.model_dump_json().encode() + b"\n")
             self._has_appended = True

@@ -126,7 +126,7 @@ def restore(saved: Checkpoint, workload: Workload) -> Any:
 
 
 def _parameters_of(workload: Workload) -> dict[str, nn.Parameter]:
-    """Return the tensor that the optimizer updates for each parameter: the rows of this rank, or the whole parameter."""
+    """Return the tensor that the optimizer updates for each parameter: the rows of this rank, or all of it."""
     if isinstance(workload.hooks.sharding, ShardedTraining):
         return workload.hooks.sharding.rows
     return dict(workload.model.named_parameters())

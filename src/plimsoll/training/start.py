@@ -166,7 +166,7 @@ def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
     if not is_rank():
         if num_ranks is None and (world_size := os.environ.get("WORLD_SIZE") or "1") != "1":
             raise InputError(
-                f"WORLD_SIZE={world_size} is set in the environment, but RANK is not: start the processes with torchrun, "
+                f"WORLD_SIZE={world_size} is set, but RANK is not: start the processes with torchrun, "
                 "give --nproc, or unset WORLD_SIZE to train in one process"
             )
         return () if num_ranks is None else (f"ranks={num_ranks}",)
@@ -290,8 +290,7 @@ def _go_on(directory: RunDirectory, job: Job, before: Job, request: TrainRequest
 def _opened(out: Path, job_file: Path | None) -> RunDirectory:
     if job_file is not None:
         raise InputError(
-            f"--resume uses the job saved in {out}, so {job_file} would be ignored: "
-            "leave it out, or drop --resume"
+            f"--resume uses the job saved in {out}, so {job_file} would be ignored: leave it out, or drop --resume"
         )
     if not (out / "metrics.jsonl").is_file():
         every = sorted(out.parent.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)

@@ -123,7 +123,7 @@ class _Retries:
         if not cause.may_be_memory:
             return in_force if self.fallback is None else self.fallback
         self.deaths_at[in_force] += 1
-        # As in a step: if the fallback has fit before, another program may have taken the memory, so it is retried once.
+        # As in a step: if the fallback has fit before, another program may have taken the memory. It is retried once.
         if not has_fit or self.deaths_at[in_force] > 1:
             self.too_large_fallback = max(in_force, self.too_large_fallback or 0)
         following = min(in_force + 1, self.num_fallbacks - 1)

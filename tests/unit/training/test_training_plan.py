@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_keeps_its_plan_and_of_other_code_or_for_another_budg
     plan.model_copy(update={"made_for": plan.made_for | {"torch": "1.0"}}).save(planned_run.plan)
     with too_much(planned_run):
         plan_again(planned_run, quiet=False)
-    assert "the plan of this run no longer holds: torch was 1.0, is " in capsys.readouterr().err
+    assert "the plan of this run is no longer valid: torch was 1.0, is " in capsys.readouterr().err
     plan.model_copy(update={"budget": Budget(device_bytes=1 << 53)}).save(planned_run.plan)
     with too_much(planned_run):
         plan_again(planned_run, quiet=False)
