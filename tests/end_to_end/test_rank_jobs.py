@@ -350,7 +350,7 @@ def test_nproc_under_torchrun_is_refused(job: Path, tmp_path: Path):
 def test_a_number_of_ranks_without_this_ones_is_refused(job: Path, tmp_path: Path):
     done = plimsoll("train", job, "--out", tmp_path / "run", WORLD_SIZE="2")
     assert done.returncode == 2
-    assert "WORLD_SIZE=2 is in the environment and RANK is not: start the processes with torchrun" in done.stderr
+    assert "WORLD_SIZE=2 is set, but RANK is not: start the processes with torchrun" in done.stderr
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_a_run_that_is_there_is_not_overwritten(job, tmp_path):
         (["job.yaml"], "leave it out, or drop --resume"),
         (["--force", "--cache", "c"], "leave out --force and --cache, or drop --resume"),
         (["--cache", "c"], "leave out --cache, or drop --resume"),
-        (["--no-plan"], "goes on with the plan of the run: leave out --no-plan, or drop --resume"),
+        (["--no-plan"], "--resume keeps the plan of the run: leave out --no-plan, or drop --resume"),
         (["--no-trial"], "--resume runs no trial, so --no-trial has no effect: leave out --no-trial"),
         (["--plan", "p.json"], "leave out --plan p.json, or drop --resume"),
         (["--pin", "offload", "--forbid", "lora"], "leave out --pin offload, --forbid lora, or drop --resume"),

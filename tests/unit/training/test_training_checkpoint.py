@@ -228,7 +228,7 @@ def test_a_checkpoint_of_another_job_is_refused_with_what_differs(tmp_path):
         ({"model": "gru"}, "seed was 0, is not set"),
     ]:
         assert checkpoint.newest_good(tmp_path, marks) is None
-        with pytest.raises(CheckpointError, match=rf"belongs to another job \({difference}\); start anew"):
+        with pytest.raises(CheckpointError, match=rf"belongs to another job \({difference}\); start a new run"):
             checkpoint.load(tmp_path, marks)
 
 

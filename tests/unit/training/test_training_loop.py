@@ -219,7 +219,7 @@ def test_with_no_fallback_left_after_others_failed_it_saves_and_asks_for_a_new_p
         train_here(directory)
     events = of_kind(directory, OomEvent)
     assert [event.next_fallback for event in events] == [0, 1, 1, 2, 2, 3, 3, None]  # each once more, as all had held
-    assert (events[-1].survived, events[-1].action[:13]) == (True, "a new process")
+    assert (events[-1].survived, events[-1].action[:24]) == (True, "restart in a new process")
     assert of_kind(directory, CheckpointLine)[-1].step == 3
     train_here(directory, resume_newest=True, fallback=3, restarts=1)
     record = record_of(directory)
@@ -392,7 +392,7 @@ def test_a_finished_run_can_be_made_longer(new_run, whole):
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(new_run):
-    with pytest.raises(CheckpointError, match="without --resume, and with --force where the run has done steps"):
+    with pytest.raises(CheckpointError, match="without --resume, and with --force if the run has completed steps"):
         train_here(new_run(), resume=True)
 
 

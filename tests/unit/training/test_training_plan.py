@@ -58,7 +58,7 @@ def test_a_run_that_goes_on_keeps_its_plan_and_of_other_code_or_for_another_budg
     plan.model_copy(update={"budget": Budget(device_bytes=1 << 53)}).save(planned_run.plan)
     with too_much(planned_run):
         plan_again(planned_run, quiet=False)
-    assert "no longer holds: the budget was 8.0 PiB, is 4.0 PiB; planning again" in capsys.readouterr().err
+    assert "no longer valid: the budget was 8.0 PiB, is 4.0 PiB; planning again" in capsys.readouterr().err
     plan.save(planned_run.plan)
     plan_again(planned_run)  # for less than there is now
     assert Plan.load(planned_run.plan) == plan

@@ -29,7 +29,7 @@ def test_tags_of_which_only_some_are_of_entities_are_told_before_the_training(tm
     job = Job.from_fields(fields | {"data": str(tmp_path / "a.conll")})
     said = data_sentence(prepare(job, tmp_path / "cache"))
     assert "; 3 tags; entity F1 is left out, because some tags have a prefix" in said
-    assert "name 'PER' as those" in said
+    assert "name 'PER' with a prefix" in said
 
 
 def test_a_tokenizer_that_does_not_fit_the_budget_is_refused_before_it_is_trained(tmp_path):

@@ -169,7 +169,7 @@ def test_a_directory_that_is_deleted_under_a_run_is_said_to_be_and_not_made_agai
 def test_where_a_folder_cannot_be_made_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        OutputError, match=r"cannot make the run directory .*file/a: Not a directory; give another --out"
+        OutputError, match=r"cannot create the run directory .*file/a: Not a directory; give another --out"
     ):
         RunDirectory.create(tmp_path / "file" / "a", force=False)
 

@@ -104,7 +104,7 @@ def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, e
         (-signal.SIGILL, BUDGET, "SIGILL", "a lack of memory does not cause this signal", "CRASH"),
         (-signal.SIGFPE, BUDGET, "SIGFPE", "a lack of memory does not cause this signal", "CRASH"),
         (TornStepError.exit_code, None, "torn step", "memory ran out inside optimizer.step()", "TOLD"),
-        (FragmentedHeapError.exit_code, BUDGET, "fragmented heap", "memory ran out where no fallback helps", "TOLD"),
+        (FragmentedHeapError.exit_code, BUDGET, "fragmented heap", "memory ran out with every fallback", "TOLD"),
         (RankLostError.exit_code, None, "rank lost", "a rank ended, or did not answer in time", "OUTSIDE"),
     ],
 )

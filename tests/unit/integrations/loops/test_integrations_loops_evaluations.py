@@ -82,7 +82,7 @@ def test_code_of_the_users_that_runs_out_is_named(tmp_path: Path, name: str, wor
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     with (
         plimsoll.transformers.protected(trainer),
-        pytest.raises(OutOfMemoryError, match=f"{words}.*the training is as it was"),
+        pytest.raises(OutOfMemoryError, match=f"{words}.*the training state is unchanged"),
     ):
         trainer.evaluate()
     assert not {"evaluation_loop", "prediction_step", "evaluate"} & vars(trainer).keys()
