@@ -203,7 +203,7 @@ def test_a_run_whose_directory_is_deleted_ends_in_a_sentence_that_says_so(slow_j
     done = finish(process)
     assert done.returncode == OutputError.exit_code
     assert done.stderr.count("error: ") == 1
-    assert f"error: the run directory {run} or its files do not exist any more: the folder was deleted or moved" in done.stderr
+    assert f"error: the run directory {run} or its files do not exist any more: the folder was deleted" in done.stderr
     assert not run.exists()
 
 

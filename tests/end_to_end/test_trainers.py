@@ -236,7 +236,7 @@ def test_what_nothing_survives_does_not_begin_anew_with_another_batch_size(tmp_p
     assert trainer.model is not None
     with (
         short_of_memory(trainer.model, range(3, 1000), seen := Counter[tuple[int, ...]]()),
-        pytest.raises(OutOfMemoryError, match="smallest there is"),
+        pytest.raises(OutOfMemoryError, match="smallest possible"),
     ):
         plimsoll.transformers.fit(trainer)
     assert max(seen.values()) == 1

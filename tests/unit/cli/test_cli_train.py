@@ -193,7 +193,8 @@ def test_a_small_run_ends_with_one_record_on_standard_output(job, tmp_path):
     assert 0 < record.peak_bytes < 1 << 30
     kept = (out / "job.yaml").read_bytes()
     fewer = failure_of(train_json("--resume", "--out", out, "--set", "steps=1"))
-    assert fewer["message"] == "steps is 1, but 2 steps are done: set steps to 2 or more, or choose an earlier checkpoint with --from-step"
+    told = "steps is 1, but 2 steps are done: set steps to 2 or more, or choose an earlier checkpoint with --from-step"
+    assert fewer["message"] == told
     other = failure_of(train_json("--resume", "--out", out, "--set", f"data.train={job}"))
     assert "cannot be made again: the texts" in other["message"]
     with RunDirectory(out).claimed():

@@ -88,8 +88,8 @@ class Evaluations:
             return outcome
         name = getattr(self._trainer.state.stage, "value", stage)
         raise OutOfMemoryError(
-            f"memory ran out in Lightning's stage {name!r}, outside of a step ({outcome.shortage}), in a hook, loader or "
-            "checkpoint: the parameters are as they were after the last step; keep less of each batch (a metric "
+            f"memory ran out in Lightning's stage {name!r}, outside of a step ({outcome.shortage}), in a hook, loader "
+            "or checkpoint: the parameters are as they were after the last step; keep less of each batch (a metric "
             "of torchmetrics in place of a list of outputs), or give a larger budget"
         )
 

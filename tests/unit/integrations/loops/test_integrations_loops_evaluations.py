@@ -118,7 +118,7 @@ def test_a_loss_of_which_nothing_says_what_it_averages_over_is_not_cut(tmp_path:
 
     handle = trainer.model.register_forward_pre_hook(too_large, with_kwargs=True)
     with plimsoll.transformers.protected(trainer):
-        with pytest.raises(InputError, match=r"has no labels \(it has input_ids.*units="):
+        with pytest.raises(InputError, match=r"a batch without labels \(it has input_ids.*units="):
             trainer.evaluate()
         trainer.can_return_loss = False
         assert len(trainer.predict(trainer.eval_dataset).predictions) == 10

@@ -178,12 +178,12 @@ def test_labels_that_are_rare_or_come_later_are_seen(batch_of_the_rare: int):
 
 
 def test_where_no_micro_batch_is_small_enough_the_error_is_ours():
-    with pytest.raises(OutOfMemoryError, match=r"in validation_step .*not even 2 samples"):
+    with pytest.raises(OutOfMemoryError, match=r"in validation_step .*not even 2 of its samples"):
         trainer_with(OomProof(units="samples")).validate(Module(most=0), loader(20, 16))
 
 
 def test_a_hook_that_runs_out_is_named_with_its_stage():
-    with pytest.raises(OutOfMemoryError, match="in its stage 'validate', outside of a step"):
+    with pytest.raises(OutOfMemoryError, match="in Lightning's stage 'validate', outside of a step"):
         trainer_with(OomProof(units="samples")).validate(EndsShort(100), loader(20, 16))
 
 

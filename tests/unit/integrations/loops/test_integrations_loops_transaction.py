@@ -117,7 +117,7 @@ def test_where_nothing_fits_the_step_is_undone_and_the_optimizer_is_left_as_it_w
     loop = Loop()
     before = [parameter.clone() for parameter in loop.model.parameters()]
     own_step = loop.optimizer.step
-    with armed("forward", *range(1, 30)), pytest.raises(OutOfMemoryError, match="smallest there is"):
+    with armed("forward", *range(1, 30)), pytest.raises(OutOfMemoryError, match="smallest possible"):
         loop.train(num_batches=1)
     assert all(torch.equal(one, other) for one, other in zip(before, loop.model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in loop.model.parameters())
