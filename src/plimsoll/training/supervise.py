@@ -81,7 +81,7 @@ class _Death(NamedTuple):
 
     def error(self, what_happened: str, remedy: str, how: str = "") -> PlimsollError:
         """Return the error to raise: an `OutOfMemoryError` only if there is evidence of a memory problem."""
-        text = f"{what_happened}; {self.evidence}: {remedy}; then start it again{how}"
+        text = f"{what_happened}; {self.evidence}: {remedy}; start it again afterwards{how}"
         if self.cause in {_Cause.KERNEL, _Cause.TOLD}:
             return OutOfMemoryError(text)
         return KilledError(text, self.signal_number)

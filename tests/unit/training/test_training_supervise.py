@@ -206,7 +206,7 @@ def test_memory_is_blamed_only_where_the_machine_does(cause, error):
     found = death.error("it was killed", "do that", " with --resume")
     assert (found.exit_code, str(found)) == (
         error,
-        "it was killed; evidence: do that; then start it again with --resume",
+        "it was killed; evidence: do that; start it again afterwards with --resume",
     )
 
 
@@ -358,7 +358,7 @@ def test_kills_from_outside_without_progress_end_the_run_with_the_name_of_the_si
         kill_worker(process)
     _, errors = process.communicate(timeout=LONGEST_SECONDS)
     assert "KilledError: the training process was killed (SIGKILL) 3 times without getting past step 0" in errors
-    assert "another program sent the signal: stop the program that kills it; then start it again with --force" in errors
+    assert "another program sent the signal: stop the program that kills it; start it again afterwards with --force" in errors
     deaths = of_kind(directory, DeathLine)
     assert [(death.restarted_from_step, death.next_micro_batch) for death in deaths] == [(0, 8), (0, 8), (None, 8)]
 
@@ -374,7 +374,7 @@ def test_a_crash_without_a_budget_is_not_tried_again(new_run, supervised):
     assert re.search(
         r"no budget was enforced .* memory; it was called by \S+:\d+ \(`\w+`\).*: find the cause of the crash", errors
     )
-    assert errors.endswith("then start it again with --resume\n")
+    assert errors.endswith("start it again afterwards with --resume\n")
     assert len(of_kind(directory, StartLine)) == 1
 
 
