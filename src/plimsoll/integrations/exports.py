@@ -75,8 +75,8 @@ def require_exportable(reader: str, has_other_output: bool) -> None:
         raise InputError(f"--export {reader} is not supported: give one of {', '.join(EXPORTS)}")
     if has_other_output:
         raise InputError(
-            f"--export {reader} prints only the configuration for the plan of a training: leave out --inference, "
-            "--compare, --json and -o"
+            f"--export {reader} works only for the plan of one training: leave out --inference, --compare, "
+            "--json and -o"
         )
 
 

@@ -182,7 +182,7 @@ class RunDirectory:
             self.require_there()
         except OutputError as gone:
             return gone
-        return OutputError(f"cannot write {self.metrics}: {error.strerror}; free some space and resume with --resume")
+        return OutputError(f"cannot write {self.metrics}: {error.strerror}; free some space and continue with --resume")
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
