@@ -93,7 +93,7 @@ def test_a_run_whose_plan_is_torn_plans_again_and_goes_on(planned, planned_run, 
     run = shutil.copytree(planned_run, tmp_path / "run")
     (run / "plan.json").write_text('{"record": "pl', "utf-8")
     done = trained("--resume", "--out", run, "--set", "steps=3", "--budget", BUDGET)
-    told = f"{run / 'plan.json'} cannot be read: planning again, without what the first plan had pinned or forbidden"
+    told = f"{run / 'plan.json'} cannot be read: planning again, without the pins and forbidden techniques of that plan"
     assert told in done.stderr
     assert Plan.load(run / "plan.json").budget.device_bytes == 600 << 20
     assert_each_sample_once(steps_of(run), 3)
@@ -173,7 +173,7 @@ def test_ctrl_c_while_a_resume_plans_again_changes_nothing(planned_run, tmp_path
 def test_a_finished_run_says_so_and_plans_nothing(planned_run, tmp_path):
     run = shutil.copytree(planned_run, tmp_path / "run")
     done = plimsoll("train", "--resume", "--out", run, "--budget", "500MiB")
-    said = "all 2 steps are done; for more, give --set steps= and how many in all\n"
+    said = "all 2 steps are done; to train longer, give --set steps=<new total>\n"
     assert (done.returncode, done.stderr) == (0, said)
     assert files_of(run) == files_of(planned_run)
 

@@ -270,7 +270,7 @@ def test_a_stop_ends_all_ranks_after_the_same_step(job: Path, alone: Path, tmp_p
     process.send_signal(signal.SIGINT)
     done = finish(process)
     assert done.returncode == 130, done.stderr
-    assert done.stderr.count("which is saved: go on with") == 1
+    assert done.stderr.count("which is saved: resume with") == 1
     trained("--resume", "--out", run)
     assert_same_training(run, alone)
 
@@ -348,7 +348,7 @@ def test_nproc_under_torchrun_is_refused(job: Path, tmp_path: Path):
 def test_a_number_of_ranks_without_this_ones_is_refused(job: Path, tmp_path: Path):
     done = plimsoll("train", job, "--out", tmp_path / "run", WORLD_SIZE="2")
     assert done.returncode == 2
-    assert "WORLD_SIZE=2 is in the environment and RANK is not: start the processes with torchrun" in done.stderr
+    assert "WORLD_SIZE=2 is set, but RANK is not: start the processes with torchrun" in done.stderr
 
 
 @pytest.mark.slow

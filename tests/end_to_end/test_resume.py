@@ -45,7 +45,7 @@ def test_a_stopped_run_saves_its_step_and_goes_on_bit_for_bit(number, code, slow
     num_done = len(steps_of(run))
     assert stopped.stderr == (
         f"stopped after step {num_done} of {SLOW_STEPS}, which is saved: "
-        f"go on with `plimsoll train --resume --out {run}`\n"
+        f"resume with `plimsoll train --resume --out {run}`\n"
     )
     assert RunRecord.from_directory(run).status == "interrupted"
     assert (run / "checkpoints" / f"step-{num_done:08d}").is_dir()

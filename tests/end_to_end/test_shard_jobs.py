@@ -40,7 +40,7 @@ def test_an_epoch_whose_last_batch_has_one_sample_is_trained_in_shards_and_gone_
     pinned = ("--pin", OFF_THE_DEVICE, "--budget", "2GiB")
     trained(job, "--out", shared, "--nproc", 2, "--set", "steps=4", *pinned)
     of_one_process = trained("--resume", "--out", shared, "--nproc", 1, "--set", "steps=6")
-    assert f"what is pinned is left out: {OFF_THE_DEVICE}: it shards a model over" in of_one_process.stderr
+    assert f"ignored pin: {OFF_THE_DEVICE}: it shards a model over" in of_one_process.stderr
     assert Plan.load(shared / "plan.json").left_out.keys() == {OFF_THE_DEVICE}
     trained("--resume", "--out", shared, "--nproc", 3, "--set", f"steps={NUM_STEPS}")
     assert OFF_THE_DEVICE in map(str, Plan.load(shared / "plan.json").pinned)

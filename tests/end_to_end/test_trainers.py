@@ -298,7 +298,7 @@ def test_a_layer_wise_optimizer_is_refused_before_its_first_step(tmp_path: Path)
     trainer.optimizer = LayerWiseDummyOptimizer()
     assert trainer.model is not None
     before = [parameter.clone() for parameter in trainer.model.parameters()]
-    with pytest.raises(InputError, match="a LayerWiseDummyOptimizer, not one that Accelerate has prepared"):
+    with pytest.raises(InputError, match="a LayerWiseDummyOptimizer, but it must be prepared by Accelerate"):
         plimsoll.transformers.fit(trainer)
     assert all(torch.equal(*pair) for pair in zip(before, trainer.model.parameters(), strict=True))
 

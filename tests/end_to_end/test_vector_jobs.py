@@ -149,7 +149,7 @@ def test_the_vectors_of_a_run_may_not_change_under_it(folder: Path, tmp_path: Pa
         store.unlink()
     done = plimsoll("train", "--resume", "--out", tmp_path / "run", "--set", "steps=4")
     assert done.returncode == 2
-    assert "are not what they were: put the file back as it was, or start anew" in done.stderr
+    assert "have changed: restore the original file, or start a new run" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Thin adapters of trainers people already use onto `plimsoll.step`; one file each."""
+"""Thin adapters that run `plimsoll.step` inside the trainers of other libraries, one module each."""

@@ -1,14 +1,14 @@
-"""Accelerate: an optimizer step that memory cannot tear, in a loop of one's own around an ``Accelerator``.
+"""The adapter for Accelerate: an optimizer step that recovers from memory errors, in your own loop.
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     step = plimsoll.accelerate.step(accelerator, model, optimizer, units="next-tokens", clip_norm=1.0)
     for batch in loader:
         result = step(batch)
 
-Accumulation, backward, clipping, the prepared optimizer and schedule, autocast and trackers stay Accelerate's.
+Accelerate still does accumulation, backward, clipping, the prepared optimizer and schedule, autocast and tracking.
 
-Does NOT cover: several processes, DeepSpeed, FSDP, Megatron, TPUs (refused); fetching by the prepared loader, which
-brings batches to the device before a step begins; an evaluation written out in the loop, which `step.evaluate` is for.
+Not handled: several processes, DeepSpeed, FSDP, Megatron and TPUs (refused); fetching by the prepared loader, which
+moves batches to the device before a step begins; an evaluation in your own loop (use `step.evaluate`).
 """
 
 from __future__ import annotations
@@ -44,10 +44,13 @@ if TYPE_CHECKING:
 
 
 class BatchResult(NamedTuple):
-    """What one batch did.
+    """The result of one batch.
 
-    ``loss`` is its mean, a tensor on the device (reading it waits for the device); ``updated`` says whether it ended a
-    step that changed the parameters; ``oom_events`` are what was recovered from.
+    Args:
+        loss: the mean loss, a tensor on the device; reading it waits for the device.
+        updated: whether the batch ended a step that changed the parameters.
+        micro_batch: samples per pass.
+        oom_events: out-of-memory events that were recovered from.
     """
 
     loss: Tensor
@@ -57,10 +60,10 @@ class BatchResult(NamedTuple):
 
 
 class AccelerateStep:
-    """Batches of one prepared model and optimizer; made by `step`.
+    """The training step of a prepared model and optimizer; constructed by `step`.
 
-    No ``with`` block around a batch: its body cannot run again, and the variables of a loop that is written out
-    (``outputs``, ``loss``) keep the graph that has to go first. So the loss is a function, called for each micro-batch.
+    It is a function and not a ``with`` block around a batch. The body of a block cannot run again, and its variables
+    (``outputs``, ``loss``) keep the graph alive. So the loss is a function that is called for each micro-batch.
     """
 
     def __init__(
@@ -95,17 +98,20 @@ class AccelerateStep:
         self.close()
 
     def close(self) -> None:
-        """Take the techniques of the plan and the limit back."""
+        """Remove the techniques of the plan from the model, and lift the limit."""
         self.transaction.close()
         self._limit.close()
 
     def __call__(self, batch: Any) -> BatchResult:
-        """Add a batch's gradients, and update where Accelerate's accumulation says so.
+        """Accumulate the gradients of a batch, and update when Accelerate's accumulation is complete.
+
+        Args:
+            batch: the batch, as for the loss function.
 
         Raises:
             OutOfMemoryError: if memory ran out and not even single samples fit; the step is undone, with all its
                 batches.
-            InputError: if the batch cannot be cut, or must not be.
+            InputError: if the batch would have to be cut, but must not be.
         """
         if self._budget_to_plan is not None:
             self._plan_with(batch)
@@ -122,18 +128,17 @@ class AccelerateStep:
         )
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
-        """Return the mean loss over ``batches`` without gradients, in as large micro-batches as fit; see
-        `TrainStep.evaluate`.
+        """Return the mean loss over ``batches`` without gradients, as `TrainStep.evaluate` does.
 
         Raises:
-            OutOfMemoryError: if not even single samples fit; the training is as it was.
+            OutOfMemoryError: if not even single samples fit; the training state is unchanged.
         """
         if self._evaluator is None:
             self._evaluator = self._new_evaluator()
         return self._evaluator.evaluate(batches)
 
     def metrics(self) -> dict[str, float]:
-        """What to give to ``accelerator.log`` beside the loss: see `Transaction.metrics`."""
+        """Return values for ``accelerator.log``, see `Transaction.metrics`."""
         return self.transaction.metrics()
 
     def _new_transaction(self, **options: Any) -> Transaction:
@@ -218,45 +223,46 @@ def step(
     allow_hidden_state: bool = False,
     grow_after: int = 50,
 ) -> AccelerateStep:
-    """Make the step of a model and an optimizer that ``accelerator.prepare`` returned: call it with each batch.
+    """Construct the training step of a prepared model and optimizer; call it with each batch.
 
     Args:
-        accelerator: of one process.
-        model: prepared.
-        optimizer: prepared.
+        accelerator: an accelerator with one process.
+        model: the model from ``accelerator.prepare``.
+        optimizer: the optimizer from ``accelerator.prepare``.
         loss: ``loss(model, batch)`` returns the mean loss; by default ``model(**batch).loss``.
-        units: what it averages over, as for `plimsoll.TrainStep`; it may be left out where the model computes its own
-            loss and each sample has one label.
+        units: the loss normalizer, as for `plimsoll.TrainStep`. Optional if the model computes its own loss and each
+            sample has one label.
         clip_norm: the global gradient norm that ``accelerator.clip_grad_norm_`` clips to before each update.
-        schedule: a prepared learning-rate schedule, stepped after each batch, as Accelerate's are.
-        micro_batch: samples per pass to begin with; ``None`` begins with the whole batch.
-        fallbacks: in place of ``micro_batch``, those of a plan: ``plan.fallbacks``.
-        budget: in place of both, what the process may use of the device, such as ``"8GiB"``: planned for, and enforced
+        schedule: a prepared learning-rate schedule, stepped after each batch, as is usual with Accelerate.
+        micro_batch: initial samples per forward and backward pass; ``None`` starts with the whole batch.
+        fallbacks: ``plan.fallbacks``, instead of ``micro_batch``.
+        budget: instead of both, device memory for the process, such as ``"8GiB"``. It is planned for, and enforced
             until the step is closed (``with plimsoll.accelerate.step(...) as step``, or ``step.close()``).
-        batch: with a budget, the largest batch there will be, to plan with; by default the first.
+        batch: with a budget, the largest batch, to plan with; by default the first batch.
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
-        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
+        recut_loss: allow cutting a batch although its loss was not shown to be the sum of the losses of its parts.
         never_cut: keep every batch whole.
-        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is put back with a step, too.
-        allow_hidden_state: retry although state was found that is not put back.
-        grow_after: clean batches after which the next larger micro-batch is tried.
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is restored with a step.
+        allow_hidden_state: retry after an out-of-memory error even if some state cannot be restored.
+        grow_after: successful batches before the next larger micro-batch is tried.
 
     Raises:
-        InputError: if there are several processes, the optimizer is not prepared, or an argument cannot be used.
-        BudgetError: if nothing fits the budget; it says what would. Without ``batch``, at the first call.
+        InputError: if there are several processes, the optimizer is not prepared, or an argument is invalid.
+        BudgetError: if nothing fits the budget; the error names a budget that would. Without ``batch``, the first call
+            raises it.
     """
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType
 
     if accelerator.distributed_type != DistributedType.NO:
         raise InputError(
-            f"the accelerator is of {accelerator.num_processes} processes ({accelerator.distributed_type.value}), and "
-            "this step undoes one process only: start one, or use `plimsoll train --nproc`, whose ranks agree"
+            f"the accelerator has {accelerator.num_processes} processes ({accelerator.distributed_type.value}), but "
+            "this step can undo one process only: start one process, or use `plimsoll train --nproc`"
         )
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise InputError(
-            f"the optimizer is a {type(optimizer).__name__}, not what Accelerate made of it: give the one that "
-            "accelerator.prepare(model, optimizer) returned"
+            f"the optimizer is a {type(optimizer).__name__}, but must be prepared by Accelerate: give the optimizer "
+            "from accelerator.prepare(model, optimizer)"
         )
     refuse(model, optimizer.optimizer, "fp32", None, loss=loss, units=units, kind=accelerator.device.type)
     return AccelerateStep(

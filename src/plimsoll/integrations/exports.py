@@ -1,15 +1,15 @@
-"""A plan as a configuration of DeepSpeed or Accelerate, and what of it neither can say.
+"""The export of a plan as a configuration of DeepSpeed or Accelerate.
 
     plimsoll plan job.yaml --budget 6GiB --export deepspeed > deepspeed.json
     to_deepspeed(plan).config
 
-Only what means the same there is exported: the samples of a pass and how many passes make a batch, autocast, optimizer
-states and parameters kept off the device. The batch stays the plan's: where the micro-batch does not divide it, the
-largest that does and is no larger is taken, since both have passes of one size. Everything else is named in
-``not_mapped``, with what does the same in a script of one's own where there is such a thing.
+Only settings with the same meaning are exported: micro-batch and accumulation, autocast, and optimizer states and
+parameters that are offloaded. The batch of the plan does not change. Both tools need micro-batches of one size. So if
+the micro-batch does not divide the batch, the next smaller divisor is exported. ``not_mapped`` lists all other choices
+and, if possible, how to do the same in a script.
 
 Sources: https://www.deepspeed.ai/docs/config-json/ and ``accelerate.commands.config.config_args.ClusterConfig`` (1.15).
-Does NOT say that the plan's predicted peak holds there: both keep buffers of their own, and nothing retries.
+The predicted peak of the plan does NOT hold there: both tools allocate buffers of their own, and neither retries.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     from plimsoll.techniques.mechanisms.technique import Tool
 
 EXPORTS = ("deepspeed", "accelerate")
-"""What `export` can write for."""
+"""The tools that `export` supports."""
 
 _CLIPPING_ALONE = (
     "gradient_clipping=auto: the Trainer fills in its max_grad_norm, and Accelerate 1.0; DeepSpeed alone cannot read "
-    "it: write the norm, 0.0 for none"
+    "auto: write the norm, or 0.0 for no clipping"
 )
 _CPU_ADAM_ALONE = (
-    "offload_optimizer: DeepSpeed takes its own Adam on the CPU for it, and refuses another optimizer: build "
+    "offload_optimizer: DeepSpeed uses its own Adam on the CPU for it, and refuses other optimizers: use "
     'deepspeed.ops.adam.DeepSpeedCPUAdam, or set "zero_force_ds_cpu_optimizer": false'
 )
 _CLIPPING_OF_ACCELERATE = (
-    "clipping: with DeepSpeed Accelerate clips gradients to a norm of 1.0 unless told otherwise: add gradient_clipping "
-    "to deepspeed_config, 0.0 for none"
+    "clipping: with DeepSpeed, Accelerate clips gradients to a norm of 1.0 by default: add gradient_clipping to "
+    "deepspeed_config, 0.0 for no clipping"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A configuration, the name of what reads it, and a sentence for each choice that is not in it."""
+    """A configuration, the tool that reads it, and a sentence for each choice that is not in it."""
 
     reader: str
     config: dict[str, Any]
@@ -54,7 +54,7 @@ class Export:
 
     @property
     def text(self) -> str:
-        """The file to write: JSON for DeepSpeed, YAML for Accelerate."""
+        """The content of the file: JSON for DeepSpeed, YAML for Accelerate."""
         if self.reader == "deepspeed":
             return json.dumps(self.config, indent=2) + "\n"
         text: str = yaml.safe_dump(self.config, sort_keys=False)
@@ -62,10 +62,14 @@ class Export:
 
 
 def require_exportable(reader: str, has_other_output: bool) -> None:
-    """Refuse a configuration that there is not, or that would be printed beside something else.
+    """Check the option ``--export``.
+
+    Args:
+        reader: the value of ``--export``.
+        has_other_output: whether an option requests other output.
 
     Raises:
-        InputError: it says what to give or to leave out.
+        InputError: if the tool is unknown, or other output is requested as well.
     """
     if reader not in EXPORTS:
         raise InputError(f"--export {reader} is not supported: give one of {', '.join(EXPORTS)}")
@@ -77,10 +81,10 @@ def require_exportable(reader: str, has_other_output: bool) -> None:
 
 
 def export(plan: Plan, reader: str) -> Export:
-    """Write a plan for one of `EXPORTS`.
+    """Export a plan for one of `EXPORTS`.
 
     Raises:
-        InputError: if there is no such reader, or the plan does not fit its budget.
+        InputError: if the tool is not supported, or the plan does not fit its budget.
     """
     if reader not in EXPORTS:
         raise InputError(f"cannot export a plan for {reader!r}: choose one of {', '.join(EXPORTS)}")
@@ -88,10 +92,10 @@ def export(plan: Plan, reader: str) -> Export:
 
 
 def to_deepspeed(plan: Plan) -> Export:
-    """Write a plan as a DeepSpeed configuration, for as many processes as the plan has ranks.
+    """Export a plan as a DeepSpeed configuration, with one process per rank of the plan.
 
-    What the script decides (optimizer, schedule, clipping) is ``auto`` or left out: the Trainer fills it in; what
-    Accelerate fills in, and what DeepSpeed alone cannot read, is said.
+    Settings of the script (optimizer, schedule, clipping) are ``auto`` or left out, and the Trainer fills them in.
+    ``not_mapped`` names the settings that Accelerate fills in differently or DeepSpeed alone cannot read.
 
     Raises:
         InputError: if the plan does not fit its budget.
@@ -111,10 +115,10 @@ def to_deepspeed(plan: Plan) -> Export:
 
 
 def to_accelerate(plan: Plan) -> Export:
-    """Write a plan as a file for ``accelerate launch --config_file``, for as many processes as the plan has ranks.
+    """Export a plan as a file for ``accelerate launch --config_file``, with one process per rank of the plan.
 
-    With states or parameters off the device it asks for DeepSpeed, and for FSDP with those that are shared out over the
-    ranks; without, for plain PyTorch.
+    The file selects DeepSpeed if states or parameters are offloaded, FSDP if they are sharded over ranks, and otherwise
+    plain PyTorch.
 
     Raises:
         InputError: if the plan does not fit its budget.
@@ -142,21 +146,21 @@ def to_accelerate(plan: Plan) -> Export:
             "offload_param_device": zero.get("offload_param", {}).get("device", "none"),
         }
         said, notes = f"give the loader batch_size={micro_batch}", (*notes, _CLIPPING_OF_ACCELERATE)
-    loader = f"micro_batch={micro_batch} of {batch}: the file has no place for the samples of a pass: {said}"
+    loader = f"micro_batch={micro_batch} of {batch}: the file cannot set the micro-batch: {said}"
     return Export("accelerate", config, (loader, *notes, *not_mapped, *_what_is_left(plan, config)))
 
 
 def kind_of(plan: Plan) -> Literal["cpu", "cuda"]:
-    """The kind of device that a plan is for."""
+    """Return the kind of device of a plan."""
     return plan.prediction.device_kind if plan.prediction is not None else "cuda"
 
 
 def _passes_of(plan: Plan) -> tuple[int, int, tuple[str, ...]]:
-    """Samples of a rank's batch and of a pass, and what had to be changed."""
+    """Return the samples of the batch of a rank, the samples of a micro-batch, and notes on changes."""
     if not plan.fits:
         raise InputError(
-            f"the plan does not fit: its smallest fallback needs a budget of {plan.smallest_budget_bytes} bytes, so "
-            "there is nothing to export: give that much, or allow more techniques"
+            f"the plan does not fit its budget, so it cannot be exported: give a budget of at least "
+            f"{plan.smallest_budget_bytes} bytes, or allow more techniques"
         )
     planned = plan.fallbacks[0].micro_batch
     batch = plan.plain.micro_batch if plan.plain is not None else max(one.micro_batch for one in plan.fallbacks)
@@ -166,7 +170,7 @@ def _passes_of(plan: Plan) -> tuple[int, int, tuple[str, ...]]:
     return (
         batch,
         micro_batch,
-        (f"micro_batch={planned}: passes of one size cannot make a batch of {batch} of it; exported as {micro_batch}",),
+        (f"micro_batch={planned}: it does not divide the batch of {batch}, so {micro_batch} is exported",),
     )
 
 
@@ -176,8 +180,8 @@ def _num_ranks(plan: Plan) -> int:
 
 
 def _with_settings(config: dict[str, Any], plan: Plan, reader: Tool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Add what the techniques are called in a configuration; what has no name in it is said."""
-    from plimsoll.techniques import TECHNIQUES  # which takes torch along
+    """Return the configuration with the settings of the techniques, and notes on techniques without a setting."""
+    from plimsoll.techniques import TECHNIQUES  # imports torch
 
     notes = []
     for choice in plan.fallbacks[0].others:
@@ -192,18 +196,18 @@ def _with_settings(config: dict[str, Any], plan: Plan, reader: Tool) -> tuple[di
 
 
 def _what_is_left(plan: Plan, config: dict[str, Any]) -> Iterator[str]:
-    """Say what the user has to add, and what the reader cannot do."""
+    """Yield notes on settings that the user must add, and on features that the tool lacks."""
     if "nvme" in str(config):
         yield "nvme: add nvme_path (Accelerate: offload_optimizer_nvme_path), a folder on the disk"
     if len(plan.fallbacks) > 1:
         yield (
-            f"{len(plan.fallbacks) - 1} fallbacks: neither DeepSpeed nor Accelerate undoes a step in which memory ran "
-            "out; plimsoll.TrainStep, and the adapters for Accelerate and Lightning, do"
+            f"{len(plan.fallbacks) - 1} fallbacks: neither DeepSpeed nor Accelerate can undo a step in which memory "
+            "ran out; plimsoll.TrainStep and the adapters for Accelerate and Lightning can"
         )
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Both, level by level. Of two numbers the larger, which is the stage that does for both; else the latter."""
+    """Return both merged recursively; of two integers the larger one, a ZeRO stage that covers both; else ``other``."""
     result = dict(one)
     for name, value in other.items():
         before = one.get(name)

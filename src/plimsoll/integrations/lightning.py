@@ -1,14 +1,18 @@
-"""Lightning: a callback that makes each optimizer step of a ``Trainer`` one that memory cannot tear.
+"""The adapter for Lightning: a callback that makes the optimizer steps of a ``Trainer`` recover from memory errors.
 
     trainer = lightning.Trainer(callbacks=[plimsoll.lightning.OomProof(units="samples")], ...)
     trainer.fit(module, loader)
 
-What ``self.log`` noted per step is that of the whole batch (means by the micro-batches' shares), and so are the outputs
-of ``training_step``. Hooks of the backward pass are called for each micro-batch, and again with each try.
+Values of ``self.log`` per step and the outputs of ``training_step`` are for the whole batch: means are weighted by the
+shares of the micro-batches. Hooks of the backward pass are called for each micro-batch, and again on each retry.
 
-Does NOT cover: manual optimization and several processes (refused); bringing the batch to the device, which Lightning
-does before; attributes that a module changes itself, such as a list of outputs; the value per step of a logged metric
-object, which is that of the last micro-batch, and ``reduce_fx=sum`` over an epoch, which counts micro-batches.
+Not handled:
+
+- manual optimization and several processes: they are refused;
+- moving the batch to the device, which Lightning does before the step;
+- attributes that a module changes itself, such as a list of outputs;
+- the value per step of a logged metric object, which covers only the last micro-batch;
+- ``reduce_fx=sum`` over an epoch, which counts micro-batches.
 """
 
 from __future__ import annotations
@@ -55,11 +59,11 @@ _USED_OF_THE_LOOP = (
     "_make_backward_fn",
     "_optimizer_step",
 )
-"""Names of Lightning's automatic optimization that are used here; all but the first two are private (2.5 and 2.6)."""
+"""Attributes of Lightning's automatic optimization used here; all but the first two are private (2.5 and 2.6)."""
 
 
 class _Pass(NamedTuple):
-    """What one micro-batch left behind, with its share of the batch."""
+    """The results of one micro-batch, with its share of the batch."""
 
     batch_idx: int
     share: float
@@ -69,25 +73,25 @@ class _Pass(NamedTuple):
 
 
 class OomProof(Callback):
-    """Undoes an optimizer step in which memory ran out, and does it again in smaller micro-batches.
+    """A callback that undoes an optimizer step in which memory ran out, and repeats it with smaller micro-batches.
 
     Args:
-        units: what the loss of ``training_step`` averages over: ``"samples"``, ``"tokens"`` (labels other than -100),
-            ``"next-tokens"`` (the same where the model shifts them), or a function from a batch to a number.
-        micro_batch: samples per pass to begin with; ``None`` begins with the loader's batches.
-        fallbacks: in place of ``micro_batch``, those of a plan: ``plan.fallbacks``.
-        budget: in place of both, what the process may use of the device, such as ``"8GiB"``: planned for when the first
-            batch is there, and enforced until the training ends. The plan traces ``training_step`` without a trainer.
-        batch: with a budget, the largest batch there will be, to plan with; by default the first.
+        units: the loss normalizer of ``training_step``: ``"samples"``, ``"tokens"`` (labels other than -100),
+            ``"next-tokens"`` (the same, for a causal model that shifts the labels), or a function from a batch to a
+            number.
+        micro_batch: initial samples per forward and backward pass; ``None`` starts with the batches of the loader.
+        fallbacks: ``plan.fallbacks``, instead of ``micro_batch``.
+        budget: instead of both, device memory for the process, such as ``"8GiB"``. The plan is made at the first batch,
+            by tracing ``training_step`` without a trainer, and the budget is enforced until the training ends.
+        batch: with a budget, the largest batch, to plan with; by default the first batch.
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
-        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
+        recut_loss: allow cutting a batch although its loss was not shown to be the sum of the losses of its parts.
         never_cut: keep every batch whole.
-        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is put back with a step, too.
-        allow_hidden_state: retry although state was found that is not put back.
-        grow_after: clean batches after which the next larger micro-batch is tried.
-        logs_memory: give ``plimsoll/peak_bytes``, ``plimsoll/used_bytes``, ``plimsoll/micro_batch`` and
-            ``plimsoll/oom`` (errors survived so far) to the trainer's loggers, as often as they are given anything
-            (``log_every_n_steps``).
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is restored with a step.
+        allow_hidden_state: retry after an out-of-memory error even if some state cannot be restored.
+        grow_after: successful batches before the next larger micro-batch is tried.
+        logs_memory: log ``plimsoll/peak_bytes``, ``plimsoll/used_bytes``, ``plimsoll/micro_batch`` and
+            ``plimsoll/oom`` (errors survived so far) to the loggers of the trainer, every ``log_every_n_steps``.
     """
 
     @former_arguments(rungs="fallbacks")
@@ -128,34 +132,34 @@ class OomProof(Callback):
 
     @property
     def evaluation_events(self) -> list[OomEvent]:
-        """The times that memory ran out in a validation, test or prediction of this run."""
+        """Out-of-memory events during validation, testing and prediction."""
         return [] if self._evaluations is None else self._evaluations.events
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take over the steps of validation, test and prediction."""
+        """Wrap the steps of validation, testing and prediction."""
         self._end_evaluations()
-        if trainer.world_size == 1:  # several are refused when they train, and left alone where they do not
+        if trainer.world_size == 1:  # several processes are refused when they train, and otherwise left alone
             self._evaluations = Evaluations(trainer, pl_module, self._budget, bool(self._options["never_cut"]))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the steps of validation, test and prediction back."""
+        """Restore the original steps of validation, testing and prediction."""
         self._end_evaluations()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Enforce the budget before there is a plan."""
+        """Enforce the budget during the sanity check, before there is a plan."""
         if self._evaluations is not None:
             self._evaluations.limit_sanity_check()
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lift the limit for the plan, which is made outside of it."""
+        """Lift the limit, because planning must not be limited."""
         if self._evaluations is not None:
             self._evaluations.end_sanity_check()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over the optimizer steps.
+        """Replace the optimizer steps by transactions.
 
         Raises:
-            InputError: if this training, or this version of Lightning, cannot be made so.
+            InputError: if this kind of training, or this version of Lightning, is not supported.
         """
         _refuse(trainer, pl_module)
         self._at_work = _Optimization(trainer, pl_module, self._options)
@@ -165,7 +169,7 @@ class OomProof(Callback):
         """Plan for the budget before the first batch.
 
         Raises:
-            BudgetError: if nothing fits the budget; it says what would.
+            BudgetError: if nothing fits the budget; the error names a budget that would.
         """
         if self._budget is not None and self._at_work is not None and not self._at_work.has_plan:
             self.plan = self._at_work.plan_for(self._budget, batch if self._batch is None else self._batch)
@@ -174,17 +178,17 @@ class OomProof(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what the memory did."""
+        """Log the memory use of the batch."""
         is_asked = self._logs_memory and trainer.loggers and trainer._logger_connector.should_update_logs
         if is_asked and self.transaction is not None:
             pl_module.log_dict(self.transaction.metrics(), batch_size=1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the optimizer steps back."""
+        """Restore the original optimizer steps."""
         self._give_back()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give all steps back."""
+        """Restore all original steps."""
         self._give_back()
         self._end_evaluations()
 
@@ -199,11 +203,11 @@ class OomProof(Callback):
 
 
 class _Optimization:
-    """Lightning's automatic optimization of one training, with each update a transaction.
+    """Lightning's automatic optimization of one training, with each update as a transaction.
 
-    ``run`` is replaced on that one object. All it did is still done by Lightning; where memory runs out, what is undone
-    are the gradients of the whole accumulation window, random numbers, buffers, what ``self.log`` and metrics of
-    torchmetrics took in, progress, scaler, and settings of the optimizer.
+    It replaces ``run`` of that loop object; Lightning's own code still does the work. If memory runs out, these are
+    restored: gradients of the accumulation window, random numbers, buffers, values of ``self.log``, states of
+    torchmetrics, progress, scaler, and settings of the optimizer.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: dict[str, Any]) -> None:
@@ -219,17 +223,17 @@ class _Optimization:
 
     @property
     def _results(self) -> Any:
-        """What ``self.log`` fills; validation within an epoch has others."""
+        """The results that ``self.log`` writes to; validation within an epoch has separate ones."""
         return self._trainer._results
 
     def close(self) -> None:
-        """Let Lightning do it by itself again."""
+        """Restore Lightning's own optimization, and lift the limit."""
         self._loop.__dict__.pop("run", None)
         self.transaction.close()
         self._limit.close()
 
     def plan_for(self, budget: str | int, batch: Any) -> Plan:
-        """Plan for a budget, put the plan to work, and enforce the budget from now on."""
+        """Plan for a budget, install the plan, and enforce the budget from now on."""
         module, optimizer = self._module, self._trainer.optimizers[0]
         with _without_trainer(module):
             plan = planned(
@@ -253,17 +257,18 @@ class _Optimization:
         return Transaction(self._module, optimizer, remember=self._remember, **{**self._options, **options})
 
     def _run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What Lightning's ``run`` does and returns: the loss, and what else ``training_step`` returned."""
+        """Run a batch in place of Lightning's ``run``, and return the loss and other outputs of ``training_step``."""
         if "batch" not in kwargs:
             raise InputError(
-                f"training_step takes {', '.join(kwargs)}, an iterator, of which nothing can be taken twice: give it "
+                f"training_step takes {', '.join(kwargs)}, an iterator, whose batches cannot be read twice: give it "
                 "the parameters batch and batch_idx"
             )
         one_pass = partial(self._one_pass, optimizer, batch_idx, kwargs)
         finish = None if self._trainer.fit_loop._should_accumulate() else partial(self._loop._optimizer_step, batch_idx)
         self._passes = []
         self.transaction.run(kwargs["batch"], one_pass, finish, partial(self._loss_of, kwargs))
-        passes = [one for one in self._passes if one.batch_idx == batch_idx]  # an undone window has run others too
+        # If the window was repeated, it contains passes of earlier batches, too.
+        passes = [one for one in self._passes if one.batch_idx == batch_idx]
         if not passes:
             return {}
         if len(passes) > 1:
@@ -274,7 +279,7 @@ class _Optimization:
         self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: dict[str, Any], micro_batch: Any, share: float
     ) -> Tensor:
         results = self._results
-        results.batch, results.batch_size = micro_batch, None  # from which `self.log` reads how many samples there are
+        results.batch, results.batch_size = micro_batch, None  # `self.log` infers the number of samples from it
         output = self._loop._training_step(type(kwargs)(kwargs, batch=micro_batch))
         if output.closure_loss is None:  # `training_step` skips this micro-batch
             return torch.zeros((), device=self._module.device)
@@ -287,7 +292,7 @@ class _Optimization:
         return at_least_fp32(output.loss)
 
     def _loss_of(self, kwargs: dict[str, Any], micro_batch: Any, share: float) -> Tensor:
-        """The loss of a micro-batch, of which nothing stays in the logs."""
+        """Return the loss of a micro-batch, and undo its effects on the logs."""
         before, put_back = (self._passes, self._is_zeroed), self._remember()
         try:
             self._results.batch, self._results.batch_size = micro_batch, None
@@ -298,7 +303,7 @@ class _Optimization:
             self._passes, self._is_zeroed = before
 
     def _zero_once(self, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        """Zero as Lightning does, after the first forward pass of a step; later ones have something to keep."""
+        """Zero the gradients after the first forward pass of a step, as Lightning does, but not after later passes."""
         if self._is_zeroed:
             return
         self._is_zeroed = True
@@ -309,7 +314,7 @@ class _Optimization:
     # -- logs ----------------------------------------------------------------------------------------------------------
 
     def _logged(self) -> dict[str, Tensor]:
-        """What the pass just run logged per step, by the key of Lightning's results."""
+        """Return the values per step that the last pass has logged, by the key of Lightning's results."""
         return {
             key: result._forward_cache.detach()
             for key, result in self._results.valid_items()
@@ -317,7 +322,7 @@ class _Optimization:
         }
 
     def _log_whole_batch(self, passes: list[_Pass]) -> None:
-        """Let the values per step be those of the batch, not of its last micro-batch."""
+        """Replace the logged values of the last micro-batch by values of the whole batch."""
         for key, result in self._results.items():
             values = [one.logged[key] for one in passes if key in one.logged]
             if not values:
@@ -350,7 +355,7 @@ class _Optimization:
 
 @contextmanager
 def _without_trainer(module: LightningModule) -> Iterator[None]:
-    """Keep the trainer out of copies of a module, and let ``self.log`` do nothing."""
+    """Detach the trainer, so that copies of the module exclude it and ``self.log`` does nothing."""
     trainer, module._trainer = module._trainer, None
     try:
         with warnings.catch_warnings():
@@ -361,9 +366,9 @@ def _without_trainer(module: LightningModule) -> Iterator[None]:
 
 
 def _loss_of_step(trainer: Trainer, module: nn.Module, batch: Any) -> Tensor:
-    """The loss that a module's ``training_step`` returns, for the first batch of the first loader."""
+    """Return the loss from ``training_step``, with batch and loader index 0."""
     training_step: Any = module.training_step
-    numbers = [0] * (len(inspect.signature(training_step).parameters) - 1)  # some take no batch_idx
+    numbers = [0] * (len(inspect.signature(training_step).parameters) - 1)  # some steps take no batch_idx
     with trainer.precision_plugin.train_step_context():
         found = training_step(batch, *numbers)
     loss: Tensor = found["loss"] if isinstance(found, Mapping) else found
@@ -376,7 +381,7 @@ def _clip_norm_of(trainer: Trainer) -> float | None:
 
 
 def _joined(passes: list[_Pass]) -> dict[str, Any]:
-    """What ``training_step`` returned beside the loss, for the whole batch; what is not of every pass is the last's."""
+    """Join the outputs of ``training_step`` other than the loss; a name that some passes lack keeps its last value."""
     extras = [one.extra for one in passes]
     shares, sizes = [one.share for one in passes], [one.num_samples for one in passes]
     both = {name for name in extras[-1] if all(name in extra for extra in extras)}
@@ -387,20 +392,20 @@ def _joined(passes: list[_Pass]) -> dict[str, Any]:
 
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse what a step cannot be made of.
+    """Raise if the training cannot be made of transactions.
 
     Raises:
-        InputError: under manual optimization, with several processes, or where Lightning has other names inside.
+        InputError: for manual optimization, several processes, or a version of Lightning with other internals.
     """
     if not module.automatic_optimization:
         raise InputError(
-            f"{type(module).__name__} has automatic_optimization=False, so that its own training_step updates: use "
-            "plimsoll.TrainStep there, or leave the updates to Lightning"
+            f"{type(module).__name__} has automatic_optimization=False, so its training_step updates the parameters "
+            "itself: use plimsoll.TrainStep there, or set automatic_optimization=True"
         )
     if trainer.world_size > 1 or trainer.strategy.handles_gradient_accumulation:
         raise InputError(
-            f"OomProof undoes the step of one process, and this trainer has {trainer.world_size} with "
-            f"{type(trainer.strategy).__name__}: give devices=1, or use `plimsoll train --nproc`, whose ranks agree"
+            f"OomProof can undo the step of one process only, but this trainer has {trainer.world_size} with "
+            f"{type(trainer.strategy).__name__}: give devices=1, or use `plimsoll train --nproc`"
         )
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     missing = [name for name in _USED_OF_THE_LOOP if not hasattr(loop, name)]

@@ -1,9 +1,10 @@
-"""A plan as keyword arguments of `transformers.TrainingArguments`, as far as these have the same techniques.
+"""The translation of a plan into keyword arguments of `transformers.TrainingArguments`.
 
     arguments, unmapped = plimsoll.transformers.to_training_arguments(plan, batch_size=64)
     args = transformers.TrainingArguments("out", **arguments)
 
-What they lack is said, not left out: `plimsoll.transformers.fit` uses the plan itself. Does NOT import transformers.
+Choices without an equivalent argument are listed in ``unmapped``; `plimsoll.transformers.fit` uses the whole plan. Does
+NOT import transformers.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from plimsoll.techniques import TECHNIQUES
 
 
 def to_training_arguments(plan: Plan, batch_size: int) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Translate a plan into keyword arguments of `transformers.TrainingArguments`, where it maps.
+    """Translate a plan into keyword arguments of `transformers.TrainingArguments`.
 
     Args:
         plan: the plan.
         batch_size: samples of an optimizer step.
 
     Returns:
-        the arguments, and a sentence for each choice that has none.
+        The arguments, and a sentence for each choice without an equivalent argument.
     """
     sizes = (int(choice.options["samples"]) for choice in plan.choices if choice.technique == MICRO_BATCH)
     samples = next(sizes, batch_size)
@@ -36,13 +37,13 @@ def to_training_arguments(plan: Plan, batch_size: int) -> tuple[dict[str, Any], 
         technique = TECHNIQUES.get(choice.technique)
         exported = technique.exported(choice, "transformers", kind_of(plan)) if technique is not None else None
         if exported is None:
-            unmapped.append(f"{choice}: TrainingArguments has nothing like it, use plimsoll.transformers.fit")
+            unmapped.append(f"{choice}: TrainingArguments has no equivalent, use plimsoll.transformers.fit")
         else:
             arguments |= exported.settings
     micro_batches = arguments["gradient_accumulation_steps"] * arguments["per_device_train_batch_size"]
     if micro_batches != batch_size:
         unmapped.append(
-            f"batches of {batch_size} samples are not divided evenly by {arguments['per_device_train_batch_size']}: "
-            f"these arguments make steps of {micro_batches}"
+            f"a batch of {batch_size} samples is not divisible by {arguments['per_device_train_batch_size']}: "
+            f"with these arguments, a step has {micro_batches} samples"
         )
     return arguments, tuple(unmapped)

@@ -1,13 +1,15 @@
-"""Hugging Face's `Trainer`, whose steps survive running out of memory: nothing lost, nothing done twice.
+"""The adapter for Hugging Face's `Trainer`: its steps recover when memory runs out, and train each sample once.
 
     trainer = transformers.Trainer(model, args, train_dataset=dataset)
     plimsoll.transformers.fit(trainer, budget="8GiB")        # in place of trainer.train()
 
-The trainer stays what it is: its loop, loss, accumulation, logs, callbacks, schedules and checkpoints. Does NOT cover
-several processes or devices (`plimsoll train --nproc`), DeepSpeed, optimizers that update inside backward (all
-refused), going on where memory runs out while the next batch is collated or in callbacks (an error says so), and what a
-subclass's ``training_step`` or ``compute_loss`` changes that is no gradient, buffer or random number: it runs for each
-micro-batch, and again with each try.
+The trainer keeps its loop, loss, accumulation, logs, callbacks, schedules and checkpoints. Not handled:
+
+- several processes or devices (use `plimsoll train --nproc`), DeepSpeed, and optimizers that update inside backward:
+  they are refused;
+- recovery if memory runs out while the next batch is collated, or in a callback: an error names the place;
+- changes by ``training_step`` or ``compute_loss`` of a subclass to anything except gradients, buffers and random
+  numbers: both run for each micro-batch, and again on each retry.
 
 Written for transformers 5.23 (https://huggingface.co/docs/transformers/main_classes/trainer); its names are checked.
 """
@@ -76,7 +78,13 @@ _Step = Callable[[nn.Module, Any, Any], Tensor]
 
 @dataclass(slots=True)
 class Protection:
-    """What happened while a trainer was protected: ``events`` are the times that memory ran out and was survived."""
+    """The protection of a trainer.
+
+    Args:
+        events: out-of-memory events that the trainer has recovered from.
+        micro_batch: samples of the current micro-batch.
+        plan: the plan for the budget, if there is one.
+    """
 
     events: list[OomEvent] = field(default_factory=list)
     micro_batch: int | None = None
@@ -99,36 +107,36 @@ def fit(
     on_oom: Callable[[OomEvent], None] | None = None,
     **train_options: Any,
 ) -> TrainOutput:
-    """Call ``trainer.train(...)`` so that running out of memory loses nothing.
+    """Call ``trainer.train(...)``, and recover if memory runs out in a step.
 
-    ``auto_find_batch_size`` has nothing to do then: it begins the whole training again with another batch size, and
-    keeps the weights of the first try.
+    ``auto_find_batch_size`` is then not needed. It restarts the whole training with another batch size, but keeps the
+    weights of the first attempt.
 
     Args:
-        trainer: a `transformers.Trainer`, or a subclass.
-        train_arguments: as ``trainer.train`` takes them, such as ``resume_from_checkpoint=True``.
-        budget: what the process may use of the device, such as ``"8GiB"``: planned for, and enforced. ``None``: what
-            there is, and nothing but smaller micro-batches.
-        units: what the loss averages over where the trainer does not divide by ``num_items_in_batch``; by default
-            guessed from the labels (see `plimsoll.data.batch.count_units`).
-        batch: with a budget, the largest batch there will be, as the collator makes it; by default the first one.
-        fallbacks: without a budget, the techniques to begin with, and what to change to, in order, when memory runs
-            out, as for `plimsoll.TrainStep`: those that leave loop, precision and optimizer to the trainer.
+        trainer: a `transformers.Trainer` or a subclass.
+        train_arguments: positional arguments of ``trainer.train``.
+        budget: device memory for the process, such as ``"8GiB"`` or a number of bytes, planned for and enforced.
+            ``None`` uses all available memory, without a plan.
+        units: the loss normalizer if the trainer does not divide by ``num_items_in_batch``; by default inferred from
+            the labels (see `plimsoll.data.batch.count_units`).
+        batch: with a budget, the largest batch, as returned by the collator; by default the first batch.
+        fallbacks: without a budget, the initial techniques and then the fallbacks for when memory runs out, as for
+            `plimsoll.TrainStep`. Techniques that change the loop, the precision or the optimizer are refused.
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
-        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
+        recut_loss: allow cutting a batch although its loss was not shown to be the sum of the losses of its parts.
         never_cut: keep every batch whole.
-        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is put back with a step, too.
-        allow_hidden_state: retry although state was found that is not put back.
-        on_oom: called with each event as it is recovered from.
-        train_options: as ``train_arguments``.
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is restored with a step.
+        allow_hidden_state: retry after an out-of-memory error even if some state cannot be restored.
+        on_oom: called with each out-of-memory event that is recovered from.
+        train_options: keyword arguments of ``trainer.train``, such as ``resume_from_checkpoint=True``.
 
     Returns:
-        what ``trainer.train`` returns.
+        The result of ``trainer.train``.
 
     Raises:
         OutOfMemoryError: if not even a single sample fits; the step is undone.
-        BudgetError: if no plan fits the budget; it says which would do.
-        InputError: if the trainer is of a kind that is not covered.
+        BudgetError: if no plan fits the budget; the error names a budget that would do.
+        InputError: if the trainer is of a kind that is not supported.
     """
     with protected(
         trainer,
@@ -161,7 +169,10 @@ def protected(
     allow_hidden_state: bool = False,
     on_oom: Callable[[OomEvent], None] | None = None,
 ) -> Iterator[Protection]:
-    """Protect a trainer while the block runs, for what calls ``trainer.train`` itself; arguments are those of `fit`."""
+    """Protect a trainer inside the block, for code that calls ``trainer.train`` or ``trainer.evaluate`` itself.
+
+    The arguments are the same as for `fit`.
+    """
     refuse_both(budget, batch, {"fallbacks": fallbacks})
     _refuse(trainer)
     with ExitStack() as stack:
@@ -185,30 +196,30 @@ def protected(
 def _refuse(trainer: transformers.Trainer) -> None:
     missing = [name for name in _NEEDED if not callable(getattr(trainer, name, None))]
     if missing:
-        name = f"a {type(trainer).__name__} has no {', '.join(missing)}, which the adapter wraps"
-        raise InputError(f"{name}: use transformers 5.23, or plimsoll.TrainStep in a loop of your own")
+        name = f"{type(trainer).__name__} has no {', '.join(missing)}, which this adapter needs"
+        raise InputError(f"{name}: use transformers 5.23, or plimsoll.TrainStep in your own loop")
     arguments = trainer.args
     if arguments.n_gpu > 1:
         raise InputError(
-            f"this trainer would use DataParallel on {arguments.n_gpu} GPUs: one process copies the model to all of "
-            "them in every step and gathers outputs and gradients on the first, which runs out while the others are "
-            "empty; set CUDA_VISIBLE_DEVICES=0, or train with one process per GPU (`plimsoll train --nproc`)"
+            f"this trainer would use DataParallel on {arguments.n_gpu} GPUs, which gathers outputs and gradients on "
+            "the first, so it runs out of memory while the others have plenty; set CUDA_VISIBLE_DEVICES=0, or train "
+            "with one process per GPU (`plimsoll train --nproc`)"
         )
     if arguments.world_size > 1:
         raise InputError(
             f"this trainer is one of {arguments.world_size} processes, which wait for each other inside backward, so "
-            "that one cannot do a step again alone: train with one process, or use `plimsoll train --nproc`"
+            "one process alone cannot repeat a step: train with one process, or use `plimsoll train --nproc`"
         )
     if arguments.deepspeed is not None:
         raise InputError(
-            f"this trainer hands its steps to DeepSpeed ({arguments.deepspeed!r}), which cannot undo one: leave "
+            f"this trainer hands its steps to DeepSpeed ({arguments.deepspeed!r}), which cannot undo a step: leave "
             "deepspeed out"
         )
     if arguments.optim in _INSIDE_BACKWARD:
         name = getattr(arguments.optim, "value", arguments.optim)
         raise InputError(
-            f"optim={name} updates the parameters inside backward, where a step cannot be undone: choose "
-            "another, such as adafactor, whose states are small too"
+            f"optim={name} updates the parameters inside backward, so a step cannot be undone: choose another "
+            "optimizer, such as adafactor, whose states are also small"
         )
 
 
@@ -217,17 +228,17 @@ def _refuse_optimizer(optimizer: object) -> None:
         return
     name = type(getattr(optimizer, "optimizer", optimizer)).__name__
     raise InputError(
-        f"the trainer's optimizer is a {name}, not one that Accelerate has prepared and that updates in its step: "
+        f"the trainer's optimizer is a {name}, but it must be prepared by Accelerate and update in its step method: "
         "choose an optim that is not layer-wise"
     )
 
 
 def _first_batch(trainer: transformers.Trainer, backend: Backend) -> Any:
-    """The first batch of the train dataset, which is read again when the trainer begins."""
+    """Return the first batch of the training data set, which the trainer will read again."""
     if not isinstance(trainer.train_dataset, Sized):
         raise InputError(
-            f"the train dataset, a {type(trainer.train_dataset).__name__}, has no length: it may be a stream that "
-            "gives each batch once, so none is taken to plan with; give batch=, the largest that there will be"
+            f"the train dataset, a {type(trainer.train_dataset).__name__}, has no length: it may be a stream, and "
+            "planning would consume its first batch; give batch=, the largest batch of the training"
         )
     random_state = backend.random_state()
     sample = next(iter(trainer.get_train_dataloader()))
@@ -236,7 +247,7 @@ def _first_batch(trainer: transformers.Trainer, backend: Backend) -> Any:
 
 
 def _planned(guard: _Guard, budget: str | int, sample: Any) -> Plan:
-    """Find the fastest combination that fits, of the techniques that leave loop and optimizer to the trainer."""
+    """Return the plan with the fastest combination that fits and leaves loop and optimizer to the trainer."""
     trainer = guard.trainer
     model = trainer.model
     assert model is not None
@@ -261,7 +272,7 @@ def _planned(guard: _Guard, budget: str | int, sample: Any) -> Plan:
 
 
 def _offered() -> frozenset[str]:
-    """Techniques for a loop whose evaluation, loss, optimizer and precision are the trainer's."""
+    """Return the techniques that leave evaluation, loss, optimizer and precision to the trainer."""
     return frozenset(name for name in techniques_for_loops(has_loss=True) if technique_of(name).is_for_trainers)
 
 
@@ -270,7 +281,7 @@ def _precision_of(trainer: transformers.Trainer) -> Precision:
 
 
 class _Guard:
-    """The wrapped calls of one trainer."""
+    """The wrapped methods of one trainer, for training and evaluation."""
 
     def __init__(
         self,
@@ -298,7 +309,7 @@ class _Guard:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Have the trainer's calls wrapped, and undo that."""
+        """Wrap the methods of the trainer inside the block."""
         trainer = self.trainer
         wrapped = {
             "training_step": self._wrapped_step(trainer.training_step),
@@ -315,31 +326,31 @@ class _Guard:
                     self._training.close()
 
     def units_of(self, batch: Any) -> float:
-        """Count what the mean loss of a batch averages over, as far as its labels say it."""
+        """Return the number of units that the mean loss of a batch averages over, inferred from its labels."""
         if self.units is not None:
             return count_units(batch, self.units)
         assert self.trainer.model is not None
         return count_units(batch, units_of(batch, self.trainer.model))
 
     def says_what_counts(self, batch: Any) -> bool:
-        """Whether it is known what the loss of a batch averages over: without that it is not cut."""
+        """Return whether the units of a batch are known; otherwise it must not be cut."""
         return self.units is not None or bool({"labels", *self.trainer.label_names} & set(batch))
 
     def refuse_unclear(self, batch: Any) -> None:
-        """Refuse to cut a batch of which nothing says what its loss averages over.
+        """Raise if a batch must not be cut because its units are unknown.
 
         Raises:
-            InputError: if it has no labels, and no units were given.
+            InputError: if the batch has no labels, and no units were given.
         """
         if not self.says_what_counts(batch):
             raise InputError(
-                f"a batch ran out of memory that has no labels (it has {', '.join(map(str, batch))}), so that nothing "
-                'says how to weight its pieces: give units="samples" if the loss is a mean over samples, or a function '
+                f"memory ran out with a batch without labels (it has {', '.join(map(str, batch))}), so the weights of "
+                'its micro-batches are unknown: give units="samples" if the loss is a mean over samples, or a function '
                 "batch -> int"
             )
 
     def note(self, events: Iterable[OomEvent]) -> None:
-        """Tell of events."""
+        """Record events, and pass them to ``on_oom``."""
         for event in events:
             self.protection.events.append(event)
             if self._on_oom is not None:
@@ -359,7 +370,7 @@ class _Guard:
         return training_step
 
     def _wrapped_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Where techniques are around the loss, they are around the trainer's."""
+        """Wrap ``compute_loss``, so that techniques apply to the loss of the trainer."""
 
         def compute_loss(model: nn.Module, inputs: Any, *arguments: Any, **options: Any) -> Any:
             if self.evaluations.items is not None and "num_items_in_batch" in options:
@@ -385,7 +396,7 @@ class _Guard:
 
 
 class _Training:
-    """One call of ``trainer.train``, from its first batch on: its transaction, and the wrapped calls that it made."""
+    """One call of ``trainer.train``: its transaction, and the wrapped methods of its optimizer and accelerator."""
 
     def __init__(self, guard: _Guard, original: _Step) -> None:
         trainer, self._guard, self._original = guard.trainer, guard, original
@@ -410,7 +421,7 @@ class _Training:
         self._model: nn.Module = trainer.model
         self._compute_loss: Callable[[nn.Module, Any], Any] = trainer.compute_loss
         self._share, self._num_backward = 1.0, 0
-        self._noted: list[Tensor] | None = None  # losses of a pass in which nothing goes backward
+        self._noted: list[Tensor] | None = None  # losses of a pass without backward
         self._wrapped = ExitStack()
         self._wrapped.callback(self.transaction.close)
         self._wrapped.enter_context(attributes(optimizer, {"step": self._wrapped_update(optimizer.step)}))
@@ -418,15 +429,15 @@ class _Training:
         self._wrapped.enter_context(attributes(trainer.accelerator, {"backward": backward}))
 
     def goes_on(self) -> bool:
-        """Whether the trainer is still in the same call of ``train``."""
+        """Return whether the trainer is still in the same call of ``train``."""
         return self._state is self._trainer.state
 
     def close(self) -> None:
-        """Give the trainer its own calls back, and the model without techniques."""
+        """Restore the original methods, and remove the techniques from the model."""
         self._wrapped.close()
 
     def run(self, model: nn.Module, inputs: Any, items: Any) -> Tensor:
-        """Add the gradients of a batch; returns its loss, as ``training_step`` does."""
+        """Accumulate the gradients of a batch, and return its loss, as ``training_step`` does."""
         self._model = model
         self.transaction.position.step = self._trainer.state.global_step
         try:
@@ -441,27 +452,27 @@ class _Training:
         return self.transaction.loss
 
     def _one_pass(self, model: nn.Module, items: Any, micro_batch: Any, share: float) -> Tensor:
-        """The trainer's step of a micro-batch.
+        """Run the ``training_step`` of the trainer on a micro-batch.
 
-        A loss is a mean, or a sum divided by ``items``, or one of each added up. As if there were only the items of the
-        micro-batch, all of them are its mean; its share of the batch is put on the loss in ``accelerator.backward``.
+        A loss is a mean, a sum divided by ``items``, or the sum of both. With ``items`` of the micro-batch alone, it is
+        a mean over the micro-batch in each case. ``accelerator.backward`` multiplies it by the share of the batch.
         """
         if share != 1:
             self._guard.refuse_unclear(micro_batch)
             items = None if items is None else items * share
         self._share, self._num_backward, self.is_idle = share, 0, False
-        loss = self._original(model, copy.copy(micro_batch), items)  # a trainer may take fields out of it
+        loss = self._original(model, copy.copy(micro_batch), items)  # a trainer may remove fields from it
         if share != 1 and not self._num_backward:
             raise self._no_backward()
         return loss
 
     def _loss_of(self, _: transformers.Trainer, model: nn.Module, items: Any, micro_batch: Any, share: float) -> Tensor:
-        """What the trainer's step of a micro-batch goes backward from; what it changes of the trainer is put back."""
+        """Return the loss that ``training_step`` passes to backward for a micro-batch, without running backward."""
         self._noted = []
         try:
             self._original(model, copy.copy(micro_batch), None if items is None else items * share)
             losses = self._noted
-        except RuntimeError as error:  # of torch, in ``loss.backward()`` while gradients are off
+        except RuntimeError as error:  # raised by ``loss.backward()`` without gradients
             if "does not require grad" not in str(error):
                 raise
             raise self._no_backward() from error
@@ -473,12 +484,12 @@ class _Training:
 
     def _no_backward(self) -> InputError:
         return InputError(
-            f"{type(self._trainer).__name__}.training_step does not call self.accelerator.backward, so that the "
-            "pieces of a batch cannot be weighted: use that in place of loss.backward()"
+            f"{type(self._trainer).__name__}.training_step does not call self.accelerator.backward, so the "
+            "micro-batches of a batch cannot be weighted: use it in place of loss.backward()"
         )
 
     def loss(self, computed: Callable[[nn.Module, Any], Any], model: nn.Module, inputs: Any) -> Any:
-        """A loss that the trainer computes, with the techniques that are around it."""
+        """Compute the loss with the trainer's ``compute_loss`` and the techniques that wrap it."""
         self._compute_loss = computed
         return self.transaction.workload.loss(model, inputs)
 
@@ -497,7 +508,7 @@ class _Training:
         return backward
 
     def _wrapped_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)  # by whose attributes a schedule knows that it has counted this method
+        @wraps(original)  # a schedule marks the method that it has wrapped with an attribute
         def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
             try:
                 self.transaction.finish(partial(self._finish, original, closure))
@@ -510,7 +521,7 @@ class _Training:
     def _finish(self, step: Callable[..., Any], closure: Any, gradients: Callable[[], Tensor]) -> None:
         gradients()
         trainer: Any = self._trainer
-        if self.transaction.is_again:  # what the trainer did with the first gradients
+        if self.transaction.is_again:  # repeat the steps that the trainer did with the first gradients
             if trainer.args.max_grad_norm:
                 trainer._clip_grad_norm(self._model)
             trainer.callback_handler.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)

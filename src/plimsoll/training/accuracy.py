@@ -1,8 +1,8 @@
 """The accuracy of a classifier, counted while its loss is evaluated (`plimsoll.training.answers`).
 
-Where samples are windows of texts, the answer to a text is the mean of the logits of its windows
-(`plimsoll.data.samples.pooling`), and texts are counted. Does NOT cover models that return no ``logits``: of these it
-is unknown.
+If samples are windows of texts, the logits of the windows are averaged for each text
+(`plimsoll.data.samples.pooling`), and the accuracy is the share of texts. Does NOT handle models that return no
+``logits``: their accuracy is unknown.
 
 Shapes: B samples of a batch, L classes.
 """
@@ -22,13 +22,13 @@ from plimsoll.training.answers import Answered, Answers, Windows
 
 
 class Accuracy(Answers):
-    """The share of samples, or of texts, whose largest logit is that of their label; counts while the block runs.
+    """The share of samples, or of texts, whose label has the largest logit, counted inside a ``with`` block.
 
     Args:
-        model: returns ``logits`` (B, L).
-        position: says which samples of its batch the model is evaluating.
-        windows: says of which text each sample is; ``None``: a sample is a text.
-        ranks: who share each batch; each of them counts all samples.
+        model: a model that returns ``logits``, (B, L).
+        position: contains the samples of the batch that the model is evaluating.
+        windows: maps samples to texts; ``None`` if each sample is a text.
+        ranks: processes that share each batch; each of them counts all samples.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Accuracy(Answers):
         self._num_answers = 0
         self._num_right = 0
         self._pool = None if windows is None else WindowPool("mean", windows.num_of_parents)
-        self._labels: dict[int, int] = {}  # of texts that are not complete
+        self._labels: dict[int, int] = {}  # of texts whose windows have not all been seen
 
     def share(self) -> float | None:
-        """The accuracy over all batches; ``None`` if the model returned no logits."""
+        """Return the accuracy over all batches, from 0 to 1; ``None`` if the model returned no logits."""
         return self._num_right / self._num_answers if self._num_answers else None
 
     def _answers_of(self, logits_BL: Tensor) -> Tensor:

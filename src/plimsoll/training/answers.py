@@ -1,8 +1,8 @@
-"""The answers of a model, seen while its loss is evaluated: no second pass over the samples.
+"""Metrics from the logits that a model computes while its loss is evaluated, without a second pass.
 
-A batch that runs out of memory is evaluated once more in smaller micro-batches. So of a batch only the last answer to
-each of its samples counts. Of ranks that share a batch each is told the answers of all, and counts them. Does NOT cover
-models that return no ``logits``: of these there are no answers.
+A batch that runs out of memory is evaluated again in smaller micro-batches, so only the last answer to each sample
+counts. Ranks that share a batch exchange their answers, and each rank counts all of them. Does NOT handle models that
+return no ``logits``: nothing is counted.
 
 Shapes: B samples of a batch.
 """
@@ -23,19 +23,19 @@ from plimsoll.step.oom_boundary import Position
 
 
 class Windows(Protocol):
-    """What says of which text each sample is."""
+    """A mapping from samples to the texts that they are windows of."""
 
     def parents(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of the text of each sample."""
         ...
 
     def num_of_parents(self, parents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many samples each of these texts has."""
+        """Return the number of samples of each of these texts."""
         ...
 
 
 class Answered(NamedTuple):
-    """One sample of the data: its number there, its label or labels, and what is kept of the logits."""
+    """One sample: its number in the data set, its label or labels, and the part of the logits that is kept."""
 
     sample_id: int
     label: Tensor
@@ -43,12 +43,12 @@ class Answered(NamedTuple):
 
 
 class Answers(ABC):
-    """Counts something of a model's answers while the block runs.
+    """A base class of metrics that count the answers of a model inside a ``with`` block.
 
     Args:
-        model: returns ``logits`` (B, ...).
-        position: says which samples of its batch the model is evaluating.
-        ranks: who share each batch.
+        model: a model that returns ``logits``, (B, ...).
+        position: contains the samples of the batch that the model is evaluating.
+        ranks: processes that share each batch.
     """
 
     def __init__(self, model: nn.Module, position: Position, ranks: Ranks | None = None) -> None:
@@ -63,10 +63,13 @@ class Answers(ABC):
         self._hook.remove()
 
     def counted(self, batches: Iterable[tuple[Any, NDArray[np.int64]]]) -> Iterator[Any]:
-        """Yield the batches, given with the numbers of their samples; each is counted before the next is asked for.
+        """Yield the batches, and count the answers to each before the next.
+
+        Args:
+            batches: batches with the numbers of their samples, (B,) int64.
 
         Raises:
-            PeerOutOfMemory: if memory ran out on another rank before it could say what its answers were.
+            PeerOutOfMemory: if memory ran out on another rank before it could send its answers.
         """
         for batch, ids in batches:
             self._answers.clear()
@@ -83,7 +86,7 @@ class Answers(ABC):
     def _of_all_ranks(self, answered: list[Answered]) -> list[Answered]:
         if self._ranks.is_alone:
             return answered
-        # As arrays: a tensor that is a row of a batch would be sent with all of the batch.
+        # Send arrays, because pickling a tensor that is a row of a batch would send the whole batch.
         own = [(one.sample_id, one.label.numpy(), one.answer.numpy()) for one in answered]
         return [
             Answered(sample_id, torch.as_tensor(label), torch.as_tensor(answer))
@@ -93,11 +96,11 @@ class Answers(ABC):
 
     @abstractmethod
     def _answers_of(self, logits: Tensor) -> Tensor:
-        """Return what is kept of the logits of a pass, sample by sample."""
+        """Return the part of the logits to keep, with one row per sample."""
 
     @abstractmethod
     def _count(self, answered: Sequence[Answered]) -> None:
-        """Count the samples of a batch, of all ranks, in the order of their numbers; there is at least one."""
+        """Count the samples of a batch of all ranks, at least one, in the order of their numbers."""
 
     def _note(self, _model: nn.Module, _positional: Any, output: Any) -> None:
         logits, samples = getattr(output, "logits", None), self._position.samples

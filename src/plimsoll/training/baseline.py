@@ -1,7 +1,7 @@
-"""What a training process loads before it has a model, and the process that says what that takes.
+"""The imports of a training process before it has a model, and the process that measures their memory.
 
-The measuring is in `plimsoll.planning.baseline`. Nothing at the top of this module imports torch, which is told first
-what the job does not use of it.
+`plimsoll.planning.baseline` does the measurement. This module does not import torch at the top, because unused parts of
+torch must be excluded first.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from plimsoll.records.job import Job
 
 
 def load_training(job: Job) -> None:
-    """Load all that a training process of the job has before it has a model, and nothing else.
+    """Import everything that a training process of the job imports before it has a model.
 
     Raises:
-        JobError: if there is no such model.
+        JobError: if the model does not exist.
     """
     leave_out_unused(job)
     with uncollected():
@@ -27,11 +27,11 @@ def load_training(job: Job) -> None:
 
         load_libraries(job)
         load_model_code(job)
-    gc.collect()  # now: what is left of it would be counted in one process and not in another
+    gc.collect()  # otherwise garbage would be counted in some processes only
 
 
 def print_baseline() -> None:
-    """Print how many bytes a training process takes before it has a model; the job comes on standard input."""
+    """Print the bytes that a training process uses before it has a model; the job is read from standard input."""
     begin_worker()
     job = Job.from_json(sys.stdin.read())
     load_training(job)

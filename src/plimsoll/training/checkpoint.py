@@ -1,13 +1,13 @@
-"""Checkpoints that are whole or not there: model, optimizer, random numbers, and how far the run has come.
+"""Atomic checkpoints of model, optimizer, random states and training progress.
 
     checkpoints/step-00000100/
         model.pt  optimizer.pt  random.pt   tensors (torch.save, read back with weights_only)
         progress.json                       step, data cursor, fallbacks, schedule, scaler, fingerprint of the job
-        manifest.json                       bytes and CRC-32 of each of the others; written last
+        manifest.json                       bytes and CRC-32 of each of the other files; written last
 
-A kill or a full disk at any moment leaves the previous checkpoint as it was. On reading every byte is checked: a torn
-checkpoint, or one of another job, is refused with the reason and the previous good one is named. Writing makes no
-second copy of the tensors. Does NOT cover a model that is shared out over ranks: see
+A kill or a full disk at any moment leaves the previous checkpoint intact. Loading checks every byte. A torn checkpoint,
+or a checkpoint of another job, is refused with the reason, and the error names the previous good one. Saving makes no
+second copy of the tensors. Does NOT handle a model that is sharded over ranks: see
 `plimsoll.training.sharded_checkpoint`.
 """
 
@@ -41,7 +41,7 @@ _NAMES = (re.compile(r"step-(\d+)"), re.compile(r"\.step-(\d+)\.old-\d+"))
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint on disk and what its ``progress.json`` says."""
+    """A complete checkpoint on disk, with the content of its ``progress.json``."""
 
     folder: Path
     step: int
@@ -49,21 +49,27 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its files."""
+        """Total bytes of its files."""
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, read_use: Callable[[], object] = lambda: None
     ) -> Any:
-        """Put the tensors into the model and the optimizer; returns the random state for the backend.
+        """Load the checkpoint into the model and the optimizer.
 
-        ``read_use`` is called while most of the files are mapped, for who counts the process's memory.
+        Args:
+            model: the model.
+            optimizer: the optimizer.
+            read_use: called while the files are mapped, to measure the memory of the process at its peak.
+
+        Returns:
+            The random state for the backend.
 
         Raises:
-            CheckpointError: if its states are of another optimizer.
+            CheckpointError: if the states belong to another optimizer.
         """
-        # Mapped, not read, and shared: the values are copied into the model, a second copy of it may not fit, and a
-        # private mapping would count against a limit as if it were one.
+        # The values are copied into the model, and a second copy may not fit. So the file is mapped instead of read.
+        # The mapping is shared, because a limit counts private mappings as memory.
         with _as_shared_file():
             weights = torch.load(self.folder / "model.pt", map_location="cpu", mmap=True, weights_only=True)
         model.load_state_dict(weights)
@@ -78,20 +84,20 @@ class Checkpoint:
         return torch.load(self.folder / "random.pt", map_location="cpu", weights_only=True)
 
     def _require_made_by(self, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
-        """Refuse states of another class: a technique may replace the optimizer, and a new plan may not have it."""
+        """Raise if the states belong to another optimizer class, as after a technique that replaces the optimizer."""
         saved, known = set(states["param_groups"][0]), set(optimizer.param_groups[0])
         if saved - known and known - saved:  # a newer torch only adds settings
             raise CheckpointError(
                 f"the checkpoint of step {self.step} has the states of another optimizer than "
                 f"{type(optimizer).__name__}, with {', '.join(sorted(saved - known))} in place of "
-                f"{', '.join(sorted(known - saved))}: go on under the budget it was trained with, or start anew in "
-                "another --out"
+                f"{', '.join(sorted(known - saved))}: resume with the budget it was trained with, or start a new run "
+                "in another --out"
             )
 
 
 @contextlib.contextmanager
 def _as_shared_file() -> Iterator[bool]:
-    """Let files be mapped so that no limit on memory counts them; what is read must be copied and not written to."""
+    """Memory-map files so that no memory limit counts them; callers must copy the tensors and not write to them."""
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         yield True
 
@@ -106,12 +112,24 @@ def save(
     progress: dict[str, Any],
     keep: int,
 ) -> Checkpoint:
-    """Write the checkpoint of ``step`` under ``root`` and keep the last ``keep``.
+    """Write the checkpoint of ``step``, and remove the oldest checkpoints.
+
+    Args:
+        root: folder of all checkpoints.
+        step: number of optimizer steps done.
+        model: the model.
+        optimizer: the optimizer.
+        random_state: random state of the backend.
+        progress: content of ``progress.json``.
+        keep: number of checkpoints to keep.
+
+    Returns:
+        The new checkpoint.
 
     Raises:
-        OutputError: if it cannot be written (disk full, no permission); the earlier checkpoints are untouched.
+        OutputError: if it cannot be written (disk full, no permission); earlier checkpoints stay intact.
     """
-    # In a temporary folder, each file synced; the folder is renamed, and only then are older ones removed.
+    # Files are written and synced in a temporary folder, which is then renamed. Only after that are old ones removed.
     folder = root / f"step-{step:08d}"
     temporary = root / f".{folder.name}.tmp-{os.getpid()}"
     try:
@@ -142,14 +160,19 @@ def save(
 def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Checkpoint:
     """Open the checkpoint of ``step``, or the newest.
 
+    Args:
+        root: folder of all checkpoints.
+        fingerprint: facts of the job that must be the same.
+        step: step of the checkpoint; ``None`` for the newest.
+
     Raises:
-        CheckpointError: if there is none, it is torn, or it belongs to another job; a good earlier one is named.
+        CheckpointError: if it does not exist, is torn, or belongs to another job; the error names a good earlier one.
     """
     steps = _steps(root)
     if not steps:
         raise CheckpointError(
-            f"there is no checkpoint in {root}: give the command without --resume, and with --force where the run has "
-            "done steps, which are then done again"
+            f"there is no checkpoint in {root}: give the command without --resume, and with --force if the run has "
+            "completed steps, which are then repeated"
         )
     if step is not None and step not in steps:
         raise CheckpointError(
@@ -171,7 +194,7 @@ def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Ch
 
 
 def remove_later(root: Path, step: int) -> None:
-    """Remove the checkpoints of steps after ``step``: the run goes on from there, so they are of another past."""
+    """Remove the checkpoints of steps after ``step``, because the run is resumed from there."""
     _remove_leftovers(root)
     for later in _steps(root):
         if later > step:
@@ -179,22 +202,27 @@ def remove_later(root: Path, step: int) -> None:
 
 
 def newest_good(root: Path, fingerprint: dict[str, str]) -> Checkpoint | None:
-    """The newest checkpoint that is whole and of this job, or ``None``."""
+    """Return the newest intact checkpoint of this job, or ``None``.
+
+    Args:
+        root: folder of all checkpoints.
+        fingerprint: facts of the job that must be the same.
+    """
     good = (step for step in reversed(_steps(root)) if _fault(root, step, fingerprint) is None)
     step = next(good, None)
     return None if step is None else _open(root, step)
 
 
 def _keep_last(root: Path, step: int, keep: int) -> None:
-    """Remove the oldest until there are ``keep``, but not the one of ``step``, which was just written."""
-    with contextlib.suppress(OSError):  # what cannot be removed now does no harm, and is tried again next time
+    """Remove the oldest checkpoints until ``keep`` are left, but never the new checkpoint of ``step``."""
+    with contextlib.suppress(OSError):  # a checkpoint that cannot be removed is harmless; the next call retries
         others = [other for other in _steps(root) if other != step]
         for old in others[: max(len(others) + 1 - keep, 0)]:
             _remove(root, old)
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Rename a finished checkpoint; one of the same step keeps a name under which it is read until that is done."""
+    """Move a finished checkpoint into place; an older one of the same step stays readable until that is done."""
     aside = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     if folder.exists():
         folder.rename(aside)
@@ -208,7 +236,7 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
 
 
 def _remove(root: Path, step: int) -> None:
-    # Renamed first, so that a kill does not leave half of it under a good name.
+    # Rename first, so that a kill does not leave an incomplete folder under a valid name.
     doomed = root / f".step-{step:08d}.tmp-{os.getpid()}"
     _folder(root, step).rename(doomed)
     shutil.rmtree(doomed)
@@ -220,7 +248,7 @@ def _open(root: Path, step: int) -> Checkpoint:
 
 
 def _folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step is: a kill while it was replaced leaves it under the name it got then."""
+    """Return the folder of a checkpoint; a kill during its replacement may have left it under a temporary name."""
     folder = root / f"step-{step:08d}"
     return folder if folder.exists() else next(root.glob(f".{folder.name}.old-*"), folder)
 
@@ -228,11 +256,11 @@ def _folder(root: Path, step: int) -> Path:
 def _steps(root: Path) -> list[int]:
     folders = [folder for folder in root.glob("*step-*") if folder.is_dir()]
     matches = (name.fullmatch(folder.name) for name in _NAMES for folder in folders)
-    return sorted({int(found[1]) for found in matches if found})  # others are copies that somebody made
+    return sorted({int(found[1]) for found in matches if found})  # other names are copies made by the user
 
 
 def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
-    """What is wrong with a checkpoint, or ``None``."""
+    """Return the fault of a checkpoint as a text, or ``None`` if it is intact and of this job."""
     folder = _folder(root, step)
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -255,13 +283,13 @@ def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
 
 
 def _difference(key: str, was: str | None, is_now: str | None) -> str:
-    if key == "data":  # a hash of all three: it says nothing to a reader
-        return "the text, its labels or the tokenizer are others"
+    if key == "data":  # a hash of all three, which means nothing to a reader
+        return "the text, its labels or the tokenizer have changed"
     return f"{key} was {'not set' if was is None else was}, is {'not set' if is_now is None else is_now}"
 
 
 class _PlainFile:
-    """A file for `torch.save` that reports a full disk as the ``OSError`` it is, whatever torch makes of it."""
+    """A file for `torch.save` that keeps the ``OSError`` of a full disk, which torch replaces by another error."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -285,7 +313,7 @@ def _write_tensors(path: Path, content: Any) -> None:
     with path.open("wb", buffering=0) as raw:
         file = _PlainFile(raw)
         try:
-            torch.save(content, file)  # type: ignore[arg-type]  # it needs no more than `write` and `flush`
+            torch.save(content, file)  # type: ignore[arg-type]  # it calls only `write` and `flush`
         except RuntimeError:
             if file.error is None:
                 raise
@@ -308,7 +336,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Remove what a killed process left half written or half removed, and put back what it was about to replace."""
+    """Remove incomplete folders left by a killed process, and restore a checkpoint that it was about to replace."""
     for leftover in root.glob(".step-*.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     for aside in root.glob(".step-*.old-*"):

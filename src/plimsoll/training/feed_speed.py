@@ -1,9 +1,9 @@
-"""How fast a corpus is read, tokenized and fed here, and what the processes that do it hold: `plimsoll data bench`.
+"""The speed of reading, tokenizing and loading a corpus, and the memory of its processes, for `plimsoll data bench`.
 
-Each stage runs for about two seconds on the warm page cache, so it is the speed of this machine, not of its disk. The
-batches are those of the job, with its workers; where they cannot be made, or much would have to be tokenized for them,
-a note says so. Padding is no token; rows of packed texts, which have next to none, count as full. NOT covered: what the
-model does with them.
+Each stage runs for about two seconds with a warm page cache, so it measures the machine without its disk. Batches are
+loaded with the settings and workers of the job. A note explains if they are not loaded, because loading fails or much
+text would have to be tokenized first. Padding does not count as tokens; rows of packed texts have almost none and count
+as full. Does NOT measure the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ _BATCHES_BETWEEN_CLOCKS = 16
 
 
 def time_corpus(job: Job, cache: Path, progress: Progress = silent) -> FeedRates:
-    """Time each stage that the training texts of a job go through.
+    """Measure the speed of each stage of the input pipeline of a job.
+
+    Args:
+        job: the job.
+        cache: folder of tokens.
+        progress: called with the progress of indexing and tokenizing.
 
     Raises:
         DataError: if the texts or the tokenizer cannot be used.
@@ -62,8 +67,8 @@ def time_corpus(job: Job, cache: Path, progress: Progress = silent) -> FeedRates
     try:
         if is_ready or corpus.num_bytes <= _SMALL_BYTES:
             return FeedRates(corpus=facts, rates=(*rates, *_fed(job, cache, progress)))
-        why = f"{format_bytes(corpus.num_bytes)} of text are not tokenized: `plimsoll data tokenize` first"
-    except DataError as error:  # what was timed before is worth showing
+        why = f"{format_bytes(corpus.num_bytes)} of text are not tokenized: run `plimsoll data tokenize` first"
+    except DataError as error:  # the rates measured before are still useful
         why = str(error)
     return FeedRates(corpus=facts, rates=tuple(rates), notes=(f"Not fed: {why}",))
 
@@ -92,7 +97,7 @@ def _batches(corpus: Corpus, ids: Callable[[int, int, int], np.ndarray]) -> Iter
 
 
 def _fed(job: Job, cache: Path, progress: Progress) -> list[Rate]:
-    """Time the loader of the job."""
+    """Measure the data loader of the job, in samples and tokens per second."""
     samples, _ = open_datasets(prepare(job, cache, progress), job)
     loader = loader_of(job, samples)
     process = psutil.Process()

@@ -1,10 +1,10 @@
-"""The training loop: fetch, step, note, checkpoint, evaluate, until the steps are done or somebody asks to stop.
+"""The training loop: fetch, step, record, checkpoint and evaluate, until the last step or a request to stop.
 
-The loop does not know the techniques and does not catch errors: a step is a transaction (`plimsoll.step.train_step`),
-what runs out of memory outside of it is tried again after a clean-up (`_survive`), and everything else ends the run
-with its checkpoints intact. A step that does not fit even with the last fallback, though such a step of this run has
-fit before, is tried again after a pause, a few times: something else has the memory. One that never fit ends the run at
-once.
+The loop knows no techniques and catches no errors of a step, because a step is a transaction
+(`plimsoll.step.train_step`). Work outside a step that runs out of memory is retried after a clean-up (`_survive`). Any
+other error ends the run with its checkpoints intact. A step that does not fit even with the last fallback is retried
+after a pause, a few times, if an earlier step has fit with it: another program has taken the memory. If no step has
+fit, the run ends at once.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ from plimsoll.training.ranks import (
 from plimsoll.training.run_directory import RunDirectory
 from plimsoll.training.tagging import TagScores
 
-_STOPPING = "stopping: the step that is being done is finished and saved first; once more stops at once"
-_TRIES = 3  # of a fetch, an evaluation or a checkpoint, with everything that can be freed freed in between
+_STOPPING = "stopping: the current step is finished and saved first; interrupt again to stop at once"
+_TRIES = 3  # of a fetch, an evaluation or a checkpoint; cached memory is freed between them
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Training:
-    """One training in progress: what is trained, where it is noted, and how it is watched."""
+    """A training in progress: job, model and step, with the run directory and the live view that record it."""
 
     job: Job
     parts: Assembled
@@ -90,17 +90,17 @@ class Training:
 
     @property
     def is_fragmented(self) -> bool:
-        """Whether a supervisor should start a new process: on a CPU what failed here has left holes in the heap."""
+        """True if a supervisor should start a new process, because failures have fragmented this one's CPU heap."""
         return (self.has_fallen or self._has_stepped) and self._may_begin_anew
 
     @property
     def has_fragmented(self) -> bool:
-        """Whether the steps of this process may be why what follows them does not fit, and a new one is to be had."""
+        """True if steps may have fragmented the heap of this process and a new process can be started."""
         return self._has_stepped and self._may_begin_anew
 
     @property
     def pause_seconds(self) -> float | None:
-        """How long to wait before a step that did not fit is tried again as it is; ``None``: that is of no use."""
+        """Seconds to wait before a step that did not fit is retried unchanged; ``None`` if a retry cannot help."""
         return self.pauses.next_seconds(self.directory, self.step.fallback or 0)
 
     @property
@@ -113,29 +113,33 @@ class Training:
 
     @property
     def asked_by(self) -> int | None:
-        """The signal that asked to stop; of several ranks one of which all know, so that they stop after one step."""
+        """The signal that asked to stop, agreed by all ranks so that they stop after the same step."""
         return self.stop.signal_number if self.ranks.is_alone else self.asked_all
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that train the model, of which the first writes."""
+        """The processes that train the model; only the first writes."""
         return self.step.ranks
 
     @property
     def backend(self) -> Backend:
-        """The device's backend."""
+        """The backend of the device."""
         return self.step.backend
 
 
 def train(training: Training, restarts: int = 0) -> RunRecord | None:
-    """Run to the job's last step, from wherever the training stands.
+    """Train from the current step to the last step of the job.
+
+    Args:
+        training: the training in progress.
+        restarts: how often the training process has been restarted.
 
     Returns:
-        the record of the whole run, also written to ``record.json``; ``None`` on other ranks than the first, and where
-        it does not fit (its size is that of all steps): a supervisor writes it then.
+        The record of the whole run, also written to ``record.json``. ``None`` on ranks other than the first, and if the
+        record, which grows with each step, does not fit in memory: the supervisor writes it then.
 
     Raises:
-        Interrupted: after SIGINT or SIGTERM, with the step finished and saved.
+        Interrupted: after SIGINT or SIGTERM; the current step is finished and saved.
         OutOfMemoryError, NonFiniteLossError: see `plimsoll.step.train_step`; the checkpoints are intact.
     """
     directory, step = training.directory, training.step
@@ -164,7 +168,7 @@ def train(training: Training, restarts: int = 0) -> RunRecord | None:
 
 
 def _record(training: Training) -> RunRecord | None:
-    """Write the record of the run, unless it does not fit this process; of several ranks the first does."""
+    """Write the record of the run on the first rank, if it fits in the memory of this process."""
     if training.ranks.rank:
         return None
     record = attempt(training.directory.write_record, training.backend, training.step.position)
@@ -172,14 +176,14 @@ def _record(training: Training) -> RunRecord | None:
 
 
 def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
-    """Put the training where ``saved`` left it; the metrics and checkpoints of later steps are taken out.
+    """Restore the training from a checkpoint, and remove metrics and checkpoints of later steps.
 
-    The step has its state already, which says the fallback it stands at.
+    Call this after the state of ``training.step``, which contains the current fallback, has been loaded.
     """
-    training.step.install()  # states that are to be in a file are read into one
+    training.step.install()  # first: optimizer states that belong in a file are read directly into it
     workload = training.step.workload
     if workload.hooks.sharding.is_sharded or (saved.folder / "shards").is_dir():
-        from plimsoll.training import sharded_checkpoint  # which loads all of FSDP2
+        from plimsoll.training import sharded_checkpoint  # imports all of FSDP2
 
         random_state = sharded_checkpoint.restore(saved, workload)
     else:
@@ -190,7 +194,7 @@ def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
 
 
 def begin_after(training: Training, step: int) -> None:
-    """Take out of the run directory what happened after ``step``, when every rank has read what it needs of it."""
+    """Remove everything after ``step`` from the run directory, once every rank has read its files."""
     training.ranks.agree(False)
     if training.ranks.rank == 0:
         checkpoint.remove_later(training.directory.checkpoints, step)
@@ -216,11 +220,11 @@ def _loop(training: Training) -> None:
             if not training.is_fragmented:
                 if not _has_waited(training):
                     raise
-                continue  # with the same batch, unless it was asked to stop meanwhile
+                continue  # with the same batch, unless a stop was requested meanwhile
             _save_if_possible(training, saved_step)
             raise FragmentedHeapError(
-                f"step {step.num_steps + 1} has no room in this process with any fallback; what those before have left "
-                "in its heap goes with it: start a new process (`plimsoll train` does it by itself)"
+                f"step {step.num_steps + 1} does not fit in this process with any fallback, because earlier steps have "
+                "fragmented its heap: start a new process (`plimsoll train` does this automatically)"
             ) from None
         training.pauses = Pauses()
         training.parts.loader.advance()
@@ -234,21 +238,21 @@ def _loop(training: Training) -> None:
         if saved_step != step.num_steps:
             _save(training)
         raise Interrupted(
-            f"stopped after step {step.num_steps} of {job.steps}, which is saved: go on with "
+            f"stopped after step {step.num_steps} of {job.steps}, which is saved: resume with "
             f"`plimsoll train --resume --out {training.directory.path}`",
             signal_number,
         )
 
 
 def _has_waited(training: Training) -> bool:
-    """Wait for memory that something else has taken, as long as that is of use; all ranks do what the first says."""
+    """Pause until other programs may have freed memory, and return whether to retry; the first rank decides."""
     seconds = training.ranks.each([training.pause_seconds or 0.0])[0][0]
     training.pauses.take(seconds, lambda: training.asked_by is not None)
     return seconds > 0
 
 
 def _save_if_possible(training: Training, saved_step: int) -> None:
-    """Save what a new process would have to do again, which it does from the newest checkpoint otherwise."""
+    """Save a checkpoint, so that a new process need not repeat steps; without memory for it, do nothing."""
     if saved_step != training.step.num_steps:
         with suppress(OutOfMemoryError):
             _save(training)
@@ -263,10 +267,10 @@ def _step(training: Training, batch: Batch) -> StepResult:
     def note(event: OomEvent) -> None:
         training.has_fallen |= event.next_fallback not in {None, event.fallback}
         if not event.survived and training.is_fragmented:
-            anew = {"survived": True, "action": "a new process, without the holes in the heap of this one"}
+            anew = {"survived": True, "action": "restart in a new process, whose heap is not fragmented"}
             event = event.model_copy(update=anew)
         elif not event.survived and (seconds := training.pause_seconds) is not None:
-            again = {"survived": True, "action": f"the same again in {seconds:g} s: it has held before"}
+            again = {"survived": True, "action": f"retry unchanged in {seconds:g} s: this has fit before"}
             event = event.model_copy(update=again)
         _note_oom(training, event)
 
@@ -279,7 +283,13 @@ def _step(training: Training, batch: Batch) -> StepResult:
 
 
 def note_step(training: Training, batch: Batch, result: StepResult) -> None:
-    """Write down a step that has happened, with the memory it took, and show it."""
+    """Append a completed step, with its memory use, to the metrics, and show it in the live view.
+
+    Args:
+        training: the training in progress.
+        batch: the batch of the step.
+        result: the result of the step.
+    """
     samples = training.sampler.drain()
     use = training.step.use()
     training.backend.reset_peak()
@@ -313,11 +323,11 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
 
 
 def _told_after_step(training: Training, peak_bytes: int, events: Sequence[OomEvent]) -> tuple[int, ...]:
-    """Tell the peak of this rank, whether it was asked to stop, what it survived alone; returns the peaks of all."""
+    """Exchange peaks, stop requests and recovered memory errors between ranks, and return the peaks in bytes."""
     ranks = training.ranks
     if ranks.is_alone:
         return ()
-    own = [event for event in events if event.rank is None]  # in the update, after what all ranks do or none does
+    own = [event for event in events if event.rank is None]  # from the update, which follows the collective part
     signals, peaks, nums = zip(*ranks.each([training.stop.signal_number or 0, peak_bytes, len(own)]), strict=True)
     training.asked_all = int(max(signals)) or None
     for event in survived_elsewhere(own, ranks) if any(nums) else ():
@@ -334,7 +344,7 @@ def _note_oom(training: Training, event: OomEvent) -> None:
 
 
 def _owes_evaluation(training: Training) -> bool:
-    """Whether the process before this one ended in the evaluation after the last step."""
+    """Return whether the previous process ended during the evaluation after the last step."""
     every, step = training.job.evaluate_every, training.step.num_steps
     if not every or not step or step % every:
         return False
@@ -342,7 +352,7 @@ def _owes_evaluation(training: Training) -> bool:
 
 
 def _evaluate(training: Training, *, is_saved: bool = False) -> None:
-    """Evaluate; where it fits only a process without the holes in this one's heap, ask for one."""
+    """Evaluate, and request a new process if the evaluation does not fit in the fragmented heap of this one."""
     try:
         _evaluate_here(training)
     except OutOfMemoryError:
@@ -352,8 +362,8 @@ def _evaluate(training: Training, *, is_saved: bool = False) -> None:
             with suppress(OutOfMemoryError):
                 _save(training)
         raise FragmentedHeapError(
-            f"the evaluation after step {training.step.num_steps} has no room in this process; what its steps have "
-            "left in the heap goes with it: start a new process (`plimsoll train` does it by itself)"
+            f"the evaluation after step {training.step.num_steps} does not fit in this process, because its steps have "
+            "fragmented the heap: start a new process (`plimsoll train` does this automatically)"
         ) from None
 
 
@@ -397,7 +407,7 @@ def _evaluate_here(training: Training) -> None:
 
 
 def _save(training: Training) -> None:
-    """Write a checkpoint: the first rank does, with the random numbers of all."""
+    """Write a checkpoint on the first rank, with the random states of all ranks."""
     step, parts = training.step, training.parts
     random_state = _survive(
         training, "checkpoint", lambda: random_states(training.backend, training.ranks), is_collective=True
@@ -411,7 +421,7 @@ def _save(training: Training) -> None:
         "loader": parts.loader.state_dict(),
     }
     if training.ranks.rank == 0:
-        training.directory.sync_metrics()  # after a power loss no checkpoint may be newer than the steps that led to it
+        training.directory.sync_metrics()  # after a power loss, no checkpoint may be newer than the recorded steps
     if step.workload.hooks.sharding.is_sharded:
         _save_shards(training, random_state, progress)
         return
@@ -422,7 +432,7 @@ def _save(training: Training) -> None:
             training.directory.checkpoints,
             step.num_steps,
             model=parts.model,
-            optimizer=step.workload.optimizer,  # a technique may have put another in the place of the job's
+            optimizer=step.workload.optimizer,  # a technique may have replaced the optimizer of the job
             random_state=random_state,
             progress=progress,
             keep=training.job.checkpoint.keep,
@@ -434,8 +444,8 @@ def _save(training: Training) -> None:
 
 
 def _save_shards(training: Training, random_state: Any, progress: dict[str, Any]) -> None:
-    """Write a checkpoint of which each rank writes its part."""
-    from plimsoll.training import sharded_checkpoint  # which loads all of FSDP2
+    """Write a sharded checkpoint; each rank writes its shard."""
+    from plimsoll.training import sharded_checkpoint  # imports all of FSDP2
 
     saved = _survive(
         training,
@@ -457,9 +467,9 @@ def _save_shards(training: Training, random_state: Any, progress: dict[str, Any]
 
 
 def _survive(training: Training, phase: Phase, work: Callable[[], T], *, is_collective: bool = False) -> T:
-    """Do something that changes nothing; if memory runs out, free what can be freed and do it again.
+    """Run ``work``, which has no side effects; if memory runs out, free cached memory and retry.
 
-    ``is_collective``: it runs out on all ranks or on none, whichever it was.
+    With ``is_collective``, a memory error on one rank counts as a memory error on all ranks.
     """
     training.step.position.phase = phase
     ranks = training.ranks if is_collective else Ranks()
@@ -468,28 +478,28 @@ def _survive(training: Training, phase: Phase, work: Callable[[], T], *, is_coll
         if not isinstance(outcome, OomEvent):
             return outcome
         training.backend.release(last_resort=True)
-        what = "freed what could be freed, tried again" if tries_left else f"stopped after {_TRIES} tries"
+        what = "freed cached memory and retried" if tries_left else f"stopped after {_TRIES} tries"
         survived = bool(tries_left) or (training.has_fragmented and phase != "evaluation")
         event = outcome.model_copy(update={"action": what, "micro_batch": None, "survived": survived})
         _note_oom(training, event)
     text = f"memory ran out {_TRIES} times in the {phase} phase after step {training.step.num_steps} ({event.shortage})"
-    if training.has_fragmented and phase != "evaluation":  # which saves before it asks for a new process
-        raise FragmentedHeapError(f"{text}; start a new process (`plimsoll train` does it by itself)")
+    if training.has_fragmented and phase != "evaluation":  # `_evaluate` saves before it requests a new process
+        raise FragmentedHeapError(f"{text}; start a new process (`plimsoll train` does this automatically)")
     raise OutOfMemoryError(f"{text}; give a larger budget")
 
 
 def _finish(training: Training) -> None:
-    """Evaluate once more and write the model, with the memory of the optimizer given back first."""
+    """Free the optimizer states, run the last evaluation and save the model."""
     training.step.drop_optimizer_states()
     if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
         _evaluate(training, is_saved=True)
     if training.step.workload.hooks.sharding.is_sharded:
-        training.step.close()  # every rank has the whole model again
+        training.step.close()  # gathers the whole model on every rank
     if training.ranks.rank == 0:
         fitting(
             lambda: save_model(training.parts.model, training.directory.model), training.backend, "writing the model"
         )
-    # What is moved back now is of no use any more, so that it need not fit.
+    # Closing moves tensors back to the device. They are no longer needed, so a memory error here is ignored.
     attempt(training.step.close, training.backend, training.step.position)
 
 

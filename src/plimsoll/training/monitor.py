@@ -1,10 +1,10 @@
-"""Watching a run: memory sampled beside it, and a live view of where it is.
+"""Monitoring of a training: a memory sampler and a live view.
 
-The sampler is a thread that reads one number 20 times a second (`benchmarks/overhead.py` measures what that costs).
-Drawing is done by the training thread between two steps, at most four times a second: a drawing thread could run out of
-memory in the middle of a step and would take its error with it.
+The sampler is a thread that reads one number 20 times per second (`benchmarks/overhead.py` measures the overhead). The
+training thread draws the view between two steps, at most four times per second. A separate drawing thread could run out
+of memory in the middle of a step, and its error would be lost.
 
-On a terminal the view is a live panel; elsewhere (a log, CI) it is a line every few seconds.
+On a terminal the view is a live panel. Elsewhere (a log, CI) it is a line every few seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ _SAMPLES_PER_STEP = 8
 
 
 class MemorySampler:
-    """Samples ``backend.use().used_bytes`` with the seconds since it was made."""
+    """A thread that samples ``backend.use().used_bytes`` with a time.
+
+    Args:
+        backend: backend of the device.
+        offset_seconds: duration of the run before this process.
+    """
 
     def __init__(self, backend: Backend, offset_seconds: float = 0.0) -> None:
         self._backend = backend
@@ -53,24 +58,29 @@ class MemorySampler:
 
     def _run(self) -> None:
         while not self._stop.wait(_SAMPLE_SECONDS):
-            attempt(self.sample, self._backend, Position())  # near the limit even a sample may not fit: it is left out
+            attempt(self.sample, self._backend, Position())  # near the limit even a sample may fail; it is skipped
 
     def sample(self) -> None:
-        """Take one sample now."""
+        """Append one sample."""
         self._samples.append((self.seconds(), self._backend.use().used_bytes))
 
     def seconds(self) -> float:
-        """Seconds since the run began, counting those before a restart."""
+        """Return the seconds since the start of the run, including the time before a restart."""
         return time.monotonic() - self._started
 
     def drain(self) -> tuple[tuple[float, int], ...]:
-        """Return and forget the samples so far, at most eight: of each part the highest."""
+        """Return the samples since the last call, thinned to at most eight, as seconds and bytes."""
         samples, self._samples = self._samples, []
         return thinned(samples, _SAMPLES_PER_STEP)
 
 
 def thinned(samples: list[tuple[float, int]], num_kept: int) -> tuple[tuple[float, int], ...]:
-    """At most ``num_kept`` of the samples, each the highest of an equal part, in order of time."""
+    """Thin samples by keeping the highest of each of ``num_kept`` equal parts.
+
+    Args:
+        samples: seconds and bytes, in order of time.
+        num_kept: largest number of samples to return.
+    """
     if len(samples) <= num_kept:
         return tuple(samples)
     bounds = [len(samples) * part // num_kept for part in range(num_kept + 1)]
@@ -78,7 +88,14 @@ def thinned(samples: list[tuple[float, int]], num_kept: int) -> tuple[tuple[floa
 
 
 class View:
-    """The live view on standard error; ``quiet`` draws nothing."""
+    """The live view on standard error.
+
+    Args:
+        name: name of the run.
+        num_steps: number of steps of the job.
+        unit_name: ``"samples"`` or ``"tokens"``.
+        quiet: print and draw nothing.
+    """
 
     def __init__(self, name: str, num_steps: int, unit_name: str, quiet: bool = False) -> None:
         self._name = name
@@ -106,11 +123,11 @@ class View:
             self._console.print(text, highlight=False, markup=False)
 
     def update(self, line: StepLine, memory: dict[str, MemoryUse]) -> None:
-        """Show the step that has just happened, unless another was drawn a moment ago.
+        """Show a completed step, unless the view was drawn a moment ago.
 
         Args:
             line: the step.
-            memory: what is used, by the place: ``device``, and ``host`` where that is another.
+            memory: memory use by place: ``device``, and ``host`` if the device is not the CPU.
         """
         self._until_first.close()
         self._first = self._first or line
@@ -131,7 +148,7 @@ class View:
             self._live.update(panel, refresh=True)
 
     def _eta_seconds(self, line: StepLine) -> float | None:
-        """From the pace since the first step seen, which leaves the warm-up out."""
+        """Return the remaining seconds, extrapolated from the steps after the first, which includes the warm-up."""
         assert self._first is not None
         num_steps = line.step - self._first.step
         if num_steps == 0:

@@ -1,7 +1,7 @@
-"""Pauses before a step that ran out of memory is tried again as it is, where no further fallback is left.
+"""Pauses before a step that ran out of memory with the last fallback is retried unchanged.
 
-Worth it only where a step of this run has fit with the same fallback: then something else has the memory, and may let
-it go. Does NOT free anything: the step has done that.
+A pause helps only if an earlier step has fit with the same fallback. Then another program has taken the memory and may
+free it. Does NOT free memory, because the step has done that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from plimsoll.training.run_directory import RunDirectory
 
 _SECONDS = (1.0, 4.0, 16.0, 64.0)
-_ASK_SECONDS = 0.1  # how often a pause asks whether it is to stop
+_ASK_SECONDS = 0.1  # interval at which a pause checks for a request to stop
 
 
 @dataclass(slots=True)
@@ -23,13 +23,21 @@ class Pauses:
     num_taken: int = 0
 
     def next_seconds(self, directory: RunDirectory, fallback: int) -> float | None:
-        """Return how long the next pause of a step with this fallback is; ``None``: it is of no use."""
+        """Return the seconds of the next pause.
+
+        Args:
+            directory: the run directory.
+            fallback: number of the current fallback.
+
+        Returns:
+            Seconds; ``None`` if all pauses were used, or no step has fit with this fallback.
+        """
         if self.num_taken == len(_SECONDS):
             return None
         return _SECONDS[self.num_taken] if directory.has_fit(fallback) else None
 
     def take(self, seconds: float, is_asked_to_stop: Callable[[], bool]) -> None:
-        """Wait, unless somebody asks to stop."""
+        """Wait for ``seconds``, or until ``is_asked_to_stop()`` returns true."""
         self.num_taken += 1
         until_seconds = time.monotonic() + seconds
         while (left_seconds := until_seconds - time.monotonic()) > 0 and not is_asked_to_stop():

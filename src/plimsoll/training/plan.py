@@ -1,6 +1,6 @@
-"""The process that plans a run, before a process trains: it makes the plan of a run directory, or takes one over.
+"""The process that plans a run before the training: it makes the plan of a run directory, or copies a given plan.
 
-Nothing at the top of this module imports torch, which is told first what the job does not use of it.
+This module does not import torch at the top, because unused parts of torch must be excluded first.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ def plan_run(  # noqa: PLR0917 -- of a command
     from_step: int | None = None,
     keep: bool = False,
 ) -> None:
-    """Make the plan of a run directory, or take one from a file.
+    """Make the plan of a run directory, or copy a plan from a file.
 
     Args:
-        path: the run directory, with its ``job.yaml``; the budget of a plan that is given is written into it.
-        given: a plan made before; it must be of this job.
-        pins: see `plimsoll.records.plan.parse_pin`.
-        forbids: names of techniques.
-        quiet: show nothing on standard error.
-        goes_on: the run goes on from a checkpoint, which is looked for first.
-        from_step: the step of that checkpoint; ``None`` for the newest.
-        keep: with ``goes_on``, the plan that is there stays unless it is of something else by now.
+        path: the run directory, with its ``job.yaml``; the budget of a given plan is written into it.
+        given: file of a plan for this job.
+        pins: pinned choices, see `plimsoll.records.plan.parse_pin`.
+        forbids: names of forbidden techniques.
+        quiet: print no progress and no result.
+        goes_on: the run is resumed from a checkpoint, which is checked first.
+        from_step: the step of the checkpoint; ``None`` for the newest.
+        keep: with ``goes_on``, keep the existing plan if it is still valid.
 
     Raises:
-        BudgetError: if nothing fits the budget; it says what would.
-        CheckpointError: if there is no such checkpoint, or it is torn or of another job.
-        InputError: if the plan that is given is of something else, or the pins contradict each other.
+        BudgetError: if nothing fits the budget; the error names a budget that would.
+        CheckpointError: if the checkpoint does not exist, is torn, or belongs to another job.
+        InputError: if the given plan is for another job, or the pins contradict each other.
     """
     begin_worker()
     directory = RunDirectory(path)
@@ -62,7 +62,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
         plan = _made(directory, job, pins, forbids, progress) if given is None else _given(directory, job, given)
     plan.save(directory.plan)
     for pin, reason in plan.left_out.items():
-        print(f"what is pinned is left out: {pin}: {reason}", file=sys.stderr)
+        print(f"ignored pin: {pin}: {reason}", file=sys.stderr)
     if not quiet:
         print(f"plan: {' + '.join(map(str, plan.fallbacks[0].choices))}. {headline(plan)}", file=sys.stderr)
 
@@ -86,7 +86,7 @@ def _made(
 
 
 def _given(directory: RunDirectory, job: Job, path: Path) -> Plan:
-    """The plan of a file, whose budget is the job's from now on."""
+    """Load a plan from a file, and write its budget into the job."""
     from plimsoll.planning.given_plan import require_same, without_trial
 
     plan = without_trial(Plan.load(path))
@@ -95,7 +95,7 @@ def _given(directory: RunDirectory, job: Job, path: Path) -> Plan:
 
 
 def _require_checkpoint(directory: RunDirectory, job: Job, from_step: int | None) -> None:
-    """Refuse what the training process would refuse, before the plan is made, which takes longer."""
+    """Raise early if the training process would refuse the checkpoint, because planning takes longer."""
     from plimsoll.models.assemble import fingerprint
     from plimsoll.training import checkpoint
 
@@ -103,10 +103,10 @@ def _require_checkpoint(directory: RunDirectory, job: Job, from_step: int | None
 
 
 def _is_still_good(directory: RunDirectory, job: Job, quiet: bool) -> bool:
-    """Whether the plan of a run that goes on is for its budget and of its code; says what differs."""
+    """Return whether the plan of a resumed run is still valid for its budget and code, and print the differences."""
     from plimsoll.planning.given_plan import reasons_against
 
     reasons = reasons_against(Plan.load(directory.plan), job, texts_of(Prepared.load(directory.prepared)))
     if reasons and not quiet:
-        print(f"the plan of this run no longer holds: {'; '.join(reasons)}; planning again", file=sys.stderr)
+        print(f"the plan of this run is no longer valid: {'; '.join(reasons)}; planning again", file=sys.stderr)
     return not reasons

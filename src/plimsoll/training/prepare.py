@@ -1,6 +1,7 @@
-"""The process that prepares the data of a run: it checks the job, makes the tokenizer, and indexes and tokenizes texts.
+"""The process that prepares the data of a run: it checks the job, trains the tokenizer, indexes and tokenizes texts.
 
-Nothing at the top of this module imports torch: a tokenizer that does not fit a budget beside it is trained before.
+This module does not import torch at the top. If training the tokenizer does not fit the budget together with torch, the
+tokenizer is trained first.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def prepare_or_restart(  # noqa: PLR0917 -- of a command
     and trains the tokenizer before it loads torch.
 
     Raises:
-        TokenizerMemoryError: if the budget has no room to train the tokenizer even so.
+        TokenizerMemoryError: if training the tokenizer does not fit the budget even without torch.
     """
     try:
         prepare_run(path, cache, quiet, again, pins, forbids, tokenizer_budget_bytes)
@@ -56,7 +57,7 @@ def prepare_or_restart(  # noqa: PLR0917 -- of a command
         )
 
 
-# long: what a preparation does, in its order
+# long: the phases of a preparation, in their order
 def prepare_run(  # noqa: PLR0917 -- of a command
     path: Path,
     cache: Path,
@@ -66,13 +67,19 @@ def prepare_run(  # noqa: PLR0917 -- of a command
     forbids: tuple[str, ...] = (),
     tokenizer_budget_bytes: int | None = None,
 ) -> None:
-    """Index the text, make the tokenizer and tokenize, with progress on standard error.
+    """Check the job, index the texts, train the tokenizer and tokenize, with progress on standard error.
 
-    What the job says wrongly of model and optimizer is found before that, which may take hours, a budget of more than
-    there is, and what is pinned or forbidden and cannot be; what the data turn out to be too little for, or to have
-    otherwise than a plan that was given, before anything is planned. With ``again`` the run has been prepared already,
-    and must come to the same data. With ``tokenizer_budget_bytes`` the tokenizer is made before anything else, and
-    before torch is loaded.
+    The preparation may take hours, so errors in the job, the budget and the constraints are found first. Data that are
+    too few for a batch, or do not match a given plan, are refused before planning.
+
+    Args:
+        path: the run directory.
+        cache: folder for the tokens.
+        quiet: show no progress.
+        again: the run was prepared before, and the data must be the same.
+        pins: pinned choices, checked first.
+        forbids: forbidden techniques, checked first.
+        tokenizer_budget_bytes: train the tokenizer first, inside this budget and before torch is imported.
 
     Raises:
         TokenizerMemoryError: if training the tokenizer does not fit the budget.
@@ -103,7 +110,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
             prepared = prepare_again(job, Prepared.load(directory.prepared), cache, progress, budget_bytes)
         else:
             prepared = prepare(job, cache, progress, budget_bytes)
-        loader_of(job, open_datasets(prepared, job)[0]).close()  # what is too little for a batch, is before a plan
+        loader_of(job, open_datasets(prepared, job)[0]).close()  # raises if the data are too few for a batch
         if job.distill is not None:
             require_teacher(job, prepared, prepared.label_names)
             require_tokens(job, Path(prepared.tokenizer_folder))
@@ -123,7 +130,7 @@ def prepare_run(  # noqa: PLR0917 -- of a command
 
 
 def _check(job: Job, pins: tuple[str, ...], forbids: tuple[str, ...]) -> None:
-    """Refuse what the job says wrongly of model and optimizer, and what is asked for and cannot be."""
+    """Raise if model, optimizer, budget or constraints of the job are invalid."""
     from plimsoll.models.assemble import require_buildable
     from plimsoll.planning.inputs import allowed
     from plimsoll.planning.targets import require_budget
@@ -144,13 +151,18 @@ def _require_same(digest: str, directory: RunDirectory, again: bool) -> None:
     before = Prepared.load(directory.prepared).vectors_digest if again else digest
     if digest != before:
         raise EmbeddingError(
-            f"the word vectors of this run (then {before}) are not what they were: put the file back as it was, or "
-            "start anew in another --out"
+            f"the word vectors of this run (then {before}) have changed: restore the original file, or "
+            "start a new run in another --out"
         )
 
 
 def data_sentence(prepared: Prepared, budget_bytes: int | None = None) -> str:
-    """Say in a line what a job is trained on, and what of its texts is not; and what preparing took."""
+    """Return a line that describes the training data, the texts left out, and the memory that preparing took.
+
+    Args:
+        prepared: the prepared data.
+        budget_bytes: private memory that preparing may use, in bytes.
+    """
     train = prepared.train
     parts = [f"{train.num_documents:,} texts", f"{train.num_samples:,} samples"]
     if train.num_tokens:
@@ -158,12 +170,12 @@ def data_sentence(prepared: Prepared, budget_bytes: int | None = None) -> str:
     if prepared.label_names:
         parts.append(f"{len(prepared.label_names)} {'tags' if train.labels_folder is None else 'classes'}")
     if train.num_long_texts:
-        cut = f"{train.num_dropped_tokens:,} tokens of them dropped" if train.num_truncated else "cut into windows"
+        cut = f"{train.num_dropped_tokens:,} of their tokens dropped" if train.num_truncated else "cut into windows"
         parts.append(f"{train.num_long_texts:,} texts longer than a sample, {cut}")
     if train.num_lost_words:
-        parts.append(f"{train.num_lost_words:,} words without a token, whose tags are not learned")
+        parts.append(f"{train.num_lost_words:,} words without a token, whose tags are ignored")
     if train.num_cut_inside:
-        parts.append(f"{train.num_cut_inside:,} windows that end at no border")
+        parts.append(f"{train.num_cut_inside:,} windows that do not end at a border")
     if prepared.gradient_reach is not None:
         reach = prepared.gradient_reach
         parts.append(f"gradients reach back {reach.mean_tokens:,.1f} tokens on average, {reach.most_tokens:,} at most")
@@ -184,10 +196,10 @@ def data_sentence(prepared: Prepared, budget_bytes: int | None = None) -> str:
 
 
 def _held_out(prepared: Prepared) -> Iterator[str]:
-    """Say what is held out, and what of it is not."""
+    """Yield the parts about the held-out texts."""
     if prepared.num_held_out_texts:
         texts = "text is" if prepared.num_held_out_texts == 1 else "texts are"
         yield f"{prepared.num_held_out_texts:,} {texts} held out"
     elif prepared.holds_out_windows:
-        yield "there is one text, so windows of it are held out and the others trained on"
+        yield "there is only one text, so some of its windows are held out"
     yield from said_of_repeated(prepared.num_trained_on)

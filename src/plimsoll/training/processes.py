@@ -1,11 +1,11 @@
-"""The processes of a run, of which each is a Plimsoll command: started, told of signals, waited for.
+"""Start Plimsoll commands as child processes, forward signals to them, and wait for their end.
 
     with loading_once(directory):
         end = run_worker(["train-worker", "runs/a"])
 
-Inside the block they are forked from one process that has loaded what they need (`plimsoll.processes.fork_server`);
-outside, where nothing can be forked, and as ranks, they are started anew. Does NOT judge how one ended, see
-`plimsoll.training.supervise`. Does not import torch.
+Inside the block, processes are forked from a server that has imported the libraries
+(`plimsoll.processes.fork_server`). Outside, for ranks, and if forking is impossible, a new interpreter is started. Does
+NOT explain why a process ended: see `plimsoll.training.supervise`. Does not import torch.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from plimsoll.report.progress import spinner
 from plimsoll.training.run_directory import RunDirectory
 
 UNFINISHED = {128 + signal.SIGTERM, TornStepError.exit_code, FragmentedHeapError.exit_code, RankLostError.exit_code}
-"""Codes of a process that was ended before it was done."""
+"""Exit codes of a process that ended before it had finished."""
 
-_SERVERS: list[ForkServer] = []  # of the block that is running, see `loading_once`
+_SERVERS: list[ForkServer] = []  # the server of the current block of `loading_once`
 
 
 class End(NamedTuple):
-    """The return code of a process, less than 0 if it was killed, and the first signal that was handed on to it.
+    """The end of a process.
 
-    ``fault`` is what `faulthandler` wrote where native code ended it.
+    Args:
+        return_code: negative if a signal killed it.
+        asked_by: the first signal that was forwarded to it, if any.
+        fault: the output of `faulthandler` if native code crashed.
     """
 
     return_code: int
@@ -49,7 +52,7 @@ class End(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """What a shell makes of it: the process's own code, or 128 and the number of the signal."""
+        """The exit code that a shell would show: the code of the process, or 128 plus the signal number."""
         has_not_ended_by_itself = self.return_code < 0 or self.return_code in UNFINISHED
         if self.asked_by is not None and has_not_ended_by_itself:
             return 128 + self.asked_by
@@ -58,16 +61,16 @@ class End(NamedTuple):
 
 class _CanEnd(Protocol):
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Ask the process to end."""
 
 
 class _Process(_CanEnd, Protocol):
     def wait(self) -> int:
-        """Wait for its end."""
+        """Wait for the end of the process, and return its code."""
 
 
 class _Signals:
-    """Signals that arrived, and the process that each is handed on to, also those from before it was there."""
+    """Received signals, forwarded to the current process, including signals from before its start."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -96,7 +99,11 @@ def _handing_on() -> Iterator[_Signals]:
 
 
 def run_worker(arguments: list[str]) -> End:
-    """Run a Plimsoll command in a process of its own; signals that arrive meanwhile are handed on to it."""
+    """Run a Plimsoll command in a child process, and forward signals to it.
+
+    Args:
+        arguments: the command and its arguments.
+    """
     with tempfile.NamedTemporaryFile("r", prefix=own_prefix(), errors="replace") as faults, _handing_on() as signals:
         process = _started(arguments, {SUPERVISOR: str(os.getpid()), SUPERVISORS_FILE: faults.name}, signals)
         signals.to(process)
@@ -109,10 +116,10 @@ def run_worker(arguments: list[str]) -> End:
 
 
 def _started(arguments: list[str], variables: dict[str, str], signals: _Signals) -> _Process:
-    """Start a Plimsoll command: forked, where there is a server and it can, or else anew."""
+    """Start a Plimsoll command: fork it from the server if possible, otherwise start a new interpreter."""
     server = None if arguments[0] == "launch-worker" else next(iter(_SERVERS), None)
     if server is not None:
-        signals.to(server)  # which may load for seconds yet
+        signals.to(server)  # it may still be loading for seconds
         with spinner("--quiet" in arguments):
             process = server.fork(arguments, variables)
         if process is not None:
@@ -123,9 +130,9 @@ def _started(arguments: list[str], variables: dict[str, str], signals: _Signals)
 
 @contextmanager
 def loading_once(directory: RunDirectory) -> Iterator[None]:
-    """Load what the run in ``directory`` needs once while the block runs: its processes are forked from a server.
+    """Import the libraries of a run only once: inside the block, its processes are forked from a server.
 
-    Beside them it takes some 35 MiB of the machine: pages that they have written since, of which it has the original.
+    The server needs about 35 MiB in addition to its children: the originals of pages that they have changed.
 
     Args:
         directory: the run directory, with its ``job.yaml``.
@@ -139,17 +146,23 @@ def loading_once(directory: RunDirectory) -> Iterator[None]:
 
 
 def forked_as(job_file: Path) -> list[str]:
-    """Load what the processes of a run need and be forked; returns the command line of each, in it.
+    """Import the libraries that the processes of a run need, and serve forks of this process.
 
-    What cannot be loaded is said by the process that needs it.
+    Import errors are ignored here, because the process that needs the library reports them.
+
+    Args:
+        job_file: the ``job.yaml`` of the run.
+
+    Returns:
+        In each forked process, its command line.
     """
     from plimsoll.planning.lean_imports import leave_out_unused
     from plimsoll.training.baseline import load_training
 
-    # Each process reads the file anew: to go on, and to take over a plan, is to write it while this one waits.
+    # Each process reads the file again, because resuming and using a given plan write it while this server waits.
     job = Job.from_yaml(job_file)
     leave_out_unused(job)
-    from plimsoll.step.oom_boundary import without_fail  # torch, of which is left out now what the job does not use
+    from plimsoll.step.oom_boundary import without_fail  # imports torch, without the parts that the job does not use
 
     with timed("loading"):
         without_fail(lambda: load_training(job))
@@ -157,7 +170,7 @@ def forked_as(job_file: Path) -> list[str]:
 
 
 def end_server() -> None:
-    """Give back what the server of `loading_once` takes, if there is one: further processes are started anew."""
+    """End the server of `loading_once`, if any, to free its memory; later processes start a new interpreter."""
     for server in _SERVERS:
         server.terminate()
     _SERVERS.clear()

@@ -1,7 +1,7 @@
-"""How far a run is, read from its directory while it goes on: only the lines that came since the last time.
+"""The progress of a running run, read incrementally from the metrics in its run directory.
 
-When a run goes on from a checkpoint its metrics are written anew (`plimsoll.training.run_directory`), and are then read
-from the begin. Nothing is locked or changed. Does NOT know what the training process does between two lines.
+When a run is resumed from a checkpoint, its metrics file is replaced (`plimsoll.training.run_directory`) and read from
+the beginning again. Nothing is locked or changed. Does NOT know the state of the training process between two lines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ R = TypeVar("R", bound=Record)
 
 
 class _Kept(Generic[R]):
-    """A record that is read again only when its file was written anew."""
+    """A cached record, which is read again only if its file was replaced."""
 
     def __init__(self, kind: type[R], path: Path) -> None:
         self._kind, self._path = kind, path
@@ -43,7 +43,11 @@ class _Kept(Generic[R]):
 
 
 class Follower:
-    """Reads what a run says of itself, again and again."""
+    """A reader that follows the metrics of a run.
+
+    Args:
+        directory: the run directory.
+    """
 
     def __init__(self, directory: RunDirectory) -> None:
         self._metrics = directory.metrics
@@ -58,7 +62,7 @@ class Follower:
         self._num_ooms = self._num_deaths = self._fallback = 0
 
     def progress(self) -> RunProgress:
-        """Read what is new, and say how far the run is.
+        """Read the new lines, and return the progress of the run.
 
         Raises:
             RecordError: if a line of the metrics is damaged.
@@ -89,7 +93,12 @@ class Follower:
         )
 
     def budget_lines(self, processes: tuple[ProcessUse, ...], progress: RunProgress) -> list[LimitLine]:
-        """Return the run's own limits: of its device, and of the host where that is another."""
+        """Return the budgets of the run as limits: for the device and, if it is not the CPU, for the host.
+
+        Args:
+            processes: memory of the processes of the run.
+            progress: the current progress.
+        """
         head, plan = self._head.now(), self._plan.now()
         if head is None or plan is None:
             return []
@@ -115,7 +124,7 @@ class Follower:
         return lines
 
     def _predicted_bytes(self, plan: Plan) -> int | None:
-        """The peak of the fallback in force."""
+        """Return the predicted peak of the current fallback in bytes."""
         peak = plan.fallbacks[self._fallback].peak if self._fallback < len(plan.fallbacks) else None
         return None if peak is None else peak.likely_bytes
 

@@ -1,9 +1,9 @@
-"""What the ranks of one training settle before its first step, and what each has of its own.
+"""The agreements of the ranks before the first step: device, job, checkpoint, random seeds and restarts.
 
-They must have the same job, plan, data and code, which is compared before anything is built; they go on from the
-checkpoint that rank 0 has chosen; and each draws random numbers of its own, since with those of rank 0 the dropout
-masks of all parts of a batch would be the same. Only rank 0 writes: the others read the run directory, which on several
-machines must be on a file system that all of them have.
+All ranks must have the same job, plan, data and code, which is checked before anything is built. They resume from the
+checkpoint that rank 0 has chosen. Each rank has its own random state, because otherwise the dropout masks of all parts
+of a batch would be the same. Only rank 0 writes, and the other ranks read the run directory. With several machines, it
+must be on a shared file system.
 
 Does NOT start processes: see `plimsoll.distributed.launch`, and torchrun.
 """
@@ -43,15 +43,19 @@ from plimsoll.training.run_directory import RunDirectory
 
 T = TypeVar("T")
 
-_SEED_STRIDE = 1_000_003  # a prime: seeds of ranks and seeds of users do not meet by counting
+_SEED_STRIDE = 1_000_003  # a prime, so that the seeds of ranks do not collide with consecutive seeds of users
 _BY_RANK = "by_rank"
 
 
 def device_of_rank(device: str, ranks: Ranks) -> str:
-    """Return the device of this rank: its own GPU, where the training is on GPUs.
+    """Return the device of this rank, which is a GPU of its own if the training runs on GPUs.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        ranks: all ranks.
 
     Raises:
-        DeviceError: if some ranks are without one.
+        DeviceError: if some ranks have no GPU.
     """
     if ranks.is_alone:
         return device
@@ -67,17 +71,22 @@ def device_of_rank(device: str, ranks: Ranks) -> str:
         )
     if on_cpu and len(on_cpu) < ranks.world_size:
         raise DeviceError(
-            f"ranks {_listed(on_cpu)} of {ranks.world_size} have no GPU, and others have: use machines of one kind, "
+            f"ranks {_listed(on_cpu)} of {ranks.world_size} have no GPU, but others do: use machines of one kind, "
             "or set device: cpu"
         )
     return have[ranks.rank] or device
 
 
 def require_same(ranks: Ranks, directory: RunDirectory, job: Job) -> None:
-    """Compare what the ranks are about to train.
+    """Check that all ranks have the same job, plan, data, code and libraries.
+
+    Args:
+        ranks: all ranks.
+        directory: the run directory.
+        job: the job.
 
     Raises:
-        InputError: if one has something else than rank 0; it is named, and what differs.
+        InputError: if a rank differs from rank 0; the error names the rank and the differences.
     """
     if ranks.is_alone:
         return
@@ -106,13 +115,20 @@ def require_same(ranks: Ranks, directory: RunDirectory, job: Job) -> None:
 
 
 def chosen(ranks: Ranks, saved: checkpoint.Checkpoint | None, root: Path, marks: dict[str, str]) -> Any:
-    """Return the checkpoint that rank 0 has found (``saved`` there), read by this rank."""
+    """Return the checkpoint that rank 0 has chosen, opened by this rank.
+
+    Args:
+        ranks: all ranks.
+        saved: the checkpoint on rank 0; ignored on other ranks.
+        root: folder of all checkpoints.
+        marks: fingerprint of the job.
+    """
     step = ranks.gather(None if saved is None else saved.step)[0]
     return saved if ranks.rank == 0 or step is None else checkpoint.load(root, marks, step)
 
 
 def seed_rank(seed: int, ranks: Ranks) -> None:
-    """Give a rank other than 0 random numbers of its own."""
+    """Seed the random number generators of a rank other than 0."""
     if ranks.rank:
         own = (seed + _SEED_STRIDE * ranks.rank) % 2**63
         torch.manual_seed(own)
@@ -121,7 +137,7 @@ def seed_rank(seed: int, ranks: Ranks) -> None:
 
 
 def random_states(backend: Backend, ranks: Ranks) -> Any:
-    """Return what a checkpoint keeps of random numbers: the state of every rank.
+    """Return the random states of all ranks, for a checkpoint.
 
     Raises:
         PeerOutOfMemory: if memory ran out on another rank.
@@ -136,7 +152,14 @@ def random_states(backend: Backend, ranks: Ranks) -> Any:
 
 
 def restore_random_state(backend: Backend, states: Any, ranks: Ranks, seed: int) -> None:
-    """Put back this rank's state; one that was not there when the checkpoint was written begins with a seed."""
+    """Restore the random state of this rank from a checkpoint.
+
+    Args:
+        backend: backend of the device.
+        states: result of `random_states`.
+        ranks: all ranks.
+        seed: seed for a rank that has no state in the checkpoint.
+    """
     every = states.get(_BY_RANK, [states])
     if ranks.rank < len(every):
         backend.restore_random_state(every[ranks.rank])
@@ -145,7 +168,7 @@ def restore_random_state(backend: Backend, states: Any, ranks: Ranks, seed: int)
 
 
 def starts_since(path: Path, begun_at: float) -> int:
-    """How often a training has begun in a run directory since then, in seconds of the clock."""
+    """Return how often a training has started in a run directory since ``begun_at``, in seconds of the Unix clock."""
     if not (path / "prepared.json").is_file():
         return 0
     starts = [line for line in RunDirectory(path).lines() if isinstance(line, StartLine)]
@@ -153,9 +176,9 @@ def starts_since(path: Path, begun_at: float) -> int:
 
 
 def launcher_age_seconds() -> float:
-    """How long ago the process was started that has started the ranks: torchrun's agent, which stays through restarts.
+    """Return the age in seconds of the process that started the ranks: torchrun's agent, which survives restarts.
 
-    Clocks of machines differ, but not in how fast they go. (psutil's `create_time` is of whole seconds.)
+    An age can be compared between machines, whose clocks may differ. (psutil's `create_time` has whole seconds.)
     """
     launcher = _launcher()
     ticks = start_ticks(launcher.pid)
@@ -165,10 +188,10 @@ def launcher_age_seconds() -> float:
 
 
 def _launcher() -> psutil.Process:
-    """The nearest process above this one that is no rank: between them may be a script, begun anew with the rank."""
+    """Return the nearest ancestor that is not part of a rank; a script between them is restarted with the rank."""
     above = psutil.Process().parents()
     for one in above:
-        with suppress(psutil.Error):  # somebody else's
+        with suppress(psutil.Error):  # a process of another user
             if "TORCHELASTIC_RUN_ID" in one.environ():
                 continue
         return one
@@ -176,31 +199,38 @@ def _launcher() -> psutil.Process:
 
 
 def may_begin_anew() -> bool:
-    """Whether somebody starts a new process for one that asks for it: our supervisor, or torchrun."""
+    """Return whether a supervisor, Plimsoll's or torchrun, will start a new process on request."""
     most, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     return SUPERVISOR in os.environ or most > done
 
 
 def outside_of_steps(work: Callable[[], T], backend: Backend) -> T:
-    """Do what cannot be done again in this process, where its checkpoints are the way back.
+    """Run work that cannot be repeated in this process, so that a memory error requires a restart from a checkpoint.
+
+    Args:
+        work: the work.
+        backend: backend of the device.
+
+    Returns:
+        The result of ``work``.
 
     Raises:
-        FragmentedHeapError: if memory ran out, and somebody starts a new process for one that asks for it.
-        OutOfMemoryError: if nobody does.
+        FragmentedHeapError: if memory ran out, and a supervisor will start a new process on request.
+        OutOfMemoryError: if memory ran out, and there is no supervisor.
     """
     outcome = attempt(work, backend, Position())
     if not isinstance(outcome, OomEvent):
         return outcome
     text = f"memory ran out outside of a step ({outcome.raw_text})"
     if may_begin_anew():
-        raise FragmentedHeapError(f"{text}: start a new process (`plimsoll train` does it by itself)")
-    raise OutOfMemoryError(f"{text}: give a larger budget, or go on with --resume when there is more memory")
+        raise FragmentedHeapError(f"{text}: start a new process (`plimsoll train` does this automatically)")
+    raise OutOfMemoryError(f"{text}: give a larger budget, or use --resume when more memory is free")
 
 
 def oom_kills_by_machine(ranks: Ranks) -> dict[str, int]:
-    """How many processes the kernel has killed for memory on each machine that counts them, by its name.
+    """Return the number of OOM kills by host name, for the machines that count them.
 
-    Nothing without torchrun: then the supervisor counts them.
+    Empty without torchrun, because then the supervisor counts them.
     """
     if not is_rank():
         return {}
@@ -210,11 +240,15 @@ def oom_kills_by_machine(ranks: Ranks) -> dict[str, int]:
 
 
 def begun_again(ranks: Ranks, directory: RunDirectory) -> tuple[int | None, int | None]:
-    """Note that torchrun has started all ranks again.
+    """Record that torchrun has restarted all ranks, and choose the fallback to start with.
+
+    Args:
+        ranks: all ranks.
+        directory: the run directory.
 
     Returns:
-        the fallback to begin with, and the one that is known to kill, where the kernel has killed a rank for memory
-        since the last start; else ``None`` twice: as the checkpoint says.
+        If the kernel has killed a rank for memory since the last start: the next fallback, and the fallback that was
+        too large. Otherwise ``None`` twice, for the fallback of the checkpoint.
     """
     kills = oom_kills_by_machine(ranks)
     fallback = _note_restart(directory, kills) if ranks.rank == 0 else None
@@ -223,7 +257,7 @@ def begun_again(ranks: Ranks, directory: RunDirectory) -> tuple[int | None, int 
 
 
 def _note_restart(directory: RunDirectory, kills: dict[str, int]) -> int | None:
-    """Write down that the ranks were started again; returns the next fallback if it was for want of memory."""
+    """Append the restart to the metrics, and return the next fallback if a rank was killed for memory."""
     lines, fallbacks = directory.lines(), Plan.load(directory.plan).fallbacks
     before = next((line.oom_kills for line in reversed(lines) if isinstance(line, StartLine)), {})
     grown = {name: kills.get(name, 0) - number for name, number in before.items() if kills.get(name, 0) > number}
@@ -236,7 +270,7 @@ def _note_restart(directory: RunDirectory, kills: dict[str, int]) -> int | None:
             signal="rank lost",
             evidence=f"the kernel has killed processes for memory since the last start: {where}"
             if grown
-            else "torchrun has started all ranks again; no machine counts a kill for memory",
+            else "torchrun has restarted all ranks; no machine counts an OOM kill",
             restarted_from_step=directory.last_saved_step(),
             next_fallback=following,
             next_micro_batch=fallbacks[following].micro_batch,
@@ -248,19 +282,19 @@ def _note_restart(directory: RunDirectory, kills: dict[str, int]) -> int | None:
 def prepared_by_first(
     ranks: Ranks, path: Path, prepare: Callable[[], int], plan_again: Callable[[], int]
 ) -> tuple[int, int]:
-    """Have rank 0 make the run directory, with its data and its plan, unless torchrun has started the ranks again.
+    """Prepare the run directory, its data and its plan on rank 0, unless torchrun has restarted the ranks.
 
-    That is so where the training has begun in this directory since the first of its agents was started. What torchrun
-    counts says less: each agent counts for itself, and only some of the restarts.
+    It is a restart if a training has started in this directory since the first torchrun agent was started. The counts
+    of torchrun are no substitute, because each agent counts only some of the restarts.
 
     Args:
-        ranks: all of them.
+        ranks: all ranks.
         path: the run directory.
-        prepare: makes it; returns an exit code.
-        plan_again: makes the plan of another number of ranks, where that many have been started again.
+        prepare: prepares the run directory and returns an exit code.
+        plan_again: plans again after a restart with another number of ranks, and returns an exit code.
 
     Returns:
-        the exit code of what rank 0 did, on all of them; and how often the training has begun that goes on, or 0.
+        The exit code of rank 0, and how often this training has started before.
     """
     begun_at = time.time() - max(ranks.gather(launcher_age_seconds()))
     num_starts: int = ranks.gather(starts_since(path, begun_at))[0]
@@ -279,7 +313,7 @@ def _both(every: list[dict[str, str]], rank: int, name: str) -> str:
 
 
 def _code_of(job: Job) -> str:
-    """What a model of the user's own is made by."""
+    """Return a digest of the source file of a user-defined model, or ``"none"``."""
     if not isinstance(job.model, str) or ":" not in job.model:
         return "none"
     found = importlib.util.find_spec(job.model.partition(":")[0])

@@ -1,11 +1,12 @@
-"""The run directory: where everything a run says and saves is kept.
+"""The run directory, which contains the job, the plan, the metrics, the checkpoints and the model of a run.
 
     job.yaml  plan.json  run.json  metrics.jsonl  record.json  checkpoints/  model/  data/ (tokens, unless --cache)
 
-The files `.plimsoll` and `.lock` are locked by the command of the run and by its training process, and say which ones.
+The command of the run locks the file `.plimsoll`, and its training process locks `.lock`. Each file contains the
+process ID of the owner.
 
-`metrics.jsonl` is appended line by line; when a run goes on from a checkpoint, the lines of later steps are taken out
-first, because those steps happen again. Each optimizer step is therefore in the file exactly once.
+`metrics.jsonl` is appended line by line. When a run is resumed from a checkpoint, the lines of later steps are removed
+first, because those steps are repeated. Each optimizer step is therefore in the file exactly once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from plimsoll.records.run import (
 )
 
 _MARKER = ".plimsoll"
-"""Says that a run was made here. It stays when the run is removed, so that a removal that failed can be repeated."""
+"""Name of the file that marks a run directory. It is not removed with the run, so a failed removal can be repeated."""
 
 _LONGEST_LAST_STEP_SECONDS = 30.0
 _ASK_SECONDS = 0.2
@@ -57,8 +58,8 @@ class RunDirectory:
     """Paths and the metrics file of one run.
 
     Args:
-        path: where it is.
-        writes: whether this process keeps the metrics; of several ranks, one does.
+        path: the run directory.
+        writes: whether this process writes the metrics; only one rank does.
     """
 
     def __init__(self, path: Path, writes: bool = True) -> None:
@@ -77,22 +78,26 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, force: bool) -> RunDirectory:
-        """Make a new, empty run directory.
+        """Create a new, empty run directory.
+
+        Args:
+            path: the run directory.
+            force: remove an existing run first.
 
         Raises:
-            OutputError: if something is there already (unless it is a run, and ``force`` removes that), another process
-                trains there, or it cannot be written.
+            OutputError: if ``path`` is a file or a folder that is not empty, another process trains there, or ``path``
+                cannot be written. With ``force``, an existing run is removed.
         """
         if path.exists() and not path.is_dir():
             raise OutputError(f"{path} is a file, but a run needs a directory: give another --out")
         if path.exists() and any(path.iterdir()):
             if not _is_run(path):
                 raise OutputError(
-                    f"{path} is not empty and not a run, so nothing is written there or removed: give another --out"
+                    f"{path} is not empty and not a run directory, so it is left unchanged: give another --out"
                 )
             if not force and not _has_not_begun(path):
                 raise OutputError(
-                    f"{path} exists already and is not overwritten: give another --out, go on with "
+                    f"{path} exists already and is not overwritten: give another --out, resume with "
                     f"`plimsoll train --resume --out {path}`, or remove the run with --force"
                 )
             with cls(path).claimed():
@@ -103,15 +108,19 @@ class RunDirectory:
             (path / _MARKER).touch()
             write_atomically(path / "metrics.jsonl", b"")
         except OSError as error:
-            raise OutputError(f"cannot make the run directory {path}: {error.strerror}; give another --out") from None
+            raise OutputError(f"cannot create the run directory {path}: {error.strerror}; give another --out") from None
         return cls(path)
 
     @classmethod
     def open(cls, path: Path, writes: bool = True) -> RunDirectory:
         """Open the directory of an earlier run.
 
+        Args:
+            path: the run directory.
+            writes: whether this process writes the metrics.
+
         Raises:
-            OutputError: if there is none.
+            OutputError: if ``path`` is not a run directory.
         """
         for name in ("job.yaml", "plan.json", "metrics.jsonl"):
             if not (path / name).is_file():
@@ -121,20 +130,20 @@ class RunDirectory:
         return cls(path, writes)
 
     def write_job(self, job: Job) -> None:
-        """Keep the job, with every default written out, where `plimsoll train --resume` finds it."""
+        """Save the job with all defaults, for `plimsoll train --resume`."""
         fields = job.model_dump(mode="json", exclude_none=True)
         write_atomically(self.job, yaml.safe_dump(fields, sort_keys=False, allow_unicode=True).encode())
 
     def append(self, line: Line) -> None:
-        """Add one line to the metrics.
+        """Append one line to the metrics.
 
         Raises:
-            OutputError: if it cannot be written.
+            OutputError: if the line cannot be written.
         """
         if not self.writes:
             return
         try:
-            with self.metrics.open("r+b" if self._has_appended else "a+b") as file:  # it is not made again
+            with self.metrics.open("r+b" if self._has_appended else "a+b") as file:  # never create it again
                 _drop_torn_line(file)
                 file.write(line.model_dump_json().encode() + b"\n")
             self._has_appended = True
@@ -142,10 +151,10 @@ class RunDirectory:
             raise self._unwritable(error) from None
 
     def sync_metrics(self) -> None:
-        """Have every line on the disk: what is written after this is never found there without them.
+        """Flush the metrics to the disk, so that a power loss cannot keep later files but lose these lines.
 
         Raises:
-            OutputError: if the disk cannot take them.
+            OutputError: if writing fails.
         """
         if not self.writes:
             return
@@ -156,16 +165,16 @@ class RunDirectory:
             raise self._unwritable(error) from None
 
     def require_there(self) -> None:
-        """Say so where the directory was removed under a run.
+        """Raise if the directory was removed during the run.
 
         Raises:
-            OutputError: if it is gone.
+            OutputError: if the metrics file does not exist any more.
         """
         if not self.metrics.is_file():
             raise OutputError(
-                f"the run directory {self.path} is gone, or its files are: it was deleted or moved while the run used "
-                "it, and what was not saved elsewhere is lost; start again with `plimsoll train job.yaml --out "
-                f"{self.path}`, or where it was moved to, go on with `plimsoll train --resume --out` and that folder"
+                f"the run directory {self.path} or its files do not exist any more: the folder was deleted or moved "
+                f"during the run; start again with `plimsoll train job.yaml --out {self.path}` or, if it was moved, "
+                "resume with `plimsoll train --resume --out` and the new folder"
             )
 
     def _unwritable(self, error: OSError) -> OutputError:
@@ -177,12 +186,12 @@ class RunDirectory:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Be the only command that prepares, trains or removes this run; what it starts is `locked`.
+        """Hold the lock of the command that prepares, trains or removes this run; its training process uses `locked`.
 
-        A training process that outlived its command is waited for: it finishes its last step, saves and ends.
+        If the training process of an earlier command is still running, wait until it has finished its step and saved.
 
         Raises:
-            OutputError: if another command is at it, or such a process for longer than that takes.
+            OutputError: if another command holds the lock, or the training process does not end in time.
         """
         with _exclusive(self.path / _MARKER):
             with self._when_it_has_ended(is_signed=False):
@@ -191,17 +200,17 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the only process that trains here; the lock goes with the process, however it ends.
+        """Hold the lock of the training process; the operating system releases it when the process ends.
 
         Raises:
-            OutputError: if another process trains here, and does not end soon.
+            OutputError: if another process trains here, and does not end in time.
         """
         with self._when_it_has_ended():
             yield
 
     @contextmanager
     def _when_it_has_ended(self, *, is_signed: bool = True) -> Iterator[None]:
-        """Hold the lock of the training process; another one is waited for, and that is said."""
+        """Hold the lock of the training process; wait for another training process, and print that."""
         lock, until = self.path / ".lock", time.monotonic() + _LONGEST_LAST_STEP_SECONDS
         has_said = False
         while _is_held(lock) and time.monotonic() < until:
@@ -218,42 +227,42 @@ class RunDirectory:
             yield
 
     def command_pid(self) -> int | None:
-        """The process that prepares, plans or supervises this run on this machine; ``None`` without one."""
+        """Return the ID of the process that prepares, plans or supervises this run on this machine, or ``None``."""
         return _holder(self.path / _MARKER)
 
     def training_pid(self) -> int | None:
-        """The process that trains here, on this machine; it may outlive its command for a step."""
+        """Return the ID of the training process on this machine, or ``None``; it may outlive its command by a step."""
         return _holder(self.path / ".lock")
 
     def lines(self) -> list[Line]:
-        """All lines of the metrics: 3 KiB for each step, which a process inside a budget may not have."""
+        """Return all lines of the metrics: 3 KiB per step, which a process inside a budget may not have."""
         return list(self.each_line())
 
     def each_line(self) -> Iterator[Line]:
-        """The lines of the metrics, one after the other, in the memory of one."""
+        """Yield the lines of the metrics one by one, with only one line in memory."""
         return read_lines(self.metrics) if self.metrics.is_file() else iter(())
 
     def keep_until(self, step: int) -> None:
-        """Take out of the metrics what happened after ``step`` and will happen again, and the note of an end."""
+        """Remove the lines of steps after ``step``, which will be repeated, and the line that records an end."""
         if not self.writes:
             return
         kept = (line.model_dump_json().encode() + b"\n" for line in self.each_line() if not _goes(line, step))
         write_atomically(self.metrics, kept)
 
     def last_saved_step(self) -> int:
-        """The step of the newest checkpoint that was written, 0 without one."""
+        """Return the step of the newest checkpoint, or 0 without one."""
         return max((line.step for line in self.each_line() if isinstance(line, CheckpointLine)), default=0)
 
     def last_step(self) -> int:
-        """The newest step that was done, 0 without one."""
+        """Return the last completed step, or 0 without one."""
         return max((line.step for line in self.each_line() if isinstance(line, StepLine)), default=0)
 
     def has_fit(self, fallback: int) -> bool:
-        """Return whether a step was done with this fallback, or with one that needs more memory."""
+        """Return whether a step has completed with this fallback, or with a fallback that needs more memory."""
         return any(isinstance(line, StepLine) and line.fallback <= fallback for line in self.each_line())
 
     def fallback_in_force(self) -> int | None:
-        """The fallback that the last training process had in force, as far as its steps show it."""
+        """Return the last fallback of the last training process, or ``None`` if the metrics do not show it."""
         fallback = None
         for line in self.each_line():
             if isinstance(line, StepLine | StartLine):
@@ -263,20 +272,20 @@ class RunDirectory:
         return fallback
 
     def write_record(self) -> RunRecord:
-        """Write ``record.json``, the record of all that has happened, and return it."""
+        """Write ``record.json``, the record of the whole run, and return it."""
         record = RunRecord.from_directory(self.path)
         record.save(self.record)
         return record
 
     def has_its_record(self) -> bool:
-        """Whether ``record.json`` was written after the last line of the metrics, or there is nothing to record."""
+        """Return whether ``record.json`` is newer than the metrics, or there is nothing to record."""
         if not (self.head.is_file() and self.metrics.is_file()):
             return True
         return self.record.is_file() and self.record.stat().st_mtime_ns >= self.metrics.stat().st_mtime_ns
 
 
 def metrics_of(path: Path) -> bytes:
-    """Read what was noted of the run in a directory; nothing if there is none."""
+    """Return the content of the metrics file of a run directory; empty if it does not exist."""
     try:
         return (path / "metrics.jsonl").read_bytes()
     except OSError:
@@ -284,7 +293,15 @@ def metrics_of(path: Path) -> bytes:
 
 
 def failed_run(path: Path, metrics_before: bytes) -> RunRecord | None:
-    """Read the record of a run that did not end well; ``None`` if nothing was noted since ``metrics_before``."""
+    """Return the record of a run that failed or was interrupted.
+
+    Args:
+        path: the run directory.
+        metrics_before: content of its metrics file before the run.
+
+    Returns:
+        The record; ``None`` if the metrics have not changed since, or the run ended well.
+    """
     if metrics_of(path) in {b"", metrics_before}:
         return None
     try:
@@ -295,14 +312,14 @@ def failed_run(path: Path, metrics_before: bytes) -> RunRecord | None:
 
 
 def _goes(line: Line, step: int) -> bool:
-    """Whether a line says what will be said again when the run goes on after ``step``."""
+    """Return whether a line must be removed when the run is resumed after ``step``, because it will be repeated."""
     if isinstance(line, StepLine | GraphLine | LossLine | EvaluationLine | CheckpointLine):
         return line.step > step
     return isinstance(line, EndLine)
 
 
 def _drop_torn_line(file: BinaryIO) -> None:
-    """Cut off a last line without an end, which a kill or a full disk left: the next one would be glued to it."""
+    """Remove an incomplete last line, left by a kill or a full disk, which would be joined to the next line."""
     num_bytes = file.seek(0, os.SEEK_END)
     while num_bytes and _byte_at(file, num_bytes - 1) != b"\n":
         num_bytes -= 1
@@ -316,14 +333,14 @@ def _byte_at(file: BinaryIO, position: int) -> bytes:
 
 
 def _has_not_begun(path: Path) -> bool:
-    """Whether this is a run directory in which no step was done: what was wrong is corrected and tried again."""
+    """Return whether this is a run directory without a completed step, which may be used again."""
     if not (path / "job.yaml").is_file():
         return False
     return not any(isinstance(line, StepLine | CheckpointLine) for line in RunDirectory(path).each_line())
 
 
 def _is_held(path: Path) -> bool:
-    """Whether another process has locked a file."""
+    """Return whether another process has locked a file."""
     with suppress(OSError), path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -352,7 +369,7 @@ def _exclusive(path: Path, *, is_signed: bool = True) -> Iterator[None]:
 
 
 def _sign(file: TextIO) -> None:
-    """Say in a locked file who locked it, for `plimsoll watch`; a full disk is no reason not to train."""
+    """Write the owner into a locked file, for `plimsoll watch`; a full disk does not prevent the training."""
     with suppress(OSError):
         file.truncate(0)
         file.write(f"{os.getpid()} {start_ticks(os.getpid())}\n")
@@ -360,21 +377,21 @@ def _sign(file: TextIO) -> None:
 
 
 def _holder(path: Path) -> int | None:
-    """The process that last claimed a file and still runs, here; without a trial of the lock, which would refuse it."""
+    """Return the ID of the running process that last locked a file; trying the lock here could block that process."""
     try:
         pid, ticks = map(int, path.read_text().split())
-    except (OSError, ValueError):  # claimed by nobody yet, or on a machine without /proc
+    except (OSError, ValueError):  # never locked, or on a machine without /proc
         return None
     return pid if start_ticks(pid) == ticks else None
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a run was made here, in what was an empty folder then; other programs write files of the same names."""
+    """Return whether Plimsoll created this run directory; other programs write files with the same names."""
     return (path / _MARKER).is_file()
 
 
 def _remove_run(path: Path) -> None:
-    """Remove what Plimsoll writes; what somebody put beside it stays."""
+    """Remove the files that Plimsoll writes; other files in the directory stay."""
     try:
         for name in _WRITTEN:
             entry = path / name

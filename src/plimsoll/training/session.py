@@ -1,11 +1,11 @@
-"""The training process: one `Session`, from what it finds in its run directory to the trained model.
+"""The training process: a `Session` trains the job of a run directory and saves the model.
 
     Session(path, resume=True).run()    # prepare, plan, limit, build, restore, train
 
-All that a training needs is imported here, at the top, and this module by whoever is about to train: what is imported
-after `Session.limit` would count against the budget. `plimsoll.training.baseline` imports the same to say beforehand
-what a process takes without a model. Does NOT prepare data (`plimsoll.training.prepare`) or make a plan
-(`plimsoll.training.plan`): other processes do, whose memory is given back whole.
+This module imports everything that a training needs at the top, because imports after `Session.limit` would count
+against the budget. `plimsoll.training.baseline` imports this module to measure the memory of a process without a model.
+Does NOT prepare data (`plimsoll.training.prepare`) or plan (`plimsoll.training.plan`): separate processes do that, so
+that all their memory is freed.
 """
 
 from __future__ import annotations
@@ -56,20 +56,21 @@ from plimsoll.training.teacher_cache import prepare_teacher_cache
 @final
 @dataclass
 class Session:
-    """Trains the job of a run directory, from the start or from a checkpoint, inside its budget.
+    """A training of the job in a run directory, from the start or from a checkpoint, inside its budget.
 
     Args:
         path: the run directory.
-        resume: go on from a checkpoint, which must exist.
-        from_step: the step of that checkpoint; ``None`` for the newest.
-        resume_newest: go on from the newest good checkpoint if there is one (after a death).
-        fallback: of the plan, to begin with after a death; ``None`` for the first, or the checkpoint's.
-        too_large_fallback: with ``fallback``, one that is known to kill and not to be taken again.
-        restarts: how often the training process was killed before.
-        quiet: show nothing on standard error.
-        trial: run the plan's candidates for a few passes first, where that is worth it
+        resume: resume from a checkpoint, which must exist.
+        from_step: with ``resume``, the step of the checkpoint; ``None`` for the newest.
+        resume_newest: after a death, resume from the newest good checkpoint, if there is one.
+        fallback: after a death, the fallback of the plan to start with; ``None`` for the first, or the fallback of the
+            checkpoint.
+        too_large_fallback: with ``fallback``, the fallback whose process was killed, which is not used again.
+        restarts: how often the training process has died before.
+        quiet: print nothing to standard error.
+        trial: measure the candidates of the plan for a few passes first, if that may save time
             (`plimsoll.planning.measured_choice`).
-        ranks: who trains it; by default this process alone.
+        ranks: processes that train the model; by default only this process.
     """
 
     path: Path
@@ -83,7 +84,7 @@ class Session:
     trial: bool = True
     ranks: Ranks = field(default_factory=Ranks)
 
-    # What one phase leaves to those after it.
+    # Results of a phase that later phases use.
     _stack: ExitStack = field(init=False, repr=False)
     _others: OtherPrograms = field(init=False, repr=False)
     _directory: RunDirectory = field(init=False, repr=False)
@@ -100,10 +101,10 @@ class Session:
     _training: loop.Training = field(init=False, repr=False)
 
     def run(self) -> None:
-        """Go through all phases, in their order.
+        """Run all phases in order.
 
         Raises:
-            OutOfMemoryError: also where memory ran out outside of the steps, in what cannot be done again here.
+            OutOfMemoryError: also if memory ran out outside of the steps, in work that cannot be repeated here.
         """
         outside_of_steps(self._run, backend_for("cpu"))
 
@@ -126,7 +127,7 @@ class Session:
         return self.ranks.rank == 0
 
     def prepare(self) -> None:
-        """Read what is trained on which data, choose the device and the checkpoint, and load the libraries."""
+        """Read the job and its data, choose the device and the checkpoint, and import the libraries."""
         self.quiet = self.quiet or not self._is_first
         self._directory = directory = RunDirectory.open(self.path, writes=self._is_first)
         if self._is_first:
@@ -148,7 +149,7 @@ class Session:
         return checkpoint.newest_good(checkpoints, self._marks) if self.resume_newest else None
 
     def plan(self) -> None:
-        """Read the plan and with which of its fallbacks it begins, and write down what the run is."""
+        """Read the plan, choose its first fallback, and write ``run.json``, which describes the run."""
         job, directory = self._job, self._directory
         self._plan = plan = Plan.load(directory.plan)
         head = RunHead(
@@ -159,18 +160,18 @@ class Session:
             gradient_reach=_gradient_reach(job, self._data, plan),
             preparation_bytes=self._data.peak_bytes,
         )
-        if job.budget.device_bytes is not None and plan.limit_bytes is None:  # a plan knows better what there will be
+        if job.budget.device_bytes is not None and plan.limit_bytes is None:  # a plan predicts the need better
             require_memory(job, self._data, self._backend.baseline_bytes, job.budget.device_bytes)
         if self._is_first:
-            head.save(directory.head)  # before the limit: the supervisor judges a death by it
+            head.save(directory.head)  # before the limit, because the supervisor needs it to explain a death
         goes_on_as_before = self._saved is not None and self.fallback is None
         fallback = directory.fallback_in_force() if goes_on_as_before else self.fallback
         self._first = plan.fallbacks[min(fallback or 0, len(plan.fallbacks) - 1)].choices
 
     def limit(self) -> None:
-        """Limit the memory of this process, and set up its allocator, once what does not count is there."""
+        """Limit the memory of this process and set up its allocator, after loading everything that must not count."""
         job, data = self._job, self._data
-        # What is imported and started inside a limit counts against it with all the address space it asks for.
+        # Imports and threads that start inside a limit count against it with all the address space that they reserve.
         sketched = build_model(job, data.vocab_size, data.num_labels, data.end_id, data.pad_id, device="meta")
         sketched_loss(job, data, sketched)
         (self._host or self._backend).baseline_bytes()
@@ -180,7 +181,7 @@ class Session:
         set_up_as_with(self._first, self._device)
 
     def build(self) -> None:
-        """Build model, optimizer, loader and step, and try the plan on them where that is worth it."""
+        """Build model, optimizer, loader and step, and run the trial of the plan if it may save time."""
         job, data, backend, device = self._job, self._data, self._backend, self._device
         with stages(self.quiet) as progress:
             self.ranks.on_first(
@@ -193,7 +194,7 @@ class Session:
             self._parts = parts = fitting(lambda: self._assembled(view), backend, "building the model")
         self._stack.callback(parts.loader.close)
         loss = fitting(lambda: loss_for(job, data, device), backend, "loading the teacher")
-        if self._saved is None:  # before a technique shares the parameters out
+        if self._saved is None:  # before a technique shards the parameters
             self.ranks.broadcast([*parts.model.parameters(), *parts.model.buffers()])
         if self._is_first and (said := self._others.sentence(torch.get_num_threads())):
             view.say(said)
@@ -232,7 +233,7 @@ class Session:
         )
 
     def restore(self) -> None:
-        """Put the training where the checkpoint has left it, or at the beginning."""
+        """Restore the checkpoint, or start from the beginning."""
         training, step, saved = self._training, self._training.step, self._saved
         if saved is not None:
             step.load_state_dict(saved.progress["training_step"])
@@ -241,16 +242,16 @@ class Session:
         if saved is not None:
             fitting(lambda: loop.resume(training, saved), self._backend, "reading the checkpoint")
         else:
-            loop.begin_after(training, 0)  # of a process that died before its first checkpoint, or whose are all torn
+            loop.begin_after(training, 0)  # steps of a process without a usable checkpoint
             seed_rank(self._job.seed, self.ranks)
 
     def train(self) -> None:
-        """Train to the last step, learn from what it took, and write the tokenizer beside the model."""
+        """Train to the last step, calibrate predictions with the measured steps, and export the tokenizer."""
         with timed("training"):
             record = loop.train(self._training, self.restarts)
         if num_truncated := self._parts.samples.num_truncated:
             self._training.view.say(
-                f"{num_truncated:,} texts were truncated to {self._job.sequence_length} tokens as they were read"
+                f"{num_truncated:,} texts were truncated to {self._job.sequence_length} tokens while they were read"
             )
         if self._is_first:
             if record is not None:
@@ -259,7 +260,7 @@ class Session:
 
 
 def _gradient_reach(job: Job, prepared: Prepared, plan: Plan) -> GradientReach | None:
-    """How far back gradients reach, where that is less than the sample: in streams, and in truncated segments."""
+    """Return how far back gradients reach, for streams and truncated backpropagation; ``None`` for whole samples."""
     num_read = job.sequence_length - 1
     for choice in plan.fallbacks[0].choices:
         segment_steps = technique_of(choice.technique).gradient_steps(choice, num_read)

@@ -1,11 +1,12 @@
-"""Checkpoints of a training whose model is shared out over the ranks: each rank writes its rows, any number reads them.
+"""Checkpoints of a model that is sharded over ranks; they can be loaded with any number of ranks.
 
     checkpoints/step-00000100/
-        shards/                  this many files as ranks, and what is where: torch's distributed checkpoint (DCP)
-        random.pt  progress.json  manifest.json    as of any checkpoint, see `plimsoll.training.checkpoint`
+        shards/                  one file per rank, and metadata: torch's distributed checkpoint (DCP)
+        random.pt  progress.json  manifest.json    as in any checkpoint, see `plimsoll.training.checkpoint`
 
-All ranks call `save` and `restore`. It can be read by as many ranks as there are then, by one process that has the
-whole model, and a checkpoint of one process by ranks. Does NOT cover machines without a file system in common.
+All ranks call `save` and `restore`. A checkpoint can be loaded by another number of ranks or by one process that has
+the whole model. Ranks can also load the checkpoint of one process. Does NOT handle machines without a shared file
+system.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -52,19 +53,31 @@ _SHARDS = "shards"
 
 
 def is_sharded(saved: Checkpoint) -> bool:
-    """Whether a checkpoint was written here."""
+    """Return whether a checkpoint was written by `save` of this module."""
     return (saved.folder / _SHARDS).is_dir()
 
 
 def save(
     root: Path, step: int, *, workload: Workload, ranks: Ranks, random_state: Any, progress: dict[str, Any], keep: int
 ) -> Checkpoint:
-    """Write the checkpoint of ``step`` under ``root``, on all ranks, and keep the last ``keep``.
+    """Write the checkpoint of ``step`` on all ranks, and remove the oldest checkpoints.
+
+    Args:
+        root: folder of all checkpoints.
+        step: number of optimizer steps done.
+        workload: model and optimizer.
+        ranks: all ranks.
+        random_state: random states of all ranks.
+        progress: content of ``progress.json``.
+        keep: number of checkpoints to keep.
+
+    Returns:
+        The new checkpoint.
 
     Raises:
-        OutputError: on all ranks, if one of them cannot write; the earlier checkpoints are untouched.
-        PeerOutOfMemory: on all ranks, that one included, if memory ran out on one of them; nothing is left of it, and
-            it can be tried again.
+        OutputError: on all ranks, if one of them cannot write; earlier checkpoints stay intact.
+        PeerOutOfMemory: on all ranks, if memory ran out on one of them; no files are left, and the call can be
+            repeated.
     """
     folder = root / f"step-{step:08d}"
     temporary = root / f".{folder.name}.tmp-shards"
@@ -89,10 +102,17 @@ def save(
 
 
 def restore(saved: Checkpoint, workload: Workload) -> Any:
-    """Put the tensors into the model and the optimizer, whatever each rank has of them; returns the random state.
+    """Load a checkpoint, sharded or not, into the part of the model and optimizer that this rank holds.
+
+    Args:
+        saved: the checkpoint.
+        workload: model and optimizer.
+
+    Returns:
+        The random states.
 
     Raises:
-        CheckpointError: if its states are of another model.
+        CheckpointError: if the checkpoint belongs to another model.
     """
     if is_sharded(saved):
         _read_shards(saved, workload)
@@ -102,18 +122,18 @@ def restore(saved: Checkpoint, workload: Workload) -> Any:
     return torch.load(saved.folder / "random.pt", map_location="cpu", weights_only=True)
 
 
-# -- what is in them ---------------------------------------------------------------------------------------------------
+# -- content -----------------------------------------------------------------------------------------------------------
 
 
 def _parameters_of(workload: Workload) -> dict[str, nn.Parameter]:
-    """What the optimizer has for each parameter of the model: this rank's rows, or all of it."""
+    """Return the tensor that the optimizer updates for each parameter: the rows of this rank, or all of it."""
     if isinstance(workload.hooks.sharding, ShardedTraining):
         return workload.hooks.sharding.rows
     return dict(workload.model.named_parameters())
 
 
 def _rows_of(workload: Workload) -> dict[str, Any]:
-    """All tensors by name, as torch knows to be parts of larger ones; settings of the optimizer's groups beside."""
+    """Return all tensors by name, as distributed tensors if they are shards, and the settings of the optimizer."""
     tensors: dict[str, Any] = {}
     for name, parameter in _parameters_of(workload).items():
         tensors[f"model.{name}"] = _as_part(workload, name, parameter.detach())
@@ -139,11 +159,11 @@ def _read_shards(saved: Checkpoint, workload: Workload) -> None:
     lacking = sorted(name for name in parameters if f"model.{name}" not in known)
     if lacking:
         raise CheckpointError(
-            f"the checkpoint of step {saved.step} has no {lacking[0]} (nor {len(lacking) - 1} other parameters of this "
-            "model): go on with the model that it was written for, or start anew in another --out"
+            f"the checkpoint of step {saved.step} lacks {lacking[0]} and {len(lacking) - 1} other parameters of this "
+            "model: resume with the model that it was written for, or start a new run in another --out"
         )
     optimizer.state.clear()
-    copied = copier_of(optimizer) or Tensor.detach  # where its states are, if that is not the device
+    copied = copier_of(optimizer) or Tensor.detach  # copies states to their place if that is not the device
     for name, parameter in parameters.items():
         for key, size in _states_in(known, name):
             is_part = tuple(size) == shape_of_whole(workload, name)
@@ -152,21 +172,21 @@ def _read_shards(saved: Checkpoint, workload: Workload) -> None:
             )
     tensors = _rows_of(workload)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is meant so, in one process
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended, in one process
         read_shards(tensors, storage_reader=reader, no_dist=workload.ranks.is_alone)
     for group, settings in zip(optimizer.param_groups, tensors["groups"], strict=True):
         group.update(settings)
 
 
 def shape_of_whole(workload: Workload, name: str) -> tuple[int, ...]:
-    """Return the shape of a whole parameter."""
+    """Return the shape of a parameter before sharding."""
     if isinstance(workload.hooks.sharding, ShardedTraining):
         return tuple(workload.hooks.sharding.shapes[name])
     return tuple(workload.model.get_parameter(name).shape)
 
 
 def _states_in(known: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """The states of a parameter that a checkpoint has, each with its shape."""
+    """Yield the name and shape of each optimizer state of a parameter in a checkpoint."""
     prefix = f"optimizer.{name}."
     for key, facts in known.items():
         if key.startswith(prefix) and "." not in key[len(prefix) :] and isinstance(facts, TensorStorageMetadata):
@@ -174,7 +194,7 @@ def _states_in(known: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _read_whole(folder: Path, sharded: ShardedTraining, optimizer: torch.optim.Optimizer) -> None:
-    """Take this rank's rows of what one process has written."""
+    """Load the rows of this rank from a checkpoint of one process."""
     weights = torch.load(folder / "model.pt", map_location="cpu", mmap=True, weights_only=True)
     sharded.load(weights)
     states = torch.load(folder / "optimizer.pt", map_location="cpu", mmap=True, weights_only=True)
@@ -191,14 +211,14 @@ def _read_whole(folder: Path, sharded: ShardedTraining, optimizer: torch.optim.O
 
 
 class _Problem(NamedTuple):
-    """Why a checkpoint could not be written, the same on all ranks; ``failed_rank`` is the first without memory."""
+    """The reason why writing failed, the same on all ranks; ``failed_rank`` is the first that ran out of memory."""
 
     text: str
     failed_rank: int | None = None
 
 
 def _write(workload: Workload, backend: Backend, folder: Path) -> _Problem | None:
-    """Write what each rank has; an error of one of them is told to all, by us or by torch."""
+    """Write the shards of all ranks; an error on one rank is returned on all."""
     position = Position(phase="checkpoint")
 
     def read() -> dict[str, Any]:
@@ -233,7 +253,7 @@ def _begin(root: Path, temporary: Path) -> None:
 
 
 def _finish(temporary: Path, folder: Path, random_state: Any, progress: dict[str, Any]) -> None:
-    # The folder gets its name when all ranks have written, their files are on the disk and the manifest names them.
+    # The folder is renamed after all ranks have written, their files are on the disk and the manifest lists them.
     _write_tensors(temporary / "random.pt", random_state)
     write_atomically(temporary / "progress.json", json.dumps(progress).encode())
     names = ["random.pt", "progress.json", *sorted(f"{_SHARDS}/{one.name}" for one in (temporary / _SHARDS).iterdir())]
@@ -245,7 +265,7 @@ def _finish(temporary: Path, folder: Path, random_state: Any, progress: dict[str
 
 
 def _on_first(ranks: Ranks, backend: Backend, work: Callable[[], None]) -> _Problem | None:
-    """Have rank 0 do something with files; returns what went wrong, the same on all."""
+    """Run ``work`` on rank 0, and return the problem, if any, on all ranks."""
     problem: _Problem | None = None
     if ranks.rank == 0:
         try:

@@ -1,10 +1,10 @@
-"""What `plimsoll train` does before a process trains: the run directory is made or opened, its data and plan prepared.
+"""The part of `plimsoll train` before training: create or open the run directory, and prepare its data and plan.
 
     code = start(TrainRequest(job_file=Path("job.yaml"), out=Path("runs/a"), budget_bytes=2 << 30))
 
-A run is begun, or gone on with. Then a supervisor starts the training process (`plimsoll.training.supervise`); where
-torchrun has started this process as a rank, it is the training process itself. The job is read once, with its budget in
-bytes, and kept in the run directory, where each process of the run finds it. Imports no torch, but as a rank.
+After a run is started or resumed, a supervisor starts the training process (`plimsoll.training.supervise`). If torchrun
+has started this process as a rank, this process trains itself. The job is read once, with its budget in bytes, and
+saved in the run directory for the other processes of the run. Does not import torch, except as a rank.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from plimsoll.training.run_directory import RunDirectory
 from plimsoll.training.supervise import make_plan, prepare_data, supervise
 
 Train = Callable[[RunDirectory, tuple[str, ...], bool, int], int]
-"""What follows when data and plan are there: `supervise`, or as a rank nothing yet; returns an exit code."""
+"""The action after data and plan are prepared: `supervise`, or nothing on a rank; returns an exit code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """What `plimsoll train` is asked for.
+    """The options of `plimsoll train`.
 
     Args:
         out: the run directory.
-        job_file: the job; ``None`` to go on with the one that is kept in ``out``.
-        budget_bytes: of the device; ``None``: the job's.
-        changes: ``a.b=c`` of fields of the job.
-        resume: go on with the run in ``out``.
-        from_step: with ``resume``, the checkpoint to go on from; ``None`` for the newest.
-        given_plan: the file of a plan to run as it is.
-        has_plan: whether techniques are used at all.
-        trial: whether candidates of the plan are run first.
-        pins: choices that the plan must have, as `plimsoll.records.plan.parse_pin` reads them.
-        forbids: techniques that it must not have.
-        num_ranks: ranks that are started on this machine; ``None``: the job's.
-        cache: where tokens are kept; ``None``: in the run directory.
-        force: remove what is in ``out`` first.
+        job_file: file of the job; ``None`` to use the job that is saved in ``out``.
+        budget_bytes: budget of device memory in bytes; ``None`` for the budget of the job.
+        changes: changed fields of the job, as ``a.b=c``.
+        resume: resume the run in ``out``.
+        from_step: with ``resume``, the step of the checkpoint to resume from; ``None`` for the newest.
+        given_plan: file of a plan to use unchanged.
+        has_plan: whether to plan, that is, to use techniques.
+        trial: whether to measure the candidates of the plan first.
+        pins: choices that the plan must contain, in the format of `plimsoll.records.plan.parse_pin`.
+        forbids: techniques that the plan must not contain.
+        num_ranks: number of ranks to start on this machine; ``None`` for the number in the job.
+        cache: folder for tokens; ``None`` for the run directory.
+        force: remove an existing run in ``out`` first.
         quiet: show no progress.
     """
 
@@ -76,16 +76,20 @@ class TrainRequest:
 
     @cached_property
     def pinned(self) -> tuple[Pin, ...]:
-        """The pins, read."""
+        """The parsed pins."""
         return tuple(map(parse_pin, self.pins))
 
     @property
     def constraints(self) -> tuple[str, ...]:
-        """What the plan must have and must not have, as arguments of the processes that prepare and plan."""
+        """The pins and forbidden techniques, as arguments of the processes that prepare and plan."""
         return _as_arguments(self.pins, self.forbids)
 
     def job(self, fields: dict[str, Any], path: Path) -> Job:
-        """Make the job that is asked for of the fields in its file.
+        """Return the job with the changes of this request.
+
+        Args:
+            fields: fields of the job file.
+            path: the job file.
 
         Raises:
             JobError: see `Job.from_written`.
@@ -94,14 +98,14 @@ class TrainRequest:
 
 
 def start(request: TrainRequest) -> int:
-    """Begin a run or go on with it, and train to its end.
+    """Start or resume a run, and train to its end.
 
     Returns:
-        0, or the exit code of the process that ended otherwise and has said why.
+        0, or the exit code of the process that failed; it has reported the error.
 
     Raises:
-        InputError: if what is asked for cannot be; nothing has been made or changed then.
-        PlimsollError: see `supervise`, and where this process is a rank, `plimsoll.training.session.Session`.
+        InputError: if the request is invalid; no files have been written then.
+        PlimsollError: see `supervise`, and on a rank `plimsoll.training.session.Session`.
     """
     _check(request)
     return _train_as_rank(request) if is_rank() else _begin_or_resume(request, supervise)
@@ -112,7 +116,7 @@ def _begin_or_resume(request: TrainRequest, train: Train) -> int:
 
 
 def _check(request: TrainRequest) -> None:
-    """Refuse options that contradict each other."""
+    """Raise if options contradict each other."""
     _ranks_change(request.num_ranks)
     out, resume, from_step = request.out, request.resume, request.from_step
     if resume and (request.force or request.cache):
@@ -145,37 +149,37 @@ def _check_plan(request: TrainRequest) -> None:
 
 
 def _require_techniques(plan: Plan, source: Path) -> None:
-    """Refuse a plan with a technique that is not installed."""
+    """Raise if the plan contains a technique that is not installed."""
     configurations = (*plan.fallbacks, *(candidate.configuration for candidate in plan.candidates))
     for name in dict.fromkeys(choice.technique for one in configurations for choice in one.choices):
         try:
             require_technique(name)
         except InputError as error:
             raise InputError(
-                f"the plan {source} cannot be used here: {error}; install the package that brings it, or make the plan "
-                "again with `plimsoll plan`"
+                f"the plan {source} cannot be used here: {error}; install the package that provides it, or make a new "
+                "plan with `plimsoll plan`"
             ) from None
 
 
 def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
-    """How many ranks there are, where the command or torchrun says it."""
+    """Return the number of ranks from the command or torchrun, as a change of the job."""
     if not is_rank():
         if num_ranks is None and (world_size := os.environ.get("WORLD_SIZE") or "1") != "1":
             raise InputError(
-                f"WORLD_SIZE={world_size} is in the environment and RANK is not: start the processes with torchrun, "
+                f"WORLD_SIZE={world_size} is set, but RANK is not: start the processes with torchrun, "
                 "give --nproc, or unset WORLD_SIZE to train in one process"
             )
         return () if num_ranks is None else (f"ranks={num_ranks}",)
     if num_ranks is not None:
         raise InputError(
-            f"--nproc {num_ranks} starts processes, but torchrun has started {os.environ['WORLD_SIZE']}: leave --nproc "
-            "out, or start `plimsoll train` without torchrun"
+            f"--nproc {num_ranks} starts processes, but torchrun has started {os.environ['WORLD_SIZE']} already: leave "
+            "--nproc out, or start `plimsoll train` without torchrun"
         )
     return (f"ranks={os.environ['WORLD_SIZE']}",)
 
 
 def _train_as_rank(request: TrainRequest) -> int:
-    """Be one of the processes that torchrun has started; the first prepares what all train on."""
+    """Train as one of the processes that torchrun has started; rank 0 prepares data and plan."""
     from plimsoll.distributed.ranks import joined
     from plimsoll.training.ranks import begun_again, prepared_by_first
     from plimsoll.training.session import Session
@@ -213,7 +217,7 @@ def _train_as_rank(request: TrainRequest) -> int:
 
 
 def _begin(request: TrainRequest, train: Train) -> int:
-    """Make the run directory, with its data and its plan, and train."""
+    """Create the run directory, prepare data and plan, and train."""
     job = _sound_job(request)
     directory, quiet = RunDirectory.create(request.out, request.force), request.quiet
     with directory.claimed():
@@ -224,21 +228,21 @@ def _begin(request: TrainRequest, train: Train) -> int:
                 code = prepare_data(directory, cache, quiet, constraints=request.constraints)
                 if not code and request.has_plan and _has_line(job, request.constraints):
                     code = make_plan(directory, request.constraints, quiet)
-            else:  # what can be refused is refused before the data are prepared, which may take hours
+            else:  # check the plan before the data are prepared, which may take hours
                 code = make_plan(directory, ("--given", str(request.given_plan.resolve())), quiet)
                 code = code or prepare_data(directory, cache, quiet)
             return code or train(directory, trial, quiet, job.ranks)
 
 
 def _sound_job(request: TrainRequest) -> Job:
-    """Read the job, and refuse at once all that is wrong with it, as far as that can be told without torch."""
+    """Read the job, and raise early for errors that can be found without torch."""
     if request.job_file is None:
         raise InputError(
             f"no job file was given for {request.out}: write `plimsoll train job.yaml --out {request.out}`, "
             "or add --resume to continue it"
         )
     with spinner(request.quiet):
-        from plimsoll.planning.job_checks import require_sound  # which takes as long as all imports above
+        from plimsoll.planning.job_checks import require_sound  # as slow as all imports above together
 
         job = request.job(read_fields(request.job_file), request.job_file)
         require_sound(job, pins=request.pinned, forbids=request.forbids)
@@ -246,9 +250,9 @@ def _sound_job(request: TrainRequest) -> Job:
 
 
 def _resume(request: TrainRequest, train: Train) -> int:
-    """Go on with a run whose job ``--budget`` and ``--set`` may have changed; what is refused is not kept."""
+    """Resume a run, with changes by ``--budget`` and ``--set``, which are discarded if they are refused."""
     directory = _opened(request.out, request.job_file)
-    with directory.claimed():  # nothing is changed under a process that trains here
+    with directory.claimed():  # no process that trains here sees the files change
         fields = read_fields(directory.job)
         job, before = request.job(fields, directory.job), Job.from_written(fields, directory.job)
         done = directory.last_saved_step()
@@ -258,7 +262,7 @@ def _resume(request: TrainRequest, train: Train) -> int:
             )
         if request.from_step is None and _is_finished(directory, job, before):
             if not request.quiet:
-                print(f"all {done} steps are done; for more, give --set steps= and how many in all", file=sys.stderr)
+                print(f"all {done} steps are done; to train longer, give --set steps=<new total>", file=sys.stderr)
             return 0
         return _go_on(directory, job, before, request, train)
 
@@ -275,7 +279,7 @@ def _go_on(directory: RunDirectory, job: Job, before: Job, request: TrainRequest
             is_ready = not code
             code = code or train(directory, ("--resume", *from_where), quiet, job.ranks)
     finally:
-        is_there = directory.metrics.is_file()  # or it was deleted meanwhile
+        is_there = directory.metrics.is_file()  # it may have been deleted meanwhile
         is_refused = is_there and code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before
         for path, content in kept.items() if is_refused or (is_there and not is_ready) else ():
             write_atomically(path, content)
@@ -291,7 +295,7 @@ def _opened(out: Path, job_file: Path | None) -> RunDirectory:
         every = sorted(out.parent.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
         beside = [path for path in every if any((path.parent / "checkpoints").glob("*"))]
         which = (
-            f" for the newest of {len(beside)} with a checkpoint in {out.parent}"
+            f" for the newest of {len(beside)} runs with a checkpoint in {out.parent}"
             if beside
             else ", with the directory of the run"
         )
@@ -309,28 +313,28 @@ def _opened(out: Path, job_file: Path | None) -> RunDirectory:
 
 
 def _is_finished(directory: RunDirectory, job: Job, before: Job) -> bool:
-    """Whether nothing is left to do; where more than the budget was changed, the training process says what of it."""
+    """Return whether the run is finished and only the budget was changed; other changes go to the training process."""
     end = next(reversed(directory.lines()), None)
     if not isinstance(end, EndLine) or end.status != "finished" or end.step < job.steps:
         return False
     is_same = job.model_copy(update={"budget": before.budget}) == before
-    return is_same and (directory.model / "tokenizer_config.json").is_file()  # which is written last
+    return is_same and (directory.model / "tokenizer_config.json").is_file()  # the file that is written last
 
 
 def _has_line(job: Job, constraints: tuple[str, ...]) -> bool:
-    """Whether there is a line to stay under, a budget or the memory of a GPU, or something is asked of the plan."""
+    """Return whether a plan is needed: for a budget, for the memory of a GPU, or for constraints."""
     is_on_cpu = job.device == "cpu" or (job.device == "auto" and nvml.driver_version() is None)
     return bool(constraints or job.pin) or job.budget.device_bytes is not None or not is_on_cpu
 
 
 def _write(directory: RunDirectory, job: Job) -> None:
-    """Write the job, and the plan that is in force without any other."""
+    """Write the job, and the default plan with smaller micro-batches as its only fallbacks."""
     directory.write_job(job)
     micro_batch_plan(job.budget, micro_batch_sizes(samples_of_rank(job))).save(directory.plan)
 
 
 def _plan_again(directory: RunDirectory, job: Job, before: Job, from_where: tuple[str, ...], quiet: bool) -> int:
-    """Keep the plan of a run that goes on; for another budget, or of other code by now, plan again as was asked."""
+    """Keep the plan of a resumed run, or plan again with the same constraints if the budget or the code has changed."""
     try:
         plan, is_same = Plan.load(directory.plan), (job.budget, job.ranks) == (before.budget, before.ranks)
     except RecordError:
@@ -338,7 +342,7 @@ def _plan_again(directory: RunDirectory, job: Job, before: Job, from_where: tupl
         if not _has_line(job, ()):
             return 0
         print(
-            f"{directory.plan} cannot be read: planning again, without what the first plan had pinned or forbidden",
+            f"{directory.plan} cannot be read: planning again, without the pins and forbidden techniques of that plan",
             file=sys.stderr,
         )
         return make_plan(directory, ("--goes-on", *from_where), quiet)
@@ -358,9 +362,9 @@ def _plan_again(directory: RunDirectory, job: Job, before: Job, from_where: tupl
 
 
 def _prepare_again(directory: RunDirectory, job: Job, before: Job, quiet: bool) -> int:
-    """Make the tokens again if the cache was deleted, where they were; of a run that was moved, in its directory.
+    """Repeat the tokenization if the cache was deleted or the job names other data; the tokens must be the same.
 
-    Where the job names other data than before, they must come to the same tokens.
+    They are written to the same folder as before or, if the run was moved, to the run directory.
     """
     from plimsoll.data.prepare import is_whole
     from plimsoll.records.prepared import Prepared

@@ -1,13 +1,13 @@
-"""Watching the training process from outside: a death is explained, and the training started again.
+"""The supervisor of the training process: it explains why the process died, and restarts it.
 
-The supervisor has no tensors and does not import torch. It starts the training in a process group of its own and
-hands on SIGINT and SIGTERM, both as SIGTERM: the step is finished and saved, and a second one ends the process wherever
-it is. (SIGINT would be a traceback from whatever library is being loaded.) What is made of a death is in `_Cause` and
-`_death`: most are started again from the last good checkpoint. Three deaths without a checkpoint in between and without
-a smaller micro-batch end the run.
+The supervisor has no tensors and does not import torch. It starts the training in a new process group and forwards
+SIGINT and SIGTERM, both as SIGTERM. The first signal lets the process finish and save its step, the second ends it at
+once. (SIGINT would raise KeyboardInterrupt in whichever library is being imported.) `_death` finds the cause of a
+death, and `_Cause` defines the response. After most causes, training is restarted from the last good checkpoint. Three
+deaths in a row without a checkpoint or a smaller micro-batch end the run.
 
-Several ranks are started by torchrun's agent (`plimsoll.distributed.launch`). Does NOT watch other machines: there
-torchrun, started on each of them, starts the ranks again.
+Several ranks are started by torchrun's agent (`plimsoll.distributed.launch`). Does NOT watch other machines: there,
+torchrun restarts the ranks.
 """
 
 from __future__ import annotations
@@ -46,30 +46,33 @@ _MOST_DEATHS_WITHOUT_PROGRESS = 3
 
 
 class _Cause(Enum):
-    """Why a process died; the value is what to type, once starting it again is of no use."""
+    """The cause of a death; the value is the advice for the user when no further restart is made."""
 
-    # The first three go on with the next fallback, which may grow again (`plimsoll.step.recovery`).
-    # The machine's counters ascribe SIGKILL to the kernel's OOM killer.
+    # After the first three causes, the next fallback is used, which may grow again (`plimsoll.step.recovery`).
+    # The counters of the machine attribute SIGKILL to the kernel's OOM killer.
     KERNEL = "give a smaller --budget, which stops it below the machine's own limit, or free memory on the machine"
-    # The process said so: memory ran out in an update, or with every fallback in a heap with holes, where it has
-    # written a checkpoint if it could.
+    # Its exit code tells: memory ran out in an update, or with every fallback in a fragmented heap. The process has
+    # saved a checkpoint if it could.
     TOLD = "give a larger --budget"
-    # Perhaps memory: see `_death`.
-    GUESS = "if it is memory, give another --budget or free memory on the machine; else stop what kills it"
-    # Not for memory: again with the same micro-batch. A rank that ended because another one did is judged by that one;
-    # where none did, a link was cut.
-    OUTSIDE = "stop what kills it"
-    # It would happen again: the run ends.
-    CRASH = "find what crashes: where it happened is printed above, if the process could still write it"
+    # Possibly memory: see `_death`.
+    GUESS = (
+        "if memory is the cause, give another --budget or free memory on the machine; otherwise stop the program that "
+        "kills it"
+    )
+    # Not memory: restart with the same micro-batch. If a rank ended because another rank ended, the other rank counts;
+    # if no rank ended, a connection was lost.
+    OUTSIDE = "stop the program that kills it"
+    # A restart would crash again, so the run ends.
+    CRASH = "find the cause of the crash; its stack is printed above, if the process could still write it"
 
     @property
     def may_be_memory(self) -> bool:
-        """Whether a smaller micro-batch may help."""
+        """True if a smaller micro-batch may help."""
         return self in {_Cause.KERNEL, _Cause.TOLD, _Cause.GUESS}
 
 
 class _Death(NamedTuple):
-    """How a process ended that did not end by itself."""
+    """The end of a process that was killed, crashed or asked for a restart."""
 
     signal_name: str
     signal_number: int
@@ -77,8 +80,8 @@ class _Death(NamedTuple):
     cause: _Cause
 
     def error(self, what_happened: str, remedy: str, how: str = "") -> PlimsollError:
-        """Memory is blamed only where the machine does."""
-        text = f"{what_happened}; {self.evidence}: {remedy}; start it again then{how}"
+        """Return the error to raise: an `OutOfMemoryError` only if there is evidence of a memory problem."""
+        text = f"{what_happened}; {self.evidence}: {remedy}; start it again afterwards{how}"
         if self.cause in {_Cause.KERNEL, _Cause.TOLD}:
             return OutOfMemoryError(text)
         return KilledError(text, self.signal_number)
@@ -86,7 +89,7 @@ class _Death(NamedTuple):
 
 @dataclass(slots=True)
 class _Retries:
-    """What the next training process is given, and when to stop giving it."""
+    """The arguments of the next training process, and the counts that decide when to give up."""
 
     num_fallbacks: int
     beginning: tuple[str, ...]
@@ -97,7 +100,7 @@ class _Retries:
     deaths_at: Counter[int] = field(default_factory=Counter)
 
     def arguments(self) -> list[str]:
-        """Further arguments for ``plimsoll train-worker``."""
+        """Return further arguments for ``plimsoll train-worker``."""
         fallbacks = {
             "--fallback": self.fallback,
             "--too-large-fallback": self.too_large_fallback if self.fallback is not None else None,
@@ -106,21 +109,21 @@ class _Retries:
         return [*self.beginning, *given, "--restarts", str(self.num_deaths)]
 
     def note_begun(self) -> None:
-        """A process took what ``beginning`` says; before that its checkpoints may be of another past."""
+        """Resume from the newest checkpoint from now on; before a process has begun, it may be of an earlier run."""
         self.beginning = ("--resume-newest",)
 
     def note_saved(self) -> None:
-        """A process wrote a checkpoint, in which its fallback is kept, too."""
+        """Record that a process has written a checkpoint, which also contains its fallback."""
         self.num_fruitless, self.fallback = -1, None
 
     def note_death(self, cause: _Cause, in_force: int, has_fit: bool) -> int:
-        """Count a death; returns the fallback that is in force next."""
+        """Count a death, and return the fallback of the next process."""
         self.num_deaths += 1
         self.num_fruitless += 1
         if not cause.may_be_memory:
             return in_force if self.fallback is None else self.fallback
         self.deaths_at[in_force] += 1
-        # As in a step: what fit before may have died of what another program took, and gets one more try later on.
+        # As in a step: if the fallback has fit before, another program may have taken the memory. It is retried once.
         if not has_fit or self.deaths_at[in_force] > 1:
             self.too_large_fallback = max(in_force, self.too_large_fallback or 0)
         following = min(in_force + 1, self.num_fallbacks - 1)
@@ -133,22 +136,22 @@ class _Retries:
 def supervise(
     directory: RunDirectory, worker_arguments: tuple[str, ...] = (), quiet: bool = False, num_ranks: int = 1
 ) -> int:
-    """Run the training of ``directory`` to its end, through deaths of its process.
+    """Run the training of ``directory`` to its end, restarting its process after a death.
 
     Args:
         directory: the run directory, with its ``job.yaml``, ``plan.json`` and prepared data.
         worker_arguments: further arguments of the first ``plimsoll train-worker``.
         quiet: show no progress.
-        num_ranks: processes that train the model.
+        num_ranks: number of processes that train the model.
 
     Returns:
-        the exit code of the training process that ended by itself, 128 + n if signal n asked it to.
+        The exit code of the training process that ended by itself, or 128 + n if signal n asked it to.
 
     Raises:
-        OutOfMemoryError: if it keeps being killed for memory without getting further.
-        KilledError: if it keeps being killed for another reason, or crashes.
-        OutputError: if the run directory is gone.
-        Interrupted: after a second signal, or a kill while it stops, which end a step in its middle.
+        OutOfMemoryError: if the process is killed for memory repeatedly without progress.
+        KilledError: if the process is killed for another reason repeatedly, or crashes.
+        OutputError: if the run directory was deleted.
+        Interrupted: if a second signal, or a kill during the stop, ended the process in the middle of a step.
     """
     plan = Plan.load(directory.plan)
     retries = _Retries(len(plan.fallbacks), worker_arguments)
@@ -159,16 +162,16 @@ def supervise(
         end = run_worker([*launched, "train-worker", str(directory.path), *retries.arguments(), *shown])
         if launched:
             end = end._replace(return_code=_signalled(end.return_code))
-        if end.return_code != OutputError.exit_code:  # which has said so, if it is gone
+        if end.return_code != OutputError.exit_code:  # with that code, the process has reported a missing directory
             directory.require_there()
         death = _death(end, kills_before, _host_budget_bytes(directory, plan.budget))
         if death is None:
             _complete_record(directory)
             _require_saved(directory, end)
             return end.exit_code
-        fallbacks = Plan.load(directory.plan).fallbacks  # others after a trial
+        fallbacks = Plan.load(directory.plan).fallbacks  # a trial may have changed them
         retries.num_fallbacks = len(fallbacks)
-        if death.cause in {_Cause.KERNEL, _Cause.GUESS}:  # the machine needs what it takes
+        if death.cause in {_Cause.KERNEL, _Cause.GUESS}:  # the machine needs the memory of the fork server
             end_server()
         has_begun = len(_starts(directory)) > num_starts
         if has_begun:
@@ -176,7 +179,7 @@ def supervise(
             if _has_saved(directory):
                 retries.note_saved()
         in_force = directory.fallback_in_force() or 0
-        # A process that died while it was loading says nothing against a fallback.
+        # A death while loading does not show that the fallback is too large.
         has_fit = not has_begun or directory.has_fit(in_force)
         following = retries.note_death(death.cause, in_force, has_fit)
         saved_step = directory.last_saved_step()
@@ -189,16 +192,16 @@ def supervise(
 
 
 def _complete_record(directory: RunDirectory) -> None:
-    """Write the record for which the training process had no memory, or no time."""
+    """Write the record of the run if the training process had no memory or no time for it."""
     try:
         if not directory.has_its_record():
             directory.write_record()
-    except PlimsollError as error:  # what the training came to is what counts
+    except PlimsollError as error:  # the exit code of the training matters more
         print(f"the record of the run could not be written: {error}", file=sys.stderr)
 
 
 def _require_saved(directory: RunDirectory, end: End) -> None:
-    """Tell of steps that are not saved though the run was asked to stop: 128 + n alone says that all are."""
+    """Raise if the run was asked to stop but steps are not saved; exit code 128 + n means that all are."""
     if end.asked_by is None:
         return
     done, saved = directory.last_step(), directory.last_saved_step()
@@ -206,20 +209,20 @@ def _require_saved(directory: RunDirectory, end: End) -> None:
         if done > saved:
             raise OutOfMemoryError(
                 f"stopped after step {done}, but there was no memory to save it: step {saved} is the last one saved; "
-                f"go on from there with `plimsoll train --resume --out {directory.path}` and more memory"
+                f"resume from it with `plimsoll train --resume --out {directory.path}` and more memory"
             )
     elif end.return_code < 0 or (end.return_code in UNFINISHED and done > saved):  # by a second signal, or a kill
         number = -end.return_code if end.return_code < 0 else signal.SIGTERM
         how = "stopped at once" if number == signal.SIGTERM else f"killed ({signal.Signals(number).name})"
         begun = f"{how}, and step {saved} is the last one saved"
         if saved:
-            again = f"{begun}: go on with `plimsoll train --resume --out {directory.path}`"
+            again = f"{begun}: resume with `plimsoll train --resume --out {directory.path}`"
             raise Interrupted(again, end.asked_by)
         raise Interrupted(f"{begun}: give the same command again, with --force", end.asked_by)
 
 
 def _signalled(exit_code: int) -> int:
-    """The return code of a rank by what its launcher ended with: less than 0 if a signal killed it."""
+    """Return the return code of a rank from the exit code of its launcher: negative if a signal killed it."""
     number = exit_code - 128
     return -number if number in {signal.SIGKILL, signal.SIGBUS, *_CRASHES} else exit_code
 
@@ -234,7 +237,7 @@ def _what_happened(death: _Death, num_deaths: int, saved_step: int, configuratio
 
 
 def _described(configuration: Configuration) -> str:
-    """How a fallback runs a step, for a person."""
+    """Return a text for the user that names the micro-batch and techniques of a fallback."""
     return " ".join(
         ["with micro-batch", str(configuration.micro_batch), *(f"and {choice}" for choice in configuration.others)]
     )
@@ -243,22 +246,22 @@ def _described(configuration: Configuration) -> str:
 def prepare_data(
     directory: RunDirectory, cache: Path, quiet: bool, again: bool = False, constraints: tuple[str, ...] = ()
 ) -> int:
-    """Index, train the tokenizer and tokenize in a process of its own, whose memory is given back whole.
+    """Index the texts, train the tokenizer and tokenize in a separate process, so that all its memory is freed.
 
     Args:
         directory: the run directory, with its ``job.yaml``.
-        cache: where the tokens go.
+        cache: folder for the tokens.
         quiet: show no progress.
-        again: it was prepared before, and what comes out must be the same.
-        constraints: ``--pin`` and ``--forbid`` with what is asked for, refused before the work if they cannot be.
+        again: the data were prepared before, and the result must be the same.
+        constraints: arguments ``--pin`` and ``--forbid``; contradictions are refused before the work begins.
 
     Returns:
-        its exit code.
+        The exit code of the process.
 
     Raises:
-        Interrupted: if SIGINT or SIGTERM asked it to stop.
-        OutOfMemoryError: if it is killed for memory.
-        KilledError: if it is killed for another reason, or crashes.
+        Interrupted: if SIGINT or SIGTERM asked the process to stop.
+        OutOfMemoryError: if the process is killed for memory.
+        KilledError: if the process is killed for another reason, or crashes.
     """
     shown = [*(["--quiet"] if quiet else []), *(["--again"] if again else [])]
     return _done_in_a_process(
@@ -269,20 +272,20 @@ def prepare_data(
 
 
 def make_plan(directory: RunDirectory, arguments: tuple[str, ...], quiet: bool) -> int:
-    """Plan the training in a process of its own, which imports torch.
+    """Plan the training in a separate process, which imports torch.
 
     Args:
         directory: the run directory, with its ``job.yaml``.
-        arguments: of ``plimsoll plan-worker``.
+        arguments: further arguments of ``plimsoll plan-worker``.
         quiet: show no progress.
 
     Returns:
-        its exit code.
+        The exit code of the process.
 
     Raises:
-        Interrupted: if SIGINT or SIGTERM asked it to stop.
-        OutOfMemoryError: if it is killed for memory.
-        KilledError: if it is killed for another reason, or crashes.
+        Interrupted: if SIGINT or SIGTERM asked the process to stop.
+        OutOfMemoryError: if the process is killed for memory.
+        KilledError: if the process is killed for another reason, or crashes.
     """
     return _done_in_a_process(
         ["plan-worker", str(directory.path), *arguments, *(["--quiet"] if quiet else [])],
@@ -292,7 +295,7 @@ def make_plan(directory: RunDirectory, arguments: tuple[str, ...], quiet: bool) 
 
 
 def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> int:
-    """Do something before the training in a process of its own; ``remedy`` is what takes less memory."""
+    """Run a command in a separate process before the training; ``remedy`` tells the user how to need less memory."""
     kills_before = oom_kill_count()
     end = run_worker(arguments)
     if end.asked_by is not None and end.exit_code == 128 + end.asked_by:
@@ -311,16 +314,14 @@ def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> 
 
 
 def _death(end: End, kills_before: OomKills | None, host_budget_bytes: int | None) -> _Death | None:
-    """What happened to a process; ``None`` if it ended by itself, or after somebody asked it to."""
+    """Return why a process died; ``None`` if it ended by itself, or on request."""
     if end.asked_by is not None:
         return None
     if end.return_code == TornStepError.exit_code:
-        evidence = "memory ran out inside optimizer.step() and only a checkpoint can undo that"
+        evidence = "memory ran out inside optimizer.step(), and only a checkpoint can undo that"
         return _Death("torn step", 0, evidence, _Cause.TOLD)
     if end.return_code == FragmentedHeapError.exit_code:
-        evidence = (
-            "memory ran out where no fallback helps; what is in the way of this process only a new one gives back"
-        )
+        evidence = "memory ran out with every fallback, because the heap is fragmented; only a new process helps"
         return _Death("fragmented heap", 0, evidence, _Cause.TOLD)
     if end.return_code == RankLostError.exit_code:
         return _Death("rank lost", 0, "a rank ended, or did not answer in time", _Cause.OUTSIDE)
@@ -331,40 +332,40 @@ def _death(end: End, kills_before: OomKills | None, host_budget_bytes: int | Non
         cause, evidence = _killer(kills_before)
     elif number == signal.SIGBUS:
         cause = _Cause.GUESS
-        evidence = "a guess: a page of a mapped file could not be had, as where /dev/shm or the disk is full"
+        evidence = "a guess: a page of a mapped file could not be read or written, as if /dev/shm or the disk is full"
     elif (host_budget_bytes is not None or _has_limit_of_others()) and number in _CRASHES_WITHOUT_MEMORY:
         cause, evidence = _Cause.GUESS, _refused(host_budget_bytes)
     elif number in _CRASHES_WITHOUT_MEMORY:
         cause, evidence = _Cause.CRASH, "no budget was enforced that could have refused it memory"
     else:
-        cause, evidence = _Cause.CRASH, "no lack of memory does that"
+        cause, evidence = _Cause.CRASH, "a lack of memory does not cause this signal"
     if number in _CRASHES and (place := called_by(end.fault)):
         evidence += f"; it was called by {place}"
     return _Death(signal.Signals(number).name, number, evidence, cause)
 
 
 def _refused(host_budget_bytes: int | None) -> str:
-    """Why native code ends a process that has a limit."""
+    """Return the probable reason why native code aborted a process that has a memory limit."""
     what = "the limit that is set on it (ulimit)"
     if host_budget_bytes is not None:
         what = f"the budget of {format_bytes(host_budget_bytes)}"
     return (
-        f"a guess: native code (in Rust, as of tokenizers, or C++) ends the process where {what} refuses it memory, "
-        "and prints that before"
+        f"a guess: native code (Rust, as in tokenizers, or C++) ends the process when {what} refuses it memory, and "
+        "prints an error before"
     )
 
 
 def _has_limit_of_others() -> bool:
-    """Whether a limit that this process inherits to those it starts may refuse them memory."""
+    """Return whether child processes inherit a memory limit from this process."""
     limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
     return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
 
 
 def _killer(before: OomKills | None) -> tuple[_Cause, str]:
-    """Who sent SIGKILL, by the kernel's own counters of before and now."""
+    """Return who sent SIGKILL, and the evidence, from the kernel's counters before and after."""
     now = oom_kill_count()
     if now is None or before is None or now.is_whole_machine != before.is_whole_machine:
-        return _Cause.GUESS, "unknown who killed it: neither a memory cgroup nor /proc/vmstat counts OOM kills here"
+        return _Cause.GUESS, "unknown sender of SIGKILL: neither a memory cgroup nor /proc/vmstat counts OOM kills here"
     num_kills = now.number - before.number
     if not now.is_whole_machine:
         if num_kills > 0:
@@ -372,17 +373,17 @@ def _killer(before: OomKills | None) -> tuple[_Cause, str]:
                 _Cause.KERNEL,
                 f"the memory cgroup counts {num_kills} OOM kill(s) more than before: the kernel's OOM killer",
             )
-        return _Cause.OUTSIDE, "the memory cgroup counts no OOM kill: somebody sent the signal"
+        return _Cause.OUTSIDE, "the memory cgroup counts no OOM kill: another program sent the signal"
     if num_kills > 0:
         return _Cause.KERNEL, (
             f"the whole machine counts {num_kills} OOM kill(s) more than before (no memory cgroup counts them): "
             "probably the kernel's OOM killer"
         )
-    return _Cause.OUTSIDE, "the whole machine counts no OOM kill: somebody sent the signal"
+    return _Cause.OUTSIDE, "the whole machine counts no OOM kill: another program sent the signal"
 
 
 def _host_budget_bytes(directory: RunDirectory, budget: Budget) -> int | None:
-    """The limit that host memory really had, ``None`` for none; a budget of a GPU does not limit it."""
+    """Return the enforced limit of host memory in bytes, or ``None``; a GPU budget does not limit host memory."""
     is_on_cpu = directory.head.is_file() and RunHead.load(directory.head).device.kind == "cpu"
     return budget.host_bytes if budget.host_bytes is not None or not is_on_cpu else budget.device_bytes
 
@@ -409,7 +410,7 @@ def _note(
     then = (
         "giving up"
         if restarted_from_step is None
-        else f"going on from step {restarted_from_step} {_described(configuration)}"
+        else f"resuming from step {restarted_from_step} {_described(configuration)}"
     )
     ended = "killed" if death.signal_number else "ended"
     print(f"training process {ended} ({death.signal_name}): {death.evidence}; {then}", file=sys.stderr)
@@ -420,7 +421,7 @@ def _starts(directory: RunDirectory) -> list[StartLine]:
 
 
 def _has_saved(directory: RunDirectory) -> bool:
-    """Whether the last training process that began got as far as a checkpoint."""
+    """Return whether the last training process that started has written a checkpoint."""
     for line in reversed(directory.lines()):
         if isinstance(line, CheckpointLine | StartLine):
             return isinstance(line, CheckpointLine)

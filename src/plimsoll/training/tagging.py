@@ -1,9 +1,9 @@
-"""How well words are tagged, counted while the loss is evaluated (`plimsoll.training.answers`): accuracy, entity F1.
+"""Accuracy and entity F1 of a tagger, counted while its loss is evaluated (`plimsoll.training.answers`).
 
-Each word is judged once. Where a long text is cut into windows that overlap, that is in the window in which it is
-farther from an edge, as the labels say (`plimsoll.data.samples.texts`). Entities may reach over windows, so a text is
-judged when all of its windows are there; where they arrive in order, no more texts are kept than a batch has. Does NOT
-cover models that return no ``logits``: of these both are unknown.
+Each word is counted once. If the windows of a long text overlap, a word counts in the window in which it is farther
+from an edge; the labels mark it (`plimsoll.data.samples.texts`). Entities may cross windows, so a text is scored after
+all of its windows. If they arrive in order, at most the texts of a batch are kept in memory. Does NOT handle models
+that return no ``logits``: both metrics are unknown.
 
 Shapes: B samples of a batch, T tokens, L tags.
 """
@@ -24,13 +24,13 @@ from plimsoll.step.oom_boundary import Position
 from plimsoll.training.answers import Answered, Answers, Windows
 
 Entity = tuple[str, int, int]
-"""Its kind, its first word, and the word behind its last."""
+"""The type of the entity, its first word, and the word after its last."""
 
 _BEGINS, _ENDS = {"B", "S"}, {"E", "S"}
 
 
 class _Window(NamedTuple):
-    """The right and the predicted tags of its own words."""
+    """The correct and the predicted tags of the words that count in a window."""
 
     number: int
     right: NDArray[np.int64]
@@ -38,14 +38,14 @@ class _Window(NamedTuple):
 
 
 class TagScores(Answers):
-    """Counts right tags and right entities while the block runs.
+    """Counts of correct tags and entities, made inside a ``with`` block.
 
     Args:
-        model: returns ``logits`` (B, T, L).
-        position: says which samples of its batch the model is evaluating.
-        names: of the tags, by number.
-        windows: says of which text each sample is; ``None``: a sample is a text.
-        ranks: who share each batch; each of them counts all samples.
+        model: a model that returns ``logits``, (B, T, L).
+        position: contains the samples of the batch that the model is evaluating.
+        names: names of the tags, by number.
+        windows: maps samples to texts; ``None`` if each sample is a text.
+        ranks: processes that share each batch; each of them counts all samples.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class TagScores(Answers):
         super().__init__(model, position, ranks)
         self._names, self._windows = names, windows
         self._has_entities = are_of_entities(names)
-        self._open: dict[int, list[_Window]] = {}  # of texts that are not complete
+        self._open: dict[int, list[_Window]] = {}  # of texts whose windows have not all been seen
         self._num_words = self._num_right = 0
         self._num_entities = self._num_found = self._num_right_entities = 0
 
     def accuracy(self) -> float | None:
-        """The share of words with the right tag; ``None`` if there are none, or the model returned no logits."""
+        """Return the share of words with the correct tag; ``None`` without words or logits."""
         return self._num_right / self._num_words if self._num_words else None
 
     def entity_f1(self) -> float | None:
-        """The harmonic mean of precision and recall of entities; ``None`` if tags are of none, or none was there."""
+        """Return the F1 of entities; ``None`` if the tags do not mark entities, or there are no entities."""
         num_both = self._num_entities + self._num_found
         return 2 * self._num_right_entities / num_both if num_both else None
 
@@ -80,7 +80,7 @@ class TagScores(Answers):
         texts = ids if self._windows is None else self._windows.parents(ids)
         nums = np.ones(len(texts), np.int64) if self._windows is None else self._windows.num_of_parents(texts)
         for (sample_id, labels_T, predicted_T), text, num in zip(answered, texts.tolist(), nums.tolist(), strict=True):
-            own_T = labels_T[: len(predicted_T)]  # longer than what is predicted where padding was cut off
+            own_T = labels_T[: len(predicted_T)]  # longer than the predictions if padding was removed
             is_word_T = own_T != IGNORED_LABEL
             window = _Window(sample_id, own_T[is_word_T].numpy(), predicted_T[is_word_T].numpy())
             windows = self._open.setdefault(text, [])
@@ -89,7 +89,7 @@ class TagScores(Answers):
                 self._judge(sorted(self._open.pop(text), key=lambda one: one.number))
 
     def _judge(self, windows: list[_Window]) -> None:
-        """Count the words and the entities of a text that is complete."""
+        """Count the words and entities of a complete text."""
         right = np.concatenate([window.right for window in windows])
         predicted = np.concatenate([window.predicted for window in windows])
         self._num_words += len(right)
@@ -102,10 +102,10 @@ class TagScores(Answers):
 
 
 def entities_of(tags: Sequence[str]) -> set[Entity]:
-    """Return the entities that some tags mean, as the script conlleval of the CoNLL shared tasks reads them.
+    """Return the entities in a sequence of tags, as the script conlleval of the CoNLL shared tasks reads them.
 
-    An entity begins with B or S, and also with I or E where none of its kind is open before it; it ends with E or S,
-    and before whatever does not go on with it.
+    An entity begins with B or S, or with I or E if no entity of that type is open. It ends with E or S, or before a tag
+    that does not continue it.
     """
     entities: set[Entity] = set()
     kind, begin = "", 0

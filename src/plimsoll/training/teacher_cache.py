@@ -1,12 +1,12 @@
-"""One pass of a teacher over the training samples, whose likeliest words are kept in the cache; it is then not needed.
+"""The teacher cache: one pass of the teacher over the training samples saves its most likely tokens.
 
-The pass is in float32 and without gradients, in batches as large as fit: one that runs out of memory is done again in
-halves. Of a language model the logits are made a few positions at a time. What was done is on the disk every so many
-samples, and a run that is interrupted goes on from there. Kept are probabilities at the job's temperature, of which the
-sum over all words is known now and could not be had from the likeliest words alone: another temperature is another
-pass.
+After this pass the teacher is not needed. It runs in float32, without gradients and in batches as large as fit: a batch
+that runs out of memory is repeated in halves. The logits of a language model are computed for a few positions at a
+time. Results are written to disk every 4,096 samples, and an interrupted pass is resumed from there. The cached
+probabilities are normalized over the whole vocabulary at the temperature of the job. The most likely tokens alone do
+not determine that sum, so another temperature needs another pass.
 
-It does NOT cover samples that change from epoch to epoch, which a job refuses.
+Does NOT handle samples that change between epochs, which a job refuses.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from plimsoll.step.failpoints import failpoint
 from plimsoll.step.oom_boundary import Position, attempt
 
 _SAMPLES_KEPT_AT_ONCE = 4096
-_STAGE = "what the teacher says"
+_STAGE = "caching the teacher's predictions"
 
 
 def prepare_teacher_cache(
     job: Job, prepared: Prepared, load: Callable[[], nn.Module], backend: Backend, progress: Progress = silent
 ) -> None:
-    """Have in the cache what the teacher of a job says of its training samples; what is there is not made again.
+    """Fill the teacher cache of a job, unless it is complete or the job has no teacher cache.
 
     Args:
         job: the job.
-        prepared: its data.
-        load: loads the teacher, where it is needed.
-        backend: of the device that it computes on.
-        progress: told the samples that are done.
+        prepared: the prepared data of the job.
+        load: loads the teacher; called only if it is needed.
+        backend: backend of the device that the teacher runs on.
+        progress: called with the number of samples done.
 
     Raises:
         OutOfMemoryError: if not even one sample fits.
@@ -71,12 +71,12 @@ def prepare_teacher_cache(
             return files.facts()
 
     stored(teacher_cache_folder(job, prepared), write, goes_on=True)
-    backend.release()  # the teacher is gone: the training finds the memory as if it had never been
+    backend.release()  # free all memory of the teacher before the training
     backend.reset_peak()
 
 
 class _Pass:
-    """The teacher, and the batch that fits."""
+    """The pass of the teacher, with the largest batch size that fits."""
 
     def __init__(self, job: Job, teacher: nn.Module, backend: Backend, num_kept: int, num_words: int | None) -> None:
         assert job.distill is not None
@@ -85,7 +85,7 @@ class _Pass:
         self._device = next(teacher.parameters()).device
 
     def run(self, samples: Any, files: TeacherCacheFiles, progress: Progress) -> None:
-        """Ask the teacher about all samples that are not done."""
+        """Compute and write the predictions for all remaining samples."""
         num_kept = files.num_done
         while files.num_done < len(samples):
             ids = np.arange(files.num_done, min(files.num_done + self._batch_size, len(samples)))
@@ -102,7 +102,7 @@ class _Pass:
     def _give_way(self, event: OomEvent, num_samples: int) -> None:
         if num_samples == 1:
             raise OutOfMemoryError(
-                f"memory ran out while the teacher was asked about 1 sample ({event.shortage}): give a larger budget, "
+                f"memory ran out while the teacher predicted 1 sample ({event.shortage}): give a larger budget, "
                 "shorter samples, or a smaller teacher"
             )
         self._backend.release()

@@ -86,7 +86,7 @@ def test_a_run_that_is_there_is_not_overwritten(job, tmp_path):
     (tmp_path / "a" / "metrics.jsonl").write_text("mine")  # another program may have written a file of this name
     error = refused(job, "--out", tmp_path / "a", "--force")
     assert isinstance(error, OutputError)
-    assert "is not empty and not a run, so nothing is written there or removed" in str(error)
+    assert "is not empty and not a run directory, so it is left unchanged" in str(error)
     assert (tmp_path / "a" / "metrics.jsonl").read_text() == "mine"
 
 
@@ -130,7 +130,7 @@ def test_going_on_without_a_run_names_the_newest_beside_it(tmp_path, monkeypatch
             (metrics.parent / "checkpoints" / "step-00000001").mkdir(parents=True)
         os.utime(metrics, (seconds, seconds))
     told = "runs/latest is not a run directory, so there is nothing to resume: write `plimsoll train --resume "
-    assert str(refused("--resume")) == told + "--out runs/a` for the newest of 2 with a checkpoint in runs"
+    assert str(refused("--resume")) == told + "--out runs/a` for the newest of 2 runs with a checkpoint in runs"
 
 
 def train_json(*arguments):

@@ -80,7 +80,7 @@ KERNEL = "the memory cgroup counts 1 OOM kill(s) more than before: the kernel's 
         ({"status": "finished", "oom_events": (oom(survived=True),)}, False),
         ({"status": "running", "deaths": (death(KERNEL),)}, True),
         ({"status": "running", "deaths": (death(KERNEL, restarted_from_step=2),)}, False),
-        ({"status": "running", "deaths": (death("no lack of memory does that"),)}, False),
+        ({"status": "running", "deaths": (death("a lack of memory does not cause this signal"),)}, False),
         ({"status": "running"}, False),
     ],
 )

@@ -296,7 +296,7 @@ def test_an_iterator_is_refused(tmp_path):
         def training_step(self, dataloader_iter):
             raise AssertionError("not reached")
 
-    with pytest.raises(InputError, match="nothing can be taken twice"):
+    with pytest.raises(InputError, match="cannot be read twice"):
         fitted(tmp_path, OomProof(units="samples"), make=Iterates)
 
 

@@ -33,9 +33,9 @@ def test_what_maps_is_accepted_by_training_arguments(tmp_path):
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        (("checkpointing", {"blocks": "0-3"}), "TrainingArguments has nothing like it"),
-        (("optimizer_offload", {}), "optimizer_offload: TrainingArguments has nothing like it"),
-        (("micro_batch", {"samples": 24}), "not divided evenly by 24: these arguments make steps of 72"),
+        (("checkpointing", {"blocks": "0-3"}), "TrainingArguments has no equivalent"),
+        (("optimizer_offload", {}), "optimizer_offload: TrainingArguments has no equivalent"),
+        (("micro_batch", {"samples": 24}), "not divisible by 24: with these arguments, a step has 72 samples"),
     ],
 )
 def test_what_does_not_map_is_said(choice, words):

@@ -208,7 +208,7 @@ def test_batch_norm_is_not_cut(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("_n_gpu", 2, "DataParallel on 2 GPUs: one process copies the model"),
+        ("_n_gpu", 2, "DataParallel on 2 GPUs, which gathers outputs and gradients"),
         ("deepspeed", "ds.json", "hands its steps to DeepSpeed"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_trainer_of_another_kind_is_refused():
     class Other:
         def compute_loss(self) -> None: ...
 
-    with pytest.raises(InputError, match="a Other has no training_step, prediction_step, log"):
+    with pytest.raises(InputError, match="Other has no training_step, prediction_step, log"):
         plimsoll.transformers.fit(Other())  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ def test_a_given_tokenizer_keeps_what_it_puts_around_a_text_unless_the_job_says_
     [
         ({"special_tokens": False}, "one that is trained puts none around a text: leave it out, or give a path"),
         ({"vocab_size": 100}, "needs at least 257 tokens"),
-        ({"path": "folder", "train": "words"}, "leave out one of them"),
+        ({"path": "folder", "train": "words"}, "leave out one or the other"),
         ({"min_count": 2}, "train: words alone has min_count"),
     ],
     ids=str,

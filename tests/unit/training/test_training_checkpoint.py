@@ -190,7 +190,7 @@ def test_the_states_of_another_optimizer_are_refused_by_its_settings(tmp_path, c
         del group[name]
     saved = checkpoint.load(tmp_path, MARKS)
     if is_refused:
-        with pytest.raises(CheckpointError, match="than AdamW, with lr in place of newer: go on under the budget"):
+        with pytest.raises(CheckpointError, match="than AdamW, with lr in place of newer: resume with the budget"):
             saved.restore(model, optimizer)
     else:
         saved.restore(model, optimizer)
@@ -224,7 +224,7 @@ def test_a_checkpoint_of_another_job_is_refused_with_what_differs(tmp_path):
     for marks, difference in [
         (MARKS | {"seed": "1"}, "seed was 0, is 1"),
         (MARKS | {"model.layers": "2"}, "model.layers was not set, is 2"),
-        (MARKS | {"data": "a1"}, "the text, its labels or the tokenizer are others"),
+        (MARKS | {"data": "a1"}, "the text, its labels or the tokenizer have changed"),
         ({"model": "gru"}, "seed was 0, is not set"),
     ]:
         assert checkpoint.newest_good(tmp_path, marks) is None

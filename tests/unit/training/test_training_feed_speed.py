@@ -93,7 +93,7 @@ def test_a_large_corpus_is_not_tokenized_only_to_be_timed(job: Job, tmp_path: Pa
     monkeypatch.setattr(plimsoll.training.feed_speed, "_SMALL_BYTES", 1000)
     feed = time_corpus(job, tmp_path / "cache")
     assert len(feed.rates) == 3
-    assert feed.notes == ("Not fed: 6.8 KiB of text are not tokenized: `plimsoll data tokenize` first",)
+    assert feed.notes == ("Not fed: 6.8 KiB of text are not tokenized: run `plimsoll data tokenize` first",)
     monkeypatch.setattr(plimsoll.training.feed_speed, "_SMALL_BYTES", feed.corpus.num_bytes)
     assert len(time_corpus(job, tmp_path / "other").rates) == 5
     monkeypatch.setattr(plimsoll.training.feed_speed, "_SMALL_BYTES", 1000)

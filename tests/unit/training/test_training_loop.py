@@ -180,7 +180,7 @@ def test_memory_running_out_between_steps_is_survived(new_run, whole, failing, p
     with armed(failing, 2):
         train_here(directory)
     (event,) = of_kind(directory, OomEvent)
-    assert (event.phase, event.action, event.micro_batch) == (phase, "freed what could be freed, tried again", None)
+    assert (event.phase, event.action, event.micro_batch) == (phase, "freed cached memory and retried", None)
     assert_same_weights(whole, directory)
 
 
@@ -219,7 +219,7 @@ def test_with_no_fallback_left_after_others_failed_it_saves_and_asks_for_a_new_p
         train_here(directory)
     events = of_kind(directory, OomEvent)
     assert [event.next_fallback for event in events] == [0, 1, 1, 2, 2, 3, 3, None]  # all had fitted: two tries
-    assert (events[-1].survived, events[-1].action[:13]) == (True, "a new process")
+    assert (events[-1].survived, events[-1].action[:24]) == (True, "restart in a new process")
     assert of_kind(directory, CheckpointLine)[-1].step == 3
     train_here(directory, resume_newest=True, fallback=3, restarts=1)
     record = record_of(directory)
@@ -253,7 +253,7 @@ def test_a_step_that_has_held_is_tried_again_after_a_pause_where_nothing_smaller
     assert record.status == "finished"
     events = [event for event in record.oom_events if event.step == 4][-2:]
     assert [(event.phase, event.survived) for event in events] == [("forward", True), ("loss", True)]
-    assert events[-1].action == "the same again in 0.01 s: it has held before"
+    assert events[-1].action == "retry unchanged in 0.01 s: this has fit before"
     assert [step.step for step in record.steps] == [1, 2, 3, 4, 5, 6]
 
 
@@ -264,8 +264,8 @@ def test_pauses_end_where_memory_stays_away_and_where_somebody_asks_to_stop(new_
         train_here(directory)  # without a supervisor
     last = of_kind(directory, OomEvent)[-6:]
     assert [(event.survived, event.action) for event in last if event.next_fallback is None] == [
-        (True, "the same again in 0.01 s: it has held before"),
-        (True, "the same again in 0.02 s: it has held before"),
+        (True, "retry unchanged in 0.01 s: this has fit before"),
+        (True, "retry unchanged in 0.02 s: this has fit before"),
         (False, "stopped: nothing is left to try"),
     ]
     assert record_of(directory).status == "failed"
@@ -334,7 +334,7 @@ def test_texts_that_find_no_room_to_be_read_for_an_evaluation_are_tried_three_ti
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     monkeypatch.setattr(plimsoll.training.loop, "iterate_once", lambda *_: exhaust_memory())
     directory = new_run(evaluate_every=3)
-    with pytest.raises(FragmentedHeapError, match="the evaluation after step 3 has no room in this process"):
+    with pytest.raises(FragmentedHeapError, match="the evaluation after step 3 does not fit in this process"):
         train_here(directory)
     events = of_kind(directory, OomEvent)
     assert [(event.phase, event.survived) for event in events] == [("evaluation", number < 2) for number in range(3)]
@@ -392,7 +392,7 @@ def test_a_finished_run_can_be_made_longer(new_run, whole):
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(new_run):
-    with pytest.raises(CheckpointError, match="without --resume, and with --force where the run has done steps"):
+    with pytest.raises(CheckpointError, match="without --resume, and with --force if the run has completed steps"):
         train_here(new_run(), resume=True)
 
 
@@ -421,7 +421,7 @@ def test_a_signal_stops_it_after_a_step_that_is_saved(new_run, whole):
     sender.start()
     try:
         with pytest.raises(
-            Interrupted, match=r"of 100000, which is saved: go on with `plimsoll train --resume"
+            Interrupted, match=r"of 100000, which is saved: resume with `plimsoll train --resume"
         ) as stop:
             train_here(directory)
     finally:

@@ -54,11 +54,11 @@ def test_a_run_that_goes_on_keeps_its_plan_and_of_other_code_or_for_another_budg
     plan.model_copy(update={"made_for": plan.made_for | {"torch": "1.0"}}).save(planned_run.plan)
     with too_much(planned_run):
         plan_again(planned_run, quiet=False)
-    assert "the plan of this run no longer holds: torch was 1.0, is " in capsys.readouterr().err
+    assert "the plan of this run is no longer valid: torch was 1.0, is " in capsys.readouterr().err
     plan.model_copy(update={"budget": Budget(device_bytes=1 << 53)}).save(planned_run.plan)
     with too_much(planned_run):
         plan_again(planned_run, quiet=False)
-    assert "no longer holds: the budget was 8.0 PiB, is 4.0 PiB; planning again" in capsys.readouterr().err
+    assert "no longer valid: the budget was 8.0 PiB, is 4.0 PiB; planning again" in capsys.readouterr().err
     plan.save(planned_run.plan)
     plan_again(planned_run)  # with less free memory than now
     assert Plan.load(planned_run.plan) == plan

@@ -29,7 +29,7 @@ def test_tags_of_which_only_some_are_of_entities_are_told_before_the_training(tm
     job = Job.from_fields(fields | {"data": str(tmp_path / "a.conll")})
     said = data_sentence(prepare(job, tmp_path / "cache"))
     assert "; 3 tags; entity F1 is left out, because some tags have a prefix" in said
-    assert "name 'PER' as those" in said
+    assert "name 'PER' with a prefix" in said
 
 
 def test_a_tokenizer_that_does_not_fit_the_budget_is_refused_before_it_is_trained(tmp_path):
@@ -74,10 +74,10 @@ PLAIN = "data: 1,234 texts; 2,345 samples"
         (prepared_of(num_long_texts=1111), f"{PLAIN}; 1,111 texts longer than a sample, cut into windows"),
         (
             prepared_of(num_long_texts=1111, num_truncated=1111, num_dropped_tokens=5678),
-            f"{PLAIN}; 1,111 texts longer than a sample, 5,678 tokens of them dropped",
+            f"{PLAIN}; 1,111 texts longer than a sample, 5,678 of their tokens dropped",
         ),
-        (prepared_of(num_lost_words=1001), f"{PLAIN}; 1,001 words without a token, whose tags are not learned"),
-        (prepared_of(num_cut_inside=1002), f"{PLAIN}; 1,002 windows that end at no border"),
+        (prepared_of(num_lost_words=1001), f"{PLAIN}; 1,001 words without a token, whose tags are ignored"),
+        (prepared_of(num_cut_inside=1002), f"{PLAIN}; 1,002 windows that do not end at a border"),
         (
             prepared_of(reach=GradientReach(most_tokens=2047, mean_tokens=1024.26)),
             f"{PLAIN}; gradients reach back 1,024.3 tokens on average, 2,047 at most",
@@ -143,10 +143,10 @@ def test_word_vectors_must_be_the_same_when_a_run_goes_on(
     again = Prepared.load(directory.prepared)
     assert again.model_copy(update={"peak_bytes": first.peak_bytes}) == first  # the peak is measured
     vectors.write_text("ship 2 2 3 4 5 6 7 8\nline 8 7 6 5 4 3 2 1\n")
-    with pytest.raises(EmbeddingError, match=rf"then {first.vectors_digest}\) are not what they were: put the file"):
+    with pytest.raises(EmbeddingError, match=rf"then {first.vectors_digest}\) have changed: restore the original file"):
         prepare_run(directory.path, tmp_path / "cache", quiet=True, again=True)
     prepare_run(directory.path, tmp_path / "cache", quiet=True)
     assert Prepared.load(directory.prepared).vectors_digest != first.vectors_digest
     vectors.write_text(before)
-    with pytest.raises(EmbeddingError, match="are not what they were"):
+    with pytest.raises(EmbeddingError, match="have changed: restore"):
         prepare_run(directory.path, tmp_path / "cache", quiet=True, again=True)

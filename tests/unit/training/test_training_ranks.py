@@ -61,7 +61,7 @@ class Of(Ranks):
 def test_ranks_on_the_cpu_need_nothing_and_mixed_ones_are_refused_by_name():
     assert device_of_rank("cpu", Ranks()) == "cpu"
     assert device_of_rank("cpu", Of(0, ["", ""])) == "cpu"
-    with pytest.raises(DeviceError, match="ranks 0 of 3 have no GPU, and others have"):
+    with pytest.raises(DeviceError, match="ranks 0 of 3 have no GPU, but others do"):
         device_of_rank("cpu", Of(0, ["cuda:0", "cuda:1"]))
     with pytest.raises(DeviceError, match="ranks 2 of 3 have no GPU of their own"):
         device_of_rank("cpu", Of(0, ["cuda:0", None]))
@@ -304,9 +304,9 @@ def test_where_memory_runs_out_outside_of_a_step_a_new_process_is_asked_for_if_t
     ("kills", "fallbacks", "evidence"),
     [
         ({"one": 3, "other": 8}, (1, 0), "the kernel has killed processes for memory since the last start: 2 on other"),
-        ({"one": 3, "other": 6}, (None, None), "torchrun has started all ranks again; no machine counts a kill"),
-        ({"one": 2, "new": 5}, (None, None), "torchrun has started all ranks again; no machine counts a kill"),
-        ({}, (None, None), "torchrun has started all ranks again; no machine counts a kill"),
+        ({"one": 3, "other": 6}, (None, None), "torchrun has restarted all ranks; no machine counts an OOM kill"),
+        ({"one": 2, "new": 5}, (None, None), "torchrun has restarted all ranks; no machine counts an OOM kill"),
+        ({}, (None, None), "torchrun has restarted all ranks; no machine counts an OOM kill"),
     ],
 )
 def test_after_a_kill_for_memory_all_ranks_begin_with_the_next_fallback(

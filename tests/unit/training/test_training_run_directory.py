@@ -116,7 +116,7 @@ def test_all_that_a_run_writes_is_removed_with_force_and_links_are_not_followed(
 @pytest.mark.parametrize("force", [False, True])
 def test_what_is_no_run_is_neither_used_nor_removed(tmp_path, force):
     (tmp_path / "job.yaml").write_text("mine")
-    with pytest.raises(OutputError, match="is not empty and not a run, so nothing is written there or removed"):
+    with pytest.raises(OutputError, match="is not empty and not a run directory, so it is left unchanged"):
         RunDirectory.create(tmp_path, force)
     with pytest.raises(OutputError, match="is a file, but a run needs a directory: give another --out"):
         RunDirectory.create(tmp_path / "job.yaml", force)
@@ -160,7 +160,7 @@ def test_a_directory_that_is_deleted_under_a_run_is_said_to_be_and_not_made_agai
     shutil.rmtree(directory.path)
     for work in (directory.require_there, directory.sync_metrics, lambda: directory.append(step(2))):
         with pytest.raises(
-            OutputError, match=r"the run directory .* is gone, or its files are: it was deleted or moved"
+            OutputError, match=r"the run directory .* or its files do not exist any more: the folder was deleted"
         ):
             work()
     assert not directory.path.exists()
@@ -169,7 +169,7 @@ def test_a_directory_that_is_deleted_under_a_run_is_said_to_be_and_not_made_agai
 def test_where_a_folder_cannot_be_made_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        OutputError, match=r"cannot make the run directory .*file/a: Not a directory; give another --out"
+        OutputError, match=r"cannot create the run directory .*file/a: Not a directory; give another --out"
     ):
         RunDirectory.create(tmp_path / "file" / "a", force=False)
 
@@ -320,7 +320,7 @@ def test_a_line_may_be_torn_at_any_byte(whole, directory):
 def test_a_metrics_file_that_cannot_be_synced_is_said(directory):
     directory.sync_metrics()
     directory.metrics.unlink()
-    with pytest.raises(OutputError, match="is gone, or its files are"):
+    with pytest.raises(OutputError, match="or its files do not exist any more"):
         directory.sync_metrics()
 
 

@@ -197,7 +197,7 @@ def test_a_classifier_is_timed_in_samples_and_says_how_many_texts_lost_their_end
     train_here(new_run(task="classification", data=data, steps=1, tokenizer={"vocab_size": 270}), quiet=False)
     *_, first, second = filter(None, capsys.readouterr().err.splitlines())  # first: a busy machine
     assert "samples/s" in first
-    assert second == "4 texts were truncated to 32 tokens as they were read"
+    assert second == "4 texts were truncated to 32 tokens while they were read"
 
 
 def test_a_loss_over_all_of_a_sample_has_no_reach_to_tell(new_run: NewRun) -> None:

@@ -143,7 +143,7 @@ def test_fewer_steps_than_are_done_are_refused(
     new_run: Callable[..., RunDirectory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RunDirectory, "last_saved_step", lambda _: 9)
-    with pytest.raises(JobError, match="steps is 2, but 9 are done"):
+    with pytest.raises(JobError, match="steps is 2, but 9 steps are done"):
         start(TrainRequest(out=new_run().path, resume=True, changes=("steps=2",)))
 
 
@@ -152,7 +152,7 @@ def test_a_number_of_processes_is_not_for_a_rank_and_torchrun_says_which_rank(
 ) -> None:
     request = TrainRequest(job_file=job_file, out=tmp_path / "a", num_ranks=2)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="WORLD_SIZE=2 is in the environment and RANK is not"):
+    with pytest.raises(InputError, match="WORLD_SIZE=2 is set, but RANK is not"):
         start(TrainRequest(job_file=job_file, out=tmp_path / "a"))
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(InputError, match="--nproc 2 starts processes, but torchrun has started 2"):

@@ -73,16 +73,16 @@ def test_the_exit_code_is_what_a_shell_would_say(code, asked_by, exit_code):
     [
         (OURS(4), OURS(5), "the memory cgroup counts 1 OOM kill(s) more than before: the kernel's", "KERNEL"),
         (OURS(4), OURS(9), "the memory cgroup counts 5 OOM kill(s) more than before: the kernel's", "KERNEL"),
-        (OURS(4), OURS(4), "the memory cgroup counts no OOM kill: somebody sent the signal", "OUTSIDE"),
-        (OURS(9), OURS(4), "the memory cgroup counts no OOM kill: somebody sent the signal", "OUTSIDE"),
+        (OURS(4), OURS(4), "the memory cgroup counts no OOM kill: another program sent the signal", "OUTSIDE"),
+        (OURS(9), OURS(4), "the memory cgroup counts no OOM kill: another program sent the signal", "OUTSIDE"),
         (MACHINE(4), MACHINE(5), "the whole machine counts 1 OOM kill(s) more than before (no memory", "KERNEL"),
         (MACHINE(4), MACHINE(9), "the whole machine counts 5 OOM kill(s) more than before (no memory", "KERNEL"),
-        (MACHINE(4), MACHINE(4), "the whole machine counts no OOM kill: somebody sent the signal", "OUTSIDE"),
-        (None, None, "unknown who killed it", "GUESS"),
-        (None, OURS(3), "unknown who killed it", "GUESS"),
-        (OURS(3), None, "unknown who killed it", "GUESS"),
-        (MACHINE(2), OURS(3), "unknown who killed it", "GUESS"),
-        (OURS(2), MACHINE(3), "unknown who killed it", "GUESS"),
+        (MACHINE(4), MACHINE(4), "the whole machine counts no OOM kill: another program sent the signal", "OUTSIDE"),
+        (None, None, "unknown sender of SIGKILL", "GUESS"),
+        (None, OURS(3), "unknown sender of SIGKILL", "GUESS"),
+        (OURS(3), None, "unknown sender of SIGKILL", "GUESS"),
+        (MACHINE(2), OURS(3), "unknown sender of SIGKILL", "GUESS"),
+        (OURS(2), MACHINE(3), "unknown sender of SIGKILL", "GUESS"),
     ],
 )
 def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, evidence, cause):
@@ -97,14 +97,14 @@ def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, e
     ("code", "host_budget_bytes", "name", "evidence", "cause"),
     [
         (-signal.SIGBUS, None, "SIGBUS", "a guess: a page of a mapped file", "GUESS"),
-        (-signal.SIGABRT, BUDGET, "SIGABRT", "a guess: native code (in Rust, as of tokenizers, or C++) ends", "GUESS"),
-        (-signal.SIGSEGV, BUDGET, "SIGSEGV", "a guess: native code (in Rust, as of tokenizers, or C++) ends", "GUESS"),
+        (-signal.SIGABRT, BUDGET, "SIGABRT", "a guess: native code (Rust, as in tokenizers, or C++) ends", "GUESS"),
+        (-signal.SIGSEGV, BUDGET, "SIGSEGV", "a guess: native code (Rust, as in tokenizers, or C++) ends", "GUESS"),
         (-signal.SIGSEGV, None, "SIGSEGV", "no budget was enforced", "CRASH"),
         (-signal.SIGABRT, None, "SIGABRT", "no budget was enforced", "CRASH"),
-        (-signal.SIGILL, BUDGET, "SIGILL", "no lack of memory does that", "CRASH"),
-        (-signal.SIGFPE, BUDGET, "SIGFPE", "no lack of memory does that", "CRASH"),
+        (-signal.SIGILL, BUDGET, "SIGILL", "a lack of memory does not cause this signal", "CRASH"),
+        (-signal.SIGFPE, BUDGET, "SIGFPE", "a lack of memory does not cause this signal", "CRASH"),
         (TornStepError.exit_code, None, "torn step", "memory ran out inside optimizer.step()", "TOLD"),
-        (FragmentedHeapError.exit_code, BUDGET, "fragmented heap", "memory ran out where no fallback helps", "TOLD"),
+        (FragmentedHeapError.exit_code, BUDGET, "fragmented heap", "memory ran out with every fallback", "TOLD"),
         (RankLostError.exit_code, None, "rank lost", "a rank ended, or did not answer in time", "OUTSIDE"),
     ],
 )
@@ -206,7 +206,7 @@ def test_memory_is_blamed_only_where_the_machine_does(cause, error):
     found = death.error("it was killed", "do that", " with --resume")
     assert (found.exit_code, str(found)) == (
         error,
-        "it was killed; evidence: do that; start it again then with --resume",
+        "it was killed; evidence: do that; start it again afterwards with --resume",
     )
 
 
@@ -224,8 +224,8 @@ def test_what_is_done_after_a_death_is_said_with_the_techniques(new_run, capsys)
     _note(directory, death, 6, 1, bare)
     _note(directory, death, 6, 2, fallback)
     assert [line.partition("; ")[2] for line in capsys.readouterr().err.splitlines()] == [
-        "going on from step 6 with micro-batch 8",
-        "going on from step 6 with micro-batch 4 and checkpointing=all and optimizer_offload=disk",
+        "resuming from step 6 with micro-batch 8",
+        "resuming from step 6 with micro-batch 4 and checkpointing=all and optimizer_offload=disk",
     ]
     assert [(line.next_micro_batch, line.time_seconds) for line in of_kind(directory, DeathLine)] == [(8, 0), (4, 0)]
     assert _what_happened(death, 3, 6, fallback).endswith(
@@ -358,7 +358,7 @@ def test_kills_from_outside_without_progress_end_the_run_with_the_name_of_the_si
         kill_worker(process)
     _, errors = process.communicate(timeout=LONGEST_SECONDS)
     assert "KilledError: the training process was killed (SIGKILL) 3 times without getting past step 0" in errors
-    assert "somebody sent the signal: stop what kills it; start it again then with --force" in errors
+    assert "another program sent the signal: stop the program that kills it; start it again afterwards with --force" in errors
     deaths = of_kind(directory, DeathLine)
     assert [(death.restarted_from_step, death.next_micro_batch) for death in deaths] == [(0, 8), (0, 8), (None, 8)]
 
@@ -372,9 +372,9 @@ def test_a_crash_without_a_budget_is_not_tried_again(new_run, supervised):
     assert "KilledError: the training process crashed with SIGSEGV after step" in errors
     assert "Fatal Python error: Segmentation fault" in errors
     assert re.search(
-        r"no budget was enforced .* memory; it was called by \S+:\d+ \(`\w+`\).*: find what crashes", errors
+        r"no budget was enforced .* memory; it was called by \S+:\d+ \(`\w+`\).*: find the cause of the crash", errors
     )
-    assert errors.endswith("start it again then with --resume\n")
+    assert errors.endswith("start it again afterwards with --resume\n")
     assert len(of_kind(directory, StartLine)) == 1
 
 
@@ -406,7 +406,7 @@ def test_a_training_that_is_killed_after_it_was_asked_to_stop_is_not_started_aga
     _, errors = process.communicate(timeout=LONGEST_SECONDS)
     assert process.returncode == 130
     saved = directory.last_saved_step()
-    resume = f"go on with `plimsoll train --resume --out {directory.path}`"
+    resume = f"resume with `plimsoll train --resume --out {directory.path}`"
     again = resume if saved else "give the same command again, with --force"  # it may have a plan or a budget
     assert f"killed (SIGKILL), and step {saved} is the last one saved: {again}" in errors
     assert len(of_kind(directory, StartLine)) == 1

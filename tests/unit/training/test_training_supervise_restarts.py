@@ -185,7 +185,7 @@ def test_data_are_prepared_and_plans_made_as_is_asked_for(new_run: NewRun, pytho
     ("how", "code", "remedy"),
     [
         (BUS, 128 + signal.SIGBUS, r"SIGBUS.*: free memory on the machine, or train without a plan \(--no-plan\)"),
-        ("kill -SEGV $$", 128 + signal.SIGSEGV, "SIGSEGV.*no budget was enforced.*: find what crashes: where"),
+        ("kill -SEGV $$", 128 + signal.SIGSEGV, "SIGSEGV.*no budget was enforced.*: find the cause of the crash"),
     ],
     ids=["perhaps memory", "crash"],
 )

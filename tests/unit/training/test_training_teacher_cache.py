@@ -131,7 +131,7 @@ def test_a_batch_without_room_is_asked_in_halves(case: tuple[Job, Prepared]) -> 
         _, folder = made(case, cache=9, temperature=3.0 + 1e-12)
     _, log_p = rows_of(folder)
     np.testing.assert_allclose(log_p, expected[1], rtol=1e-4, atol=1e-5)
-    with armed("evaluation", *range(1, 9)), pytest.raises(OutOfMemoryError, match="asked about 1 sample"):
+    with armed("evaluation", *range(1, 9)), pytest.raises(OutOfMemoryError, match="predicted 1 sample"):
         made(case, cache=9, temperature=3.0 + 2e-12)
 
 

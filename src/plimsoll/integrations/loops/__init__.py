@@ -1,1 +1,1 @@
-"""The training step inside a loop that is not ours, shared by all adapters."""
+"""The training step inside the loops of other libraries, shared by all adapters."""

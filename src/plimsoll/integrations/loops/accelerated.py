@@ -1,7 +1,7 @@
-"""What Accelerate's prepared optimizer needs to be stepped and undone; `accelerate` and `transformers` use it.
+"""Helpers to step and undo an optimizer that Accelerate has prepared, for `accelerate` and `transformers`.
 
-Its scaler calls the step that the optimizer had when it was prepared, and notes of each step what cannot be taken back.
-Uses private names of accelerate 1.15, in this module only.
+The scaler calls the ``step`` method from the time of preparation, and records state of each step that it cannot undo.
+Only this module uses private names of accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def stepped_as_now(optimizer: AcceleratedOptimizer) -> Iterator[None]:
-    """Let a scaler call the step that the optimizer has in the block."""
+    """Make the scaler call the current ``step`` method of the optimizer inside the block."""
     if optimizer.scaler is None:
         yield
         return
@@ -35,7 +35,7 @@ def stepped_as_now(optimizer: AcceleratedOptimizer) -> Iterator[None]:
 
 
 def put_back_of_scaler(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Callable[[], None]:
-    """Return what puts the scaler back as it was before a step, for `Transaction`'s ``remember``."""
+    """Return a function that restores the scaler from before a step, for ``remember`` of `Transaction`."""
     return partial(_put_back, accelerator, optimizer)
 
 

@@ -1,12 +1,12 @@
-"""A Trainer's loss and ``num_items_in_batch``: what it divides by it, and the loss of a micro-batch.
+"""Checks of a Trainer's loss: whether it divides by ``num_items_in_batch``, and whether a batch may be cut.
 
-A Trainer that hands ``num_items_in_batch`` to a model leaves it to the model to divide by it. A model that takes it and
-means over its own batch (classifiers of texts and tokens, masked language models and T5 in transformers 5.23, and many
-a ``compute_loss`` of a subclass) has a loss and gradients that are as many times too large as a window has batches.
+A Trainer that passes ``num_items_in_batch`` to a model relies on the model to divide by it. Some models accept it but
+average over their batch: classifiers of texts and tokens, masked language models and T5 in transformers 5.23, and
+``compute_loss`` of many subclasses. Their loss and gradients are too large by the number of batches in a window.
 
-Does NOT cover a subclass with a ``training_step`` of its own, and a ``compute_loss_func``, which say themselves what
-they divide by; a loss of NaN; and a loss that cannot be computed in evaluation mode without gradients, or is random
-there: nothing is said of those. A ``compute_loss`` that counts its calls counts two more.
+Some trainers are not checked: a subclass with its own ``training_step`` or a ``compute_loss_func``, which divide
+themselves; a loss of NaN; a loss that is random or fails in evaluation mode without gradients. A ``compute_loss`` that
+counts its calls counts two more.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from plimsoll.step.micro_batches import shape_of_any
 from plimsoll.step.oom_boundary import Position, without_fail
 from plimsoll.step.undo.step_state import left_alone
 
-_LEAST_SHARE, _ALL = 1e-4, 0.02  # of a loss: what rounding may be, and what is taken for the whole of it
+_LEAST_SHARE, _ALL = 1e-4, 0.02  # tolerances, as shares of a loss: for rounding, and for a loss that is not divided
 
 
 def warn_if_undivided(
     trainer: transformers.Trainer, model: nn.Module, batch: Any, items: Any, backend: Backend
 ) -> None:
-    """Warn if the loss, or a part of it, is the same whatever it is to be divided by, which two passes show.
+    """Warn if the loss, or a part of it, does not depend on its divisor, which two passes of one sample show.
 
     Args:
-        trainer: before its first step.
-        model: as the trainer calls it; it is afterwards as it was.
-        batch: its first; the passes are of one sample of it, where it can be cut.
-        items: what the trainer would have the loss divided by; ``None`` if it divides by itself.
-        backend: of the device, whose random numbers stay as they are.
+        trainer: the trainer, before its first step.
+        model: the model as the trainer calls it; its state is restored.
+        batch: the first batch; the passes use one sample of it, or all of it if it cannot be cut.
+        items: ``num_items_in_batch``, the divisor of the loss; ``None`` if the trainer divides itself.
+        backend: backend of the device; its random state is restored.
     """
     num_batches = trainer.args.gradient_accumulation_steps
     leaves_it_to_the_model = (
@@ -59,7 +59,7 @@ def warn_if_undivided(
     if num_batches == 1 or items is None or not leaves_it_to_the_model:
         return
     losses = without_fail(lambda: _losses(trainer, model, batch, items, backend))
-    if isinstance(losses, str):  # the step itself fails, or can do what these passes cannot
+    if isinstance(losses, str):  # an error; the step itself reports it, or does not have it
         backend.release()
         return
     first, second = losses
@@ -69,19 +69,20 @@ def warn_if_undivided(
     if abs(undivided) > _LEAST_SHARE and abs(undivided - 1) > _ALL:
         warnings.warn(
             f"{undivided:.1%} of the loss of this {type(trainer.model).__name__} does not depend on num_items_in_batch "
-            "and the rest is divided by it. Where that part is a mean of its own batch (a router's balance, a term of "
-            f"compute_loss), it counts {num_batches} times in the loss that is logged and in the gradients with "
-            f"gradient_accumulation_steps={num_batches}: divide it by {num_batches} in compute_loss, or set the "
-            "router's coefficient so much lower",
+            "and the rest is divided by it. If that part is a mean over its batch (a router's balance, a term of "
+            f"compute_loss), it counts {num_batches} times in the logged loss and in the gradients with "
+            f"gradient_accumulation_steps={num_batches}: divide it by {num_batches} in compute_loss, or divide the "
+            f"router's coefficient by {num_batches}",
             PlimsollWarning,
             stacklevel=2,
         )
     elif abs(undivided - 1) <= _ALL:
         warnings.warn(
-            f"the loss of this {type(trainer.model).__name__} does not depend on num_items_in_batch, by which the "
-            "Trainer takes it to be divided. If it is the mean of its own batch, the loss that is logged and the "
-            f"gradients are {num_batches} times too large with gradient_accumulation_steps={num_batches}: set "
-            "trainer.loss_is_scaled_for_ga = False before it trains; True if it is divided by the accumulation itself",
+            f"the loss of this {type(trainer.model).__name__} does not depend on num_items_in_batch, but the Trainer "
+            "expects it to be divided by it. If it is a mean over its batch, the logged loss and the gradients are "
+            f"{num_batches} times too large with gradient_accumulation_steps={num_batches}: set "
+            "trainer.loss_is_scaled_for_ga = False before training, or True if the loss is divided by the number of "
+            "accumulated batches already",
             PlimsollWarning,
             stacklevel=2,
         )
@@ -90,7 +91,15 @@ def warn_if_undivided(
 def loss_of_micro_batch(
     trainer: transformers.Trainer, model: nn.Module, items: Any, micro_batch: Any, share: float
 ) -> Tensor:
-    """Compute the loss of a micro-batch as the trainer's step would, if there were only its items."""
+    """Compute the loss of a micro-batch as the step of the trainer would.
+
+    Args:
+        trainer: the trainer.
+        model: the model as the trainer calls it.
+        items: items of the whole batch, or ``None``.
+        micro_batch: the micro-batch.
+        share: share of the items that are in the micro-batch.
+    """
     with trainer.compute_loss_context_manager():
         inputs = trainer._prepare_inputs(copy.copy(micro_batch))
         loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=None if items is None else items * share)
@@ -99,7 +108,7 @@ def loss_of_micro_batch(
 
 
 def adds_nothing(trainer: transformers.Trainer) -> bool:
-    """Whether a trainer's steps have the loss that its model computes, and no other; ask before anything is wrapped."""
+    """Return whether the loss of a trainer is only the loss of its model; call this before methods are wrapped."""
     methods = {name: getattr(trainer, name) for name in ("compute_loss", "training_step", "prediction_step")}
     return (
         all(getattr(one, "__func__", None) is getattr(transformers.Trainer, name) for name, one in methods.items())
@@ -110,7 +119,14 @@ def adds_nothing(trainer: transformers.Trainer) -> bool:
 
 
 def is_known_for(known: Units | None, units: Units | None, batch: Any, model: nn.Module) -> bool:
-    """Whether the loss of a batch is additive, where it is ``known`` what the model's own averages over."""
+    """Return whether the loss of a batch is known to be additive.
+
+    Args:
+        known: the units that the loss of the model is known to average over, or ``None``.
+        units: the units given by the user, or ``None``.
+        batch: the batch.
+        model: the model.
+    """
     averaged = units or units_of(batch, model)
     return known == averaged and is_usual(batch, Workload(model, _never_steps(), model_loss, averaged))
 
@@ -118,7 +134,15 @@ def is_known_for(known: Units | None, units: Units | None, batch: Any, model: nn
 def loss_check_of_trainer(
     trainer: transformers.Trainer, optimizer: torch.optim.Optimizer, units: Units, batch: Any, cuts: Mapping[str, bool]
 ) -> LossCheck:
-    """Find out whether a trainer's own loss may be computed in parts; ``cuts`` is what the user has said of that."""
+    """Check whether the loss of a trainer is additive, so that its batches may be cut.
+
+    Args:
+        trainer: the trainer.
+        optimizer: its optimizer.
+        units: the loss normalizer.
+        batch: a batch.
+        cuts: the options ``recut_loss`` and ``never_cut`` of the user.
+    """
     model, computed = trainer.model, trainer.compute_loss
     assert model is not None
     items = trainer._get_num_items_in_batch([batch], trainer.args.device)
@@ -129,14 +153,14 @@ def loss_check_of_trainer(
 
 
 class EvaluatedLoss:
-    """Says whether the loss of a trainer's evaluations may be computed in parts; see `plimsoll.step.losses.additive`.
+    """The check whether batches of a trainer's evaluations may be cut, see `plimsoll.step.losses.additive`.
 
     Args:
         trainer: the trainer.
-        units: what its loss averages over, where the user has said it.
-        units_of: counts that.
-        cuts: what the user has said of cuts.
-        backend: of its device.
+        units: the loss normalizer given by the user, or ``None``.
+        units_of: returns the number of units in a batch.
+        cuts: the options ``recut_loss`` and ``never_cut`` of the user.
+        backend: backend of the device.
     """
 
     def __init__(
@@ -154,7 +178,12 @@ class EvaluatedLoss:
 
     @torch.no_grad()
     def why_whole(self, batch: Any, loss_of: LossOf) -> Reason | None:
-        """Return why a batch must not be cut, if it must not; ``loss_of`` computes what the evaluation does."""
+        """Return the reason why a batch must not be cut, or ``None``.
+
+        Args:
+            batch: the batch.
+            loss_of: computes the loss of a micro-batch as the evaluation does.
+        """
         trainer, model = self._trainer, self._trainer.model
         assert model is not None
         if self._additivity is None:
@@ -168,12 +197,12 @@ class EvaluatedLoss:
 
 
 def roots_of(trainer: transformers.Trainer) -> dict[str, Any]:
-    """Return where the loss of a trainer may keep something: in a subclass, or in what a function closes over."""
+    """Return the objects in which the loss of a trainer may keep state: the trainer and ``compute_loss_func``."""
     return {"trainer": trainer, "compute_loss_func": trainer.compute_loss_func}
 
 
 def _never_steps() -> torch.optim.Optimizer:
-    """An optimizer for a workload whose loss alone is asked."""
+    """Return an unused optimizer for a workload of which only the loss is used."""
     return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
 
 
@@ -181,7 +210,7 @@ def _never_steps() -> torch.optim.Optimizer:
 def _losses(
     trainer: transformers.Trainer, model: nn.Module, batch: Any, items: Any, backend: Backend
 ) -> tuple[float, float]:
-    """The loss of a sample as it is to be divided by ``items``, and by twice as much."""
+    """Return the loss of a sample with the divisor ``items``, and with twice that divisor."""
     sample = split_batch(batch, 1)[0] if shape_of_any(batch, "samples").num_samples > 1 else batch
 
     def loss(divisor: Any) -> float:

@@ -1,4 +1,4 @@
-"""Attributes of one object, set while a block runs."""
+"""Temporary attributes of an object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def attributes(instance: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of one object, and give it back those that it had itself."""
+    """Set attributes of an object inside a block, and restore the original ones afterwards."""
     before = {name: vars(instance)[name] for name in values if name in vars(instance)}
     vars(instance).update(values)
     try:

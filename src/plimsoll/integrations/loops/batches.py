@@ -1,4 +1,4 @@
-"""What a Hugging Face model's batches and outputs are, for cutting them and joining them again."""
+"""Functions that infer the units of a Hugging Face batch, and join the outputs of its micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plimsoll.step.losses.known import shifts_labels
 
 
 def units_of(inputs: Any, model: nn.Module) -> Units:
-    """What the mean loss of a Hugging Face model averages over, as its labels and its loss show it."""
+    """Return the units that the mean loss of a Hugging Face model averages over, inferred from labels and loss."""
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
         return "samples"
@@ -24,7 +24,13 @@ def units_of(inputs: Any, model: nn.Module) -> Units:
 def joined(
     found: list[tuple[Any, Any, Any]], counts: Sequence[float], pool: MappedPool | None = None
 ) -> tuple[Any, Any, Any]:
-    """Join the loss, the logits and the labels of micro-batches, in a pool or on their device."""
+    """Join the loss, the logits and the labels of micro-batches.
+
+    Args:
+        found: loss, logits and labels of each micro-batch.
+        counts: units of each micro-batch, which weight its loss.
+        pool: memory-mapped files for the result; ``None`` for the device of the tensors.
+    """
     if len(found) == 1:
         return found[0]
     losses, logits, labels = zip(*found, strict=True)

@@ -1,11 +1,12 @@
-"""What an evaluation collects over its batches, kept outside the device and joined once.
+"""A container for the outputs of an evaluation, which keeps them off the device and joins them once.
 
-A Trainer keeps the outputs of all batches on the device and, with each batch, concatenates them anew: for a moment they
-are there twice. `Collected` takes the place of its container. On a GPU each batch goes to the host's memory, as with
-``eval_accumulation_steps=1``; on a CPU inside a limit it goes to a mapped file (`plimsoll.device.mapped_memory`), which
-the limit does not count. What comes out is equal: the same values, padded in the same way, as numpy arrays.
+A Trainer keeps the outputs of all batches on the device and concatenates them again with each batch, so they briefly
+exist twice. `Collected` replaces its container. On a GPU, each batch is moved to host memory, as with
+``eval_accumulation_steps=1``. On a CPU inside a limit, it is moved to a memory-mapped file
+(`plimsoll.device.mapped_memory`), which the limit does not count. The results are the same numpy arrays with the same
+padding.
 
-Does NOT cover what is no tensor: that is concatenated as transformers does it.
+Outputs that are not tensors are concatenated by transformers.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from plimsoll.device.cpu.data_limit import budget_in_force_bytes
 from plimsoll.device.mapped_memory import MappedPool, scratch_folder
 from plimsoll.errors import OutputError
 
-_PADDING = -100  # that of transformers
+_PADDING = -100  # the padding index of transformers
 
 
 class Collected:
-    """`transformers.trainer_pt_utils.EvalLoopContainer`, outside the device, with the methods that a Trainer calls.
+    """A replacement for `transformers.trainer_pt_utils.EvalLoopContainer` that keeps tensors off the device.
 
     Args:
-        do_nested_concat: join the batches; without it the result is a list of them.
-        padding_index: what rows that are shorter than others end with.
-        pool: the files to keep the batches in; ``None`` for the host's memory.
+        do_nested_concat: join the batches; otherwise the result is a list of batches.
+        padding_index: value that pads shorter rows.
+        pool: memory-mapped files for the batches; ``None`` for host memory.
     """
 
     def __init__(
@@ -41,14 +42,14 @@ class Collected:
         self._batches: list[Any] = []
 
     def add(self, tensors: Any) -> None:
-        """Take the outputs of one more batch."""
+        """Append the outputs of a batch."""
         self._batches.append(off_device(tensors, self._pool, for_numpy=True))
 
     def to_cpu_and_numpy(self) -> None:
-        """Do nothing: they are there already."""
+        """Do nothing, because the tensors are on the host already."""
 
     def get_arrays(self) -> Any:
-        """Return what was collected as numpy arrays, ``None`` where nothing was; they are no longer kept here."""
+        """Return the collected outputs as numpy arrays, or ``None`` without batches, and clear the container."""
         batches, self._batches = self._batches, []
         if not batches:
             return None
@@ -58,22 +59,22 @@ class Collected:
 
 
 def pool_for(device: torch.device) -> MappedPool | None:
-    """Return a pool of files for what is collected, where that saves memory: on a CPU inside a limit, with a disk."""
+    """Return a pool of memory-mapped files, or ``None`` if it saves no memory: on a GPU, or without a limit or disk."""
     if device.type != "cpu" or budget_in_force_bytes() is None:
         return None
     try:
         return MappedPool(scratch_folder())
-    except OutputError:  # all folders are kept in memory: so is what is collected
+    except OutputError:  # all scratch folders are in memory, so mapped files would save nothing
         return None
 
 
 def off_device(tensors: Any, pool: MappedPool | None, *, for_numpy: bool = False) -> Any:
-    """Move the tensors of nested tuples, lists and mappings to the host, or into a pool.
+    """Move the tensors of nested tuples, lists and mappings to the host.
 
     Args:
         tensors: outputs of a batch.
-        pool: where to; ``None`` for the host's memory.
-        for_numpy: make float32 of bfloat16, which numpy does not have.
+        pool: memory-mapped files for the copies; ``None`` for host memory.
+        for_numpy: convert bfloat16, which numpy does not have, to float32.
     """
     if isinstance(tensors, list | tuple):
         return type(tensors)(off_device(one, pool, for_numpy=for_numpy) for one in tensors)
@@ -88,12 +89,12 @@ def off_device(tensors: Any, pool: MappedPool | None, *, for_numpy: bool = False
 
 
 def concatenated(batches: Sequence[Any], padding_index: int = _PADDING, pool: MappedPool | None = None) -> Any:
-    """Put the outputs of batches one after the other, as a Trainer does: narrower ones are padded in dimension 1.
+    """Concatenate the outputs of batches as a Trainer does: narrower tensors are padded in dimension 1.
 
     Args:
-        batches: of each batch a tensor, or a tuple, list or mapping of them; at least one.
-        padding_index: what they are padded with.
-        pool: where the result is made; ``None`` for the device that they are on.
+        batches: the outputs of at least one batch: tensors, or tuples, lists or mappings of tensors.
+        padding_index: the padding value.
+        pool: memory-mapped files for the result; ``None`` for the device of the batches.
     """
     first = batches[0]
     if len(batches) == 1 or first is None:
@@ -109,7 +110,7 @@ def concatenated(batches: Sequence[Any], padding_index: int = _PADDING, pool: Ma
 
 
 def _are_alike(batches: Sequence[Any]) -> bool:
-    """Whether these are tensors that differ in rows and columns only."""
+    """Return whether all outputs are tensors that differ only in the number of rows and columns."""
     if not all(isinstance(one, Tensor) and one.layout == torch.strided for one in batches):
         return False
     return len({(one.dtype, one.device, max(one.ndim, 1), one.shape[2:]) for one in batches}) == 1
@@ -117,7 +118,7 @@ def _are_alike(batches: Sequence[Any]) -> bool:
 
 def _concatenated(tensors: Sequence[Tensor], padding_index: int, pool: MappedPool | None) -> Tensor:
     num_rows = sum(map(len, tensors))
-    num_columns = max(one.shape[1:2] for one in tensors)  # none of what has one number for each sample
+    num_columns = max(one.shape[1:2] for one in tensors)  # empty for tensors with one number per sample
     shape = (num_rows, *num_columns, *tensors[0].shape[2:])
     if pool is None:
         whole = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)

@@ -1,7 +1,7 @@
-"""What a Trainer does around its steps, whose lack of memory is an error of Plimsoll's that says what was done.
+"""Wrappers for methods of a Trainer outside of its steps, which turn memory errors into errors with a remedy.
 
-What only reads or writes files is tried a second time, when the heap has been cleaned up: that is safe to do again.
-Everything else is done once. Names that a version of transformers does not have are left out.
+A method that only reads or writes files is safe to repeat, so it is retried once after cached memory has been freed.
+Other methods run once. Methods that a version of transformers lacks are skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plimsoll.step.oom_boundary import Position, attempt, fitting
 
 
 class _Call(NamedTuple):
-    """What a method of a trainer does, what else to do than give a larger budget, and whether it can be done again."""
+    """A description of a method for messages, a remedy besides a larger budget, and whether it can be repeated."""
 
     what: str
     otherwise: str = ""
@@ -39,17 +39,16 @@ _CALLS = {
     "_load_best_model": _Call(
         "reading the best model of the training", ", or set load_best_model_at_end=False", can_repeat=True
     ),
-    "evaluate": _Call("preparing an evaluation", "; the training is as it was"),
-    "predict": _Call("preparing predictions", "; the training is as it was"),
-    # In which the model is made and prepared, and callbacks run. The first is where `auto_find_batch_size` would begin
-    # the training anew.
+    "evaluate": _Call("preparing an evaluation", "; the training state is unchanged"),
+    "predict": _Call("preparing predictions", "; the training state is unchanged"),
+    # Both prepare the model and run callbacks. The first is the method that `auto_find_batch_size` would restart.
     "_inner_training_loop": _Call("training, outside of a step (in a callback, for example)"),
     "train": _Call("preparing to train"),
 }
 
 
 def covered(trainer: transformers.Trainer, backend: Backend) -> dict[str, Callable[..., Any]]:
-    """Return what takes the place of the methods of a trainer, to raise `OutOfMemoryError` where memory runs out."""
+    """Return wrapped methods of a trainer by name, which raise `OutOfMemoryError` if memory runs out."""
     present = {name: getattr(trainer, name, None) for name in _CALLS}
     return {name: _covered(method, _CALLS[name], backend) for name, method in present.items() if callable(method)}
 

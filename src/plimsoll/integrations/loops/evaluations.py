@@ -1,12 +1,12 @@
-"""The evaluations of a Trainer inside a budget: batches are cut, what they collect is kept outside the device.
+"""The evaluations of a Trainer inside a budget: batches are cut, and collected outputs are kept off the device.
 
-A batch that runs out of memory is predicted again in smaller micro-batches, if its loss is the sum of those of its
-parts (`plimsoll.step.losses.additive`); where no loss is computed there is nothing to ask. Logits and labels of the
-batches go where the budget does not count them (`plimsoll.integrations.loops.collected_outputs`). What then runs out is
-code of the user's, which can be neither cut nor run twice: its error says which it was, and what to give.
+A batch that runs out of memory is predicted again in smaller micro-batches if its loss is additive
+(`plimsoll.step.losses.additive`), or if no loss is computed. Logits and labels of all batches are kept in memory that
+the budget does not count (`plimsoll.integrations.loops.collected_outputs`). If code of the user then runs out of
+memory, it can be neither cut nor repeated; the error names the function and a remedy.
 
-While an evaluation runs, the name by which transformers makes its container is another one, for all trainers of the
-process. Does NOT cover an ``evaluation_loop`` of a subclass that collects in something else.
+While an evaluation runs, transformers' container class is replaced for all trainers of the process. Does NOT handle an
+``evaluation_loop`` of a subclass that collects outputs in another container.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ from plimsoll.step.recovery import FallbackSchedule, micro_batch_sizes
 
 _FEWER = (
     ", or preprocess_logits_for_metrics, which keeps less of each batch (such as lambda logits, labels: "
-    "logits.argmax(-1)), or set batch_eval_metrics=True; the training is as it was"
+    "logits.argmax(-1)), or set batch_eval_metrics=True; the training state is unchanged"
 )
 
 
 class Evaluations:
-    """The wrapped calls of one trainer that predict.
+    """The wrapped evaluation methods of one trainer.
 
     Args:
         trainer: the trainer.
-        backend: of its device.
-        units_of: what the mean loss of a batch averages over.
-        refuse_unclear: refuses a batch of which nothing says that.
-        why_whole: says why a batch must stay whole, from the loss of a micro-batch and its share.
-        note: told of each event that was recovered from.
+        backend: backend of its device.
+        units_of: returns the number of units that the mean loss of a batch averages over.
+        refuse_unclear: raises if the units of a batch are unknown.
+        why_whole: returns the reason why a batch must not be cut, from a function that computes the loss of a
+            micro-batch.
+        note: called with the events that were recovered from.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class Evaluations:
         self._first_elements: float | None = None
         self._pool: MappedPool | None = None
         self.items: Any = None
-        """What the loss of the micro-batch in hand is divided by, in place of what the trainer counts."""
+        """The divisor of the loss of the current micro-batch, instead of the count of the trainer."""
 
     def begin_with(self, num_elements: float) -> None:
-        """Begin with micro-batches of at most so many elements: those of a pass of the training that was planned."""
+        """Start with micro-batches of at most ``num_elements`` elements, as in a pass of the planned training."""
         self._first_elements = num_elements
 
     def wrapped(self) -> dict[str, Any]:
-        """Return what takes the place of the trainer's attributes."""
+        """Return the wrapped methods by the name of the attribute of the trainer."""
         trainer = self._trainer
         found: dict[str, Any] = {
             "prediction_step": self._wrapped_prediction(trainer.prediction_step),
@@ -113,7 +114,7 @@ class Evaluations:
             with attributes(transformers.trainer, {"EvalLoopContainer": container}):
                 yield
         finally:
-            self._pool = None  # the files stay as long as what is in them
+            self._pool = None  # the files stay until their tensors are freed
 
     def _wrapped_metrics(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -129,7 +130,7 @@ class Evaluations:
         def preprocess_logits_for_metrics(logits: Any, *arguments: Any, **options: Any) -> Any:
             what = f"preprocessing the logits of a batch, {_size(logits)} (preprocess_logits_for_metrics)"
             work = partial(original, logits, *arguments, **options)
-            otherwise = " or a smaller per_device_eval_batch_size; the training is as it was"
+            otherwise = " or a smaller per_device_eval_batch_size; the training state is unchanged"
             return fitting(work, self._backend, what, otherwise)
 
         return preprocess_logits_for_metrics
@@ -153,7 +154,7 @@ class Evaluations:
         return prediction_step
 
     def _predicted(self, predicted: Callable[[Any], Any], inputs: Any) -> Any:
-        """Loss, logits and labels of a batch; where memory runs out, in parts if that changes no loss."""
+        """Return loss, logits and labels of a batch; if memory runs out, cut the batch if its loss is additive."""
         why_whole = cache(partial(self._why_whole, inputs, partial(self._loss_of, predicted, inputs)))
         shape = shape_of_any(inputs, "samples")
         fallback_schedule = self._fallback_schedule_for(shape)
@@ -186,7 +187,7 @@ class Evaluations:
         return self._fallback_schedule
 
     def _loss_of(self, predicted: Callable[[Any], Any], inputs: Any, micro_batch: Any, share: float) -> Tensor:
-        """The loss of a micro-batch, which has that share of the items of a batch; NaN where no loss is computed."""
+        """Return the loss of a micro-batch with this share of the items of the batch; NaN if no loss is computed."""
         items = self._num_items(inputs)
         loss = self._with_items(None if items is None else items * share, predicted, copy.copy(micro_batch))[0]
         return torch.tensor(torch.nan) if loss is None else loss.mean()
@@ -205,7 +206,7 @@ class Evaluations:
     def _in_micro_batches(
         self, predicted: Callable[[Any], Any], inputs: Any, num_samples: int, shape: Shape
     ) -> tuple[Any, Any, Any]:
-        """Predict each micro-batch; the trainer counts the items of a batch, of which each has its share."""
+        """Predict each micro-batch, with its share of the items that the trainer counts in the batch."""
         if num_samples == shape.num_samples:
             whole: tuple[Any, Any, Any] = predicted(inputs)
             return whole
@@ -225,7 +226,7 @@ class Evaluations:
 
 
 def _size(predictions: Any) -> str:
-    """The shape and bytes of what was predicted, for a message."""
+    """Return shapes and bytes of predictions, for a message."""
     arrays = [leaf for leaf in tree_leaves(predictions) if hasattr(leaf, "nbytes")]
     shapes = ", ".join(
         f"{str(one.dtype).removeprefix('torch.')}[{', '.join(map(str, one.shape))}]" for one in arrays[:3]

@@ -1,12 +1,13 @@
-"""Validation, test and prediction of a Lightning trainer inside a budget: cut where that is exact, or ended by name.
+"""Validation, testing and prediction of a Lightning trainer inside a budget; batches are cut if that is exact.
 
-A ``validation_step`` logs what it likes of a batch, so that nothing says whether its micro-batches log the same. Where
-a batch runs out of memory, a few of its samples are therefore done whole and in two passes, and compared, once for each
-kind of batch: what was logged, the states of metrics, what was returned, the lists that the module keeps. Where all of
-it is equal, the batch is done in smaller micro-batches; where it is not, it is not cut, and the error says what
-differs. Whatever else runs out (a hook, a loader, a checkpoint) has an error of Plimsoll's, too.
+A ``validation_step`` may log any function of a batch, so it is not known whether micro-batches log the same values. If
+a batch runs out of memory, a few of its samples are therefore run at once and in two passes, and compared. This happens
+once for each kind of batch. Logged values, states of metrics, outputs and lists of the module are compared. If all are
+equal, the batch is run in smaller micro-batches. Otherwise it is not cut, and the error names the difference. If memory
+runs out elsewhere (in a hook, a loader or a checkpoint), an error names the stage.
 
-Does NOT cover steps that take an iterator, and what a step changes beside logs, metrics and lists of the module.
+Not handled: steps that take an iterator, and changes by a step to anything except logs, metrics and lists of the
+module.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from plimsoll.step.oom_boundary import Position, attempt, fitting
 from plimsoll.step.recovery import FallbackSchedule, micro_batch_sizes
 
 _STEPS = ("validation_step", "test_step", "predict_step")
-_COMPARED = (8, 4, 2)  # samples; fewer where the first do not fit
+_COMPARED = (8, 4, 2)  # samples; fewer if more do not fit
 
 
 class Evaluations:
-    """The evaluation steps of one trainer, wrapped from its making until `close`.
+    """The wrapped evaluation steps of one trainer, until `close`.
 
     Args:
-        trainer: of one process.
-        module: what it runs.
-        budget: in force while it runs without training; a training begins its own limit.
-        never_cut: whether the user forbids to cut.
+        trainer: a trainer with one process.
+        module: its module.
+        budget: device memory that is enforced outside of training; a training sets its own limit.
+        never_cut: keep every batch whole.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, budget: str | int | None, never_cut: bool) -> None:
@@ -64,16 +65,16 @@ class Evaluations:
         self._stack.enter_context(attributes(trainer, {"_run_stage": run_stage}))
 
     def close(self) -> None:
-        """Give the trainer its own calls back."""
+        """Restore the original methods of the trainer."""
         self._sanity.close()
         self._stack.close()
 
     def limit_sanity_check(self) -> None:
-        """Enforce the budget in the sanity check, which comes before there is a plan."""
+        """Enforce the budget during the sanity check, before there is a plan."""
         self._sanity.enter_context(self._limited())
 
     def end_sanity_check(self) -> None:
-        """Let the limit of the sanity check go."""
+        """Lift the limit of the sanity check."""
         self._sanity.close()
 
     def _limited(self) -> Any:
@@ -87,17 +88,17 @@ class Evaluations:
             return outcome
         name = getattr(self._trainer.state.stage, "value", stage)
         raise OutOfMemoryError(
-            f"memory ran out while Lightning was in its stage {name!r}, outside of a step ({outcome.shortage}), in a "
-            "hook, a loader or a checkpoint: the parameters are those of the last step; keep less of each batch (a "
-            "metric of torchmetrics in place of a list of outputs), or give a larger budget"
+            f"memory ran out in Lightning's stage {name!r}, outside of a step ({outcome.shortage}), in a hook, loader "
+            "or checkpoint: the parameters are as they were after the last step; keep less of each batch (a metric "
+            "of torchmetrics in place of a list of outputs), or give a larger budget"
         )
 
     # -- a batch -------------------------------------------------------------------------------------------------------
 
     def _step(self, name: str, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Do a batch; where memory runs out, in smaller micro-batches if that changes nothing."""
+        """Run a step on a batch; if memory runs out, use smaller micro-batches if that changes no result."""
         if not arguments or isinstance(arguments[0], Iterator):
-            what = f"in {name}, which takes an iterator, so that nothing can be done again"
+            what = f"in {name}, which takes an iterator and cannot be repeated"
             return fitting(partial(original, *arguments, **options), self._backend, what, "")
         batch, others = arguments[0], arguments[1:]
 
@@ -142,11 +143,11 @@ class Evaluations:
         )
         return OutOfMemoryError(
             f"memory ran out in {name} with {num_samples} samples of a batch of {shape.num_samples} "
-            f"({event.shortage}){why}: the training is as it was; {remedy}, or give a larger budget"
+            f"({event.shortage}){why}: the training state is unchanged; {remedy}, or give a larger budget"
         )
 
     def _remember(self) -> Callable[[], None]:
-        """What puts back all that a step may change and a second try must not see."""
+        """Return a function that undoes a step: logs, metrics, lists of the module and random states."""
         results, random_state = self._trainer._results, self._backend.random_state()
         logs = remember({} if results is None else results, self._metrics)
         lists = [(owner, name, value, [*value]) for owner, name, value in self._lists()]
@@ -161,7 +162,7 @@ class Evaluations:
         return put_back
 
     def _lists(self) -> list[tuple[str, str, list[Any]]]:
-        """The lists that the module and its parts keep, such as outputs of a validation."""
+        """Return the lists in attributes of the module and its submodules, such as outputs of a validation."""
         return [
             (prefix, name, value)
             for prefix, module in self._module.named_modules()
@@ -184,7 +185,7 @@ class Evaluations:
 
     @contextmanager
     def _logging(self, micro_batch: Any) -> Iterator[None]:
-        """Let ``self.log`` read from a micro-batch how many samples there are."""
+        """Make ``self.log`` infer the number of samples from a micro-batch inside the block."""
         results = self._trainer._results
         if results is None:
             yield
@@ -200,7 +201,7 @@ class Evaluations:
 
     def _may_cut(self, name: str, run: Callable[[Any], Any], batch: Any) -> bool:
         if self._never_cut:
-            self._reasons[name] = "never_cut=True says so"
+            self._reasons[name] = "never_cut=True forbids it"
         kinds = self._kinds.setdefault(name, Kinds())
         new = kinds.new_in(batch)
         if self._reasons.get(name) is None and (name not in self._reasons or new):
@@ -208,7 +209,7 @@ class Evaluations:
         return self._reasons[name] is None
 
     def _compared(self, run: Callable[[Any], Any], batch: Any, kinds: Kinds, new: frozenset[Any]) -> str | None:
-        """Return the reason not to cut, as so many samples show it as fit."""
+        """Return the reason not to cut, from a comparison with as many samples as fit."""
         for num_samples in _COMPARED:
             few = pick_samples(batch, telling_rows(batch, num_samples, first_rows(batch, new, num_samples // 2)))
             work = partial(self._reason_against, run, few)
@@ -216,10 +217,10 @@ class Evaluations:
             if not isinstance(reason, OomEvent):
                 kinds.note(new, few)
                 return reason
-        return f"not even {_COMPARED[-1]} samples of it fit, of which to see whether pieces come to the same"
+        return f"not even {_COMPARED[-1]} of its samples fit, so the results of micro-batches cannot be compared"
 
     def _reason_against(self, run: Callable[[Any], Any], few: Any) -> str | None:
-        """Do a few samples whole and in two unequal passes, and say what differs; nothing is left of it."""
+        """Run a few samples at once and in two unequal passes, undo both, and return the difference."""
         num_samples = batch_size_of(few)
         put_back = self._remember()
         try:
@@ -232,28 +233,28 @@ class Evaluations:
             put_back()
         for what, value in whole.items():
             if not _is_close(value, cut.get(what)):
-                return f"{what} is not the same when {num_samples} of its samples are done in two passes"
+                return f"{what} changes when {num_samples} of its samples are run in two passes"
         return None
 
     def _traces(self, work: Callable[[], Any]) -> dict[str, Any]:
-        """All that a pass leaves behind, by what to call it."""
+        """Return all effects of a pass, by a description for messages."""
         before = {(owner, name): len(value) for owner, name, value in self._lists()}
         returned = work()
         kept = {
-            f"the list {name} of the module, which it fills,": math.nan  # each pass adds to it
+            f"the list {name} of the module, which the step appends to,": math.nan  # NaN never compares equal
             for owner, name, value in self._lists()
             if len(value) != before.get((owner, name), 0)
         }
         results: dict[str, Any] = self._trainer._results or {}
-        logged = {f"what it logs as {key.split('.')[-1]!r}": _logged(result) for key, result in results.items()}
+        logged = {f"the logged value {key.split('.')[-1]!r}": _logged(result) for key, result in results.items()}
         states = {f"the state of the metric {type(one).__name__}": _totals(one) for one in self._metrics}
-        return {"what it returns": returned, **kept, **logged, **states}
+        return {"the output of the step": returned, **kept, **logged, **states}
 
 
 def _logged(result: Any) -> Any:
-    """A logged value over an epoch; one that is logged for each batch would be the last micro-batch's."""
+    """Return the logged value of an epoch; NaN for a value per batch, which micro-batches would overwrite."""
     if not result.is_tensor:
-        return None  # a metric, which is compared by itself
+        return None  # a metric, whose state is compared separately
     return result.compute() if result.meta.on_epoch else math.nan
 
 

@@ -1,4 +1,4 @@
-"""What a pass of a LightningModule leaves behind, to be taken back and put together: logs, metrics, returned values."""
+"""Functions that save, restore and join the effects of a pass of a LightningModule: logs, metrics and outputs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from plimsoll.step.result import at_least_fp32
 
 
 def remember(results: Any, metrics: Sequence[Metric]) -> Callable[[], None]:
-    """Return what puts Lightning's results, and metrics of torchmetrics, back as they are now."""
-    # Lightning's results are never changed in place, a metric's states are.
+    """Return a function that restores the current results of Lightning and the states of metrics.
+
+    Args:
+        results: Lightning's results, by key.
+        metrics: metrics of torchmetrics.
+    """
+    # Only the states of metrics are changed in place, so only they are copied.
     logged = {key: (result, dict(result.__dict__)) for key, result in results.items()}
     return partial(_put_back, results, logged, [(metric, state_of(metric)) for metric in metrics])
 
@@ -35,7 +40,7 @@ def _put_back(
 
 
 def state_of(metric: Metric) -> dict[str, Any]:
-    """Copy what a metric has taken in so far."""
+    """Return a copy of the state of a metric."""
     names = (*metric._defaults, "_update_count", "_computed", "_forward_cache")
     return _copied({name: getattr(metric, name) for name in names})
 
@@ -50,7 +55,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Average values by their shares."""
+    """Return the mean of values, weighted by their shares."""
     total = sum(shares)
     return torch.stack(
         [at_least_fp32(value) * (share / total) for value, share in zip(values, shares, strict=True)]
@@ -58,14 +63,14 @@ def mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def joined_values(values: Sequence[Any], shares: Sequence[float], sizes: Sequence[int]) -> Any:
-    """Put together what passes returned: tensors with a row for each sample are put after each other, numbers averaged.
+    """Join the outputs of passes: concatenate tensors with one row per sample, and average scalars.
 
-    Of mappings each value; of anything else it is the last.
+    Mappings are joined value by value. Of other outputs, the last is returned.
 
     Args:
-        values: of each pass.
-        shares: of each pass in the batch.
-        sizes: samples of each pass.
+        values: the output of each pass.
+        shares: the share of each pass in the batch.
+        sizes: the samples of each pass.
     """
     if len(values) == 1:
         return values[0]

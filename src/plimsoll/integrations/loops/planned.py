@@ -1,6 +1,6 @@
-"""The plan for a loop that is someone else's: of the techniques that leave its optimizer, precision and loss alone.
+"""The plan for the loop of another library, with techniques that leave its optimizer, precision and loss alone.
 
-Does NOT enforce the budget: the caller does, for as long as its loop runs.
+Does NOT enforce the budget: the caller does, while its loop runs.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ def planned(
     precision: Precision = "fp32",
     loss_check: LossCheck | None = None,
 ) -> Plan:
-    """Find the fastest combination that fits, of the techniques offered; random numbers are as before.
+    """Return the plan with the fastest combination of the offered techniques that fits; restore random states.
 
     Args:
-        model: as the loop calls it.
-        optimizer: the ``torch.optim`` optimizer itself.
-        batch: the largest there will be.
-        loss: from the model and a batch to the mean loss.
-        budget: what the process may use of the device.
-        units: what the loss averages over.
-        device: where it trains.
-        offered: the names of the techniques that the loop can have.
-        clip_norm: the global norm that the loop clips to.
-        precision: what autocast computes in, where that is not in the loss already.
-        loss_check: whether the loop's own loss may be computed in parts, where that is another one.
+        model: the model as the loop calls it.
+        optimizer: the ``torch.optim`` optimizer, without a wrapper.
+        batch: the largest batch of the training.
+        loss: ``loss(model, batch)`` returns the mean loss.
+        budget: device memory for the process, such as ``"8GiB"`` or a number of bytes.
+        units: the loss normalizer.
+        device: the training device.
+        offered: names of the techniques that the loop can use.
+        clip_norm: the global gradient norm that the loop clips to.
+        precision: the precision of autocast, unless ``loss`` applies it.
+        loss_check: whether batches may be cut, if the loss of the loop differs from ``loss``.
 
     Raises:
-        BudgetError: if no plan fits; it says which budget would do.
+        BudgetError: if no plan fits; the error names a budget that would do.
         InputError: if the model cannot be traced.
     """
     backend = backend_for(str(device))
@@ -75,7 +75,7 @@ def planned(
 
 
 def refuse_both(budget: str | int | None, batch: Any, options: dict[str, Any]) -> None:
-    """Refuse a budget with what it decides, and a batch without a budget.
+    """Raise if a budget is given with options that the plan sets, or a batch without a budget.
 
     Raises:
         InputError: if they contradict each other.
@@ -83,8 +83,8 @@ def refuse_both(budget: str | int | None, batch: Any, options: dict[str, Any]) -
     given = [name for name in ("micro_batch", "fallbacks") if options.get(name) is not None]
     if budget is not None and given:
         raise InputError(
-            f"budget={budget!r} was given with {given[0]}, which the plan for that budget decides: leave one of the "
-            "two out"
+            f"budget={budget!r} was given with {given[0]}, which the plan for that budget sets: leave one of the two "
+            "out"
         )
     if budget is None and batch is not None:
         raise InputError(

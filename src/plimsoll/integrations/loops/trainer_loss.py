@@ -1,7 +1,8 @@
-"""The loss of a Trainer for a model that stands in for its own, as a plan's copy without memory does.
+"""The loss of a Trainer for another model, such as the fake copy of its model in a dry run.
 
-It is what ``compute_loss`` returns: of a subclass, of ``compute_loss_func``, of label smoothing. A module of the
-trainer's that has the model in it, as the losses of sentence-transformers do, has the other one for as long.
+The loss is computed by ``compute_loss``, with subclasses, ``compute_loss_func`` and label smoothing. Modules of the
+trainer that contain the model, such as the losses of sentence-transformers, are temporarily replaced by copies that
+contain the other model.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ def loss_of(
 
     Args:
         trainer: the trainer.
-        fields: what its batches have beside tensors.
-        items: what the trainer would have the loss divided by.
-        model: in place of the trainer's.
+        fields: fields of its batches that are not tensors.
+        items: ``num_items_in_batch``, the divisor of the loss.
+        model: the model to use instead of the trainer's.
         batch: the tensors of a batch.
     """
     holders = {
@@ -39,9 +40,9 @@ def loss_of(
 
 
 def _holding(value: Any, model: nn.Module | None, other: nn.Module) -> Any:
-    """A module, or a dict of them, with another one in the place of a model; itself where the model is not in it.
+    """Return a copy of a module, or dict of modules, that contains another model; unchanged if it lacks the model.
 
-    It is a copy, since its backward pass may call the model again (as those with cached gradients do).
+    The original is not changed, because a backward pass may call the other model later, as with cached gradients.
     """
     if value is model:
         return other

@@ -1,13 +1,13 @@
-"""An optimizer step as a transaction, for a loop that is someone else's.
+"""An optimizer step as a transaction, for the training loop of another library.
 
-Accelerate, Lightning and Hugging Face's Trainer call backward, clip and update themselves, with hooks, scalers and logs
-of their own, and add the gradients of several batches to one update. The caller says how one micro-batch goes forward
-and backward, and how a step is finished; where memory runs out in either, everything is put back as it was before the
-first batch of that update, and all its batches run again in smaller micro-batches.
+Accelerate, Lightning and Hugging Face's Trainer call backward, clip and update themselves, with their own hooks,
+scalers and logs. They may accumulate the gradients of several batches (a window) for one update. The caller defines how
+a micro-batch goes forward and backward, and how a step ends. If memory runs out in either, the window is undone:
+the state from before its first batch is restored, and all its batches run again in smaller micro-batches.
 
-Does NOT cover: fetching a batch and bringing it to the device where the caller's loop did that before; several
-processes; optimizers that call their closure more than once (LBFGS); what `plimsoll.step.undo.step_state` does not see
-and ``remember`` does not cover. Gradients are released by the update, so that what reads them after it finds none.
+Not handled: fetching a batch and moving it to the device, if the loop did that before; several processes; optimizers
+that call their closure more than once (LBFGS); state that neither `plimsoll.step.undo.step_state` nor ``remember``
+covers. The update frees gradients, so code that reads them afterwards finds ``None``.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from plimsoll.techniques.mechanisms.technique import Part
 from plimsoll.techniques.mechanisms.uncuttable import WholeBatch
 
 OnePass = Callable[[Any, float], Tensor]
-"""Forward and backward of one micro-batch, its loss times a share; returns its mean loss without a graph."""
+"""Runs forward and backward of a micro-batch, with its loss times a share; returns the mean loss without a graph."""
 
 Finish = Callable[[Callable[[], Tensor]], object]
-"""Ends a step: calls what it is given, which makes the gradients, and then clips and updates."""
+"""Ends a step: calls its argument, which computes the gradients, and then clips and updates."""
 
 PutBack = Callable[[], None]
 
@@ -65,10 +65,10 @@ _OF_THE_LOOP = frozenset[Part]({"loss", "optimizer", "precision"})
 
 
 def techniques_for_loops(*, has_loss: bool = False) -> frozenset[str]:
-    """Return the techniques that are at work in whatever loop runs the model, which keeps what is its own.
+    """Return the techniques that work in a loop of another library, and leave its optimizer and precision alone.
 
     Args:
-        has_loss: whether the loop computes its loss by ``workload.loss``.
+        has_loss: whether the loop computes its loss with ``workload.loss``.
     """
     at_hand = frozenset({"loss"} if has_loss else ())
     return frozenset(
@@ -93,32 +93,33 @@ class _Batch(NamedTuple):
 
 
 class _NotUpdated(MemoryError):
-    """Leaves the caller's code after an update that did not happen for want of memory."""
+    """An error that leaves the code of the caller if memory was too small for an update, which did not happen."""
 
 
 class Transaction:
-    """The steps of one model and one optimizer, each of one batch or of several.
+    """The optimizer steps of one model and one optimizer, each with one or several batches.
 
     Args:
-        model: the model, on the device it trains on.
-        optimizer: the ``torch.optim`` optimizer itself, not what a framework wraps it in.
-        units: what the loss averages over, as for `plimsoll.TrainStep`; ``None`` where each sample has one label.
-        micro_batch: samples per pass to begin with; ``None`` begins with whole batches.
-        fallbacks: in place of ``micro_batch``, those of a plan (``plan.fallbacks``), or their choices alone.
+        model: the model, on the training device.
+        optimizer: the ``torch.optim`` optimizer, without the wrapper of a framework.
+        units: the loss normalizer, as for `plimsoll.TrainStep`; ``None`` if each sample has one label.
+        micro_batch: initial samples per forward and backward pass; ``None`` starts with whole batches.
+        fallbacks: ``plan.fallbacks``, or only their choices, instead of ``micro_batch``.
         recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
-        recut_loss: allow cutting a batch although its loss is not shown to be the sum of those of its parts.
+        recut_loss: allow cutting a batch although its loss was not shown to be the sum of the losses of its parts.
         never_cut: keep every batch whole.
-        roots: where the caller's loss keeps something besides the model, by name.
-        extra_state: objects of the user's whose state is put back, too, as for `plimsoll.TrainStep`.
-        allow_hidden_state: retry although state was found that is not put back.
-        grow_after: clean steps after which the next larger micro-batch is tried.
-        remember: called before each update's first batch; what it returns puts back what the caller's loop changes.
-        loss: the caller's loss, if it computes it by ``workload.loss``, so that techniques can be put around it.
-        takes_any: do a batch that cannot be cut as a whole, and one in which nothing is to be learned as well, as the
-            caller's loop would; without it they are refused.
+        roots: objects besides the model in which the loss of the caller may keep state, by name.
+        extra_state: objects of the user whose state is also restored, as for `plimsoll.TrainStep`.
+        allow_hidden_state: retry after an out-of-memory error even if some state cannot be restored.
+        grow_after: successful steps before the next larger micro-batch is tried.
+        remember: called before the first batch of each update; returns a function that restores the state of the
+            caller's loop.
+        loss: the loss of the caller, if the caller computes it with ``workload.loss``, so that techniques apply to it.
+        takes_any: run batches that cannot be cut as a whole, and also batches without targets, as the caller's loop
+            would; otherwise they are refused.
 
     Raises:
-        InputError: if an argument cannot be used, or a technique cannot be in a loop that is someone else's.
+        InputError: if an argument is invalid, or a technique cannot be used in the loop of another library.
     """
 
     def __init__(
@@ -156,10 +157,10 @@ class Transaction:
         self._fallbacks = InstalledFallbacks(self.workload, fallbacks or ())
         self._fallback_schedule: FallbackSchedule | None = None
         self._fallback = 0
-        self._second_fallback: int | None = None  # what the step in hand went on with after its first event
+        self._second_fallback: int | None = None  # used by the current step after its first event
         self._first_micro_batch, self._grow_after = micro_batch, grow_after
         self._whole = WholeBatch(self.workload, recut_batch_norm)
-        # Walking the modules anew in every step would cost more.
+        # Collected once, because walking the modules in every step would cost more.
         updated = (one for group in optimizer.param_groups for one in group["params"])
         self._parameters = [*dict.fromkeys([*model.parameters(), *updated])]
         self._retry = Retry(
@@ -181,15 +182,21 @@ class Transaction:
         self._is_asked = True  # whether the batches of the window may be cut, if they are
 
     def run(self, batch: Any, one_pass: OnePass, finish: Finish | None, loss_of: LossOf) -> None:
-        """Add the gradients of one more batch, and with ``finish`` end the step with an update.
+        """Accumulate the gradients of one more batch, and with ``finish`` end the step with an update.
 
-        ``loss_of`` is called before a batch is cut, to see whether it may be. Afterwards ``loss`` is the mean of this
-        batch, ``events`` are those of it, ``micro_batch`` the samples of its passes.
+        Sets ``loss`` to the mean loss of this batch, ``events`` to its out-of-memory events and ``micro_batch`` to the
+        samples per pass.
+
+        Args:
+            batch: the batch.
+            one_pass: runs forward and backward of a micro-batch.
+            finish: clips and updates; ``None`` if more batches of the window follow.
+            loss_of: computes the loss of a micro-batch, to check whether the batch may be cut.
 
         Raises:
-            OutOfMemoryError: if memory ran out and nothing smaller is left; all batches of the step are undone.
-            InputError: if the batch cannot be cut, or must not be.
-            DataError: if nothing is to be learned from it.
+            OutOfMemoryError: if memory ran out and no fallback is left; all batches of the step are undone.
+            InputError: if the batch would have to be cut, but must not be.
+            DataError: if the batch has no targets.
         """
         shape = self._shape_of(batch)
         self._come_back(batch)
@@ -197,7 +204,7 @@ class Transaction:
             fallback_schedule = self._fallback_schedule_for(shape.num_samples)
             self._fallback = fallback_schedule.choose(shape.elements_per_sample)
             if fallback_schedule.sizes[self._fallback].samples < shape.num_samples:
-                # First: without the techniques it may not fit to find out whether it may be cut.
+                # First, because without the techniques, the check whether the batch may be cut may not fit.
                 attempt(partial(self._use, fallback_schedule.sizes[self._fallback].level), self.backend, self.position)
                 self._is_asked = self._keep_whole(fallback_schedule, batch, loss_of, shape)
                 self._fallback = fallback_schedule.choose(shape.elements_per_sample)
@@ -213,12 +220,14 @@ class Transaction:
             self._end()
 
     def finish(self, finish: Finish) -> None:
-        """End a step with an update, in a loop that updates elsewhere than where its last batch runs.
+        """End a step with an update, in a loop that separates the update from its last batch.
 
-        ``finish`` finds the gradients, and makes them again where memory has run out in it; `is_again` then says so.
+        Args:
+            finish: clips and updates. If memory runs out in it, it is called again after the gradients have been
+                recomputed, and `is_again` is true.
 
         Raises:
-            OutOfMemoryError: if memory ran out and nothing is left to try; all batches of the step are undone.
+            OutOfMemoryError: if memory ran out and no fallback is left; all batches of the step are undone.
         """
         assert self._fallback_schedule is not None, "an update without a batch"
         self._come_back()
@@ -226,7 +235,7 @@ class Transaction:
         self._end()
 
     def _until_done(self, fallback_schedule: FallbackSchedule, finish: Finish | None) -> None:
-        """Try, and undo and try further fallbacks until what is waiting is done."""
+        """Run the pending batches and the update; if memory runs out, undo and retry with the next fallback."""
         self.events, is_done = [], False
         known, self._second_fallback = fallback_schedule.state_dict(), None
         try:
@@ -246,7 +255,7 @@ class Transaction:
                 self._give_up()
 
     def metrics(self) -> dict[str, float]:
-        """What a log should have of the memory: bytes at the peak and now, samples of a pass, and errors survived."""
+        """Return values to log: peak and current bytes, samples per micro-batch, and out-of-memory errors survived."""
         use = self.backend.use()
         return {
             "plimsoll/peak_bytes": float(use.peak_bytes),
@@ -256,13 +265,13 @@ class Transaction:
         }
 
     def forget(self) -> None:
-        """Give up the batches whose update has not come; a loop that begins anew has none."""
+        """Drop the batches and gradients of an unfinished window, for a loop that starts over."""
         if self._window:
             self._let_go()
             self._drop_gradients()
 
     def close(self) -> None:
-        """Take the techniques of the fallbacks back."""
+        """Remove the techniques of the fallbacks from the model."""
         self._commit.forget()
         self._unreached.close()
         self._fallbacks.close()
@@ -279,7 +288,7 @@ class Transaction:
 
     def _try(self, size: Size, finish: Finish | None) -> None:
         self._use(size.level)
-        self._ask_before_cut(size.samples)  # which changes parameters for a moment
+        self._ask_before_cut(size.samples)  # before the state is saved, because it changes parameters temporarily
         if not self._retry.undo.remembered:
             self._remember_window(size.samples)
         if finish is None:
@@ -299,13 +308,13 @@ class Transaction:
         )
 
     def _all_gradients(self, samples: int) -> Tensor:
-        """Run the last batches of an update."""
+        """Run the pending batches of an update, and return the loss of the last one."""
         loss = self._gradients(samples)
         self._retry.observed()
         return loss
 
     def _use(self, level: int) -> None:
-        # Not in the middle of a window, for its state could not be gone back to any more.
+        # Not in the middle of a window, because its initial state could not be restored any more.
         if not self._num_done and not self._fallbacks.is_in_force(level):
             self.position.phase = "copy"
             self._commit.forget()
@@ -313,7 +322,7 @@ class Transaction:
             self._fallbacks.use(level)
 
     def _ask_before_cut(self, samples: int) -> None:
-        """Refuse to cut what must not be, where memory was too small to find out before."""
+        """Raise if a batch must not be cut; this repeats the check if memory was too small for it before."""
         waiting = [] if self._is_asked else self._window[self._num_done :]
         for one in waiting:
             if samples < one.shape.num_samples and _can_differ(one.shape):
@@ -323,7 +332,7 @@ class Transaction:
         self._is_asked = True
 
     def _gradients(self, samples: int) -> Tensor:
-        """Run the batches that are not done; returns the mean loss of the last one."""
+        """Run the pending batches, and return the mean loss of the last one."""
         total = self._retry.until_settled(partial(self._passes, samples), self._put_back)
         self.position.phase = "clip"
         failpoint("clip")
@@ -359,14 +368,14 @@ class Transaction:
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """Let ``optimizer.step()``, whoever calls it, happen as a whole or not at all."""
+        """Make each call of ``optimizer.step()`` inside the block happen as a whole or not at all."""
         optimizer = self.workload.optimizer
         own, of_class = optimizer.__dict__.get("step"), optimizer.step
         is_inside = False
 
         def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             nonlocal is_inside
-            if is_inside:  # the commit's own calls, of one part of the parameters after the other
+            if is_inside:  # a call from the commit, which updates the parameters part by part
                 return of_class()
             result = None
             if closure is not None:
@@ -387,16 +396,16 @@ class Transaction:
             yield
         finally:
             del optimizer.__dict__["step"]
-            if own is not None:  # a schedule has put its own there, to count
+            if own is not None:  # the counting wrapper of a learning-rate schedule
                 optimizer.__dict__["step"] = own
 
     # -- before and after ----------------------------------------------------------------------------------------------
 
     def _come_back(self, batch: Any = None) -> None:
-        """Note what the caller's loop has done since the batch before, and take one more, if there is one.
+        """Record changes that the loop has made since the previous batch, and add a further batch to the window.
 
         Raises:
-            OutOfMemoryError: if there is no memory for that; all batches of the step are undone.
+            OutOfMemoryError: if memory runs out; all batches of the step are undone.
         """
         self.is_again = False
         if not self._window:
@@ -405,12 +414,12 @@ class Transaction:
         if isinstance(event, OomEvent):
             self._give_up()
             raise OutOfMemoryError(
-                f"memory ran out before a batch of step {event.step} was taken ({event.shortage}), twice; the batches "
-                "before it are undone: give a larger budget"
+                f"memory ran out twice before a batch of step {event.step} could start ({event.shortage}); the earlier "
+                "batches of this step are undone: give a larger budget"
             )
 
     def _give_up(self) -> None:
-        """Put everything back as it was before the window."""
+        """Restore the state from before the window."""
         self._put_back()
         self._retry.undo.settle(all_of_it=True)
         self._let_go()
@@ -454,7 +463,7 @@ class Transaction:
         return shape
 
     def _fallback_schedule_for(self, num_samples: int) -> FallbackSchedule:
-        """Made from the fallbacks or the first batch, and anew for a larger one; what is known of limits is kept."""
+        """Return the fallback schedule; a batch larger than all before extends it and keeps the known limits."""
         self._fallback_schedule = fallback_schedule_of(
             self._fallbacks,
             self._fallback_schedule,
@@ -472,10 +481,10 @@ class Transaction:
             return not _can_differ(shape) or self._fallbacks.keep_whole(fallback_schedule, self._whole, reason, shape)
 
     def _after_oom(self, event: OomEvent, fallback: int, known: dict[str, Any]) -> int:
-        """Note the event and return the fallback to go on with.
+        """Record the event, and return the next fallback.
 
         Raises:
-            OutOfMemoryError: if there is none.
+            OutOfMemoryError: if no fallback is left.
         """
         assert self._fallback_schedule is not None
         largest = max((one.shape for one in self._window), key=lambda shape: shape.num_samples)
@@ -495,7 +504,7 @@ class Transaction:
 
 
 def _can_differ(shape: Shape) -> bool:
-    """Whether a batch may have another loss in parts; others are done whole, or have nothing to learn."""
+    """Return whether cutting a batch may change its loss: it has several samples and targets."""
     return shape.num_samples > 1 and bool(shape.num_units)
 
 
@@ -504,12 +513,12 @@ def _refuse_techniques(
 ) -> None:
     if fallbacks and micro_batch is not None:
         raise InputError(
-            f"micro_batch={micro_batch} was given with {len(fallbacks)} fallbacks, which have micro-batches of their "
-            "own: leave one of the two out"
+            f"micro_batch={micro_batch} was given with {len(fallbacks)} fallbacks, which set the micro-batch "
+            "themselves: leave one of the two out"
         )
     others = sorted({choice.technique for one in fallbacks for choice in choices_of(one)} - possible)
     if others:
         raise InputError(
-            f"the plan has {', '.join(others)}, which cannot be put into a loop that has its own loss, precision and "
-            f"optimizer: leave it out with `--forbid {others[0]}`, or use plimsoll.TrainStep, which takes any"
+            f"the plan has {', '.join(others)}, which cannot be used in a loop that has its own loss, precision and "
+            f"optimizer: leave it out with `--forbid {others[0]}`, or use plimsoll.TrainStep, which accepts any plan"
         )

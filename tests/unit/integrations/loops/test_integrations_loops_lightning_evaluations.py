@@ -139,8 +139,8 @@ def test_tests_and_predictions_are_those_of_whole_batches(cut: type[Module]):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (MeanOfTargets, "what it logs as 'loss' is not the same when 8 of its samples are done in two passes"),
-        (Keeps, "the list outputs of the module, which it fills, is not the same"),
+        (MeanOfTargets, "the logged value 'loss' changes when 8 of its samples are run in two passes"),
+        (Keeps, "the list outputs of the module, which the step appends to, changes"),
     ],
 )
 def test_what_a_cut_would_change_is_not_cut_and_said(kind: type[Module], reason: str):
@@ -154,7 +154,7 @@ def test_what_a_cut_would_change_is_not_cut_and_said(kind: type[Module], reason:
 
 
 def test_no_batch_is_cut_where_the_user_forbids_it():
-    with pytest.raises(OutOfMemoryError, match="was not cut, because never_cut=True says so"):
+    with pytest.raises(OutOfMemoryError, match="was not cut, because never_cut=True forbids it"):
         trainer_with(OomProof(units="samples", never_cut=True)).validate(Module(most=8), loader(20, 16))
 
 
@@ -171,19 +171,19 @@ def test_labels_that_are_rare_or_come_later_are_seen(batch_of_the_rare: int):
     torch.manual_seed(1)
     data = [{"x": torch.randn(4), "y": torch.tensor(int(row == 16 * batch_of_the_rare + 3))} for row in range(32)]
     module = Weighted(most=8)
-    with pytest.raises(OutOfMemoryError, match="was not cut, because what it logs as 'loss' is not the same"):
+    with pytest.raises(OutOfMemoryError, match="was not cut, because the logged value 'loss' changes"):
         trainer_with(OomProof(units="samples")).validate(module, torch.utils.data.DataLoader(data, batch_size=16))
     compared = (8, 1, 7)  # samples per pass
     assert module.seen == (*compared, *((8, 8, *compared) if batch_of_the_rare else ()))
 
 
 def test_where_no_micro_batch_is_small_enough_the_error_is_ours():
-    with pytest.raises(OutOfMemoryError, match=r"in validation_step .*not even 2 samples"):
+    with pytest.raises(OutOfMemoryError, match=r"in validation_step .*not even 2 of its samples"):
         trainer_with(OomProof(units="samples")).validate(Module(most=0), loader(20, 16))
 
 
 def test_a_hook_that_runs_out_is_named_with_its_stage():
-    with pytest.raises(OutOfMemoryError, match="in its stage 'validate', outside of a step"):
+    with pytest.raises(OutOfMemoryError, match="in Lightning's stage 'validate', outside of a step"):
         trainer_with(OomProof(units="samples")).validate(EndsShort(100), loader(20, 16))
 
 
