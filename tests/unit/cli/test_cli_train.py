@@ -63,7 +63,7 @@ def test_a_job_file_that_is_not_there_is_said(tmp_path):
             ["--pin", "micro batch"],
             "cannot read 'micro batch' as a choice: write a technique, as in activation_offload",
         ),
-        (["--pin", "micro_batch=4", "--pin", "micro_batch=2"], "are pinned both"),
+        (["--pin", "micro_batch=4", "--pin", "micro_batch=2"], "are both pinned"),
         (["--pin", "micro_batch=4", "--forbid", "micro_batch"], "leave one of the two out"),
         (["--no-plan", "--pin", "micro_batch=4"], "--no-plan leaves nothing to plan: leave it out, or --pin micro_b"),
         (

@@ -107,7 +107,7 @@ def test_pins_that_contradict_each_other_are_refused(texts):
         check_pins(pins(*texts), ())
     first, second = texts
     assert str(caught.value) == (
-        f"`{first}` and `{second}` are pinned both, which a plan cannot have: leave one of them out"
+        f"`{first}` and `{second}` are both pinned, and a plan can have only one of them: leave one out"
     )
 
 

@@ -94,7 +94,7 @@ def test_an_option_that_the_choices_leave_out_can_be_pinned(inhabited):
         (["micro_batch=1.5"], [], "samples is 1.5: give a whole number, for example --pin micro_batch=16"),
         (["micro_batch=true"], [], "samples is true: give a whole number, for example --pin micro_batch=16"),
         (["micro_batch=17"], [], "a micro-batch of 17 is not a part of a batch of 16: give 1 to that many"),
-        (["recompute=0", "recompute=1"], [], "are pinned both, which a plan cannot have: leave one of them out"),
+        (["recompute=0", "recompute=1"], [], "are both pinned, and a plan can have only one of them: leave one out"),
         (["recompute=0"], ["recompute"], "is pinned and `recompute` is forbidden: leave one of the two out"),
     ],
 )
