@@ -1,4 +1,5 @@
 """The parameters of torch's CUDA caching allocator and of glibc's heap.
+
 The CUDA defaults are those in torch 2.13: ``c10/core/AllocatorConfig.h`` (included in the wheel, ``torch/include``).
 Comments below name the constants. `plimsoll.memory.allocator.options` reads changes from ``PYTORCH_CUDA_ALLOC_CONF``.
 """
@@ -16,6 +17,7 @@ _FIRST_INTERVAL, _NUM_INTERVALS = 20, 16  # kRoundUpPowerOfTwoStart = 2**20 byte
 
 class AllocatorRules(Frozen):
     """The rounding of requests, the sizes of segments requested from the driver, and the rules for splitting blocks.
+
     ``max_split_bytes`` of ``None`` is torch's "unlimited". ``garbage_collection_threshold`` is a share of the limit, or
     ``None`` for "off". ``roundup_power2_divisions`` is one number for all sizes, or 16 numbers: for requests up to 2
     MiB, to 4 MiB, ..., from 32 GiB. ``process_share`` is `per_process_memory_fraction`. It changes no size: code that
@@ -88,6 +90,7 @@ DEFAULT_HEAP = HeapRules(mmap_threshold_bytes=_AFTER_IMPORTS_BYTES, trim_thresho
 
 FAST_HEAP = HeapRules(mmap_threshold_bytes=_FAST_BYTES, trim_threshold_bytes=2 * _AFTER_IMPORTS_BYTES, is_dynamic=False)
 """Rules that map blocks from 4 MiB (``plimsoll.device.cpu.heap.FAST_BYTES``).
+
 They are set after the imports and before the model is built.
 """
 

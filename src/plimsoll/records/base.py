@@ -1,4 +1,5 @@
 """The base classes of records: frozen, torch-free values that are JSON files with a kind and a schema version.
+
     {"record": "run", "schema": 1, ...fields...}
 
 A record of an unknown kind, with a newer schema, or with a missing or extra field is refused by name. Nothing is
@@ -66,6 +67,7 @@ class Record(Frozen, Shown):
     @classmethod
     def from_json(cls, text: str, source: str = "record") -> Self:
         """Read a record from JSON text.
+
         Args:
             text: a JSON object, as from `to_json`.
             source: the name of the text in error messages, such as its path.
@@ -108,6 +110,7 @@ class Record(Frozen, Shown):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a record from a file.
+
         Raises:
             RecordError: if the file is missing, cannot be read or is not such a record.
         """
@@ -136,6 +139,7 @@ def cache_folder() -> Path:
 
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to the disk.
+
     Raises:
         OSError: if the disk cannot write it.
     """
@@ -155,6 +159,7 @@ _WAYS_OUT = {
 
 def write_atomically(path: Path, content: bytes | Iterable[bytes], option: str = "--out", mode: int = 0o666) -> None:
     """Write a file atomically: readers and crashes see the old content or the new content, never a part.
+
     The content goes to a temporary file in the same folder, which is flushed to the disk and then renamed.
 
     Args:

@@ -1,4 +1,5 @@
 """Differences between a predicted trace and a measured trace: in the peak, at the first differing op, and by module.
+
 ``Calibration`` stores corrections learned from measured runs, by kind of target.
 """
 
@@ -15,6 +16,7 @@ from plimsoll.records.trace import Category
 
 class Counters(Frozen):
     """Values that the device counted while a training was recorded; the recorder itself sees only storages.
+
     On CUDA, ``peak_bytes`` and ``reserved_bytes`` are the peaks of allocated and reserved memory. On the CPU they are
     the peaks of private memory and of the memory that ``RLIMIT_DATA`` counts. ``baseline_bytes`` was in use before the
     training. ``samples`` are pairs of seconds since the start and bytes in use.
@@ -44,6 +46,7 @@ class Block(Frozen):
 
 class Difference(Frozen):
     """An op at which two traces differ: the storages that only one of them allocated or freed.
+
     ``row`` is the op's row in its trace; in the predicted trace, if the op is in both.
     """
 
@@ -74,6 +77,7 @@ class Group(Frozen):
 
 class Comparison(Record):
     """A comparison of a prediction with a measurement of the same training.
+
     ``groups`` lists the groups that differ, largest first. All ``num_groups`` groups add up to the difference of the
     peaks. ``num_differing_ops`` counts ops that allocated or freed different storages, including ops in only one trace.
     """
@@ -127,6 +131,7 @@ class Learned(Frozen):
 
 class Target(Frozen):
     """The corrections learned from measured runs on one kind of target. ``None`` means not known yet.
+
     ``live_ratio`` is the ratio of measured to predicted peak of live bytes. The next two need counters.
     ``baseline_bytes`` is the memory in use before the training. ``beyond_ratio`` is the additional memory of the
     process, divided by the measured peak of live bytes. It covers the allocator's rounding and cached blocks, kernels

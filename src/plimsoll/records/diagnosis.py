@@ -1,4 +1,5 @@
 """The explanation of a run's memory: causes with evidence, their share of the peak, and remedies.
+
 Every number has a source: measured, counted (from sizes of objects), predicted or assumed. A number that is not known
 is ``None``, never a guess.
 """
@@ -13,6 +14,7 @@ from plimsoll.records.plan import Choice
 
 GRAPH_IS_GONE = "the backward pass reached the graph of an earlier forward pass"
 """The beginning of a step's error message if backward reaches the freed graph of an earlier forward pass.
+
 The cause is recurrent state that is not detached. The message of a run that failed in this way begins with it, too.
 """
 
@@ -21,6 +23,7 @@ KnownHow = Literal["measured", "counted", "predicted", "assumed"]
 
 class MemoryGrowth(Frozen):
     """The growth of memory after each step, in bytes per step, from ``first_step`` on.
+
     ``low_bytes`` and ``high_bytes`` are the minimum and maximum over three parts of the steps. ``is_steady`` is true if
     all parts grow alike and by more than the noise of an allocator; see `plimsoll.diagnose.growth`.
     """
@@ -42,6 +45,7 @@ class Fact(Frozen):
 
 class Finding(Frozen):
     """One cause of memory use.
+
     Attributes:
         cause: the name of the cause, also the name of its page.
         title: a sentence about it.
@@ -86,6 +90,7 @@ class Share(Frozen):
 
 class Remedy(Frozen):
     """A change that frees memory, and its cost.
+
     Attributes:
         choices: its techniques in the order of installation; empty if it is not a technique.
         text: a sentence that describes it.
@@ -118,6 +123,7 @@ class Remedy(Frozen):
 
 class Diagnosis(Record):
     """The explanation of a run, an error message or a memory snapshot.
+
     Findings and remedies are sorted by effect, largest first. ``event`` is the out-of-memory error that is explained,
     if any. ``shares`` are the parts of the peak, largest first; ``limit_bytes`` is the memory limit. ``notes`` are
     observations that are not findings. ``num_steps`` is 0 if nothing ran.

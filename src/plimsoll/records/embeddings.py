@@ -25,6 +25,7 @@ class FaultCount(Frozen):
 
 class VectorFile(Record):
     """The content of a file of word vectors that was read completely.
+
     ``num_words`` counts distinct words with a valid vector. ``num_entries`` counts all entries, including duplicates
     and faulty ones. ``num_promised`` is the number in the header. ``norms`` are the minimum, median and maximum norm of
     the vectors.
@@ -70,6 +71,7 @@ class Conversion(Record):
 
 class SubsetFacts(Record):
     """The rows of a vocabulary, taken from a file of word vectors.
+
     Each row belongs to a word (``num_words``), to padding, or to no word. Words were found exactly as written
     (``num_exact``), in lower case, capitalised, or built from their parts. ``misses`` are the most frequent of the
     other words with their counts, or the first of them with count -1 if counts are unknown. ``num_tokens`` are the uses
@@ -115,6 +117,7 @@ class SubsetFacts(Record):
 
 class CompressionFacts(Record):
     """Compressed word vectors, and the cosine between each row before and after compression.
+
     99 % of the rows have at least ``low_cosine``. Rows of zeros do not count.
     """
 

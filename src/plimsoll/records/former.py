@@ -1,4 +1,5 @@
 """Support for the names of the previous release: renamed fields of records and renamed arguments.
+
 They are accepted for one release. `docs/architecture.md` has the table of old and new names.
 """
 
@@ -15,6 +16,7 @@ R = TypeVar("R")
 
 def renamed(fields: Mapping[str, Any], former_names: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields under their current names.
+
     Raises:
         ValueError: if a field is given under both names.
     """
@@ -26,6 +28,7 @@ def renamed(fields: Mapping[str, Any], former_names: Mapping[str, str]) -> dict[
 
 def former_arguments(**former_names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that accepts former names of keyword arguments, with a `DeprecationWarning`.
+
     Args:
         former_names: the current name of each former name.
     """

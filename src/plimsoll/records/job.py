@@ -1,4 +1,5 @@
 """The job file ``job.yaml``: the model, the data, the budget and all other settings of a run.
+
 `docs/job.md` describes every field. This module reads job files, applies ``--set a.b=c``, and does the checks that need
 neither files nor a model. Does NOT check that paths exist or that a model can be built: those errors are raised when
 they are opened.
@@ -45,6 +46,7 @@ def _share_of(value: Any) -> Any:
 
 class DataSource(Frozen):
     """The text files and how they become samples. `docs/job.md` explains every field.
+
     ``validation`` is a path, or the share (0 to 1) of the training samples that is held out.
     """
 
@@ -288,6 +290,7 @@ class Job(Record):
     @classmethod
     def from_yaml(cls, path: Path, changes: tuple[str, ...] = (), budget_bytes: int | None = None) -> Job:
         """Read a job file and apply ``a.b=c`` changes to it. Relative paths start from the file's folder.
+
         Args:
             path: the job file.
             changes: ``field=value`` texts, as for ``--set``.
@@ -303,6 +306,7 @@ class Job(Record):
         cls, fields: dict[str, Any], path: Path, changes: tuple[str, ...] = (), budget_bytes: int | None = None
     ) -> Job:
         """Make a job from fields that `read_fields` read from ``path``. ``fields`` is not modified. See `from_yaml`.
+
         Raises:
             JobError: as for `from_yaml`.
         """
@@ -314,6 +318,7 @@ class Job(Record):
     @classmethod
     def from_texts(cls, texts: Sequence[str], changes: tuple[str, ...] = ()) -> Job:
         """Make a job for commands that use only its data. Relative paths start from the working folder.
+
         Raises:
             JobError: as for `from_yaml`.
         """
@@ -322,6 +327,7 @@ class Job(Record):
     @classmethod
     def from_file_or_texts(cls, names: Sequence[str], changes: tuple[str, ...] = ()) -> Job:
         """Read the job file if ``names`` is one YAML file. Otherwise make a job from the text files ``names``.
+
         Raises:
             JobError: as for `from_yaml`.
         """
@@ -332,6 +338,7 @@ class Job(Record):
     @classmethod
     def from_plain(cls, fields: dict[str, Any], folder: Path, changes: tuple[str, ...] = ()) -> Job:
         """Make a job from plain fields and ``a.b=c`` changes to them. Relative paths start from ``folder``.
+
         Raises:
             JobError: as for `from_yaml`.
         """
@@ -346,6 +353,7 @@ class Job(Record):
         changes: tuple[str, ...] = (),
     ) -> Job:
         """Check plain fields and make a job from them. With ``folder``, relative paths become absolute.
+
         Args:
             fields: the fields of a job file.
             source: the name of the input in error messages.
@@ -473,6 +481,7 @@ def _origin(where: str, changes: tuple[str, ...]) -> str:
 
 def _place(location: tuple[int | str, ...]) -> tuple[str, list[str]]:
     """Return a field's name as users write it, and the field names known in its group.
+
     The parts that pydantic adds below a plain field (the branch of a union, an index) are left out.
     """
     group: type[Frozen] = Job

@@ -1,4 +1,5 @@
 """Edits of a job file that change some fields and keep all other text, including comments.
+
     text = edited(path.read_text(), {"budget.device": 2 << 30, "pin": ["checkpointing=all"]})
 
 Only the text of the values is replaced, at the positions that YAML's parser reports. New fields are appended. Does NOT
@@ -20,6 +21,7 @@ from plimsoll.records.job_yaml import parse_value
 
 def edited(text: str, settings: dict[str, Any]) -> str:
     """Return a job file's text with fields set.
+
     Args:
         text: the text of the job file.
         settings: values by field; ``budget.device`` is the field ``device`` of ``budget``.
@@ -94,6 +96,7 @@ def _written(value: Any) -> str:
 
 def changed_job(source: Path, target: Path, settings: dict[str, Any]) -> str:
     """Return the text of the job file ``target``: the job ``source`` with fields set.
+
     Comments are kept if possible. Otherwise the text has every field of the job.
 
     Args:

@@ -24,6 +24,7 @@ _Loader.add_implicit_resolver(
 
 def read_fields(path: Path) -> dict[str, Any]:
     """Read the fields of a job file without checking them.
+
     Raises:
         JobError: if the file is missing, cannot be read, is not YAML, or has no fields.
     """
@@ -49,6 +50,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 def parse_value(text: str) -> Any:
     """Parse one YAML value, as given with ``--set``: ``5`` is a number.
+
     Raises:
         ValueError: if the text is not YAML.
     """

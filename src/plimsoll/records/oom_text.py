@@ -1,4 +1,5 @@
 """The content of an out-of-memory message: its kind, its numbers, and the likely cause.
+
 Field names and values match the labels of the project's collection of error texts, so both can be compared. Sizes are
 in bytes. Values that a text does not state are ``None``, never a guess.
 """
@@ -19,6 +20,7 @@ Bytes = int
 
 class OomText(Frozen):
     """One event of a text or a log.
+
     Attributes:
         kind: the source of the message, such as ``cuda_allocator_new_format`` or ``oom_killer_dmesg``.
         subformat: its version, such as ``2.2.1-2.8 capacity``.

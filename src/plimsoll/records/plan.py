@@ -17,6 +17,7 @@ from plimsoll.records.prediction import Estimate, Prediction
 
 Numerics = Literal["bitwise", "reordered", "reduced precision", "lossy"]
 """The effect of a technique on the numbers.
+
 ``bitwise``: identical results. ``reordered``: the same mathematics, rounded in another order. ``reduced precision``:
 the effect of autocast. ``lossy``: another model or another training.
 """
@@ -59,6 +60,7 @@ class Choice(Frozen):
 
 class Pin(Frozen):
     """A technique that the user requires in the plan. `parse_pin` reads one.
+
     ``value`` belongs to the technique's first option, whose name only the technique knows. Without ``value`` and
     ``options``, the plan chooses the options.
     """
@@ -93,6 +95,7 @@ class Duration(Frozen):
 
 class Configuration(Frozen):
     """A way to run a step: techniques in the order of installation, with the predicted peak and step time.
+
     ``peak`` and ``step_time`` are ``None`` if nothing was predicted: without a plan, and for configurations smaller
     than the smallest one predicted.
     """
@@ -114,6 +117,7 @@ class Configuration(Frozen):
 
 class Rejected(Frozen):
     """A combination that was considered and rejected. ``reason`` is a sentence with numbers.
+
     ``is_compared`` is true if the reason compares its step time with the best plan at that time.
     """
 
@@ -126,6 +130,7 @@ class Rejected(Frozen):
 
 class OffDevice(Frozen):
     """Bytes that a plan keeps outside the memory that its budget counts, and the bytes that a step moves there.
+
     ``disk_bytes_per_second`` was measured because host memory cannot cache all these bytes. A step then waits for the
     disk, and the predicted step time includes the wait. It is ``None`` if host memory can cache them.
     """
@@ -137,6 +142,7 @@ class OffDevice(Frozen):
 
 class LossCheck(Frozen):
     """The result of the check whether the loss of a batch is the weighted sum of the losses of its parts.
+
     The weight of a part is its share of the units that the loss averages over. Values of ``verdict``:
 
     - ``additive``: samples have shown it.
@@ -181,6 +187,7 @@ class LossCheck(Frozen):
 
 class Candidate(FormerNames):
     """A plan that is predicted to be about as fast as the chosen plan.
+
     The fields have the same meaning as in `Plan`, for the first configuration of this candidate.
     """
 
@@ -194,6 +201,7 @@ class Candidate(FormerNames):
 
 class Tried(Frozen):
     """The result of a trial for one candidate.
+
     ``predicted_seconds`` is the step time without corrections from earlier runs. ``measured_seconds`` is the step time
     estimated from the passes of the trial. ``peak_bytes`` is the peak of these passes. Outcome ``struck``: not run,
     because another candidate that needs less memory ran out. Outcome ``too near``: so near the limit that a long run
@@ -210,6 +218,7 @@ class Tried(Frozen):
 
 class Trial(Frozen):
     """Candidates that ran a few passes before the training, the fastest first. The trial leaves no changes.
+
     ``seconds`` is the total time: warm-up passes, timed passes and restoring the state. ``left_out`` is the reason if
     nothing was tried.
     """
@@ -221,6 +230,7 @@ class Trial(Frozen):
 
 class Plan(FormerNames, Record):
     """The chosen configuration, and smaller configurations for when memory runs out.
+
     Attributes:
         budget: the budget that the plan is for.
         fallbacks: the chosen configuration, then its fallbacks in order of falling predicted peak. If nothing fits: the
@@ -321,6 +331,7 @@ def micro_batch_plan(budget: Budget, sizes: tuple[int, ...]) -> Plan:
 
 def parse_pin(text: str) -> Pin:
     """Parse ``name``, ``name=value`` or ``name(option=value,...)``, the syntax of choices.
+
     A value is a number, ``true``, ``false`` or a string, which may be in double quotes.
 
     Raises:
@@ -385,6 +396,7 @@ PinText = Annotated[str, AfterValidator(_readable)]
 
 def check_pins(pins: Sequence[Pin], forbids: Iterable[str]) -> None:
     """Check that pins do not contradict each other or the forbidden techniques.
+
     Raises:
         InputError: if a technique is pinned twice in different ways, or is pinned and forbidden.
     """

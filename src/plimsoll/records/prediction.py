@@ -36,6 +36,7 @@ class Moment(Frozen):
 
 class Holding(Frozen):
     """A group of similar allocations that are alive at the peak, and the moment when the first was made.
+
     They agree in category, shape, source line and module. Numbers in the module's name may differ and are shown as
     ``*``. ``num_bytes`` is the total of all ``count`` allocations. ``name`` is empty if they have no name.
     """
@@ -50,6 +51,7 @@ class Holding(Frozen):
 
 class MemoryTimeline(Frozen):
     """Bytes over the events of a training, as columns of equal length, with one row per retained point.
+
     ``categories`` has one column per category; they add up to ``used_bytes``. ``reserved_bytes`` is the memory of the
     process: the allocator's segments, the context and libraries. ``label`` describes the code that ran at each point.
     """
@@ -75,6 +77,7 @@ class WhatIf(Frozen):
 
 class Answer(Frozen):
     """The largest micro-batch, the longest sequence, or the smallest device that fits.
+
     ``value`` is ``None`` if nothing fits. With ``is_bound``, the search stopped at its upper end, so larger values may
     fit.
     """
@@ -87,6 +90,7 @@ class Answer(Frozen):
 
 class Exchange(Frozen):
     """The data that one of several ranks exchanges in its last step, and the memory that the exchange needs.
+
     All sizes are sizes of whole tensors. ``gathered_bytes`` are parameters after gathering. ``scattered_bytes`` are
     gradients before each rank keeps only its rows. ``added_up_bytes`` are gradients that every rank keeps whole. The
     largest tensor of each kind exists whole at one moment, as part of the peak. ``kept`` is additional memory of the
@@ -105,6 +109,7 @@ class Exchange(Frozen):
 
 class Prediction(Record):
     """The peak memory of a training before it runs.
+
     ``peak`` counts the same memory as ``limit_bytes``: on CUDA all memory of the process on the device (context,
     reserved segments), on the CPU its private memory. ``fits`` compares the likely value; ``verdict`` also considers
     the range. The batch sizes are ``None`` if a training function decides them.

@@ -1,4 +1,5 @@
 """The events of a run, one per line of ``metrics.jsonl``, and the record that is built from them.
+
 Each line is appended when its event has happened. So the directory of a killed run can be read like any other.
 ``RunRecord.from_directory`` is the only reader.
 """
@@ -25,6 +26,7 @@ _FORMER_NAMES = {"rung": "fallback", "next_rung": "next_fallback"}
 
 class OomEvent(FormerNames):
     """An out-of-memory error: the phase that was running, the request, the memory in use, and the reaction.
+
     ``step`` counts from 1. In an evaluation or a checkpoint it is the last step before it. Fallbacks are numbered from
     0 as in the plan; an evaluation has none. With several ranks, ``rank`` is the first rank that ran out of memory, and
     ``num_other_ranks`` is the number of other ranks that did, too.
@@ -76,6 +78,7 @@ class OomEvent(FormerNames):
 
 class GradientReach(Frozen):
     """The number of earlier tokens that a gradient reaches, if it stops at the start of a window or text.
+
     ``mean_tokens`` is the mean over the tokens that are predicted in an epoch. Earlier tokens influence a prediction
     through the state alone.
     """
@@ -86,6 +89,7 @@ class GradientReach(Frozen):
 
 class StepLine(FormerNames):
     """One completed optimizer step.
+
     Its samples are the ``num_samples`` samples from position ``first_sample`` of the epoch's order.
 
     ``used_bytes`` is the memory in use after the step, which is constant if the training retains nothing. With several
@@ -116,6 +120,7 @@ class StepLine(FormerNames):
 
 class EvaluationLine(Frozen):
     """One pass over the validation samples.
+
     ``accuracy`` is the share of correct labels: of texts in classification, of words in token classification.
     ``entity_f1`` is the F1 score of whole entities, if tags are B-..., I-... and O.
     """
@@ -141,6 +146,7 @@ class CheckpointLine(Frozen):
 
 class RetainedGraph(Frozen):
     """Tensors that user code retains after a step together with their autograd graph (``grad_fn``).
+
     ``holder`` is the attribute or variable that refers to them, such as ``model.history``. It is "" if only losses of
     earlier steps are known to be alive. ``marked_steps`` are the earlier steps whose graph was marked, and
     ``alive_steps`` are the marked steps whose graph is still in memory. ``num_bytes`` is the storage of the tensors on
@@ -183,6 +189,7 @@ class LossLine(Frozen):
 
 class StartLine(FormerNames):
     """The start of a training process after ``step`` completed steps. ``restarts`` counts earlier killed processes.
+
     With several ranks, ``oom_kills`` has the number of processes that the kernel had killed for memory, by machine
     name.
     """
@@ -230,6 +237,7 @@ _LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="even
 
 def read_lines(path: Path) -> Iterator[Line]:
     """Yield the lines of ``metrics.jsonl``. An incomplete last line, left by a kill, is skipped.
+
     Raises:
         RecordError: if a line other than the last cannot be read.
     """
@@ -242,6 +250,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 def parse_line(text: bytes, source: str) -> Line:
     """Parse one line of ``metrics.jsonl``. ``source`` names the line in error messages.
+
     Raises:
         RecordError: if it is not a valid line.
     """
@@ -331,6 +340,7 @@ class RunRecord(Record):
     @classmethod
     def from_directory(cls, directory: Path) -> RunRecord:
         """Read a run directory, also if the run is still in progress or was killed.
+
         Raises:
             RecordError: if the directory is not a run directory or a file in it is damaged.
         """
@@ -380,6 +390,7 @@ class RunRecord(Record):
 
 class RunHead(Record):
     """The facts about a run before its first step, stored in ``run.json``.
+
     ``gradient_reach`` is ``None`` if gradients reach through the whole sample. ``preparation_bytes`` is the peak
     private memory of indexing, tokenizer training and tokenization, if a separate process did them before.
     """

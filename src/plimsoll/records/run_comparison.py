@@ -1,4 +1,5 @@
 """A comparison of two runs: their measurements, the peaks their plans predicted, and the differences of their jobs.
+
 Categories, modules and lines come from the prediction of each plan, because a run measures only the total memory in
 use. Does NOT judge which run is better, and does not relate runs of different tasks beyond naming the difference.
 """
@@ -25,6 +26,7 @@ class Place(Frozen):
 
 class RunSide(Frozen):
     """One run of a comparison.
+
     ``steps``, ``losses`` and ``peaks_bytes`` are columns with a row for each completed step. ``step_seconds`` and
     ``units_per_second`` leave out the first step (warm-up) if there are others. ``parts`` and ``places`` are the plan's
     prediction for the peak of its first fallback. They are empty without a prediction.

@@ -1,4 +1,5 @@
 """The options of each compression method, and the results of each model tried: size, memory, time, quality.
+
 The options are here and not with the methods (`plimsoll.compression.methods`), so that typing errors are reported
 before torch is imported. Checks that depend on the model, such as the number of layers, are in the methods.
 """
@@ -19,6 +20,7 @@ from plimsoll.records.prediction import Estimate
 
 Stage = Literal["structure", "values"]
 """The kind of change.
+
 ``structure`` changes shapes; the model can be trained and compressed further. ``values`` keeps the shapes and stores
 values in fewer bits, or as zeros; it comes last.
 """
@@ -41,6 +43,7 @@ class Option(NamedTuple):
 @dataclass(frozen=True)
 class Asked:
     """The options of a method.
+
     Attributes:
         stage: its stage in a chain.
         options: options by name. ``method=value`` on a command line sets the first one.
@@ -139,6 +142,7 @@ def options_fault(choice: Choice) -> str | None:
 
 def check_method(name: str) -> None:
     """Check that a method exists.
+
     Raises:
         WeightsError: if there is no such method. The message suggests the nearest name.
     """
@@ -148,6 +152,7 @@ def check_method(name: str) -> None:
 
 def chain_of(pins: Sequence[Pin]) -> tuple[Choice, ...]:
     """Return the choices for pins of methods, with the name of an option if the pin has only its value.
+
     Raises:
         WeightsError: if a method, option or value does not exist, or a method that changes shapes follows a method that
             changes values.
@@ -191,6 +196,7 @@ HOW_TO_LOAD: dict[Form, str] = {
 
 class Quality(Frozen):
     """The quality of a model on the evaluation data.
+
     ``num_samples`` is the number of texts, or of windows for a language model. ``loss`` is the mean loss of the task.
     For embedding models, ``similarity`` is the mean cosine to the embeddings of the original model, and ``loss`` is 1 -
     ``similarity``.
@@ -227,6 +233,7 @@ class Quality(Frozen):
 
 class InferenceCost(Frozen):
     """The cost of inference in a separate process: measured values, and the predicted peak.
+
     ``peak_bytes`` includes ``baseline_bytes``, the memory of the process before it loaded the model. ``speed`` is the
     throughput relative to the original model, timed alternately.
     """
@@ -242,6 +249,7 @@ class InferenceCost(Frozen):
 
 class TrainingCost(Frozen):
     """The cost of a training step; measured only if the model was trained.
+
     With ``has_teacher``, it includes the teacher's passes.
     """
 
@@ -253,6 +261,7 @@ class TrainingCost(Frozen):
 
 class Small(Frozen):
     """One model: the methods that were applied to the original in this order, and the results.
+
     Without a ``chain`` it is the original. ``quality`` is measured before any training here. ``recovered`` is measured
     after ``recovery_steps`` of training, which the original gets, too. ``rejected`` is the reason that it does not
     satisfy the request.
@@ -291,6 +300,7 @@ class Unused(Frozen):
 
 class ShrinkRecord(Record):
     """Models derived from one original, which comes first. The model number ``best`` was written to ``output``.
+
     ``target_bytes`` limits the weight files, ``budget_bytes`` the predicted peak of a training. ``saves`` describes the
     saving of each method that was tried. ``is_complete`` is false if the search was stopped.
     """

@@ -10,6 +10,7 @@ from plimsoll.records.base import Frozen, Record
 
 MovingKind = Literal["plain", "strided", "transcendental", "normalize", "random", "gather"]
 """The way that an op accesses bytes.
+
 ``plain``: in order. ``strided``: not in memory order. ``transcendental``: with an exponential or similar function per
 element. ``normalize``: two passes over each row. ``random``: with random numbers. ``gather``: rows picked by index.
 """
@@ -26,6 +27,7 @@ Curve = tuple[Point, ...]
 
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 """A collective over a tensor.
+
 ``all_reduce`` adds tensors up on all ranks. ``all_gather`` joins the rows of all ranks. ``reduce_scatter`` adds tensors
 up and keeps some rows on each rank.
 """
@@ -33,6 +35,7 @@ up and keeps some rows on each rank.
 
 def rate_at(curve: Curve, at: float) -> float:
     """Return the rate at a position of a curve, interpolated on logarithmic axes and constant beyond the ends.
+
     >>> rate_at((Point(at=1, rate=10), Point(at=100, rate=1000)), 10)
     100.0
     """
@@ -46,6 +49,7 @@ def rate_at(curve: Curve, at: float) -> float:
 
 class Speed(Record):
     """The rates of one device.
+
     ``flops_per_second`` has a curve for each data type, over the arithmetic intensity (operations per byte moved). It
     is low if a side of a matrix is short. ``bytes_per_second`` has a curve for each kind of op, over the bytes moved,
     because caches hold only small tensors. Missing types and kinds are treated as ``float32`` and ``plain``.
@@ -79,6 +83,7 @@ class Speed(Record):
 
 class ExchangeSpeed(Record):
     """The cost of collectives between ``num_ranks`` ranks.
+
     ``bytes_per_second`` is a curve over the bytes of the whole tensor, after gathering or before scattering.
     ``call_seconds`` is the time to exchange almost nothing. ``agree_seconds`` is the time to check that all ranks have
     reached an exchange; a sharded model does so before each one.

@@ -12,6 +12,7 @@ from plimsoll.records.prediction import Estimate
 
 class Strategy(Frozen):
     """A fine-tuning strategy with the fastest plan that was found for it.
+
     ``changes`` describes its effect on the training. ``how`` has the options of ``plimsoll plan`` or ``train`` that
     select it. If nothing fits, ``choices`` is the combination that needs the least memory, and
     ``smallest_budget_bytes`` the budget for it. If the strategy cannot be used, ``impossible`` is the reason, and there

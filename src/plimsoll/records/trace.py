@@ -1,4 +1,5 @@
 """The ops of a training step and their storages, in order: the common form of predictions and measurements.
+
 A trace has two tables, stored as columns because a large model has 10^4 to 10^5 rows. ``ops`` lists the ops that ran.
 ``storages`` lists allocations and when they were freed. Repeated strings (op names, module paths, source lines) are
 stored once in ``texts``; rows contain indices into it.
@@ -34,6 +35,7 @@ Phase = Literal["setup", "copy", "forward", "loss", "backward", "clip", "optimiz
 
 class OpTable(Frozen):
     """One row per op that ran. ``name``, ``module`` and ``line`` are indices into ``texts``; ``step`` counts from 1.
+
     ``flops`` are the operations of matrix products in the type ``dtype``, an index into ``texts``. ``moved_bytes`` are
     read or written in device memory, ``outside_bytes`` in other memory. All are 0 for a view. ``by_autograd`` is true
     if autograd's own code called the op in a backward pass. It is false if Python called it, as in recomputation.
@@ -53,6 +55,7 @@ class OpTable(Frozen):
 
 class StorageTable(Frozen):
     """One row per allocation. ``born`` and ``died`` are rows of the ops; ``died`` is -1 if it was alive at the end.
+
     ``shape`` is the index of a text such as ``float32[8, 128, 768]``, for the first tensor in the storage. ``name`` is
     the index of its name (a parameter, its gradient, its states), or of the empty text. ``on_host`` is true if the
     storage is not in the memory of the training device: in host memory for a GPU, or in a mapped file for the CPU.
@@ -69,6 +72,7 @@ class StorageTable(Frozen):
 
 class Assumption(Frozen):
     """An assumption made in place of a fact.
+
     Because of it, the peak may be lower by ``-low_bytes`` (``low_bytes`` is 0 or negative) or higher by ``high_bytes``.
     """
 
@@ -79,6 +83,7 @@ class Assumption(Frozen):
 
 class Trace(Record):
     """The memory of one training: traced without allocating it (``predicted``), or recorded as it ran (``measured``).
+
     ``events`` are allocations and frees in order: ``storage + 1`` for an allocation, ``-(storage + 1)`` for a free.
     ``event_op`` is the row of the op that was running.
 
@@ -111,6 +116,7 @@ class Trace(Record):
 
     def deltas(self, on_host: bool = False) -> Iterator[tuple[int, int, int]]:
         """Yield ``(event, storage, bytes)`` in order, with negative bytes for a free.
+
         Args:
             on_host: yield the storages outside the training device, not the storages on it.
         """

@@ -1,4 +1,5 @@
 """Records of processes that were watched from outside, and the file format of recordings.
+
 A recording is a text file: the record without samples, then one line per sample, then the end of the watch. Lines are
 appended one by one, so a kill loses at most the last line. An incomplete last line is ignored. `WatchRecord.read` loads
 the whole file: one day with a sample every two seconds is 43,200 lines of about 1 KiB.
@@ -18,6 +19,7 @@ from plimsoll.records.base import Frozen, Record
 
 LineKind = Literal["machine", "swap", "shm", "cgroup", "data", "address", "budget", "gpu"]
 """The source of a limit.
+
 It is the machine's memory or swap, /dev/shm, a control group, RLIMIT_DATA, RLIMIT_AS, the budget of a run, or a GPU.
 """
 
@@ -28,6 +30,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 class ProcessUse(Frozen):
     """The memory of one process at one moment.
+
     Attributes:
         pid: process id.
         parent: process id of the parent.
@@ -59,6 +62,7 @@ class ProcessUse(Frozen):
 
 class Line(Frozen):
     """A limit, the memory used of it, and the time until it is reached.
+
     Attributes:
         kind: the source of the limit.
         name: a readable name, unique among the limits.
@@ -83,6 +87,7 @@ class Line(Frozen):
 
 class RunProgress(Frozen):
     """The progress of a run according to its metrics. Unknown values are ``None``.
+
     Rates are means over the last steps. ``used_bytes`` is the memory after the last step and ``peak_bytes`` its peak,
     as measured by the run: private memory on the CPU, allocated memory on CUDA. ``predicted_parts`` is the peak that
     the plan predicts, by category.
@@ -106,6 +111,7 @@ class RunProgress(Frozen):
 
 class WatchSample(Frozen):
     """One observation.
+
     Attributes:
         seconds: time since the watch began.
         processes: the watched processes, parents first; for a whole machine, the largest processes.
@@ -135,6 +141,7 @@ class WatchSample(Frozen):
 
 class WatchEnd(Frozen):
     """The end of a watch.
+
     Attributes:
         seconds: time since the watch began.
         how: ``stopped`` (only the watch ended), ``ended`` (the process exited, with ``exit_code``), ``killed`` (by a
@@ -152,6 +159,7 @@ class WatchEnd(Frozen):
 
 class WatchRecord(Record):
     """A watch: its subject, every sample in order, and its end.
+
     Attributes:
         subject: the name of the watched process, run or machine.
         wall_time: the date and time of the start.
@@ -184,6 +192,7 @@ class WatchRecord(Record):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a recording. An incomplete last line is ignored.
+
         Raises:
             RecordError: if the file cannot be read, or has a line that is not valid in a recording.
         """
@@ -219,6 +228,7 @@ def is_recording(path: Path) -> bool:
 
 def begin(path: Path, head: WatchRecord) -> None:
     """Create a new recording.
+
     Raises:
         OutputError: if the file exists already, or cannot be written.
     """
@@ -234,6 +244,7 @@ def begin(path: Path, head: WatchRecord) -> None:
 
 def append(path: Path, entry: WatchSample | WatchEnd) -> None:
     """Append a sample or the end of the watch to a recording, and flush it to the disk.
+
     Raises:
         OutputError: if the file cannot be written.
     """

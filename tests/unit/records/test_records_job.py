@@ -306,7 +306,10 @@ def test_a_step_of_so_many_tokens_has_as_many_samples_of_the_greatest_length(tmp
             ["task=token-classification", "data.on_the_fly=true", "data.long_texts=stop"],
             "job: data.on_the_fly True cannot be used with tagged words",
         ),
-        (["task=token-classification", "data.text=[a, b]"], "job: data.text ('a', 'b') cannot be used with tagged words"),
+        (
+            ["task=token-classification", "data.text=[a, b]"],
+            "job: data.text ('a', 'b') cannot be used with tagged words",
+        ),
         (
             ["task=token-classification", "data.augment={token_function: 'a:b'}"],
             "job: data.augment.token_function 'a:b'",
@@ -317,12 +320,12 @@ def test_a_step_of_so_many_tokens_has_as_many_samples_of_the_greatest_length(tmp
         (["data.augment={delete_word: 0.1}"], "data: augment changes words, which needs texts that are tokenized"),
         (
             ["tokenizer.min_count=2"],
-            "tokenizer: train: words alone has min_count: leave out what it has, or add `train",
+            "tokenizer: min_count needs train: words: leave it out, or add `train",
         ),
-        (["tokenizer=a.json", "tokenizer.lowercase=true"], "tokenizer: train: words alone has lowercase: leave out"),
+        (["tokenizer=a.json", "tokenizer.lowercase=true"], "tokenizer: lowercase needs train: words: leave it out"),
         (
             ["tokenizer=/a.json", "tokenizer.train=words"],
-            "tokenizer: train: words makes a tokenizer, and path '/a.json'",
+            "tokenizer: train: words and path '/a.json'",
         ),
         (["data.workers=true"], "data.workers: "),
         (["data.validation=''"], "data.validation: it is empty: give a path, a share"),
