@@ -31,9 +31,9 @@ def test_rows_of_the_words_are_taken_and_written(tmp_path: Path):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (WantedWords(), r"0 options say which words are wanted \(none\)"),
-        (WantedWords(vocabulary=Path("a"), corpus=("b",)), r"2 options say .* \(--vocabulary, --corpus\)"),
-        (WantedWords(vocabulary=Path("a"), max_words=3), "--max-words is for words counted with --corpus"),
+        (WantedWords(), r"0 options name the wanted words \(none\)"),
+        (WantedWords(vocabulary=Path("a"), corpus=("b",)), r"2 options name .* \(--vocabulary, --corpus\)"),
+        (WantedWords(vocabulary=Path("a"), max_words=3), "--max-words needs --corpus"),
     ],
 )
 def test_one_option_says_it_and_others_are_of_a_corpus(wanted: WantedWords, message: str):

@@ -165,9 +165,7 @@ class Source:
         # zipfile raises NotImplementedError for an unknown compression method, RuntimeError for a missing password.
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             if "encrypted" in str(error):
-                raise EmbeddingError(
-                    f"{self.path} is encrypted: unpack it with its password, and give the unpacked file"
-                ) from None
+                raise EmbeddingError(f"{self.path} is encrypted: give the unpacked file") from None
             raise EmbeddingError(f"cannot read the archive {self.path} ({error}): download it again") from None
 
 
