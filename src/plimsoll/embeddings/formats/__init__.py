@@ -107,7 +107,7 @@ class Vectors(Protocol):
 
         Returns:
             a mask of the words that have a vector, and a row for every word; ``None`` if the format cannot build
-                vectors.
+            vectors.
         """
         ...
 

@@ -179,7 +179,8 @@ class _Gzip:
         """Return up to ``num_bytes`` bytes, or none at the end.
 
         Raises:
-            EOFError: if the file is truncated. zlib.error: if it is damaged.
+            EOFError: if the file is truncated.
+            zlib.error: if it is damaged.
         """
         while True:
             packed = self._packed or self._raw.read(_PACKED_BYTES)
