@@ -34,7 +34,7 @@ def streamed_plan(**changes: object) -> InferencePlan:
         "dtype": "float32",
         "budget_bytes": 1016 * MIB,
         "limit_bytes": 1000 * MIB,
-        "limit_source": "budget - 16.0 MiB kept back",
+        "limit_source": "budget - 16.0 MiB headroom",
         "kept_back_bytes": 16 * MIB,
         "parts": (
             *(block(number, place) for number, place in enumerate(places)),

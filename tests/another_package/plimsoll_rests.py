@@ -1,6 +1,6 @@
-"""A technique that another package ships: what it takes to state one, and no more. It does nothing.
+"""A technique of another package with the minimum that a technique must declare. It does nothing.
 
-Numerics: none are changed, but it says so of none, so that a job has to allow it by its name.
+It changes no numerics, but declares `lossy`, so that a job has to allow it by name.
 """
 
 from contextlib import nullcontext
@@ -10,7 +10,7 @@ from plimsoll.techniques import Technique
 
 
 class Rests(Technique):
-    """`Technique`: nothing."""
+    """A `Technique` that does nothing."""
 
     name = "rests"
     numerics = "lossy"

@@ -1,4 +1,4 @@
-"""What contract tests of techniques share."""
+"""Fixtures of the contract tests of techniques."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from plimsoll.techniques import activation_offload
 
 @pytest.fixture
 def small_storages_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small storages are offloaded too: the models of these tests have no others."""
+    """Offload small storages, too: the models of these tests have no others."""
     monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1 << 10)

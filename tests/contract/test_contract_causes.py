@@ -1,4 +1,4 @@
-"""What every cause keeps: found on planted evidence, silent on clean evidence, with a page that says how."""
+"""The contract of causes: found on planted evidence, silent on clean evidence, and documented on a page."""
 
 from pathlib import Path
 

@@ -57,7 +57,7 @@ def test_use_grows_by_what_is_kept_and_the_peak_stays_until_the_reset(backend):
 def test_a_limit_raises_an_error_that_is_recognised_and_is_gone_afterwards(backend):
     in_use = max(backend.use().used_bytes, backend.use().reserved_bytes)
     budget_bytes = in_use + 1024 * MIB
-    too_many_bytes = 2 * budget_bytes  # where an allocator has reserved much, the data may pass the budget by as much
+    too_many_bytes = 2 * budget_bytes  # if an allocator has reserved much, data may exceed the budget by as much
     with backend.limited(budget_bytes):
         assert backend.use().limit_bytes is not None
         with pytest.raises((RuntimeError, MemoryError)) as caught:
@@ -78,10 +78,10 @@ def test_a_budget_that_cannot_be_enforced_is_refused(backend, budget_bytes):
 
 
 def test_the_baseline_is_the_smallest_budget_that_can_be_enforced(backend):
-    backend.baseline_bytes()  # starts what it counts
-    with backend.limited(backend.baseline_bytes() + 4 * MIB):  # other tests' threads may take a little in between
+    backend.baseline_bytes()  # starts the counters
+    with backend.limited(backend.baseline_bytes() + 4 * MIB):  # other tests' threads may allocate a little in between
         pass
-    too_small_bytes = backend.baseline_bytes() - 4 * MIB  # counted again: a limit makes the heap give memory back
+    too_small_bytes = backend.baseline_bytes() - 4 * MIB  # counted again: a limit makes the heap return memory
     with pytest.raises(BudgetError, match="cannot limit"), backend.limited(too_small_bytes):
         pass
 

@@ -1,4 +1,4 @@
-"""What every data format must do, for each module of `plimsoll.data.formats`: a new one is tested before it is used."""
+"""The contract of data formats, for each module of `plimsoll.data.formats`: a new format is tested automatically."""
 
 import csv
 import gzip
@@ -24,7 +24,7 @@ from plimsoll.errors import DataError
 
 MODULES = [module.name for module in pkgutil.iter_modules(formats.__path__) if not module.ispkg]
 
-# How each format writes texts into a file; a format is added here with its module.
+# How each format writes texts into a file. Add a format here together with its module.
 Writer = Callable[[Path, list[str]], None]
 
 
@@ -57,7 +57,7 @@ def write_gzip(path: Path, texts: list[str]) -> None:
 
 
 def write_tokens(path: Path, texts: list[str]) -> None:
-    """Each text is one word with a tag."""
+    """Write texts of one word with a tag."""
     rows = [{"tokens": [text], "tags": ["O" if number % 2 else "B-X"]} for number, text in enumerate(texts)]
     path.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
 
@@ -144,7 +144,7 @@ def test_a_stale_index_is_not_used(folder: Path, request: pytest.FixtureRequest)
     opened(folder)
     write_half_each(request.node.callspec.params["folder"], folder, TEXTS[::-1])
     for path in folder.iterdir():
-        os.utime(path, ns=(1, 1))  # an older file put in place is another file too
+        os.utime(path, ns=(1, 1))  # an older file in its place is a different file, too
     assert list(opened(folder)) == TEXTS[::-1]
 
 

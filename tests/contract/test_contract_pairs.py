@@ -1,7 +1,7 @@
-"""Techniques keep the contract together: every two that do not conflict, and some more that touch the same things.
+"""Techniques in combination: every two that do not conflict, and some more that touch the same things.
 
-The model is restored, and losses, gradients and weights are those of plain PyTorch (of what is lossy alone, where one
-of them is) as the weaker numerics declare.
+The model is restored. Losses, gradients and weights equal plain PyTorch's as the weaker numerics declare. If one
+technique is lossy, they are compared with that technique alone.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ pytestmark = pytest.mark.usefixtures("small_storages_leave")
 torch.set_num_threads(1)
 
 MODELS = ("gpt2", "bert", "lstm", "t5", "recurrent", "tagger")
-# All pairs of one model take a minute. Always: a transformer and an LSTM; in `make test-all` also those like the LSTM;
-# where they are asked for those like GPT-2. Each technique by itself meets all of them in the other contracts.
+# All pairs of one model take a minute. A transformer and an LSTM always run. `make test-all` adds models like the LSTM,
+# and models like GPT-2 run on request. The other contracts test each technique with all models.
 LATER = {"bert": pytest.mark.slow, "t5": pytest.mark.slow, "recurrent": pytest.mark.long, "tagger": pytest.mark.long}
 PAIRED = [pytest.param(name, marks=LATER.get(name, ())) for name in MODELS]
 
 
 def together(training: str, *names: str) -> tuple[Choice, ...]:
-    """The strongest choice of each; skips where one has nothing, or they conflict."""
+    """Return the strongest choice of each technique; skip if one is not available or they conflict."""
     choices = in_order(choices_of(name, training)[-1] for name in names)
     setup = setup_of(training, choices)
     reason = conflict_among(configuration_of(*choices), setup.workload(), setup.setting())
@@ -99,7 +99,7 @@ TOUCHING = [
 @pytest.mark.parametrize("phase", ["backward", "optimizer"])
 @pytest.mark.parametrize("names", TOUCHING, ids=" ".join)
 def test_memory_that_runs_out_takes_them_back_and_loses_nothing(names, phase):
-    """Twice in step 2: the next fallback has none of them, but for what is for the run, and comes to the same."""
+    """Memory runs out twice in step 2. The next fallback keeps only techniques for the whole run."""
     choices = together("gpt2", *names)
     setup = setup_of("gpt2", choices)
     lasting = [choice for choice in choices if technique_of(choice.technique).is_for_the_run]
@@ -107,7 +107,7 @@ def test_memory_that_runs_out_takes_them_back_and_loses_nothing(names, phase):
     with armed(phase, 2, 3):
         found = trained(setup, first, second)
     assert found.events
-    assert {event.phase for event in found.events} <= {phase, "backward"}  # in which some update
+    assert {event.phase for event in found.events} <= {phase, "backward"}  # some updates run in backward
     numerics = max(numerics_of(choices), numerics_of(tuple(lasting)), key=STRICTEST_FIRST.index)
     expected = expected_of(setup, second)
     require_the_same(found, expected, numerics, is_lossy=bool(lossy_of(choices)))

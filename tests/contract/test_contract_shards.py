@@ -1,7 +1,7 @@
-"""`fully_shard` keeps the contract of techniques, which `test_contract_techniques` cannot ask of one process.
+"""`fully_shard` in the contract of techniques, which `test_contract_techniques` cannot test in one process.
 
-One group of 2 ranks does all cases: the model is restored, losses, gradients and weights are those of one process,
-memory that runs out in any phase on one rank loses nothing, and so it is with every technique that may go with it.
+One group of 2 ranks runs all cases. The model is restored, and losses, gradients and weights equal one process.
+Memory that runs out in any phase on one rank loses nothing. The same holds with every compatible technique.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def alone(training: str) -> list[dict[str, Any]]:
 
 
 def with_others(training: str) -> list[dict[str, Any]]:
-    """The strongest choice of each that has something for this training, beside shards."""
+    """Return cases with shards and the strongest choice of each technique that is available for this training."""
     cases = []
     for name in sorted(one.name for one in TECHNIQUES.values() if one.works_on_shards):
         available = available_choices(name, training)
@@ -54,7 +54,7 @@ def out_of_memory(training: str, ways: tuple[dict[str, str], ...]) -> list[dict[
 def check(folder: Any, cases: list[dict[str, Any]]) -> None:
     of_ranks = run_cases(folder, 2, cases, seconds=60 + 20 * len(cases), program="shards_contract_program")
     for case, *found in zip(cases, *of_ranks, strict=True):
-        assert found[0] == found[1] or case["phase"] == "optimizer", case  # a part of it is mended where it failed
+        assert found[0] == found[1] or case["phase"] == "optimizer", case  # updates are repeated in part
         if "phase" in case:
             assert {phase for events in found for phase, _ in events} <= {case["phase"]}, case
             assert found[case["rank"]], case

@@ -1,7 +1,7 @@
-"""What every way to make a model smaller promises, on each sort of model.
+"""The contract of all methods that make a model smaller, on each kind of model.
 
-A method is listed once (`plimsoll.compression.methods`) and is then tried here, by the strongest choice it offers, on
-each model of `shrink_models`. Where it offers none, the reason is what is looked at.
+A method is listed once (`plimsoll.compression.methods`). It is then tested here on each model of `shrink_models`, with
+its strongest available choice. If it offers none, the test checks its reason.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ CASES = [(method, model) for method in SHRINKERS for model in MODELS]
 
 
 def choices_for(method: str, given: Bundle) -> tuple[Choice, ...] | str:
-    """What is offered, or the reason why nothing is."""
+    """Return the available choices, or the reason against the method."""
     return SHRINKERS[method].choices(given)
 
 
 def case(method: str, name: str) -> tuple[Bundle, Choice, Calibration]:
-    """A model with the strongest choice that is offered; the test is over where there is none."""
+    """Return a model with the strongest available choice; skip if no choice is available."""
     given = bundle(name)
     found = choices_for(method, given)
     if isinstance(found, str):
@@ -54,7 +54,7 @@ def case(method: str, name: str) -> tuple[Bundle, Choice, Calibration]:
 
 
 def weights_of(model: nn.Module) -> list[tuple[str, torch.Size, bytes]]:
-    """Names, shapes and bits."""
+    """Return names, shapes and bits of the weights."""
     return [
         (f"{name} {inner}", part.shape, repr(part.detach().flatten().tolist()).encode())
         for name, value in model.state_dict().items()
@@ -64,7 +64,7 @@ def weights_of(model: nn.Module) -> list[tuple[str, torch.Size, bytes]]:
 
 
 def shapes_of(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
-    """Names, shapes and types of the weights, each once."""
+    """Return names, shapes and types of the weights, each once."""
     return [(name, value.shape, value.dtype) for name, value in model.named_parameters()]
 
 
@@ -141,7 +141,7 @@ def test_it_is_saved_and_loaded_with_the_same_outputs(method, name, tmp_path):
     wanted = outputs(given.model, ids_BT)
     save_bundle(given, tmp_path / "small")
     loaded = load_model(tmp_path / "small")
-    # Where a tensor lies in memory decides the order of sums; in bfloat16 that is a digit.
+    # The address of a tensor determines the order of sums; in bfloat16 that changes a digit.
     near = {"rtol": 1e-2, "atol": 1e-2} if wanted.dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(outputs(loaded.model, ids_BT), wanted, **near)
     assert weights_of(loaded.model) == weights_of(given.model) or method == "int4", "bits of int4 are packed anew"

@@ -1,4 +1,4 @@
-"""What techniques say of themselves: in the words that there are, of what there is, and as they do when installed."""
+"""The declared fields of techniques: valid words and references, and behaviour that matches them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("small_storages_leave")
 
 every_technique = pytest.mark.parametrize("name", TECHNIQUES)
 
-# First what changes the training or moves states and parameters, which stays at work from one fallback to the next.
+# First the techniques that change the training or move states and parameters, which stay active across fallbacks.
 IN_ORDER = [
     "autocast", "lora", "adaptive_softmax", "adafactor", "low_bit_optimizer", "fully_shard", "micro_batch", "by_length",
     "optimizer_kernel", "optimizer_offload", "parameter_offload", "layer_streaming", "attention", "chunked_loss",

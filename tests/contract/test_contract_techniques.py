@@ -1,8 +1,8 @@
-"""Every technique of the registry keeps the contract, on every kind of model that it has something for.
+"""The contract of techniques: every one of the registry, on every kind of model for which it is available.
 
-It restores what it was installed on; losses, gradients and weights are those of plain PyTorch as its numerics declare;
-memory that runs out in any phase loses nothing; and a dry run with it allocates what a run with it does. What several
-do together is in `test_contract_pairs`.
+A technique restores the objects on which it was installed. Losses, gradients and weights equal plain PyTorch's as its
+numerics declare. Memory that runs out in any phase loses nothing. A dry run with it allocates the memory of a real run
+with it. `test_contract_pairs` tests combinations.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ pytestmark = pytest.mark.usefixtures("small_storages_leave")
 
 torch.set_num_threads(1)
 
-PHASES = tuple(phase for phase in PHASES_OF_A_STEP if phase != "fetch")  # which is not the step's
-# The prediction counts what their kernels take inside, which a recorder of tensors cannot see: up to this share of what
-# the plain training needs, for a technique that makes tensors fewer leaves kernels as they are.
+PHASES = tuple(phase for phase in PHASES_OF_A_STEP if phase != "fetch")  # fetching is outside the step
+# The prediction includes memory inside kernels, which a recorder of tensors cannot see. It may exceed the recorded peak
+# by this share of the plain training's peak, since techniques that shrink tensors leave kernels unchanged.
 UNSEEN_SHARE = {"lstm": 0.16, "cnn": 0.16, "tagger": 0.21}
-COPIED_HEAD_BYTES = 4 * (16 * 3 + 3)  # a dry run counts the head, which peft copies, once more
-# A dry run takes every token to be of the last cluster, which has all words but a fifth.
+COPIED_HEAD_BYTES = 4 * (16 * 3 + 3)  # a dry run counts the head twice, because peft copies it
+# A dry run assigns every token to the last cluster, which has four fifths of the vocabulary.
 ALL_RARE_BYTES = 2 * 4 * BATCH_SIZE * LENGTH * LARGE_VOCABULARY
 
 every_technique = pytest.mark.parametrize("name", TECHNIQUES)
@@ -90,7 +90,7 @@ def test_the_training_is_that_of_plain_pytorch(name, training):
 
 
 def require_learning(setup: Setup, choice: Choice) -> None:
-    """On one batch again and again: another one may be harder."""
+    """Train on the same batch again and again, since another one may be harder, and require a lower loss."""
     step = setup.step([configuration_of(choice)])
     losses = [step(setup.case.batches()[0]).loss for _ in range(2 * NUM_STEPS)]
     assert losses[-1] < losses[0]
@@ -101,7 +101,7 @@ def require_learning(setup: Setup, choice: Choice) -> None:
 
 
 def training_for(name: str) -> str:
-    """The first training that has something for it and may be cut."""
+    """Return the first training for which the technique is available and which may be split."""
     cut = [training for training, case in TRAININGS.items() if not case.has_batch_norm]
     return next((training for training in cut if not isinstance(available_choices(name, training), str)), cut[0])
 
@@ -109,14 +109,14 @@ def training_for(name: str) -> str:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "phase"), list(product(TECHNIQUES, PHASES)))
 def test_memory_that_runs_out_in_any_phase_loses_nothing(name, phase):
-    """Twice in step 2, so that the next fallback is taken; an update in chunks goes on with these."""
+    """Memory runs out twice in step 2, so that the next fallback is used. An update in chunks continues."""
     training = training_for(name)
     choice = choices_of(name, training)[-1]
-    setup = setup_for(training, [name])._replace(dropout=0.0)  # other cuts draw other masks
+    setup = setup_for(training, [name])._replace(dropout=0.0)  # other micro-batches draw other masks
     if not lossy_of((choice,)):
         setup = setup._replace(optimizer="sgd")
     first, second = configuration_of(choice), configuration_of(choice, samples=BATCH_SIZE // 2)
-    if conflict_among(second, setup.workload(), setup.setting()) is not None:  # it needs the whole batch
+    if conflict_among(second, setup.workload(), setup.setting()) is not None:  # the technique needs the whole batch
         second = configuration_of(samples=BATCH_SIZE // 2)
     fallbacks = (configuration_of(WHOLE), first) if name == "micro_batch" else (first, second)
     with armed(phase, 2, 3):
@@ -135,7 +135,7 @@ def live_peak_bytes(setup: Setup, fallback: tuple[Choice, ...], is_real: bool) -
     model, optimizer = setup.fresh()
     options: dict[str, Any] = {"units": setup.case.units, "clip_norm": setup.clip_norm, "fallbacks": [fallback]}
     options["position"] = position
-    batch = {name: tensor.clone() for name, tensor in setup.case.batches()[0].items()}  # and not a view of the epoch
+    batch = {name: tensor.clone() for name, tensor in setup.case.batches()[0].items()}  # not a view of the epoch
     if not is_real:
         with _stage(CpuLowering(), position, keeps_all=True) as stage:
             fake_model, fake_optimizer = stage.fake_training(model, optimizer)
@@ -174,7 +174,7 @@ def test_a_dry_run_with_it_needs_what_a_run_with_it_needs(name, training):
     choices = choices_of(name, training)
     fallback = configuration_of(
         choices[1] if name == "micro_batch" else choices[-1]
-    )  # a pass of one sample is done 8 times
+    )  # a pass of one sample is tried 8 times
     setup = setup_for(training, [name])._replace(dropout=0.0)
     predicted_bytes, measured_bytes = (live_peak_bytes(setup, fallback, is_real) for is_real in (False, True))
     most_more = COPIED_HEAD_BYTES if (name, training) == ("lora", "bert") else 0

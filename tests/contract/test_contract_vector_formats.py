@@ -1,4 +1,4 @@
-"""What every format of word vectors must do, for each module of `plimsoll.embeddings.formats`."""
+"""The contract of word vector formats, for each module of `plimsoll.embeddings.formats`."""
 
 import gzip
 import pickle
@@ -26,13 +26,13 @@ from vector_files import RECORDED, expected
 PAGES = Path(__file__).parents[2] / "docs" / "embeddings"
 NAMES = [module.name for module in pkgutil.iter_modules(formats.__path__) if not module.ispkg]
 
-# Words that all formats can hold, and numbers of all sizes.
+# Words that all formats can store, and numbers of all magnitudes.
 WORDS = ["the", "été", "U.S.", "\U0001f600", "a\u2028b", "-", "0.5", "w" * 40, "The"]
 MATRIX = (np.random.default_rng(0).normal(size=(len(WORDS), 4)) * 10.0 ** np.arange(-3, 1)).astype(np.float32)
 
 
 class Example(NamedTuple):
-    """A small file, and what is in it."""
+    """A small file and its contents."""
 
     path: Path
     words: list[bytes] = [word.encode() for word in WORDS]
@@ -86,8 +86,8 @@ def table(folder: Path) -> Example:
     return Example(folder / "x.safetensors")
 
 
-# How a small file of each format is made: in a folder of its own, where other files that belong to it may lie beside
-# it. A format is added here with its module.
+# How a small file of each format is made, in its own folder, because a format may need further files. Add a format here
+# together with its module.
 EXAMPLES: dict[str, Callable[[Path], Example]] = {
     "glove": glove,
     "word2vec_text": word2vec_text,
@@ -97,9 +97,9 @@ EXAMPLES: dict[str, Callable[[Path], Example]] = {
     "npy": npy,
     "table": table,
 }
-# Formats of lines: of a last line without its end nothing says whether digits are missing, ...
+# Formats of lines: if the last line has no line break, digits may be missing, ...
 OF_LINES = {"glove", "word2vec_text"}
-# ... and where no number of words is promised, nor whether lines are.
+# ... and without a promised number of words, lines may be missing, too.
 WITHOUT_END = {"glove"}
 
 MOST_CUTS = 300
@@ -124,7 +124,7 @@ def blocks(path: Path, wanted: Collection[bytes] | None = None) -> Iterator[Bloc
 
 
 def read(path: Path, wanted: Collection[bytes] | None = None) -> tuple[list[bytes], np.ndarray, int]:
-    """Return words, vectors, and how many words the file has, none of which may have a fault."""
+    """Return words, vectors and the number of words in the file, none of which may be faulty."""
     words, rows, num_words = [], [], 0
     for block in blocks(path, wanted):
         read = block.rows(np.arange(len(block.words)))
@@ -139,7 +139,7 @@ def read(path: Path, wanted: Collection[bytes] | None = None) -> tuple[list[byte
 
 
 def alone(example: Example) -> bool:
-    """Whether no other file belongs to it."""
+    """Return whether the example consists of one file."""
     return len(list(example.path.parent.iterdir())) == 1
 
 
@@ -203,7 +203,7 @@ def test_wanted_words_come_with_their_rows_and_all_are_counted(example: Example)
     for words in (frozenset([*wanted, *absent]), dict.fromkeys([*wanted, *absent]).keys(), [*wanted, *absent]):
         found, rows, num_words = read(example.path, words)
         kept = [index for index, word in enumerate(found) if word in wanted]
-        assert {*found} <= {*wanted}  # the others may be left out, and are
+        assert {*found} <= {*wanted}  # the others may be left out
         assert [found[index] for index in kept] == wanted
         assert rows[kept].tobytes() == example.matrix[indexes].tobytes()
         assert num_words == len(example.words)
@@ -250,7 +250,7 @@ def test_a_packed_file_is_read_in_place(example: Example, name: str, packing: st
 
 
 def usable(path: Path) -> tuple[list[tuple[bytes, bytes]], int]:
-    """Return the words that can be used with their vectors, and how many faults there are."""
+    """Return the usable words with their vectors, and the number of faults."""
     opened = open_file(path)
     faults = FaultList(opened, strict=False)
     found = []
@@ -264,7 +264,7 @@ def usable(path: Path) -> tuple[list[tuple[bytes, bytes]], int]:
 
 
 def places(num_bytes: int, generator: np.random.Generator) -> list[int]:
-    """Return all places of a file, or some of a large one, those near its begin and end among them."""
+    """Return all positions in a file, or for a large file some, including those near its start and end."""
     if num_bytes <= MOST_CUTS:
         return [*range(num_bytes)]
     ends = MOST_CUTS // 4
@@ -283,7 +283,7 @@ def test_a_file_that_is_cut_anywhere_says_so_and_gives_no_wrong_numbers(example:
     first_cut = plain.index(b"\n") + 1 if name in WITHOUT_END and not is_packed else 0
     for kept in places(len(raw), np.random.default_rng(0)):
         if kept < first_cut:
-            continue  # a file of one line: nothing says how many numbers there were
+            continue  # in a file of one line the number of columns is unknown
         example.path.write_bytes(raw[:kept])
         try:
             found, num_faults = usable(example.path)

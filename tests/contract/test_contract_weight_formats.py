@@ -1,4 +1,4 @@
-"""Every format of weights: a file gives back the tensors that were saved, and damage is a `WeightsError`."""
+"""The contract of weight formats: a file returns the saved tensors, and damage raises `WeightsError`."""
 
 from pathlib import Path
 

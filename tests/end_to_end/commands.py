@@ -1,4 +1,4 @@
-"""Real `plimsoll` processes: started, signalled and watched from outside, and what they left behind, read."""
+"""Real `plimsoll` processes, controlled with signals, watched from outside, and the files that they leave."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import plimsoll
 from plimsoll.device.process import private_bytes
 from plimsoll.records.run import Line, StartLine, StepLine, read_lines
 
-CORPUS = Path(json.__file__).parent  # real text that is on every machine: sources of Python's standard library
+CORPUS = Path(json.__file__).parent  # real text on every machine: the source of Python's standard library
 SOURCES = Path(plimsoll.__file__).parents[1]
 LONGEST_SECONDS = 120
 
@@ -31,7 +31,7 @@ SMALL_JOB = {
     "data": {"train": str(CORPUS / "*.py"), "validation": 0.1},
     "tokenizer": {"vocab_size": 400},
     "sequence_length": 64,
-    "batch_size": 16,  # some 24 batches an epoch, the last one smaller
+    "batch_size": 16,  # some 24 batches per epoch, the last one smaller
     "optimizer": {"lr": 1e-2, "clip_norm": 1.0},
     "steps": 5,
     "checkpoint": {"every": 2, "keep": 2},
@@ -39,19 +39,19 @@ SMALL_JOB = {
 
 
 def write_job(path: Path, **changes: object) -> Path:
-    """Write the small job with some of its fields replaced."""
+    """Write the small job with some fields replaced."""
     path.write_text(yaml.safe_dump(SMALL_JOB | changes), encoding="utf-8")
     return path
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment, in which a subprocess finds plimsoll and `slow_models`."""
+    """Return the environment for a subprocess, in which it finds plimsoll and `slow_models`."""
     paths = os.pathsep.join([str(SOURCES), str(Path(__file__).parent)])
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | variables
 
 
 def start(*arguments: object, before: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
-    """Start a command, in a process group of its own; ``before`` is a command that executes it."""
+    """Start a command in its own process group; `before` is a command that executes it."""
     command = [*before, sys.executable, "-m", "plimsoll", *map(str, arguments)]
     return subprocess.Popen(
         command,
@@ -64,13 +64,13 @@ def start(*arguments: object, before: tuple[str, ...] = (), **variables: str) ->
 
 
 def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    """Wait for the end of a command."""
+    """Wait for the end of a command and return its result."""
     out, err = process.communicate(timeout=LONGEST_SECONDS)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def plimsoll(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
+    """Run a command to its end and return its result."""
     return finish(start(*arguments, **variables))
 
 
@@ -82,7 +82,7 @@ def trained(*arguments: object, **variables: str) -> subprocess.CompletedProcess
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], pause_seconds: float = 0.005) -> None:
-    """Wait for something that a running command brings about."""
+    """Wait until a condition holds, while a command is running."""
     deadline = time.monotonic() + LONGEST_SECONDS
     while not condition():
         assert process.poll() is None, f"it ended with {process.returncode}: {process.communicate()}"
@@ -91,7 +91,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], pa
 
 
 def worker_of(process: subprocess.Popen[str]) -> psutil.Process | None:
-    """The training process that a `plimsoll train` supervises, once it is there."""
+    """Wait for the training process that `plimsoll train` supervises, and return it."""
     for child in psutil.Process(process.pid).children():
         try:
             if "train-worker" in child.cmdline():
@@ -109,8 +109,8 @@ def wait_for_worker(process: subprocess.Popen[str]) -> psutil.Process:
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
-    """Kill the supervisor and its training process, as if the machine had lost its power."""
-    process.send_signal(signal.SIGSTOP)  # so that it starts nothing in between
+    """Kill the supervisor and its training process, as a power failure would."""
+    process.send_signal(signal.SIGSTOP)  # so that it starts no process in between
     worker = worker_of(process)
     process.kill()
     if worker is not None:
@@ -121,24 +121,24 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 
 
 def lines_of(run: Path) -> list[Line]:
-    """The metrics so far."""
+    """Return all lines of the metrics."""
     return list(read_lines(run / "metrics.jsonl")) if (run / "metrics.jsonl").is_file() else []
 
 
 def steps_of(run: Path) -> list[StepLine]:
-    """The optimizer steps in the metrics."""
+    """Return the optimizer steps in the metrics."""
     return [line for line in lines_of(run) if isinstance(line, StepLine)]
 
 
 def steps_since_start(run: Path, num_starts: int) -> int:
-    """Steps done by the training process that was started as the ``num_starts``-th."""
+    """Return the steps of the training process that was started as number `num_starts`."""
     lines = lines_of(run)
     starts = [place for place, line in enumerate(lines) if isinstance(line, StartLine)]
     return sum(isinstance(line, StepLine) for line in lines[starts[-1] :]) if len(starts) >= num_starts else 0
 
 
 def learned(run: Path) -> dict[str, torch.Tensor]:
-    """Every tensor a run ends with: of the saved model, and of the last checkpoint with its optimizer."""
+    """Return the final tensors of a run: the saved model, and the last checkpoint with its optimizer."""
     last = max((run / "checkpoints").iterdir())
     model = torch.load(last / "model.pt", weights_only=True)
     states = torch.load(last / "optimizer.pt", weights_only=True)["state"]
@@ -154,7 +154,7 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 
 
 def assert_each_sample_once(steps: list[StepLine], num_steps: int) -> None:
-    """The steps are 1 to ``num_steps``, once each, and their samples tile the epochs without a gap or an overlap."""
+    """Assert that steps 1 to `num_steps` occur once each, and that their samples cover each epoch exactly once."""
     assert [step.step for step in steps] == list(range(1, num_steps + 1))
     epoch, position = 0, 0
     for step in steps:
@@ -167,7 +167,7 @@ def assert_each_sample_once(steps: list[StepLine], num_steps: int) -> None:
 
 
 class PeakWatch:
-    """The most private memory that a process is seen to use, read from outside every few milliseconds."""
+    """The peak of a process's private memory, read from outside every few milliseconds."""
 
     def __init__(self, pid: int) -> None:
         self.peak_bytes = 0

@@ -1,6 +1,6 @@
-"""Models for job files (`model: leaky_models:collects`) of users who keep too much from step to step, each in its way.
+"""Models for job files (`model: leaky_models:collects`) that keep too much from step to step, each in its own way.
 
-All are the language model of `_Model`: its outputs are 128 float32 a token, 512 bytes.
+All are the language model of `_Model`: its outputs are 128 float32 per token, 512 bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ARRAY_BYTES = 4 << 20
 
 
 class _Model(nn.Module):
-    """A recurrent language model that is called as the Hugging Face ones are."""
+    """A recurrent language model with the interface of Hugging Face models."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _Model(nn.Module):
 
 
 class Healthy(_Model):
-    """Keeps the state, detached, and the last output, with the graph of the last step only."""
+    """A model that keeps its detached state and its last output, with the graph of the last step only."""
 
     state: Tensor | None = None
     last_output: Tensor | None = None
@@ -53,7 +53,7 @@ class Healthy(_Model):
 
 
 class Collects(_Model):
-    """Looks at its outputs later, all of them."""
+    """A model that collects all its outputs with their graphs."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
@@ -67,7 +67,7 @@ class Collects(_Model):
 
 
 class Averages(_Model):
-    """Keeps a running mean of its outputs, which no loss is made of."""
+    """A model that keeps a running mean of its outputs, which no loss uses."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
@@ -81,7 +81,7 @@ class Averages(_Model):
 
 
 class FeedsBack(_Model):
-    """Begins each batch with the state that the last one ended with."""
+    """A model that starts each batch with the final state of the previous one, with its graph."""
 
     hidden: Tensor | None = None
 
@@ -94,7 +94,7 @@ class FeedsBack(_Model):
 
 
 class Hoards(_Model):
-    """Keeps 4 MiB of numbers a step, which have nothing to do with a graph."""
+    """A model that keeps 4 MiB of numbers per step, which are in no graph."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)

@@ -1,4 +1,4 @@
-"""Models for job files (`model: slow_models:slow`): an LSTM whose steps take as long, or as much memory, as needed."""
+"""Models for job files (`model: slow_models:slow`): an LSTM whose steps take extra time or extra memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def lstm(vocab_size: int) -> nn.Module:
 
 
 def slow(vocab_size: int) -> nn.Module:
-    """Each forward pass takes 40 ms longer, asleep."""
+    """Build a model whose forward pass sleeps for 40 ms."""
     return with_hook(lstm(vocab_size), lambda: time.sleep(STEP_SECONDS))
 
 
 def endless(vocab_size: int) -> nn.Module:
-    """The first step does not end."""
+    """Build a model whose first step does not end."""
     return with_hook(lstm(vocab_size), lambda: time.sleep(FOREVER_SECONDS))
 
 
@@ -41,7 +41,7 @@ def with_hook(model: nn.Module, action: Any) -> nn.Module:
 
 
 def growing(vocab_size: int) -> nn.Module:
-    """From the ninth training pass on, each needs 32 MiB more per sample; the count, a buffer, is resumed too."""
+    """Build a model that needs 32 MiB more per sample from its ninth training pass on; a buffer counts the passes."""
     model = lstm(vocab_size)
     model.register_buffer("num_passes", torch.zeros((), dtype=torch.int64))
 

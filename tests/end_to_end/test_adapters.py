@@ -1,6 +1,6 @@
-"""Memory that runs out at batch 5 of 8, for real, in other people's loops: 64 of 64 samples exactly once.
+"""Real out-of-memory errors at batch 5 of 8 in other libraries' loops: each of 64 samples is trained exactly once.
 
-It is what Hugging Face's ``auto_find_batch_size`` is asked for, which begins anew and trains half of them twice.
+This is the use case of Hugging Face's `auto_find_batch_size`, which restarts and trains half of them twice.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.cold  # the limit is as near as what a process takes by itself
+pytestmark = pytest.mark.cold  # the limit is close to the memory of the process itself
 
 PROGRAM = Path(__file__).parent.parent / "adapter_program.py"
 

@@ -1,4 +1,4 @@
-"""`plimsoll apply` as users run it: killed and given again, stopped by Ctrl-C, inside a limit that is real."""
+"""`plimsoll apply` as users run it: killed and repeated, stopped by Ctrl-C, and inside a real limit."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def undisturbed(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactor
     return out
 
 
-# Children of one process that has imported everything: a kill each costs no start of an interpreter. Every other kill
-# comes at any moment, also before there is a row; the others some moment after another block is written. Blocks are
-# written by a slow disk, so that 20 kills come before the end.
+# The runs are forked from one process that has imported everything, so that a kill does not cost a start of the
+# interpreter. Every other kill comes at a random moment, also before there is a row. The others come shortly after
+# another block is written. Blocks are written slowly, so that 20 kills come before the end.
 KILLED = """
 import json, os, random, signal, sys, time
 from pathlib import Path
@@ -90,14 +90,14 @@ print(json.dumps([kills, done]))
 def test_of_an_interrupted_apply_no_row_is_lost_or_doubled(
     model: Path, data: Path, undisturbed: Path, tmp_path: Path, num_kills: int
 ) -> None:
-    """SIGKILL at random moments; then it is let to its end, and the output is the undisturbed one's bytes."""
+    """SIGKILL comes at random moments. Then the run finishes, and its output has the bytes of the undisturbed run."""
     out = tmp_path / "y.jsonl"
     ended = run_program(KILLED, model, data, out, num_kills, 0)
     assert ended.returncode == 0, ended.stderr
     kills, done = json.loads(ended.stdout)
     assert kills == num_kills, done
     assert done[:-1] == sorted(done[:-1])  # no finished block is lost
-    assert any(0 < rows < NUM_ROWS for rows in done)  # the kills were inside
+    assert any(0 < rows < NUM_ROWS for rows in done)  # the kills came in the middle
     assert out.read_bytes() == undisturbed.read_bytes()
     assert [row["row"] for row in read_rows(out)] == list(range(NUM_ROWS))
     assert os.listdir(tmp_path) == ["y.jsonl"]
@@ -127,7 +127,7 @@ def test_after_ctrl_c_the_same_command_goes_on(
     stdout, stderr = process.communicate(timeout=LONGEST_SECONDS)
     assert process.returncode == code, stderr
     assert json.loads(stdout)["error"] == "Interrupted"
-    assert "rows written: give the same command again to go on" in stderr
+    assert "rows written: run the same command again to resume" in stderr
     assert not out.exists()
     done = plimsoll("apply", model, "--data", data, "--out", out, "--keep", "id", *OPTIONS, "--json")
     facts = json.loads(done.stdout)
@@ -149,7 +149,7 @@ def test_what_is_different_is_named_and_force_begins_again(model: Path, data: Pa
     assert json.loads(again.stdout)["first_row"] == 0
 
 
-# A pass of 64 texts of 512 tokens wants some hundred MiB more than one of a few; the limit is what there is and 200.
+# A pass of 64 texts of 512 tokens needs some hundred MiB more than a small one. The limit leaves 200 MiB.
 IN_A_LIMIT = """
 import json, sys
 from contextlib import nullcontext
@@ -187,7 +187,7 @@ def test_inside_a_real_limit_the_results_are_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(model: Path, tmp_path: Path) -> None:
-    """Nine times the rows, and no more than a few MiB on top."""
+    """With nine times the rows the peak grows by a few MiB at most."""
     peaks = list[int]()
     for num_rows in (1_000, 9_000):
         data = write_rows(tmp_path / f"{num_rows}.jsonl", some_texts(num_rows, most_words=5))

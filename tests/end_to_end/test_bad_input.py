@@ -1,6 +1,7 @@
-"""What cannot be used is refused by `plimsoll train` with one message, exit code 2 and nothing on standard output.
+"""Invalid input of `plimsoll train`: one message, exit code 2 and nothing on standard output.
 
-The messages themselves are in tests/golden/errors, with the test's folder and what differs between machines replaced.
+The messages are in tests/golden/errors, with placeholders for the test's folder and for parts that depend on the
+machine.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ DIFFERS = re.compile(r"\d+(\.\d+)? [KMGT]iB|(?<=CRC )[0-9a-f]{8}|(?<=and )[0-9a-
 
 
 def tiny_job(folder: Path, **changes: object) -> Path:
-    """Write a job of a few seconds, and a text for it, into ``folder``."""
+    """Write a job of a few seconds and a text for it into `folder`."""
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(SENTENCES)
     return write_job(folder / "job.yaml", **TINY | {"data": {"train": str(folder / "text.txt")}} | changes)
 
 
 def refused(*arguments: object) -> str:
-    """Run `plimsoll train`, which must refuse with one message; returns the message."""
+    """Run `plimsoll train`, which must refuse with one message, and return the message."""
     done = plimsoll("train", *arguments)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert "Traceback" not in done.stderr
@@ -52,7 +53,7 @@ def refused(*arguments: object) -> str:
 
 
 def without_machine(message: str, folder: Path) -> str:
-    """A message as it is on every machine and in every folder."""
+    """Replace the parts of a message that depend on the machine or the folder."""
     return DIFFERS.sub("<n>", message.replace(str(folder), "<folder>"))
 
 
@@ -60,7 +61,7 @@ def whole_checkpoints(run: Path) -> list[str]:
     return sorted(folder.name for folder in (run / "checkpoints").iterdir() if (folder / "manifest.json").is_file())
 
 
-_SLOW = pytest.mark.slow  # for cases that are like another: each takes seconds
+_SLOW = pytest.mark.slow  # for cases that resemble another one: each takes seconds
 _LIKE_OTHERS = ("binary-text", "text-not-utf-8", "empty-text")
 
 # -- refused before a training process runs ----------------------------------------------------------------------------
@@ -104,7 +105,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 def test_a_job_with_a_wrong_field(case, golden, tmp_path):
     job = tiny_job(tmp_path, **FIELDS[case])
     golden(f"errors/{case}.txt", without_machine(refused(job, "--out", tmp_path / "run"), tmp_path))
-    assert not (tmp_path / "run" / "data").exists()  # nothing was tokenised for it
+    assert not (tmp_path / "run" / "data").exists()  # nothing was tokenized for it
 
 
 def test_an_out_that_exists_is_left_as_it_is(golden, tmp_path):
@@ -131,12 +132,12 @@ def test_an_out_without_permission(golden, tmp_path):
 
 
 def test_a_budget_below_what_exists_before_the_first_step(golden, tmp_path):
-    """140 MiB: more than every process takes, and less than one that trains."""
+    """140 MiB are more than any process takes at its start, and less than a training takes."""
     message = refused(tiny_job(tmp_path), "--out", tmp_path / "run", "--budget", "140MiB", "--no-plan")
     golden("errors/budget.txt", without_machine(message, tmp_path))
     needed = re.search(r"([\d.]+) MiB are needed", message)
     assert needed is not None
-    assert float(needed[1]) > 100  # no interpreter with torch is smaller
+    assert float(needed[1]) > 100  # an interpreter with torch needs more
 
 
 def test_a_budget_that_no_process_keeps(golden, tmp_path):
@@ -147,7 +148,7 @@ def test_a_budget_that_no_process_keeps(golden, tmp_path):
 
 @pytest.fixture(scope="module")
 def nan_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run of seed 1 whose loss became NaN, and what it said."""
+    """Run with seed 1 until the loss becomes NaN, and return the run directory and the message."""
     folder = tmp_path_factory.mktemp("nan")
     run = folder / "run"
     job = tiny_job(folder, seed=1, steps=50, optimizer={"lr": 1e12}, checkpoint={"every": 1, "keep": 99})
@@ -166,7 +167,7 @@ def test_a_nan_loss_names_the_step_and_the_last_good_checkpoint(nan_run, golden)
 
 @pytest.fixture(scope="module")
 def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps, with checkpoints of steps 2 and 4."""
+    """Return a run of four steps, with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("good")
     trained(tiny_job(folder), "--out", folder / "run")
     return folder / "run"
@@ -178,7 +179,7 @@ def test_a_torn_checkpoint_is_refused_and_the_good_one_works(good_run, golden, t
     weights = run / "checkpoints" / "step-00000004" / "model.pt"
     os.truncate(weights, weights.stat().st_size - 100)
     told = without_machine(refused("--resume", "--out", run, "--set", "steps=6"), tmp_path)
-    golden("errors/torn-checkpoint.txt", re.sub(r"\d+ bytes|(?<=were )\d+", "<n>", told))
+    golden("errors/torn-checkpoint.txt", re.sub(r"\d+ bytes|(?<=expected )\d+", "<n>", told))
     trained("--resume", "--from-step", 2, "--out", run)
     assert [step.loss for step in steps_of(run)] == losses
     assert_each_sample_once(steps_of(run), 4)
@@ -199,7 +200,7 @@ def test_a_foreign_checkpoint_is_refused_and_the_good_one_named(good_run, nan_ru
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 16 MiB on which two and a half checkpoints fit, until ``ballast`` is removed."""
+    """Return a disk of 16 MiB on which two and a half checkpoints fit, until `ballast` is removed."""
     disk = tmp_path / "disk"
     disk.mkdir()
     size = 16 << 20

@@ -1,4 +1,4 @@
-"""sentence-transformers' trainer with in-batch negatives: embedded in slices, its losses and weights are its own."""
+"""sentence-transformers' trainer with in-batch negatives: embedded in slices, with unchanged losses and weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH_SIZE, NUM_COLUMNS, NUM_WORDS = 8, 3, 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A BERT and its tokenizer."""
+    """Return a folder with a BERT model and its tokenizer."""
     folder = tmp_path_factory.mktemp("encoder")
     words = {"[PAD]": 0, "[UNK]": 1} | {f"w{number}": number for number in range(2, NUM_WORDS)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 
 def trainer_of(folder, tmp_path, is_cached=False):
-    """A trainer of two steps, and its model."""
+    """Return a trainer of two steps and its model."""
     from sentence_transformers.sentence_transformer import losses, modules
 
     parts = [modules.Transformer(str(folder), max_seq_length=16), modules.Pooling(16)]
@@ -66,7 +66,7 @@ def trainer_of(folder, tmp_path, is_cached=False):
 
 
 def trained(folder, tmp_path, protect, is_cached=False):
-    """The losses of two steps, and the weights after them."""
+    """Return the losses of two steps and the weights after them."""
     trainer, model = trainer_of(folder, tmp_path, is_cached)
     with protect(trainer):
         trainer.train()
@@ -104,7 +104,7 @@ def test_memory_that_runs_out_is_followed_by_smaller_slices_of_the_whole_batch(f
 
 @pytest.mark.parametrize("units", [None, "samples"])
 def test_where_memory_runs_out_it_is_not_cut_and_told_of_the_cached_loss(folder, tmp_path, units):
-    """Also by the units that its mean is over."""
+    """The units of the loss's mean do not change this."""
     trainer, model = trainer_of(folder, tmp_path)
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
     with (

@@ -1,4 +1,4 @@
-"""Trainings on tables, by length, packed and tokenized on the fly; and `plimsoll data` as a new user types it."""
+"""Trainings on tables, by length, packed and tokenized on the fly, and `plimsoll data` as a new user types it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Paragraphs of the standard library's sources, labelled with how long they are."""
+    """Write a table of paragraphs from the standard library's source, labelled by their length."""
     path = tmp_path_factory.mktemp("table") / "sources.jsonl"
     texts = [
         text for file in sorted(CORPUS.glob("*.py")) for text in file.read_text("utf-8").split("\n\n") if text.strip()

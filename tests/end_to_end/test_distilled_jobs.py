@@ -1,4 +1,4 @@
-"""A student trained by `plimsoll train` with a teacher: it goes on as if nothing had happened, and takes its files."""
+"""A student trained by `plimsoll train` with a teacher: it resumes exactly, and its cache files are checked."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def without_rows_of_time(run: Path) -> list[tuple[float, float | None]]:
 
 
 def test_what_the_teacher_says_is_kept_and_read(teacher: Path, tmp_path: Path):
-    """Once, and it is then not needed but for what it is."""
+    """The cache is made once. Afterwards only the identity of the teacher is needed, not its weights."""
     job, run, cache = job_of(tmp_path, teacher, cache=8), tmp_path / "run", tmp_path / "cache"
     trained(job, "--out", run, "--cache", cache, "--no-plan", PLIMSOLL_FAILPOINTS="evaluation@1,backward@2")
     assert_each_sample_once(steps_of(run), NUM_STEPS)
@@ -62,7 +62,7 @@ def test_what_the_teacher_says_is_kept_and_read(teacher: Path, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("distill", [{}, {"form": "memory", "hard": 0.0}, {"cache": 8}], ids=["mapped", "soft", "kept"])
 def test_a_run_that_goes_on_has_the_same_bits(teacher: Path, tmp_path: Path, distill: dict[str, object]):
-    """Also where its teacher has been moved meanwhile."""
+    """This also holds if the teacher has been moved in the meantime."""
     (tmp_path / "teachers").mkdir()
     shutil.copytree(teacher, tmp_path / "teachers" / "a")
     job, cache = job_of(tmp_path, tmp_path / "teachers" / "a", **distill), tmp_path / "cache"

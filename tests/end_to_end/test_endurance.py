@@ -1,4 +1,4 @@
-"""A training that is disturbed all the time ends as the undisturbed one: `benchmarks/endurance.py`, for some time."""
+"""A training with constant disturbances ends like the undisturbed one: `benchmarks/endurance.py` for a short time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDING = {
 
 
 def endured(folder: Path, *arguments: object) -> dict[str, Any]:
-    """The figures of the benchmark, which must end with 0: nothing was other than it should be."""
+    """Return the figures of the benchmark, which must exit with 0: it found no difference."""
     command = [sys.executable, str(BENCHMARK), "--folder", str(folder), *map(str, arguments)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     log = folder / "train.log"
@@ -41,15 +41,15 @@ def assert_nothing_was_lost(figures: dict[str, Any]) -> None:
     assert sum(figures["done"]["ooms_survived"].values()) > 0
 
 
-@pytest.mark.cold  # the budget is that of a process as a user starts it
+@pytest.mark.cold  # the budget is for a process as a user starts it
 @pytest.mark.long
-@pytest.mark.timeout(600)  # a busy machine takes long to load torch eight times
+@pytest.mark.timeout(600)  # a busy machine is slow to load torch eight times
 def test_some_seconds_of_everything(tmp_path):
     options = ("--minutes", 0.1, "--least", 7, "--every", 0.5, "--model", "lstm", "--no-plan", "--checkpoint-every", 4)
     figures = endured(tmp_path / "endurance", *options)
     assert_nothing_was_lost(figures)
     assert sum(figures["done"]["disturbances"].values()) >= 7
-    assert figures["done"]["processes"] >= 2  # it was interrupted, and went on
+    assert figures["done"]["processes"] >= 2  # it was interrupted and resumed
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""`plimsoll explain` on real runs of models that keep too much (`leaky_models`), and on loops of one's own."""
+"""`plimsoll explain` on real runs of models that keep too much (`leaky_models`), and on users' own loops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OUTPUT_BYTES = 16 * 16 * HIDDEN_SIZE * 4  # 16 samples of 16 tokens
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tokens, which are the same for all models."""
+    """Return a folder with the tokens, which are the same for all models."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -47,7 +47,7 @@ def line_of(text: str) -> int:
 
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """A run that keeps all its outputs."""
+    """Return a run whose model keeps all its outputs."""
     return run_of(tmp_path_factory.mktemp("collected"), cache, "collects")
 
 
@@ -92,7 +92,7 @@ def test_a_healthy_run_has_no_finding_and_no_line(tmp_path, cache):
     run = run_of(tmp_path, cache, "healthy")
     diagnosis = explained(run, 0)
     assert diagnosis.findings == ()
-    assert diagnosis.growth.likely_bytes < OUTPUT_BYTES  # less than one output, which it keeps
+    assert diagnosis.growth.likely_bytes < OUTPUT_BYTES  # less than the one output that it keeps
     assert not [line for line in lines_of(run) if isinstance(line, GraphLine)]
     assert all(step.used_bytes for step in steps_of(run))
 
@@ -108,7 +108,7 @@ def test_memory_that_grows_for_another_reason_is_no_graph(tmp_path, cache):
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_is_explained_by_its_longest_process(tmp_path, collected):
-    """The lines of steps that happen again go; the process with more steps counts."""
+    """Lines of repeated steps are dropped, and the process with more steps counts."""
     run = shutil.copytree(collected, tmp_path / "run")
     trained("--resume", "--from-step", NUM_STEPS - 2, "--out", run, "--set", f"steps={NUM_STEPS + 2}")
     steps = [line.step for line in lines_of(run) if isinstance(line, GraphLine)]
@@ -161,7 +161,7 @@ def loop(tmp_path: Path, *arguments: str) -> Diagnosis:
 
 
 def test_losses_that_are_collected_in_a_loop_of_ones_own(tmp_path):
-    """Two operations for each of 20 layers and one for the loss; those of the parameters are the same in each step."""
+    """A step has two operations for each of 20 layers and one for the loss. The nodes of parameters are shared."""
     diagnosis = loop(tmp_path, "collects")
     (finding,) = diagnosis.findings
     assert (diagnosis.subject, diagnosis.num_steps) == ("Wide", 60)

@@ -1,4 +1,4 @@
-"""A run that memory ends, explained, and the job that `--apply` writes of it, which finishes inside the same budget."""
+"""A run that ran out of memory, its explanation, and the job that `--apply` writes, which fits into the same budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDE = {"architecture": "lstm", "embedding_size": 512, "hidden_size": 512, "num_
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a wide LSTM: 17.6 MiB of parameters, as many gradients, twice as many states, which have no room."""
+    """Return an ended run of a wide LSTM: 17.6 MiB of parameters, as many gradients, and states that do not fit."""
     folder = tmp_path_factory.mktemp("ended")
     job = write_job(folder / "job.yaml", model=WIDE, data={"train": str(Path(__file__))}, batch_size=2, steps=2)
     done = plimsoll("train", job, "--budget", BUDGET, "--no-plan", "--out", folder / "run")
@@ -36,7 +36,7 @@ def test_a_run_that_ran_out_of_memory_finishes_with_the_remedy_that_is_written(e
     first = diagnosis.remedies[0]
     assert first.fits
     assert not first.changes_training
-    assert Job.from_yaml(fixed) == Job.from_yaml(ended / "job.yaml")  # with its budget, in which a plan is found
+    assert Job.from_yaml(fixed) == Job.from_yaml(ended / "job.yaml")  # with its budget, for which a plan exists
     trained(fixed, "--out", tmp_path / "run")
     record = RunRecord.from_directory(tmp_path / "run")
     assert record.status == "finished"

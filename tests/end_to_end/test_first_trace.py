@@ -1,4 +1,4 @@
-"""The first dry run of a process finds what the second finds: nothing is imported, asked or built in its midst."""
+"""The first dry run of a process equals the second: it imports, queries and builds nothing on the way."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from pages import ROOT, blocks_of, faults_of
 from plimsoll.records.job import Job
 
 DOCS = ROOT / "docs"
-# The pages of the groups Tutorials and Guides that are a session from top to bottom. `docs/tutorial.md` and
-# `docs/from-a-script.md` have tests of their own in `tests/test_documentation.py`.
+# The pages of the groups Tutorials and Guides that are one session from top to bottom. `docs/tutorial.md` and
+# `docs/from-a-script.md` have their own tests in `tests/test_documentation.py`.
 GUIDES = [
     "tutorial-trainer.md",
     "guides/fit-a-model-on-12-gb.md",
@@ -37,7 +37,7 @@ def test_a_guide_runs_as_printed(name, tmp_path):
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_block_is_run_or_has_a_reason_not_to_be(name, tmp_path):
-    """The cheap part of the test above: also compile the programs and check the jobs."""
+    """This is the cheap part of the test above: it also compiles the programs and checks the jobs."""
     blocks = list(FENCE.finditer((DOCS / name).read_text(encoding="utf-8")))
     assert not [block[0] for block in blocks if not block["not_run"] and block["language"] not in RUN]
     assert sum(block["not_run"] is not None for block in blocks) <= MOST_NOT_RUN
@@ -54,13 +54,13 @@ def test_every_block_is_run_or_has_a_reason_not_to_be(name, tmp_path):
 
 @pytest.mark.parametrize("name", ALL)
 def test_no_code_is_indented(name):
-    """Code that is a block by its indentation has no language, so nothing would run it."""
+    """Indented code has no language, so no test would run it."""
     prose = FENCE.sub("", (DOCS / name).read_text(encoding="utf-8"))
     assert not re.findall(r"\n\n( {4}\S.*)\n", prose)
 
 
 def test_the_first_command_of_a_guide_runs_as_printed(tmp_path):
-    """The cheap part of the test of docs/data.md, which runs the code on a page in the same way."""
+    """This is the cheap part of the test of docs/data.md, which runs the code on a page in the same way."""
     page = DOCS / "data.md"
     corpus, job, session = list(blocks_of(page))[:3]
     (tmp_path / "page.md").write_text(

@@ -1,4 +1,4 @@
-"""The programs in docs/integrations run as they are; a second one of a page goes on from the first."""
+"""The programs in docs/integrations run as printed; a second program of a page continues after the first."""
 
 import os
 import re

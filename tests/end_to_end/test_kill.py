@@ -1,4 +1,4 @@
-"""Killed at any moment, by anybody: the run that is gone on with ends as if nothing had happened."""
+"""Runs killed at any moment by anyone: a resumed run ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ kills_are_counted = pytest.mark.skipif(
 
 
 class Murderer:
-    """Kills a run again and again, and goes on with it where nobody else does."""
+    """A helper that kills a run again and again, and resumes it if no supervisor does."""
 
     def __init__(self, job: Path, run: Path, cache: Path, seed: int) -> None:
         self.run = run
@@ -60,7 +60,7 @@ class Murderer:
         return sum(isinstance(line, StartLine) for line in lines_of(self.run))
 
     def wait_for_a_moment(self) -> None:
-        """Let a new training process do two or three steps, so that one more is saved, and a part of another."""
+        """Let a new training process do two or three steps, so that it saves at least once and stops inside a step."""
         num_starts = self._num_starts() + 1
         wait_for_worker(self.process)
         num_steps = self.random.randint(2, 3)
@@ -78,7 +78,7 @@ class Murderer:
         wait_until(lambda: worker_of(self.process) != worker, self.process)
 
     def kill_starting_worker(self) -> None:
-        """Kill the training process while it loads libraries, or the checkpoint."""
+        """Kill the training process while it loads libraries or the checkpoint."""
         wait_for_worker(self.process)
         time.sleep(self.random.uniform(0, 2))
         self._kill_worker()
@@ -150,7 +150,7 @@ def test_a_death_before_the_first_checkpoint_starts_anew(slow_job, cache, undist
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_when_only_the_supervisor_is_killed_the_training_process_saves_and_ends(num_ranks, slow_job, cache, tmp_path):
-    """Of several ranks what has started them is told, and tells them."""
+    """With several ranks, the launcher receives the signal and forwards it to the ranks."""
     run = tmp_path / "run"
     process = start("train", slow_job, "--out", run, "--cache", cache, "--json", "--nproc", num_ranks)
     wait_until(lambda: len(steps_of(run)) >= 3, process)
@@ -166,14 +166,14 @@ def test_when_only_the_supervisor_is_killed_the_training_process_saves_and_ends(
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """Where sockets have short paths."""
+    """Yield a folder with a short path, as sockets require."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.mark.slow
 def test_the_next_command_removes_the_temporary_files_that_a_kill_has_left(short_folder, cache, tmp_path):
-    """What reads ahead has sockets there; with ranks, torchrun has a folder."""
+    """Reading ahead creates sockets there. With several ranks, torchrun creates a folder."""
     run, folder = tmp_path / "run", short_folder
     job = write_job(tmp_path / "job.yaml", model="slow_models:slow", steps=12, data=SMALL_JOB["data"] | {"workers": 1})
     process = start("train", job, "--out", run, "--cache", cache, "--json", TMPDIR=str(folder))
@@ -190,7 +190,7 @@ def test_the_next_command_removes_the_temporary_files_that_a_kill_has_left(short
 
 
 def ours_in(folder: Path) -> list[str]:
-    """What is not a cache of torch's, which lasts."""
+    """Return the names in a folder, without torch's persistent caches."""
     return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
 
 
@@ -208,7 +208,7 @@ def test_a_run_whose_directory_is_deleted_ends_in_a_sentence_that_says_so(slow_j
 
 
 def memory_group() -> Path | None:
-    """The folder of this process's memory cgroup of version 1, if groups can be made in it."""
+    """Return the folder of this process's memory cgroup (version 1), if groups can be created in it."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         folder = Path(f"/sys/fs/cgroup/memory{path}")
@@ -219,7 +219,7 @@ def memory_group() -> Path | None:
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A memory cgroup inside this one."""
+    """Yield a memory cgroup inside the cgroup of this process."""
     parent = memory_group()
     if parent is None:
         pytest.skip("making a memory cgroup needs root and cgroup version 1 mounted at its usual place")
@@ -231,7 +231,7 @@ def small_group() -> Iterator[Path]:
 
 @pytest.mark.long
 def test_the_kernels_out_of_memory_killer_is_named_and_survived(small_group, cache, tmp_path):
-    """Without a budget nothing keeps the process below the cgroup's limit: at step 9 it needs 512 MiB more."""
+    """Without a budget nothing keeps the process below the limit of the cgroup: step 9 needs 512 MiB more."""
     run = tmp_path / "run"
     job = write_job(tmp_path / "job.yaml", model="slow_models:growing", steps=12)
     (small_group / "memory.limit_in_bytes").write_text(str(640 << 20))

@@ -1,8 +1,8 @@
-"""Full fine-tuning of a model whose weights, gradients and Adam states are more than the whole budget, killed midway.
+"""Full fine-tuning of a model whose weights, gradients and Adam states exceed the whole budget, killed midway.
 
-On the CPU, with a disk. The budget is for all private memory of the training process, libraries included; what is off
-it lies in files. The run must come to what one without a limit comes to, to the bit, and be killed and gone on with in
-between. Four times the budget takes minutes, and is `slow`.
+It runs on the CPU with a disk. The budget covers all private memory of the training process, including libraries;
+offloaded tensors are in files. The run is killed and resumed, and its result must equal an unlimited run to the bit.
+The case with four times the budget takes minutes and is `slow`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CHOICES = (
 
 
 def job_of(folder: Path, width: int, num_layers: int, **changes: object) -> Path:
-    """A GPT-2 with dropout, whose random numbers must outlive a kill, on little text: its weights are what is large."""
+    """Write the job of a large GPT-2 on little text. It has dropout, so its random numbers must survive a kill."""
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
     sizes = {"n_embd": width, "n_layer": num_layers, "n_head": 8, "n_positions": 32}
     return write_job(
@@ -66,13 +66,13 @@ def job_of(folder: Path, width: int, num_layers: int, **changes: object) -> Path
 
 
 def budget_of(job: Job, share: float = 0.25) -> int:
-    """A share of weights, gradients and states, in whole MiB."""
+    """Return a share of weights, gradients and states, in whole MiB."""
     sizes = resident_bytes(build_model(job, 400, None, 0, device="meta"), job.optimizer)
     return int(share * sum(size or 0 for size in sizes.values())) // MIB * MIB
 
 
 def write_plan(folder: Path, job_file: Path, budget_bytes: int) -> Path:
-    """The plan that a search comes to, without the minute that it takes."""
+    """Write the plan that a search finds, without its minute of run time."""
     job = Job.from_yaml(job_file)
     plan = Plan(
         budget=Budget(device_bytes=budget_bytes),
@@ -117,7 +117,7 @@ def test_less_than_its_memory_gives_the_same_bits_also_when_killed_midway(width,
 
 @pytest.mark.slow
 def test_the_planner_finds_it_and_says_what_it_takes(tmp_path, cache):
-    """With a smaller model than the one above nothing would fit: the libraries alone take most of a quarter."""
+    """With a smaller model nothing would fit: the libraries alone take most of a quarter."""
     job = job_of(tmp_path, width=1024, num_layers=12, steps=2)
     budget_bytes = budget_of(Job.from_yaml(job))
     done = plimsoll("plan", job, "--budget", f"{budget_bytes // MIB}MiB", "-o", tmp_path / "plan.json")

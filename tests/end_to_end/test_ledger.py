@@ -1,7 +1,6 @@
-"""Nothing is lost and nothing repeated: memory runs out in every phase of a training, and the ledger is exact.
+"""Exact ledgers of samples: memory runs out in every phase of a training, and no sample is lost or repeated.
 
-The ledger is what the loss function sees: of each step that was committed, the ids of the samples that its last attempt
-went through.
+The ledger is the view of the loss function: for each committed step, the ids of the samples in its last attempt.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ CLOSE = 1e-5
 
 
 class Samples(windows.Samples):
-    """The samples of a case as a dataset whose batches also carry their ids."""
+    """The samples of a case as a data set whose batches also contain their ids."""
 
     sequence_length = 1
 
@@ -61,7 +60,7 @@ class Samples(windows.Samples):
 
 @dataclass
 class Ledger:
-    """The loss of a training, and the view of it: which samples went through the loss of steps that happened."""
+    """The loss of a training, and a view that records the samples in the loss of each committed step."""
 
     seen: list[int] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
@@ -83,7 +82,7 @@ class Ledger:
         yield self
 
     def epochs(self) -> list[list[int]]:
-        """The committed samples of each epoch, sorted."""
+        """Return the committed samples of each epoch, sorted."""
         starts = range(0, len(self.committed), NUM_SAMPLES)
         return [sorted(self.committed[start : start + NUM_SAMPLES]) for start in starts]
 
@@ -94,7 +93,7 @@ def without_ids(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Trained:
-    """What a training left behind."""
+    """The ledger, lines and weights of a finished training."""
 
     ledger: Ledger
     steps: list[StepLine]
@@ -104,11 +103,11 @@ class Trained:
 
 
 def trained(case: Case, path: Path) -> Trained:
-    """Train two epochs through the whole loop, with an evaluation and a checkpoint after every step."""
+    """Train two epochs with the whole loop, with an evaluation and a checkpoint after every step."""
     samples, ledger = Samples(case), Ledger()
     job = Job.from_fields(
         {
-            "model": "lstm",  # a job needs one; the case brings its own
+            "model": "lstm",  # a job needs a model; the case provides its own
             "data": "none",
             "batch_size": BATCH_SIZE,
             "steps": LAST_STEP,
@@ -142,7 +141,7 @@ def trained(case: Case, path: Path) -> Trained:
 
 
 def plain(case: Case, committed: list[int], cuts: list[int]) -> dict[str, torch.Tensor]:
-    """The weights of the plain loop over the same samples, cut the same way."""
+    """Return the weights of the plain loop over the same samples in the same micro-batches."""
     samples = Samples(case)
     ids = [np.array(committed[epoch + start : epoch + stop]) for epoch in (0, NUM_SAMPLES) for start, stop in BATCHES]
     batches = [without_ids(samples.batch(some)) for some in ids]
@@ -156,7 +155,7 @@ BATCHES = ((0, 8), (8, 16), (16, 20))
 
 @dataclass
 class OfBatches:
-    """What `plain_loop` needs of a case."""
+    """The part of a case that `plain_loop` needs."""
 
     units: str
     listed: list[dict[str, torch.Tensor]]
@@ -167,7 +166,7 @@ class OfBatches:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function: the training of a case in which memory never ran out, done once."""
+    """Return a function that trains a case without out-of-memory errors, once per case."""
     return functools.cache(lambda case: trained(case, tmp_path_factory.mktemp("undisturbed") / "run"))
 
 
@@ -181,7 +180,7 @@ def test_undisturbed_the_whole_loop_has_the_bits_of_the_plain_one(case, undistur
 
 
 def passages(phase: str, at_step: int, case: Case) -> tuple[int, ...]:
-    """Which passages of a failpoint lie in the middle of a phase of a step, in a training that has not failed yet."""
+    """Return the passages of a failpoint that are in the middle of a phase, if no failure has happened before."""
     num_parameters = len(list(case.build().parameters()))
     return {
         "optimizer": ((at_step - 1) * num_parameters + num_parameters // 2,),
@@ -190,7 +189,7 @@ def passages(phase: str, at_step: int, case: Case) -> tuple[int, ...]:
 
 
 def in_the_grid() -> Iterator[Any]:
-    """Every phase of every model in steps 1, 3 and last; half of it, like a chessboard, is slow."""
+    """Return every phase of every model in steps 1, 3 and the last; half of the grid, like a chessboard, is slow."""
     for row, case in enumerate(CASES):
         for column, phase in enumerate(typing.get_args(Phase)):
             for layer, at_step in enumerate((1, 3, LAST_STEP)):
@@ -221,7 +220,7 @@ def test_memory_that_runs_out_once_changes_nothing(case, phase, at_step, undistu
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_memory_that_runs_out_in_every_phase_of_one_step_changes_nothing(case, undisturbed, tmp_path):
-    """Each recovery must leave the next one a clean start; the third step has held before, so it is not cut at once."""
+    """Each recovery must leave a clean start for the next one. The third step has fitted, so it is not split first."""
     with ExitStack() as stack:
         for phase in ("fetch", "backward", "optimizer", "evaluation", "checkpoint"):
             stack.enter_context(armed(phase, *passages(phase, 3, case)))

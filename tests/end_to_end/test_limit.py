@@ -1,4 +1,4 @@
-"""The limit holds: what a training process really uses, read from outside, stays under its budget."""
+"""Enforced limits: the memory of a training process, read from outside, stays under its budget."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from end_to_end.commands import (
 from plimsoll.records.plan import Plan
 from plimsoll.records.run import RunRecord
 
-pytestmark = pytest.mark.cold  # all that a training process takes
+pytestmark = pytest.mark.cold  # the limit covers the whole training process
 
 BUDGET_BYTES = 360 << 20
 
 
 @pytest.fixture
 def large_job(tmp_path: Path) -> Path:
-    """The whole batch needs some 250 MiB more than the 240 MiB that the process takes by itself."""
+    """Write a job whose whole batch needs some 250 MiB more than the 240 MiB of the process itself."""
     model = {"architecture": "lstm", "embedding_size": 64, "hidden_size": 64}
     fields: dict[str, Any] = {"batch_size": 128, "sequence_length": 64, "tokenizer": {"vocab_size": 2000}}
-    fields["data"] = SMALL_JOB["data"] | {"validation": 0}  # one batch of 128 is nearly all there is
+    fields["data"] = SMALL_JOB["data"] | {"validation": 0}  # one batch of 128 is nearly all samples
     return write_job(tmp_path / "job.yaml", model=model, **fields)
 
 
 def trained_inside(job: Path, run: Path, cache: Path, *arguments: object) -> RunRecord:
-    """Train inside the budget, which must hold as seen from outside."""
+    """Train inside the budget, and check from outside that it holds."""
     process = start("train", job, "--out", run, "--cache", cache, "--budget", BUDGET_BYTES, "--json", *arguments)
     with PeakWatch(wait_for_worker(process).pid).watching() as watch:
         done = finish(process)

@@ -1,4 +1,4 @@
-"""The pages in a real browser: no error on its console, hover, zoom, filters by key, a phone, dark mode."""
+"""Generated pages in a real browser: an empty error console, hover, zoom, filters by key, a phone and dark mode."""
 
 import sys
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_page_opens_without_errors_and_fits_a_phone(name, tab, pages):
     for width, scheme in ((360, "light"), (360, "dark"), (1280, "light")):
         tab.show(pages / f"{name}.html", width=width, scheme=scheme)
         assert tab.errors() == []
-        assert tab.value("document.documentElement.scrollWidth") <= width  # innerWidth grows with it
+        assert tab.value("document.documentElement.scrollWidth") <= width  # innerWidth grows with the page
         background = tab.value("getComputedStyle(document.body).backgroundColor")
         assert background == ("rgb(20, 23, 26)" if scheme == "dark" else "rgb(251, 251, 250)")
     assert (pages / f"{name}.html").stat().st_size < 6_000_000

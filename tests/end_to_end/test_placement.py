@@ -1,4 +1,4 @@
-"""A model that does not fit its limit, planned and applied inside it: the same results, the peak that was predicted."""
+"""A model that exceeds its limit, planned and applied inside it: the same results, with the predicted peak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from processes import run_program
 from small_checkpoints import batch, saved
 
 MIB = 1 << 20
-WIDE = {"n_layer": 8, "n_embd": 640, "n_head": 8, "n_positions": 64}  # 150 MiB, of which 1 is the output layer
+WIDE = {"n_layer": 8, "n_embd": 640, "n_head": 8, "n_positions": 64}  # 150 MiB, of which the output layer is 1
 LENGTH = 20
 
 LIMITED = """
@@ -67,14 +67,14 @@ def plan_of(folder, *options):
 
 @pytest.fixture(scope="module")
 def least(folder):
-    """A plan for which the budget is too small."""
+    """Return a plan whose budget is too small."""
     code, plan = plan_of(folder, "--budget", "64MiB")
     assert (code, plan["record"]) == (1, "inference-plan")
     return plan
 
 
 @pytest.mark.long
-@pytest.mark.cold  # it is held against what is predicted of a process that loads as a user's does
+@pytest.mark.cold  # the prediction is for a process that loads as a user's does
 def test_a_limit_of_half_the_weights_holds_and_changes_nothing(folder, least, tmp_path):
     num_bytes = (folder / "model.safetensors").stat().st_size
     baseline_bytes = least["peak"]["measured_bytes"]
@@ -108,12 +108,12 @@ def test_a_limit_of_half_the_weights_holds_and_changes_nothing(folder, least, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["stored", "bf16"])
 def test_the_command_does_what_it_has_planned_and_no_pass_runs_out(dtype, tmp_path):
-    """Of a vocabulary as real models have it, whose output layer is a third of the weights."""
+    """The vocabulary is as large as in real models, and the output layer is a third of the weights."""
     wide = {"num_hidden_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 20_000}
     model = model_folder(tmp_path / "model", **wide)
     data = write_rows(tmp_path / "x.jsonl", some_texts(40))
     _, least = plan_of(model, "--budget", "64MiB")
-    budget_mib = (least["peak"]["measured_bytes"] + 80 * MIB) // MIB  # of 115 MiB of weights
+    budget_mib = (least["peak"]["measured_bytes"] + 80 * MIB) // MIB  # for 115 MiB of weights
     command = ["apply", model, "--data", data, "--out", tmp_path / "y.jsonl", "--budget", f"{budget_mib}MiB"]
     done = run_program(COMMAND, *command, "--dtype", dtype, "--json")
     assert done.returncode == 0, done.stderr

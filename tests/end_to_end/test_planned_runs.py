@@ -1,8 +1,7 @@
-"""Plans as files and as constraints, from the command line: a run does exactly what its plan says, or says why it does
-not.
+"""Plans as files and as constraints of the command line: a run follows its plan exactly, or reports an error.
 
-What is refused is in tests/golden/errors, as in `test_bad_input`, and leaves nothing that a second try would stumble
-over.
+Refusals are in tests/golden/errors, as in `test_bad_input`, and leave nothing behind that a second attempt would fail
+on.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ DIFFERS = re.compile(r"(?<=--budget )\d+(?=MiB)|(?<=budget=\")\d+(?=MiB)")
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job, with `plan.json` beside it: three samples at a time, states in a file."""
+    """Return a folder with a job and `plan.json`: three samples at a time, and states in a file."""
     folder = tmp_path_factory.mktemp("planned")
     job = tiny_job(folder)
     pins = ("--pin", "micro_batch=3", "--pin", "optimizer_offload")
@@ -54,7 +53,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def planned_run(planned: Path) -> Path:
-    """Two steps of it."""
+    """Train two steps with the plan."""
     arguments = ("--plan", planned / "plan.json", "--set", "steps=2", "--cache", planned / "cache")
     trained(planned / "job.yaml", "--out", planned / "run", *arguments)
     return planned / "run"
@@ -64,11 +63,11 @@ def test_a_run_is_exactly_the_plan_it_is_given(planned, planned_run):
     plan = Plan.load(planned / "plan.json")
     assert {"micro_batch=3", "optimizer_offload=disk"} <= set(map(str, plan.choices))
     ran = Plan.load(planned_run / "plan.json")
-    assert "2 steps" in ran.trial.left_out  # too few to try others before them
+    assert "2 steps" in ran.trial.left_out  # too few for trials of other plans
     assert ran == plan.model_copy(update={"trial": ran.trial, "candidates": ()})
     record = RunRecord.from_directory(planned_run)
     assert [(step.fallback, step.micro_batch) for step in record.steps] == [(0, 3)] * 2
-    assert record.limit_bytes == 600 << 20  # the plan's: the job has none
+    assert record.limit_bytes == 600 << 20  # the limit of the plan: the job has none
     assert not record.oom_events
 
 
@@ -102,7 +101,7 @@ def test_a_run_whose_plan_is_torn_plans_again_and_goes_on(planned, planned_run, 
 
 @pytest.mark.slow
 def test_a_run_with_moments_of_few_bits_goes_on_bit_for_bit(tmp_path):
-    """Of 300 x 16 numbers, and of biases, whose moments stay."""
+    """The weight has 300 x 16 numbers, and the moments of biases stay in full precision."""
     job = tiny_job(tmp_path, allow="low_bit_optimizer")
     plan = tmp_path / "plan.json"
     planned = plimsoll("plan", job, "--budget", BUDGET, "--pin", "low_bit_optimizer=4", "-o", plan)
@@ -126,7 +125,7 @@ def test_a_resume_under_a_budget_that_cannot_be_changes_nothing(planned_run, gol
 
 
 def at_the_baseline(process: subprocess.Popen[str]) -> psutil.Process:
-    """The process that is forked when a plan has begun to be made, of the one that plans."""
+    """Return the process that the planner forks to measure the baseline, once it runs."""
     found: list[psutil.Process] = []
 
     def look() -> bool:
@@ -146,15 +145,13 @@ def test_ctrl_c_while_planning_says_so_and_leaves_nothing_behind(planned, tmp_pa
     process.send_signal(signal.SIGINT)
     done = finish(process)
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == (
-        "the planning was stopped before there was an answer: give the same command to begin again\n"
-    )
+    assert done.stderr == ("planning was stopped before it had a result: run the same command again\n")
     assert list(tmp_path.iterdir()) == []
     baseline.wait(LONGEST_SECONDS)  # it ends by itself
 
 
 def files_of(run: Path) -> dict[str, bytes]:
-    """Everything but which process had the run last."""
+    """Return the contents of all files except the name of the last process of the run."""
     return {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != ".plimsoll"}
 
 
@@ -197,7 +194,7 @@ PLANS = {
 
 @pytest.fixture
 def plans(planned: Path, planned_run: Path, tmp_path: Path) -> Path:
-    """A folder with the job, its plan, and files that are no plan of it."""
+    """Return a folder with the job, its plan, and files that are not plans of the job."""
     whole = json.loads((planned / "plan.json").read_text())
     tiny_job(tmp_path)
     shutil.copy(planned / "plan.json", tmp_path)
@@ -214,7 +211,7 @@ def test_a_plan_that_is_not_of_this_run(case, plans, planned, golden):
     message = refused(plans / "job.yaml", "--out", plans / "run", "--plan", plans / plan, *others)
     golden(f"errors/{case}.txt", told(message, plans))
     assert not (plans / "run" / "data").exists()  # nothing was prepared for it
-    if case == "plan-torn":  # what was wrong is corrected, and no --force is needed
+    if case == "plan-torn":  # the fault is corrected, and --force is not needed
         trained(plans / "job.yaml", "--out", plans / "run", "--plan", plans / "plan.json")
 
 
@@ -226,7 +223,7 @@ CONSTRAINTS = {
 
 @pytest.mark.parametrize("case", CONSTRAINTS)
 def test_a_constraint_that_cannot_be_met(case, golden, tmp_path):
-    """Those that take no process are in tests/unit/planning/test_planning_plan.py."""
+    """Cases that need no process are in tests/unit/planning/test_planning_plan.py."""
     golden(
         f"errors/{case}.txt", told(refused(tiny_job(tmp_path), "--out", tmp_path / "run", *CONSTRAINTS[case]), tmp_path)
     )
@@ -252,9 +249,9 @@ RECURRENT = {
 
 @pytest.mark.slow
 def test_a_run_whose_plan_was_told_30_percent_too_little_recovers_by_its_fallbacks(tmp_path):
-    """The plan of a large budget, made to say that everything needs 0.7 of it, in the budget that follows from that.
+    """The plan of a large budget is edited: its peaks are 0.7 of the predicted ones, and so is the budget.
 
-    Without a heap of its own, whose holes cost further tries: see the next test.
+    The plan has no heap options, because holes of a heap cost further attempts: see the next test.
     """
     job, told = write_job(tmp_path / "job.yaml", **RECURRENT), tmp_path / "told.json"
     assert plimsoll("plan", job, "--budget", "4GiB", "--forbid", "heap", "-o", told).returncode == 0
@@ -291,9 +288,9 @@ WIDE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("budget_mib", [600, 1000])
 def test_a_tight_plan_that_was_told_30_percent_too_little_is_survived(budget_mib, tmp_path):
-    """What a planner that takes 0.7 of every need would have planned for 0.7 of this budget, with heaps of its own.
+    """The plan assumes 0.7 of every need. It is made for 0.7 of this budget, with heap options.
 
-    Those leave holes, among which no fallback may have room: then it goes on in a new process.
+    These heaps leave holes, among which no fallback may fit. Then the run continues in a new process.
     """
     job, told = write_job(tmp_path / "job.yaml", **WIDE), tmp_path / "told.json"
     assert plimsoll("plan", job, "--budget", f"{budget_mib}MiB", "-o", told).returncode == 0

@@ -1,4 +1,4 @@
-"""The predicted memory of a CPU training against what its process takes, read from outside."""
+"""The predicted memory of a CPU training against the memory of its process, read from outside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from predict_cpu_rss import Case, Predictor, gpt2, measured_peak_bytes, recurrent
 
-pytestmark = pytest.mark.cold  # all that a training process takes
+pytestmark = pytest.mark.cold  # the prediction covers the whole training process
 
 TOLERANCE = 0.08
 CASES = [
@@ -28,12 +28,12 @@ CASES = [
     ("case", "is_limited", "num_runs"),
     [
         pytest.param(CASES[0], True, 1, marks=pytest.mark.slow),
-        (CASES[0], False, 5),  # where blocks come to lie is chance there: single runs took 504 to 601 MiB
+        (CASES[0], False, 5),  # heap placement is random: single runs took 504 to 601 MiB
         (CASES[1], True, 1),
     ],
     ids=["gpt2 inside a budget", "gpt2 with glibc's own malloc", "lstm inside a budget"],
 )
-@pytest.mark.timeout(600)  # a busy machine takes long to start a training five times
+@pytest.mark.timeout(600)  # a busy machine is slow to start a training five times
 def test_the_private_memory_of_a_training_is_predicted(case: Case, is_limited: bool, num_runs: int):
     predicted = Predictor().counted(case, is_limited).peak
     measured_bytes = median(measured_peak_bytes(case, is_limited) for _ in range(num_runs))

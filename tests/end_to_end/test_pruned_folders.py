@@ -1,4 +1,4 @@
-"""What was made smaller is a folder that a fresh process loads without Plimsoll, with the same outputs."""
+"""Folders of pruned models: a fresh process loads them without Plimsoll, with the same outputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 
 @pytest.mark.long
 def test_every_architecture_and_method_loads_in_a_fresh_process(tmp_path: Path):
-    """One process for all of them: what the configuration can always say, then the whole chain."""
+    """One process loads all: methods that every configuration can express, then the whole chain."""
     names = []
     for architecture in ARCHITECTURES:
         model = small_model(architecture)

@@ -1,6 +1,6 @@
-"""`plimsoll train --nproc N`, and under torchrun: what one process trains, through kills, restarts and other numbers.
+"""`plimsoll train --nproc N` and torchrun: equal to one process, through kills, restarts and other numbers of ranks.
 
-The reference is the same job in one process. Dropout is off: each rank draws its own.
+The reference is the same job in one process. Dropout is off, because each rank draws its own masks.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ NUM_STEPS = 12
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    # 15 samples are shared by 2, 3 and 4 ranks without being divided evenly.
+    # 2, 3 and 4 ranks share 15 samples unevenly.
     return write_job(folder / "job.yaml", model=MODEL, batch_size=15, steps=NUM_STEPS, evaluate_every=6)
 
 
 @pytest.fixture(scope="module")
 def alone(job: Path) -> Path:
-    """The run of one process."""
+    """Return the run of a single process."""
     run = job.parent / "alone"
     trained(job, "--out", run)
     return run
@@ -65,7 +65,7 @@ def assert_same_training(run: Path, reference: Path) -> None:
             other.num_units,
         )
         assert abs(one.loss - other.loss) < TOLERANCE
-    evaluated = {line.step: line for line in evaluations_of(run)}  # also where a part of the run has ended
+    evaluated = {line.step: line for line in evaluations_of(run)}  # also if a process of the run has ended in between
     for line in evaluations_of(reference):
         assert evaluated[line.step].num_samples == line.num_samples
         assert abs(evaluated[line.step].loss - line.loss) < TOLERANCE
@@ -80,7 +80,7 @@ def evaluations_of(run: Path) -> list[EvaluationLine]:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The training processes below a command, of which there are as many as ranks."""
+    """Return the training processes below a command, one per rank."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
@@ -92,7 +92,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def kill_a_rank(process: subprocess.Popen[str], run: Path, chance: random.Random) -> None:
-    """Kill one of the ranks with SIGKILL, somewhere in the first half of the training."""
+    """Kill one of the ranks with SIGKILL in the first half of the training."""
     num_steps = chance.randint(1, NUM_STEPS // 2)
     wait_until(lambda: len(steps_of(run)) >= num_steps, process)
     chance.choice(ranks_of(process)).kill()
@@ -120,7 +120,7 @@ def test_a_killed_rank_and_another_number_of_ranks_change_nothing(job: Path, alo
 
 
 def is_listened_at(port: int) -> bool:
-    """Whether somebody answers at a port of this machine."""
+    """Return whether a server listens at a port of this machine."""
     with socket.socket() as one:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
@@ -151,7 +151,7 @@ def test_twenty_kills_of_a_random_rank_under_torchrun(job: Path, alone: Path, tm
 def test_a_rank_that_dies_before_it_begins_does_not_make_the_restart_begin_elsewhere(
     job: Path, alone: Path, tmp_path: Path
 ):
-    """It goes on from the step that was asked for, and not from the newest checkpoint of the run before."""
+    """It resumes from the requested step, and not from the newest checkpoint of the earlier run."""
     run = tmp_path / "run"
     trained(job, "--out", run, "--set", "steps=8", "--set", "checkpoint.every=4")
     process = torchrun(2, "--resume", "--from-step", "4", "--out", run, "--set", f"steps={NUM_STEPS}")
@@ -166,12 +166,12 @@ def test_a_rank_that_dies_before_it_begins_does_not_make_the_restart_begin_elsew
 @pytest.mark.long
 @pytest.mark.parametrize("force", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_rank_under_torchrun_goes_on_where_it_was_killed(job: Path, alone: Path, tmp_path: Path, force: bool):
-    """Also where `--force` has removed another run first: not what this torchrun has begun itself."""
+    """With `--force` an earlier run is removed first, but not the run that this torchrun has begun."""
     run = tmp_path / "run"
     if force:
         trained(job, "--out", run, "--set", "steps=1")
     forced = ["--force"] if force else []
-    script = tmp_path / "train.sh"  # which torchrun starts anew with the rank
+    script = tmp_path / "train.sh"  # torchrun restarts it with the rank
     script.write_text(f'{sys.executable} -m plimsoll "$@"\nexit $?\n')
     process = torchrun(1, job, "--out", run, "--set", "checkpoint.every=1", *forced, script=script if force else None)
     wait_until(lambda: len(steps_of(run)) >= 3, process)
@@ -185,21 +185,19 @@ def test_one_rank_under_torchrun_goes_on_where_it_was_killed(job: Path, alone: P
 
 
 def agent(port: int, nodes: str, *arguments: object) -> subprocess.Popen[str]:
-    """One of the agents that several machines would have, with one rank."""
+    """Start one of the agents that several machines would have, with one rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"]
     command += ["--max-restarts", "9", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
     command += ["--rdzv-conf", "last_call_timeout=3"]
     command += ["-m", "plimsoll", "train", *map(str, arguments)]
-    own = environment(
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
-    )  # else torch 2.13 leaves an agent that comes later waiting
+    own = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")  # otherwise torch 2.13 leaves a late agent waiting
     return subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rank", "agent"])
 def test_a_rank_or_an_agent_of_two_is_killed_and_all_go_on(job: Path, alone: Path, tmp_path: Path, victim: str):
-    """Agents count restarts for themselves; one that is started in place of another has counted none."""
+    """Each agent counts its own restarts; an agent that replaces another one starts at zero."""
     run, port = tmp_path / "run", free_port()
     arguments = (job, "--out", run, "--set", "checkpoint.every=1", "--force")
     both = [agent(port, "2", *arguments)]
@@ -279,7 +277,7 @@ def test_a_stop_ends_all_ranks_after_the_same_step(job: Path, alone: Path, tmp_p
 
 @pytest.mark.slow
 def test_a_budget_that_holds_a_part_of_a_batch_is_held_by_every_rank(job: Path, alone: Path, tmp_path: Path):
-    """Each rank has its own limit; memory that runs out on one cuts the step of all."""
+    """Each rank has its own limit. If memory runs out on one rank, the step is split on all."""
     run = tmp_path / "run"
     trained(job, "--out", run, "--nproc", 2, PLIMSOLL_FAILPOINTS="backward@3,optimizer@5,fetch@4")
     assert_same_training(run, alone)
@@ -355,7 +353,7 @@ def test_a_number_of_ranks_without_this_ones_is_refused(job: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_the_state_of_a_stream_goes_on_with_another_number_of_ranks(tmp_path: Path):
-    """Each rank has the state of its own stream slots; a checkpoint has that of all."""
+    """Each rank has the state of its own stream slots; a checkpoint contains the states of all."""
     data = {**SMALL_JOB["data"], "order": "streams"}  # type: ignore[dict-item]
     changes = {"data": data, "batch_size": 7, "steps": NUM_STEPS, "evaluate_every": 3, "optimizer": {"lr": 1e-3}}
     job = write_job(tmp_path / "job.yaml", model=MODEL, **changes)

@@ -1,4 +1,4 @@
-"""Every program, job and command of README.md runs as printed, with a training such as its reader has."""
+"""Every program, job and command of README.md runs as printed, with a small training around it."""
 
 import os
 import re
@@ -45,7 +45,7 @@ from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 """
-# What stands before each program, and what holds after it.
+# The code before each program, and the assertion after it.
 AROUND = {
     "plimsoll.transformers": (TRAINER, "assert trainer.state.global_step == 4"),
     "plimsoll.lightning": (MODULE, "assert module.global_step == 4"),
@@ -90,7 +90,7 @@ def test_the_job_and_the_commands_run_as_printed(tmp_path):
 
 
 def with_jobs_only(folder):
-    """The page without its programs, which need a training around them."""
+    """Return the page without its programs, which need a training around them."""
     page = folder / "README.md"
     page.write_text(re.sub(r"^```python\n.*?^```", "", README.read_text("utf-8"), flags=re.M | re.S), encoding="utf-8")
     return page

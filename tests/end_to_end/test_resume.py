@@ -1,4 +1,4 @@
-"""A run that was stopped and goes on is the run that was never stopped."""
+"""Stopped and resumed runs: they equal runs that were never stopped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from plimsoll.records.run import EndLine, RunRecord, StartLine
 
 
 def losses(run: Path) -> list[tuple[float, float | None]]:
-    """The loss and the gradient norm of each step: every bit of the weights is in them."""
+    """Return the loss and the gradient norm of each step, which depend on every bit of the weights."""
     return [(step.loss, step.gradient_norm) for step in steps_of(run)]
 
 
@@ -58,7 +58,7 @@ def test_a_stopped_run_saves_its_step_and_goes_on_bit_for_bit(number, code, slow
 
 @pytest.mark.slow
 def test_a_second_interrupt_ends_at_once(cache, tmp_path):
-    """The first step sleeps for minutes: only the second Ctrl-C can be what ends it."""
+    """The first step sleeps for minutes, so only the second Ctrl-C can end it."""
     run = tmp_path / "run"
     job = write_job(tmp_path / "job.yaml", model="slow_models:endless")
     process = start("train", job, "--out", run, "--cache", cache, "--json")
@@ -83,11 +83,11 @@ def test_a_second_interrupt_ends_at_once(cache, tmp_path):
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
 def test_a_signal_before_the_first_step_ends_the_command_with_its_code(number, code, stage, cache, tmp_path):
-    """Also while libraries are being loaded, when nobody has asked for the signal yet."""
+    """This includes the time when libraries are loaded and no handler is installed yet."""
     run = tmp_path / "run"
     process = start("train", write_job(tmp_path / "job.yaml"), "--out", run, "--cache", cache, "--json")
     if stage == "train-worker":
-        wait_for_worker(process)  # which has its libraries from the start
+        wait_for_worker(process)  # its libraries are loaded from the start
     else:
         wait_until((run / "plan.json").is_file, process)
         time.sleep(0.4)
@@ -107,7 +107,7 @@ def test_a_run_goes_on_for_more_steps_and_under_another_budget(short_run, undist
 
 
 def test_going_on_from_an_earlier_step_leaves_nothing_of_the_later_ones(short_run, undisturbed):
-    """Else the next death would be mended with a checkpoint of another past."""
+    """Otherwise the next restart would load a checkpoint of a different history."""
     trained("--resume", "--from-step", 2, "--out", short_run, "--set", "steps=5")
     assert sorted(folder.name[-2:] for folder in (short_run / "checkpoints").iterdir()) == ["02", "04", "05"]
     assert losses(short_run) == losses(undisturbed)[:5]
@@ -124,7 +124,7 @@ def test_a_change_that_the_checkpoint_refuses_is_not_kept(short_run):
 
 @pytest.fixture
 def without_tokens(slow_job: Path, tmp_path: Path) -> Path:
-    """Two steps with a text of their own, whose tokens were deleted then."""
+    """Return a run of two steps with its own text, whose tokens have been deleted."""
     (tmp_path / "text.txt").write_text("the ship sinks to its line and no further, however it is loaded\n" * 400)
     changes = ("--set", "steps=2", "--set", f"data.train={tmp_path / 'text.txt'}", "--set", "data.validation=")
     trained(slow_job, "--out", tmp_path / "run", *changes)
@@ -153,6 +153,6 @@ def test_a_run_that_was_stopped_before_it_had_data_says_so(short_run):
     done = plimsoll("train", "--resume", "--out", short_run, "--json")
     assert (done.returncode, done.stderr) == (
         2,
-        f"error: {short_run} was stopped before its data was ready, so there is nothing to go on with: "
+        f"error: {short_run} was stopped before its data was ready, so there is nothing to resume: "
         f"start it again with `plimsoll train job.yaml --out {short_run}`\n",
     )

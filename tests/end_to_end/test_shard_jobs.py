@@ -1,6 +1,6 @@
-"""`plimsoll train --nproc N` of a model that is shared out, off the device, over epochs whose last batch is one sample.
+"""`plimsoll train --nproc N` of an offloaded, sharded model, with epochs whose last batch is one sample.
 
-The reference is the same job in one process. `test_rank_jobs` has what is not of shards.
+The reference is the same job in one process. `test_rank_jobs` tests everything that does not concern shards.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ OFF_THE_DEVICE = "fully_shard(gathered=twice,offload=disk)"
 
 @pytest.mark.slow
 def test_an_epoch_whose_last_batch_has_one_sample_is_trained_in_shards_and_gone_on_with(tmp_path: Path):
-    """7 texts in batches of 3, on 2, 1 and 3 ranks: one and two of them have nothing in every third step.
+    """7 texts in batches of 3 run on 2, 1 and 3 ranks: one or two ranks have no sample in every third step.
 
-    One process has no ranks to share out over: it goes on without what is pinned, which is there again for 3.
+    A single process has no ranks to shard over: it ignores the pin, which is in force again on 3 ranks.
     """
     rows = "".join(f"text {'long ' * number}of {number},{'odd' if number % 2 else 'even'}\n" for number in range(7))
     (tmp_path / "texts.csv").write_text("text,label\n" + rows)

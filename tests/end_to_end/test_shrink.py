@@ -1,6 +1,6 @@
-"""`plimsoll shrink` as a user gives it: a model of embeddings, a run with a target, a kill in the middle.
+"""`plimsoll shrink` as users run it: an embedding model, a run with a target, and a kill in the middle.
 
-Only the first is run for each change: the others train.
+Only the first is run for each change, because the others train.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from model_folders import model_folder, some_texts, write_rows
 
-# The folder is loaded where there is no Plimsoll, by what users have.
+# The folder is loaded without Plimsoll, with the libraries that users have.
 LOAD = """
 import sys
 sys.modules["plimsoll"] = None
@@ -35,7 +35,7 @@ with torch.no_grad():
 
 
 def shrunk(*arguments: object) -> dict[str, Any]:
-    """Run the command to its end, which may take minutes where models are trained, and return its record."""
+    """Run the command to its end and return its record. This may take minutes if models are trained."""
     process = start("shrink", *arguments, "--json")
     output, errors = process.communicate(timeout=800)
     assert process.returncode == 0, errors
@@ -43,7 +43,7 @@ def shrunk(*arguments: object) -> dict[str, Any]:
 
 
 def loaded(folder: Path) -> tuple[int, float]:
-    """The rows of the embeddings, and the size of what a text becomes."""
+    """Return the number of embedding rows, and the norm of a text's embedding."""
     done = subprocess.run([sys.executable, "-c", LOAD, str(folder)], check=True, capture_output=True, text=True)
     rows, size = done.stdout.split()
     return int(rows), float(size)
@@ -59,7 +59,7 @@ def test_a_model_of_embeddings_reads_only_the_words_of_a_corpus(tmp_path):
     assert best["quality"]["similarity"] == pytest.approx(1.0, abs=1e-6)
     assert best["file_bytes"] < record["models"][0]["file_bytes"]
     rows, after = loaded(tmp_path / "small")
-    assert rows == 82  # of 94, without w8, w80 to w89 and w9
+    assert rows == 82  # of 94: without w8, w80 to w89 and w9
     batch = AutoTokenizer.from_pretrained(folder)(["w1 w2 w3"], return_tensors="pt")
     with torch.no_grad():
         before = AutoModel.from_pretrained(folder)(**batch)[0].norm().item()
@@ -68,7 +68,7 @@ def test_a_model_of_embeddings_reads_only_the_words_of_a_corpus(tmp_path):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A classifier that was trained, and tells its two labels apart by a word."""
+    """Return the run of a trained classifier, which tells its two labels apart by a word."""
     root = tmp_path_factory.mktemp("shrink")
     texts = some_texts(240, 10)
     rows = [{"text": f"{text} w{88 + i % 2}", "label": "ab"[i % 2]} for i, text in enumerate(texts)]
@@ -102,7 +102,7 @@ def test_the_best_under_a_target_is_found_trained_again_and_loads(run, tmp_path)
     assert json.loads(applied.stdout)["num_faults"] == 0
     page = tmp_path / "small.html"
     assert plimsoll("report", small, "-o", page).returncode == 0
-    assert "Quality against size" in page.read_text()
+    assert "Quality and size" in page.read_text()
 
 
 @pytest.mark.slow
@@ -131,5 +131,5 @@ def test_ctrl_c_loses_nothing_that_was_made(run, tmp_path):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode == 130
-    assert "give the same command again to go on" in json.loads(output)["message"]
+    assert "run the same command again to continue" in json.loads(output)["message"]
     assert list(models.glob("*/small-*.json"))

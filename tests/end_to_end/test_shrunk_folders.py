@@ -1,4 +1,4 @@
-"""Every method's folder in a process without Plimsoll: transformers loads the same model, or says what to type."""
+"""The folder of every method in a process without Plimsoll: transformers loads the same model, or prints a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plimsoll.compression.methods import SHRINKERS
 from plimsoll.compression.saving import form_of, save_bundle
 from shrink_models import bundle, calibration, ids_of, outputs
 
-# A GPT-2 has layers that torchao does not know and a field of its own for their number.
+# A GPT-2 has layers that torchao does not know, and its own field for their number.
 CASES = [
     *(("bert", name) for name in SHRINKERS),
     ("gpt2", "low_rank_embeddings"),
@@ -53,7 +53,7 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 
 @pytest.fixture(scope="module")
 def loadings(tmp_path_factory):
-    """What each class of transformers made of each folder, by its name; the form of each folder."""
+    """Return the results of each class of transformers for each folder, by its name, and the form of each folder."""
     root = tmp_path_factory.mktemp("shrunk")
     forms = {}
     for model, name in CASES:

@@ -1,4 +1,4 @@
-"""Streams as a user trains on them: the plain loop's losses and weights, and a state that a kill does not lose."""
+"""Streams as a user trains on them: losses and weights of the plain loop, and a state that survives a kill."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RESETS = {"reset": "texts", "unit": "paragraph"}
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """As the commands have: what is added up by several is rounded in another order."""
+    """Use one thread, as the commands do: sums over several threads are rounded in another order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,7 +52,7 @@ def job_of(folder: Path, architecture: str = "lstm", steps: int = NUM_STEPS, **d
 
 
 def by_hand(run: Path, architecture: str, resets: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses and the weights of the plain loop over the tokens of a run."""
+    """Return the losses and the weights of the plain loop over the tokens of a run."""
     prepared = Prepared.load(run / "prepared.json")
     store = open_tokens(Path(str(prepared.train.tokens_folder)))
     tokens = torch.from_numpy(store.tokens.astype("int64"))
@@ -78,13 +78,13 @@ def by_hand(run: Path, architecture: str, resets: bool) -> tuple[list[float], di
     ids=str,
 )
 def test_a_job_learns_what_the_plain_loop_learns_bit_by_bit(architecture, data, cache, tmp_path):
-    """With evaluations in between, which have a state of their own, and over the border of an epoch."""
+    """The run has evaluations, which have their own state, and crosses the border of an epoch."""
     run = tmp_path / "run"
     trained(job_of(tmp_path, architecture, **data), "--out", run, "--cache", cache, "--no-plan")
     losses, weights = by_hand(run, architecture, resets=bool(data))
     steps = steps_of(run)
     assert [step.loss for step in steps] == losses
-    assert_same_bits(weights, load_file(run / "model" / "model.safetensors"))  # nothing else is in it
+    assert_same_bits(weights, load_file(run / "model" / "model.safetensors"))  # and no other tensor is in the file
     assert_each_sample_once(steps, NUM_STEPS)
     assert steps[-1].epoch >= 1
     record = RunRecord.from_directory(run)

@@ -1,4 +1,4 @@
-"""Taggers trained by `plimsoll train` on words with tags: they learn a rule, and go on after a kill."""
+"""Taggers trained by `plimsoll train` on tagged words: they learn a rule, and resume after a kill."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_hugging_face_model_learns_from_rows_in_batches_of_so_many_tokens(tmp_
     trained(job, "--out", tmp_path / "run", "--cache", tmp_path / "cache", "--no-plan")
     found = last_evaluation(tmp_path / "run")
     assert found.accuracy is not None
-    assert found.accuracy > 0.8  # where O is 2 of 3
+    assert found.accuracy > 0.8  # O is 2 of 3 tags
     assert found.entity_f1 is not None
     config = json.loads((tmp_path / "run/model/config.json").read_text())
     assert config["architectures"] == ["BertForTokenClassification"]

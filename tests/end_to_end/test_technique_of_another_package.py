@@ -1,4 +1,4 @@
-"""A technique that another package ships is planned, run, exported and reported, and nothing here knows it."""
+"""A technique of another package is planned, run, exported and reported without changes in Plimsoll."""
 
 from __future__ import annotations
 

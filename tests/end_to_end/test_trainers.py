@@ -1,4 +1,4 @@
-"""Trainers, models and data as users have them, short of memory under the adapter: as the undisturbed trainer."""
+"""Trainers, models and data as users have them, with out-of-memory errors: equal to the undisturbed trainer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from plimsoll.step.failpoints import armed
 
 
 class OwnStep(Trainer):
-    """A trainer that writes its step out, and takes a field out of the batch."""
+    """A trainer that overrides the training step and removes a field from the batch."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         model.train()
@@ -54,7 +54,7 @@ class OwnBackward(OwnStep):
 
 
 def run_short(tmp_path: Path, passes: Sequence[int], cls: type[Trainer] = Trainer, **arguments: Any) -> list[Trainer]:
-    """A trainer that is short of memory in some passes, and one that is not."""
+    """Train with out-of-memory errors in some passes, and without; return both trainers."""
     undisturbed = trainer_of(language_model(), tmp_path / "a", cls, **arguments)
     undisturbed.train()
     trainer = trainer_of(language_model(), tmp_path / "b", cls, **arguments)
@@ -81,7 +81,7 @@ def test_a_step_whose_micro_batches_cannot_be_weighted_is_refused_and_undone(tmp
 
 
 def test_a_last_window_of_fewer_batches(tmp_path: Path):
-    """8 batches in windows of 3: the third has two."""
+    """8 batches in windows of 3: the third window has two."""
     for passes in ([2, 3], [10, 11], [8, 9]):
         trainer, undisturbed = run_short(tmp_path, passes, gradient_accumulation_steps=3, num_train_epochs=2)
         assert trainer.state.global_step == 6
@@ -103,7 +103,7 @@ def test_an_update_that_fails_is_done_with_gradients_that_are_clipped_again(tmp_
     with armed("optimizer", *range(1, 9)), plimsoll.transformers.protected(trainer) as protection:
         trainer.train()
     assert {event.phase for event in protection.events} == {"optimizer"}
-    assert called.times == 5  # 4 updates, of which the first did not even fit parameter by parameter
+    assert called.times == 5  # 4 updates; the first did not fit even parameter by parameter
     assert_alike(trainer, undisturbed)
 
 
@@ -140,7 +140,7 @@ def test_a_collator_without_labels_is_cut_only_where_units_are_given(tmp_path: P
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Texts that can be read once, and not be counted."""
+    """A data set of texts that can be read only once and has no length."""
 
     def __init__(self, data: list[dict[str, Tensor]]) -> None:
         self.left = iter(data)
@@ -179,7 +179,7 @@ def test_a_batch_in_which_nothing_is_to_be_learned_is_done_as_the_trainer_does(t
 
 
 def test_a_batch_that_cannot_be_cut_is_done_as_a_whole(tmp_path: Path):
-    """Such as rows packed to one, with the places where they begin."""
+    """An example is rows packed into one, with the positions at which they begin."""
 
     def packed(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
         ids = torch.cat([row["input_ids"] for row in rows])[None]
@@ -206,12 +206,12 @@ def test_a_batch_that_cannot_be_cut_is_done_as_a_whole(tmp_path: Path):
 
 
 def test_bf16_on_a_processor(tmp_path: Path):
-    trainer, undisturbed = run_short(tmp_path, [2], bf16=True)  # the same cut: bf16 rounds every other cut otherwise
+    trainer, undisturbed = run_short(tmp_path, [2], bf16=True)  # bf16 depends on the micro-batches
     assert_alike(trainer, undisturbed)
 
 
 def test_a_model_that_is_made_when_training_begins(tmp_path: Path):
-    """And again for each training in the block."""
+    """The model is made again for each training in the block."""
     arguments = trainer_of(language_model(), tmp_path).args
     data = samples(language_model())
     trainers = [Trainer(args=arguments, train_dataset=data, model_init=lambda: language_model()) for _ in range(2)]
@@ -236,7 +236,7 @@ def test_what_nothing_survives_does_not_begin_anew_with_another_batch_size(tmp_p
     assert trainer.model is not None
     with (
         short_of_memory(trainer.model, range(3, 1000), seen := Counter[tuple[int, ...]]()),
-        pytest.raises(OutOfMemoryError, match="smallest there is"),
+        pytest.raises(OutOfMemoryError, match="smallest possible"),
     ):
         plimsoll.transformers.fit(trainer)
     assert max(seen.values()) == 1
@@ -244,7 +244,7 @@ def test_what_nothing_survives_does_not_begin_anew_with_another_batch_size(tmp_p
 
 
 def test_a_callback_that_stops_within_a_window(tmp_path: Path):
-    """And a second training in the same block, which begins with no gradients."""
+    """A second training follows in the same block and starts without gradients."""
 
     class StopEarly(TrainerCallback):
         def on_substep_end(self, args, state, control, **kwargs):
@@ -304,7 +304,7 @@ def test_a_layer_wise_optimizer_is_refused_before_its_first_step(tmp_path: Path)
 
 
 def test_a_loss_that_is_partly_divided_by_the_items_is_cut_right(tmp_path: Path):
-    """As of a mixture of experts: a sum over tokens that is divided, and a mean of the batch beside it."""
+    """A mixture of experts is an example: a sum over tokens, which is divided, plus a mean over the batch."""
 
     class Mixed(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -1,6 +1,6 @@
-"""Two "hosts", which are network namespaces of this machine with a cable between them: one job, and the cable cut.
+"""Two "hosts", which are network namespaces of this machine joined by a cable: one job, and the cable is cut.
 
-Needs the right to make namespaces (root) and iproute2; skipped without.
+They need the right to make namespaces (root) and iproute2; otherwise they are skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[tuple[str, str]]:
-    """Two namespaces, joined by a pair of virtual network cards."""
+    """Yield two namespaces that are joined by a pair of virtual network cards."""
     names = (f"plimsoll-a{os.getpid()}", f"plimsoll-b{os.getpid()}")
     cards = (f"pa{os.getpid()}"[:15], f"pb{os.getpid()}"[:15])
     try:
@@ -59,7 +59,7 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 
 def start_on(host: str, number: int, *arguments: object, rendezvous: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Start torchrun on one host, with one rank; by default its agents know each other's numbers from the start."""
+    """Start torchrun on one host with one rank; by default its agents know their ranks from the start."""
     static = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1")
     static += ("--master-addr", ADDRESSES[0], "--master-port", "29511")
     card = f"p{'ab'[number]}{os.getpid()}"[:15]
@@ -107,7 +107,7 @@ def test_a_cut_cable_is_a_clear_error_and_a_clean_resume(hosts: tuple[str, str],
     assert [step.step for step in steps] == list(range(1, num_done + 6))
     for one, other in zip(steps, of_one, strict=False):
         assert (one.first_sample, one.num_samples) == (other.first_sample, other.num_samples)
-        assert abs(one.loss - other.loss) < 1e-4  # of some hundred steps
+        assert abs(one.loss - other.loss) < 1e-4  # after some hundred steps
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -137,7 +137,7 @@ def test_a_rank_that_is_killed_on_one_host_makes_torchrun_begin_again_on_both(
 
 
 def elastic(number: int) -> tuple[str, ...]:
-    """The arguments with which torchrun's agents find each other again and again."""
+    """Return the arguments with which torchrun's agents can rendezvous repeatedly."""
     return (
         *("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--local-addr", ADDRESSES[number]),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29512"),

@@ -1,10 +1,10 @@
-"""Upstream's own tests of the Trainer, once plain and once with the adapter on: what passes plain must pass with it.
+"""Upstream's own tests of the Trainer, without and with the adapter: tests that pass without it must pass with it.
 
     PLIMSOLL_TRANSFORMERS_TESTS=~/transformers pytest -m slow tests/end_to_end/test_upstream_trainer.py
 
-The folder is a checkout of https://github.com/huggingface/transformers, best at the version that is installed. Its
-tests need the packages ``parameterized`` and ``sentencepiece``; those that need the network, a GPU or what is not
-installed fail or are skipped plain, and then say nothing.
+The folder is a checkout of https://github.com/huggingface/transformers, best at the installed version. Its tests need
+the packages ``parameterized`` and ``sentencepiece``. Tests that need the network, a GPU or a missing package fail or
+are skipped without the adapter, and are then ignored.
 """
 
 import os
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def passed(folder: Path, *options: str) -> set[str]:
-    """Run upstream's tests; returns the names of those that passed."""
+    """Run upstream's tests and return the names of those that passed."""
     tests = [
         str(path.relative_to(CHECKOUT))
         for path in sorted(Path(CHECKOUT, "tests", "trainer").glob("test_trainer*.py"))

@@ -1,4 +1,4 @@
-"""A GRU classifier with word vectors under `plimsoll train`: frozen, trained, killed, gone on with, and refused."""
+"""A GRU classifier with word vectors under `plimsoll train`: frozen, trained, killed, resumed and refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WORDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sentences of ours about films, and vectors in which words of praise and blame point in opposite directions."""
+    """Write invented sentences about films, and vectors in which words of praise and blame are opposite."""
     drawn = random.Random(0)
     folder = tmp_path_factory.mktemp("vectors")
     rows = ["label\ttext"]

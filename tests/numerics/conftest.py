@@ -1,4 +1,4 @@
-"""One thread: these models are so small that waiting for a second one would be most of the time."""
+"""Numeric tests use one thread: for such small models, waiting for a second one would take most of the time."""
 
 import torch
 

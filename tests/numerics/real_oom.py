@@ -1,9 +1,9 @@
-"""Trainings under real limits, each in a fresh process, for `test_real_oom.py`: ``python real_oom.py gpt2 FOLDER``.
+"""Trainings under real limits, each in a fresh process, for `test_real_oom.py`: `python real_oom.py gpt2 FOLDER`.
 
-It imports what the model needs, and for each line of standard input forks a process that trains one epoch: ``limited
-BYTES`` under a limit, with Plimsoll's step, or ``plain 8 4 4 4`` without one, with the plain loop and steps cut like
-this. Lines of JSON on standard output say its number, what happened, and how it ended; what it learned is saved in
-FOLDER.
+The program imports the modules of the model. For each line of standard input it forks a process that trains one epoch.
+`limited BYTES` trains with Plimsoll's step under a limit. `plain 8 4 4 4` trains with the plain loop, without a limit
+and in micro-batches of these sizes. Lines of JSON on standard output report the process id, the events and the end. The
+weights are saved in FOLDER.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def bert() -> nn.Module:
 
 
 class Lstm(nn.Module):
-    """Two layers with dropout between them; most of its memory is the logits."""
+    """Two layers with dropout between them; most of the memory is in the logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ CASES = {
 
 
 def limited_epoch(case: Case, budget_bytes: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What happened, with the ledger of the loss function: the samples of each step's last attempt; and the weights."""
+    """Return the events with the ledger (the sample ids of each step's last attempt), and the weights."""
     seen: list[int] = []
     ledger: list[int] = []
     cuts: list[int] = []
@@ -129,7 +129,7 @@ def limited_epoch(case: Case, budget_bytes: int) -> tuple[dict[str, Any], dict[s
 
 
 def plain_epoch(case: Case, cuts: list[int]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What it used before and at most, in bytes; and the weights."""
+    """Return the baseline and peak in bytes, and the weights."""
     backend = backend_for("cpu")
     baseline_bytes = backend.use().used_bytes
     backend.reset_peak()
@@ -150,7 +150,7 @@ def train(case: Case, request: list[str], folder: Path) -> None:
 
 def main() -> None:
     case, folder = CASES[sys.argv[1]], Path(sys.argv[2])
-    # Imports what the model and the optimizer need; no thread is started, or the forks would lack it.
+    # Import the modules of the model and the optimizer. No thread is started here, since forks would lack it.
     case.build()
     importlib.import_module("torch._dynamo")
     for line in sys.stdin:

@@ -1,9 +1,9 @@
-"""Of random losses, additive ones and others: a cut step has the whole batch's loss and update, or is refused.
+"""Random losses, additive or not: a split step has the loss and update of the whole batch, or is refused.
 
-What comes for the first time in a later batch, or is in few of its samples, is seen as well.
+Features that first appear in a later batch, or in few of its samples, are detected as well.
 
-Each is made of a mean over samples, tokens, mask or class weights, with units that are right or wrong, and terms over
-the whole batch that are large, small, hidden from the value (detached) or from the gradient.
+Each loss is a mean over samples, tokens, mask or class weights, with right or wrong units. Some have terms over the
+whole batch: large, small, hidden from the value (detached) or hidden from the gradient.
 """
 
 import random
@@ -17,7 +17,7 @@ from plimsoll.errors import InputError
 from plimsoll.step.train_step import TrainStep
 
 functional = nn.functional
-MOST_DIFFERENCE = 1e-5  # as a share of the loss, and of the update
+MOST_DIFFERENCE = 1e-5  # relative to the loss, and to the update
 
 
 def cross_entropy(scores, batch):
@@ -83,7 +83,7 @@ SAMPLE_TERMS = {
 
 
 def random_case(seed):
-    """A loss, its units, and whether it is additive."""
+    """Return a loss, its units, and whether it is additive."""
     draw = random.Random(seed)
     mean = draw.choice([*MEANS, summed] if draw.random() < 0.1 else [*MEANS])
     right = MEANS.get(mean)
@@ -113,7 +113,7 @@ def random_training(seed, num_samples):
 
 
 def outcome_of(seed):
-    """What a cut step does: its largest difference from the whole batch, or ``None`` where it is refused."""
+    """Return the largest difference of a split step from the whole batch, or `None` if the split is refused."""
     loss, units, is_additive, draw = random_case(seed)
     num_samples = draw.randint(3, 14)
     model, batch = random_training(seed, num_samples)
@@ -131,7 +131,7 @@ def outcome_of(seed):
         assert all(map(torch.equal, before, parameters))
         return is_additive, None
     update = torch.cat([(old - new.detach()).flatten() for old, new in zip(before, parameters, strict=True)])
-    # What is taken from the weights is rounded to theirs.
+    # Updated weights are rounded, relative to the size of the weights.
     rounding = torch.finfo(torch.float32).eps * float(torch.cat([one.flatten() for one in before]).norm())
     of_update = max(float((update - gradients).norm()) - rounding, 0.0) / float(gradients.norm())
     return is_additive, max(of_update, abs(result.loss - whole.item()) / abs(whole.item()))
@@ -148,7 +148,7 @@ def test_a_thousand_random_losses_are_cut_exactly_or_refused(seeds):
 
 
 def tagged(draw, draws, num_rare):
-    """A batch of tags, of which one is rare, and the mean over their weights."""
+    """Return a batch of tags in which `num_rare` samples have a rare one."""
     tags = torch.randint(4, (NUM_SAMPLES, LENGTH), generator=draws)
     rare = torch.randperm(NUM_SAMPLES, generator=draws)[:num_rare]
     tags[rare, draw.randrange(LENGTH)] = 4
@@ -156,7 +156,7 @@ def tagged(draw, draws, num_rare):
 
 
 def padded(draw, draws, num_rare, padding, side):
-    """A batch of texts, of which some are shorter."""
+    """Return a batch of texts in which `num_rare` samples are padded."""
     ids = torch.randint(9, 60, (NUM_SAMPLES, LENGTH), generator=draws)
     for row in torch.randperm(NUM_SAMPLES, generator=draws)[:num_rare].tolist():
         num_columns = draw.randint(3, LENGTH - 2)
@@ -177,7 +177,7 @@ def of_tags(model, batch):
 
 
 def later_case(seed):
-    """A loss, its units, and batches in which a rare tag, or padding, is in few samples of one of the first four."""
+    """Return a loss, its units and batches; one of the first four has a rare tag or padding in few samples."""
     draw, draws = random.Random(seed), torch.Generator().manual_seed(seed)
     numbers_of_rare = [0] * draw.randrange(4) + [draw.randint(1, 4)] * 2
     if draw.random() < 0.5:

@@ -1,5 +1,7 @@
-"""Losses that a cut would change, in each place that cuts a batch: its loss and update are the whole batch's, or it is
-refused with what keeps them."""
+"""Losses that a split would change, at each place that splits a batch.
+
+A split step must have the loss and update of the whole batch. Otherwise it is refused with a remedy.
+"""
 
 import functools
 import warnings
@@ -83,7 +85,7 @@ def test_where_memory_runs_out_the_batch_stays_whole_and_the_step_is_undone():
 def test_the_same_loss_may_be_cut_where_the_user_allows_it_and_one_that_fits_once_more_is_not():
     assert step_of(contrastive, micro_batch=4, recut_loss=True)(BATCH).micro_batch == 4
     step = step_of(contrastive)
-    with armed("backward", 1):  # once more, with what was freed
+    with armed("backward", 1):  # one more try, with the freed memory
         result = step(BATCH)
     assert [event.action for event in result.oom_events] == ["same micro-batch once more"]
 
@@ -250,7 +252,7 @@ def test_fallbacks_of_a_trainer_that_cut_from_the_first_step_on(tmp_path):
 
 
 def balanced_step(self, model, inputs, num_items_in_batch=None):
-    """A step whose loss is another one than that of ``compute_loss``."""
+    """Run a training step with another loss than `compute_loss`."""
     loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
     loss = loss + 0.1 * outputs["logits"].softmax(-1).mean(0).square().sum()
     self.accelerator.backward(loss)

@@ -1,4 +1,4 @@
-"""First updates in pieces inside real limits: done, or not begun; where the states that come are put."""
+"""First updates in chunks inside real limits: completed or not begun. Also tests the place of new states."""
 
 import json
 
@@ -6,9 +6,9 @@ import pytest
 
 from processes import run_program
 
-pytestmark = pytest.mark.cold  # what is free in the heap counts
+pytestmark = pytest.mark.cold  # free memory in the heap counts
 
-# The first update of models whose pieces are unlike each other, with so many MiB of room for each of several processes.
+# The first update of models with unequal parameters, with several limits in MiB, each in its own process.
 FIRST_UPDATES = """
 import gc, json, os, sys
 import torch, torch._dynamo  # which optimizers load: once, before the processes are forked
@@ -69,7 +69,7 @@ for free_mib in map(int, sys.argv[2:]):
     ],
 )
 def test_a_first_update_is_done_or_not_begun_however_little_room_there_is(kind, free_mibs):
-    """Tables have states of all rows and temporaries of some; Adafactor's states are of another size for vectors."""
+    """Tables have states of all rows and temporaries of some. Adafactor's states have another size for vectors."""
     done = run_program(FIRST_UPDATES, kind, *map(str, free_mibs))
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     assert [is_whole for _, is_whole in outcomes] == [True] * len(free_mibs), done.stderr
@@ -78,7 +78,8 @@ def test_a_first_update_is_done_or_not_begun_however_little_room_there_is(kind, 
     assert (said[0], said[-1]) == ("not begun", "done")
 
 
-# Parameters of 3 MiB: whether the states of the first lie in the heap, with what is asked for at once, and not.
+# Prints whether the first of several parameters of 3 MiB and its state are in the heap, for an update at once and in
+# chunks.
 PLACES = """
 import json, os
 import torch, torch._dynamo
@@ -109,7 +110,7 @@ for chunk_bytes in (None, 1):
 
 @pytest.mark.long
 def test_states_that_come_in_pieces_are_kept_apart_from_gradients():
-    """These leave holes in the heap as they go, which an aligned block of their size does not fit into."""
+    """Freed gradients leave holes in the heap, into which an aligned block of their size does not fit."""
     done = run_program(PLACES)
     assert done.returncode == 0, done.stderr
     at_once, in_pieces = map(json.loads, done.stdout.splitlines())

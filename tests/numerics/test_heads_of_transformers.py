@@ -1,4 +1,4 @@
-"""Of every head of transformers that can be built small: one that is known to be additive is so, with these units."""
+"""Every head of transformers that can be built small: a head that is known to be additive is additive in its units."""
 
 import inspect
 import warnings
@@ -36,7 +36,7 @@ SMALL = {
 }
 MOST_PARAMETERS = 4_000_000
 NOT_BUILT = (*MODEL_FAULTS, ImportError, StrictDataclassError)
-HEADS = {  # with how many are known at least, in transformers 5.23
+HEADS = {  # with the minimum number of known heads, in transformers 5.23
     "CAUSAL_LM": ("next-tokens", 110),
     "MASKED_LM": ("tokens", 30),
     "TOKEN_CLASSIFICATION": ("tokens", 70),
@@ -45,7 +45,7 @@ HEADS = {  # with how many are known at least, in transformers 5.23
 
 
 def small(kind, is_causal):
-    """A model of a few numbers; whatever fails in it is no fault of the check's."""
+    """Build a model with few parameters; a failure here is not a failure of the check."""
     fields = set(inspect.signature(kind.config_class.__init__).parameters)
     fields |= set(getattr(kind.config_class, "__dataclass_fields__", {}))
     options = {name: value for value, names in SMALL.items() for name in names if name in fields}
@@ -54,7 +54,7 @@ def small(kind, is_causal):
         options.pop("head_dim", None)
     if is_causal and "is_decoder" in fields:
         options["is_decoder"] = True
-    options.pop("token_dropout", None)  # a switch
+    options.pop("token_dropout", None)  # a boolean
     config = kind.config_class(**options, pad_token_id=0, bos_token_id=1, num_labels=3)
     with torch.device("meta"):
         num_parameters = sum(one.numel() for one in kind(config).parameters())
@@ -101,7 +101,7 @@ def test_a_head_that_is_known_is_additive_with_its_units(task):
                 guessed = "next-tokens" if shifts_labels(model) else "tokens"
                 units = known or ("samples" if task == "SEQUENCE_CLASSIFICATION" else guessed)
                 verdict = verdict_of(model, batch, units)
-                if verdict == "not shown":  # noise in the router, or a random attention, in training
+                if verdict == "not shown":  # noise in the router, or random attention, in training
                     verdict = verdict_of(model.eval(), batch, units)
             num_known += known is not None
             wrong += (

@@ -1,4 +1,4 @@
-"""Several ranks against one process on the same batches: losses, weights and evaluation, also through lack of memory.
+"""Several ranks against one process on the same batches: losses, weights, evaluation and out-of-memory errors.
 
 The model has a layer that only some samples reach, and the last batch has fewer samples than there are ranks.
 """
@@ -26,7 +26,7 @@ def assert_alike(one: dict[str, Any], other: dict[str, Any], case: dict[str, Any
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[float | None, dict[str, Any]]:
-    """What one process makes of it, with and without clipping."""
+    """Return the results of one process, with and without clipping."""
     cases = [{"clip_norm": norm} for norm in (None, 1.0)]
     (found,) = run_cases(tmp_path_factory.mktemp("alone"), 1, cases, seconds=60)
     return {case["clip_norm"]: one for case, one in zip(cases, found, strict=True)}
@@ -41,7 +41,7 @@ def check(folder: Path, world_size: int, seeds: range, alone: dict[float | None,
         for one in found:
             assert_alike(one, alone[case["clip_norm"]], case)
             assert one["samples"] == [BATCH_SAMPLES] * (NUM_STEPS - 1) + [2]
-            # What all do next follows from what each was told.
+            # All ranks take the same action after an error on one of them.
             assert [event for event in one["events"] if event[1] is not None] == [
                 event for event in found[0]["events"] if event[1] is not None
             ]
@@ -56,7 +56,7 @@ def test_ranks_train_what_one_process_trains_whatever_runs_out_of_memory_where(t
 
 
 def test_ranks_evaluate_the_windows_of_a_text_collectively(tmp_path):
-    """Three of four texts are right, each by most of its windows; of the third, whose label is 1, two say 0."""
+    """Three of four texts are right by most of their windows. The third has label 1, and two windows vote for 0."""
     failing: list[tuple[int, ...]] = [(), (1,), (2,)]
     cases: list[dict[str, Any]] = [{"failing": passages, "rank": len(passages)} for passages in failing]
     num_right = 7  # windows 1, 2, 3, 4, 6, 9 and 10; logits are 1 for the answer and 0 for the two others
@@ -69,7 +69,7 @@ def test_ranks_evaluate_the_windows_of_a_text_collectively(tmp_path):
 
 @pytest.mark.long
 def test_a_limit_on_one_rank_cuts_the_step_of_all(tmp_path):
-    """Memory that really runs out: the allocator of one rank has no room for its whole part of the batch."""
+    """Memory really runs out: the allocator of one rank cannot hold its whole part of the batch."""
     case = {"wide": True, "limited_rank": 1}
     (alone,) = run_cases(tmp_path / "alone", 1, [{"wide": True}], seconds=60)
     of_ranks = run_cases(tmp_path / "ranks", 2, [case], seconds=60)
@@ -81,7 +81,7 @@ def test_a_limit_on_one_rank_cuts_the_step_of_all(tmp_path):
 
 @pytest.mark.long
 def test_a_loss_that_ranks_would_change_is_refused_on_all_of_them_and_an_additive_one_is_that_of_one_process(tmp_path):
-    """A step over ranks cuts the batch, whether or not memory runs out."""
+    """A step over ranks splits the batch even if memory does not run out."""
     pairs = [("contrastive", "samples"), ("weighted", "samples"), ("weighted", "weights")]
     cases: list[dict[str, Any]] = [{"own_loss": loss, "units": units} for loss, units in pairs]
     (alone,) = run_cases(tmp_path / "alone", 1, cases, seconds=60)

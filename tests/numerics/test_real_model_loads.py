@@ -1,4 +1,4 @@
-"""A real model from a package: loaded tensor by tensor it gives the sentence vectors of sentence-transformers."""
+"""A real model from a package, loaded tensor by tensor: it gives the sentence vectors of sentence-transformers."""
 
 import importlib.util
 import json
@@ -35,7 +35,7 @@ def test_sentence_vectors_are_those_of_sentence_transformers(folder, place):
     if importlib.util.find_spec("sentence_transformers") is None:
         pytest.skip("sentence-transformers is not installed")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what it imports
+        warnings.simplefilter("ignore")  # warnings of its imports
         from sentence_transformers import SentenceTransformer
 
         theirs = torch.as_tensor(SentenceTransformer(str(folder), device="cpu").encode(TEXTS))

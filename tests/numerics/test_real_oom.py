@@ -1,7 +1,7 @@
 """Real out-of-memory errors: processes under an enforced limit in which the whole batch does not fit.
 
-Each kind of model is trained under eight limits, from tight to generous, in a process each (`real_oom.py`). What it
-uses is read from outside; what it learns is compared with plain PyTorch, cut the same way and without a limit.
+Each kind of model is trained under eight limits, from tight to generous, each in its own process (`real_oom.py`).
+Memory is read from outside. The weights are compared with plain PyTorch in the same micro-batches without a limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workloads import BATCH_SIZE, largest_relative_difference
 CLOSE = 1e-5
 TESTS = Path(__file__).parents[1]
 WHOLE, ONE_BY_ONE = [BATCH_SIZE] * NUM_STEPS, [1] * NUM_STEPS
-# From what single samples need to what the whole batch needs; 1.5 has room for what the heap cannot use.
+# Limits between the needs of single samples (0) and of the whole batch (1). 1.5 adds memory that the heap wastes.
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 1.5)
 SCRATCH_BYTES = 48 << 20
 """What MKL and oneDNN want for themselves, however small the micro-batch; without it they fail at every size, and not
@@ -36,7 +36,7 @@ always with an error (an LSTM under a limit that leaves it 45 MiB ends with a se
 
 @dataclass(frozen=True)
 class Answer:
-    """What a training process said; ``peak_bytes`` is what was seen from outside in ``num_readings``."""
+    """The results of a training process; `peak_bytes` is its peak in `num_readings` readings from outside."""
 
     facts: dict[str, Any]
     weights: dict[str, torch.Tensor]
@@ -45,16 +45,16 @@ class Answer:
 
 
 def started(name: str, folder: Path) -> subprocess.Popen[str]:
-    """The process that forks trainings of one kind of model."""
+    """Start the process that forks the trainings of one kind of model."""
     paths = os.pathsep.join(map(str, [Path(plimsoll.__file__).parents[1], TESTS]))
-    # Two threads, as they are what a limit is most likely to break; passive, as the machine may be busy.
+    # Two threads, because they are the likeliest to break a limit. They wait passively, as the machine may be busy.
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, TESTS / "numerics" / "real_oom.py", name, folder]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def ask(process: subprocess.Popen[str], folder: Path, kind: str, *numbers: int) -> Answer:
-    """Have one training done, which must neither fail nor be killed."""
+    """Run one training, which must neither fail nor be killed."""
     print(kind, *numbers, file=process.stdin, flush=True)
     pid = json.loads(process.stdout.readline())["pid"]
     with PeakWatch(pid).watching() as watch:
@@ -64,7 +64,7 @@ def ask(process: subprocess.Popen[str], folder: Path, kind: str, *numbers: int) 
     return Answer(facts, torch.load(folder / f"{kind}.pt", weights_only=True), watch.peak_bytes, watch.num_readings)
 
 
-# Each takes about a minute; all but one are opt-in.
+# Each takes about a minute, so all but one are optional.
 MARKED = [pytest.param(name, marks=[pytest.mark.slow] if name != "gpt2" else []) for name in CASES]
 
 
@@ -90,5 +90,5 @@ def test_under_a_real_limit_training_is_the_plain_loop_cut_the_same_way(name, tm
     assert process.returncode == 0
     assert phases[0]
     assert not phases[-1]
-    # An LSTM takes nearly all of its memory in one call of its forward pass.
+    # An LSTM allocates nearly all of its memory in one call of its forward pass.
     assert len({phase for found in phases for phase in found}) >= (1 if name == "lstm" else 2)

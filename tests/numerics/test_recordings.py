@@ -1,4 +1,4 @@
-"""Predictions against what GPUs did: every file of tests/recordings, and the machinery that makes and compares them."""
+"""Predictions against recordings of GPUs: all files of tests/recordings, and the code that makes and compares them."""
 
 import copy
 import gzip
@@ -22,7 +22,7 @@ from benchmarks import predict_gpu_recordings  # noqa: E402
 from benchmarks.gpu import cases, compare, files, meter, record  # noqa: E402
 from benchmarks.gpu.cases import Case  # noqa: E402
 
-MOST_CASES = 7  # of a recording in the default run: the first are the bases; all of them with -m slow
+MOST_CASES = 7  # per recording in the default run: the first are the bases; `-m slow` runs all
 HEADER = {
     "device": "a GPU that is not there", "capability": [9, 0], "total_bytes": 80 << 30, "recorded": "2026-11-21",
     "torch": torch.__version__, "transformers": transformers.__version__, "environment": {},
@@ -34,8 +34,8 @@ GPT2 = Case("gpt2", 2, 16, tiny=True)
 # -- the files ---------------------------------------------------------------------------------------------------------
 
 
-# Rows of the H200's recording that are off: in three trainings a segment of 90 to 144 MiB just finds room in what is
-# free, or just does not; two limits are between two such sums.
+# Rows of the H200's recording with known deviations. In three trainings a segment of 90 to 144 MiB just fits into free
+# memory, or just does not; two limits are between such sums.
 KNOWN = {
     "bert-mlm-16x77-fp32-adamw", "bert-cls-8x128-fp32-adamw", "llama-4x512-fp32-adamw-chunked",
     "gpt2-8x256-bf16-adamw@0.97", "gpt2-8x256-fp32-adamw-checkpointing@0.97",
@@ -77,7 +77,7 @@ def test_all_predictions_are_near_what_the_gpu_did(path):
 
 
 def row_of(case: Case, run_id: str = "", limit_bytes: int | None = None) -> dict:
-    """What a GPU that does exactly what is predicted would leave."""
+    """Return the row of a GPU whose memory equals the prediction."""
     predicted = compare.predict(case, HEADER, limit_bytes=limit_bytes)
     return {
         "id": run_id or case.id,
@@ -103,7 +103,7 @@ def synthetic() -> dict:
 def written(recording: dict, folder: Path) -> Path:
     path = folder / "synthetic.json.gz"
     files.write_recording(path, recording)
-    assert [each.name for each in folder.iterdir()] == [path.name]  # nothing half-written is left
+    assert [each.name for each in folder.iterdir()] == [path.name]  # no half-written file is left
     return path
 
 
@@ -210,7 +210,7 @@ def test_other_versions_are_said():
 
 
 def test_each_thread_that_multiplies_has_a_workspace():
-    """2 x 32 MiB on a Hopper GPU; what the trace itself makes of a tiny model is below 4 MiB."""
+    """The workspaces take 2 x 32 MiB on a Hopper GPU. The trace of a tiny model itself takes less than 4 MiB."""
     hopper, ampere = (compare.predict(GPT2, HEADER | {"capability": capability}) for capability in ([9, 0], [8, 6]))
     difference = hopper.peak_allocated_bytes - ampere.peak_allocated_bytes
     assert difference == 2 * (33554432 - 8519680)
@@ -226,7 +226,7 @@ def test_what_was_there_before_counts_except_the_dropout_state_of_recurrent_nets
 
 
 def test_what_a_row_has_before_it_follows_from_the_recurrent_runs_of_its_process(synthetic):
-    """A run makes a dropout state of its own where a model was built, and so a seed set, since the last one."""
+    """A recurrent run creates its own dropout state if a model was built, and so a seed set, since the last one."""
     kept = compare.kept_by(GRU, (9, 0), 132, None)
     held = {"before_allocated_bytes": kept.num_bytes, "before_reserved_bytes": kept.segment_bytes}
     first, again, gpt2 = row_of(GRU), row_of(GRU, "again") | held, row_of(GPT2) | held
@@ -249,7 +249,7 @@ def test_every_mark_has_its_bytes():
     at_model, forward, _, after_step, *_ = predicted.allocated_at
     assert weights_bytes <= at_model < weights_bytes * 1.5  # each tensor takes a multiple of 512 bytes
     assert forward > at_model
-    # Gradients and AdamW's two moments stay, and the workspaces.
+    # Gradients, AdamW's two moments and the workspaces remain.
     assert after_step - at_model - 2 * 33554432 >= 3 * weights_bytes * 0.99
 
 
@@ -280,7 +280,7 @@ def test_a_case_survives_json():
 
 
 def test_models_are_of_the_size_that_is_meant():
-    """Hundreds of MiB to a few GiB with gradients and AdamW's moments: 16 bytes for each parameter."""
+    """They take from hundreds of MiB to a few GiB, at 16 bytes per parameter for gradients and AdamW's moments."""
     with FakeTensorMode():
         for base in cases.bases():
             num_parameters = sum(parameter.numel() for parameter in cases.build(base).parameters())
@@ -328,7 +328,7 @@ def test_a_chunked_loss_is_the_loss(model):
     net = cases.build(case).eval()
     batch = cases.make_batch(case, step=1)
     losses = {loss: cases.compute_loss(replace(case, loss=loss), net, batch) for loss in ("model", "chunked")}
-    if hasattr(torch.nn.functional, "linear_cross_entropy") and model != "lstm-lm":  # which has a bias
+    if hasattr(torch.nn.functional, "linear_cross_entropy") and model != "lstm-lm":  # its head has a bias
         losses["linear-ce"] = cases.compute_loss(replace(case, loss="linear-ce"), net, batch)
     for loss in losses.values():
         torch.testing.assert_close(loss, losses["model"])
@@ -339,7 +339,7 @@ def test_a_chunked_loss_is_the_loss(model):
 
 def recorded(path: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "benchmarks.gpu.record", "--device", "cpu", "--tiny", "--out", str(path)]
-    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}  # Plimsoll is not to be needed
+    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}  # the program must run without Plimsoll
     return subprocess.run(
         [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=True
     )
@@ -410,11 +410,11 @@ def test_a_failed_device_goes_on_in_a_new_process(tmp_path, monkeypatch):
         record.record([record.Run("shared", 0, GRU)], record.Runner(meter.Meter("cpu")), recording, float("inf"))
     assert said[0][1][1:4] == ["-m", "benchmarks.gpu.record", "--minutes"]
     assert "--resume" in said[0][1]
-    assert len(files.read_recording(tmp_path / "x.json.gz")["runs"]) == 1  # the failed run is not tried again
+    assert len(files.read_recording(tmp_path / "x.json.gz")["runs"]) == 1  # the failed run is not repeated
 
 
 class StubbedCuda:
-    """What torch.cuda says, in place of a GPU that no machine of ours has: two numbers per name."""
+    """A stub of torch.cuda in place of a GPU that we do not have: two numbers per name."""
 
     FUNCTIONS = [
         "set_device",
@@ -446,7 +446,7 @@ class StubbedCuda:
 
 
 def test_what_is_asked_of_cuda(tmp_path, monkeypatch):
-    """The code that only a GPU runs, with torch.cuda stubbed: which numbers are read, and the limit is undone."""
+    """The code for GPUs runs with a stub of torch.cuda, reads the right values, and removes the limit."""
     stub = StubbedCuda(monkeypatch)
     monkeypatch.setattr(record, "train", lambda case, model, device, note: note(0, "model"))
     gpu = meter.Meter("cuda:0")
@@ -489,7 +489,7 @@ def test_the_file_is_named_after_the_gpu_and_torch():
 
 
 def test_a_real_run_and_its_trace_do_the_same_ops():
-    """The loop is one, so what it does on the CPU has as many marks as its trace; no warning tells them apart."""
+    """Both use the same loop, so a run on the CPU has as many marks as its trace, and warnings do not differ."""
     marks = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

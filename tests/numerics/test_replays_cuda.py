@@ -1,4 +1,4 @@
-"""Replays of real CUDA graphs: the trainings of `test_step_cuda_graphs_replays.py`, and what only a card can refuse."""
+"""Replays of real CUDA graphs: the trainings of `test_step_cuda_graphs_replays.py`, and limits of a real GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def deterministic(monkeypatch):
-    """By default some kernels add gradients in any order."""
+    """Use deterministic kernels: by default some add gradients in any order."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -50,7 +50,7 @@ def test_real_graphs_are_the_eager_steps_with_dropout(deterministic, more, preci
 
 
 def test_kernels_that_add_in_any_order_are_replayed_as_near_as_they_are_to_themselves():
-    """By default, in long texts of few words, gradients of embeddings are not the same twice."""
+    """By default, in long texts of few words, the gradients of embeddings vary from run to run."""
     from technique_trainings import relative_distance
 
     generator = torch.Generator().manual_seed(5)
@@ -59,7 +59,7 @@ def test_kernels_that_add_in_any_order_are_replayed_as_near_as_they_are_to_thems
     net, options = decoder(), {"loss": model_loss, "data": data, "micro_batch": 32, "precision": "bf16"}
     plain, graph = (trained(net, *more, device="cuda", **options) for more in ((), (GRAPH,)))
     assert graph[2].num_replays == 2 * (NUM_STEPS - 1)
-    # Adam makes steps of one size also of gradients that are nothing but rounding.
+    # Adam makes full-size steps even for gradients that are only rounding errors.
     assert graph[0] == pytest.approx(plain[0], rel=1e-2)
     assert relative_distance(graph[1], plain[1]) < 0.1
 
@@ -89,7 +89,7 @@ def test_what_cuda_refuses_runs_eagerly_and_its_memory_comes_back(deterministic)
 
 
 def test_a_real_limit_without_room_for_the_graph(deterministic):
-    """Eager passes fit in it, and what they keep for backward does not fit a second time."""
+    """Eager passes fit into the limit, but the tensors that they save for backward do not fit twice."""
 
     class Wide(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""A model shared out over ranks against one process: through lack of memory, and from checkpoint to checkpoint."""
+"""A model sharded over ranks against one process: out-of-memory errors, and checkpoints for other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ DISK = TWICE | {"offload": "disk"}
 
 
 def facts_of(case: dict[str, Any]) -> tuple[Any, ...]:
-    """What decides what a case comes to, whoever does it."""
+    """Return the fields of a case that determine its results, for any number of ranks."""
     return case["clip_norm"], case.get("is_mixed", False), case.get("is_first_small", False)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """What one process makes of each model and of each first batch, with and without clipping."""
+    """Return the results of one process for each model and first batch, with and without clipping."""
     cases = [
         {"clip_norm": norm, "is_mixed": is_mixed, "is_first_small": is_first_small, "gathered": None}
         for norm, is_mixed, is_first_small in product(NORMS, (False, True), (False, True))
@@ -66,7 +66,7 @@ def test_shards_train_what_one_process_trains_whatever_runs_out_of_memory_where(
 @pytest.mark.long
 @pytest.mark.parametrize("options", [TWICE, DISK], ids=["ram", "disk"])
 def test_a_limit_on_one_rank_cuts_the_step_of_all_in_shards(tmp_path, options):
-    """Memory that really runs out, between the exchanges of two blocks."""
+    """Memory really runs out between the communication of two blocks."""
     case = options | {"wide": True, "limited_rank": 1}
     (alone,) = run_cases(tmp_path / "alone", 1, [options | {"wide": True, "gathered": None}], seconds=60)
     of_ranks = run_cases(tmp_path / "ranks", 2, [case], seconds=60)
@@ -88,7 +88,7 @@ def test_two_hundred_ways_to_run_out_of_memory_in_shards(tmp_path, alone, world_
 def test_half_precision_is_that_of_a_copy_of_the_weights_and_a_scaler_skips_on_all_ranks_or_on_none(
     tmp_path, world_size
 ):
-    """Gathered in bf16 against plain PyTorch with the same casts, to rounding; fp16 against its own autocast."""
+    """bf16 equals plain PyTorch with the same casts, up to rounding. fp16 equals PyTorch's autocast."""
     mixed = {"is_mixed": True, "is_first_small": True}
     scaled = {"gathered": None, "clip_norm": 1.0, "precision": "fp16", "infinite": [2, 0]}
     plain = [{"half_for": world_size, "clip_norm": 1.0}, {"half_for": world_size, "clip_norm": 1.0} | mixed, scaled]
@@ -108,11 +108,13 @@ def test_half_precision_is_that_of_a_copy_of_the_weights_and_a_scaler_skips_on_a
         for found, (case, expected) in zip(of_rank, (*exact, *rounded), strict=True):
             tolerance = TOLERANCE if (case, expected) in exact else HALF_TOLERANCE
             require_alike(found, expected, case, tolerance)
-        assert all(one["weights"] == of_rank[-1]["weights"] for one in of_rank[-world_size:])  # whose rows it was
+        assert all(
+            one["weights"] == of_rank[-1]["weights"] for one in of_rank[-world_size:]
+        )  # an infinite gradient on any rank
 
 
 def test_ranks_that_differ_all_fail_and_a_model_that_cannot_be_assembled_is_written_by_none(tmp_path):
-    """A block or a parameter that the samples of one rank do not reach; memory that runs out in the end on one."""
+    """On one rank, samples do not reach a block or a parameter, or memory runs out at the end."""
     cases = [
         TWICE | {"skipped": "block"},
         TWICE | {"skipped": "parameter"},
@@ -121,13 +123,13 @@ def test_ranks_that_differ_all_fail_and_a_model_that_cannot_be_assembled_is_writ
     ]
     of_ranks = run_cases(tmp_path, 2, cases, seconds=60, program="shards_ends_program")
     for case, *found in zip(cases, *of_ranks, strict=True):
-        expected = "InputError: the 2 ranks are not at the same place" if "skipped" in case else "OutOfMemoryError"
+        expected = "InputError: the 2 ranks are in different blocks" if "skipped" in case else "OutOfMemoryError"
         assert all(one.startswith(expected) for one in found), (case, found)
 
 
-@pytest.mark.slow  # `tests/unit/training/test_training_sharded_checkpoint.py` has parts of it
+@pytest.mark.slow  # `tests/unit/training/test_training_sharded_checkpoint.py` tests parts of it
 def test_a_checkpoint_of_four_ranks_goes_on_with_two_three_one_and_two(tmp_path):
-    """The last of the four is of one process that has the whole model."""
+    """The last of the four checkpoints is from one process with the whole model."""
     expected = weights_of(tmp_path / "alone", 1, None, 5)
     root = tmp_path / "shared"
     for until, (world_size, gathered) in enumerate([(4, "twice"), (2, "once"), (3, "twice"), (1, None)], start=1):
@@ -151,5 +153,5 @@ def weights_of(
 def test_a_checkpoint_for_which_one_rank_has_no_memory_is_written_by_none_and_can_be_written_again(tmp_path):
     case = {"root": str(tmp_path / "root"), "until": 1, "gathered": "twice", "clip_norm": None, "short_of_memory": 1}
     (_, others) = run_cases(tmp_path / "ranks", 2, [case], seconds=60, program="shards_program")
-    assert others  # both have ended
+    assert others  # both processes have ended
     assert [one.name for one in (tmp_path / "root").iterdir()] == ["step-00000001"]

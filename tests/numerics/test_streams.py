@@ -1,4 +1,4 @@
-"""A carried state under the step's transaction: against a plain loop that carries and detaches by hand, bit by bit."""
+"""A carried state in the step's transaction: bitwise equal to a plain loop that carries and detaches by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEXT_LENGTHS = [
     51,
     12,
     70,
-]  # 422 tokens with their ends: 10 windows of each stream slot
+]  # 422 tokens with the end tokens: 10 windows per stream slot
 NUM_STEPS = 13  # into the second epoch, and past a shorter window
 PHASES = ("copy", "forward", "loss", "backward", "clip", "optimizer")
 CLOSE = 1e-5
@@ -144,12 +144,12 @@ def test_micro_batches_carry_the_state_of_their_stream_slots(store, architecture
 @pytest.mark.parametrize("at_step", [1, 4, 11])
 @pytest.mark.parametrize("phase", PHASES)
 def test_an_oom_in_any_phase_loses_nothing_and_carries_nothing_twice(store, phase, at_step):
-    """A step that has fitted is done again uncut, bit by bit; the first is cut, unless it failed in the update."""
+    """A step that has fitted is repeated whole, bit by bit. The first step is split, unless it failed in the update."""
     step = step_of(ours("lstm", dropout=0.2))
     step._commit = StepCommit(step.workload.optimizer, step.backend, step.position, 1)
     num_pieces = len(list(step.workload.model.parameters()))
     hit = {"optimizer": (at_step - 1) * num_pieces + num_pieces // 2}.get(phase, at_step)
-    num_steps = at_step + 2  # after three clean steps it is done whole again
+    num_steps = at_step + 2  # after three clean steps the whole batch is used again
     with armed(phase, hit):
         cuts = run(step, loader_of(store), num_steps)
     undisturbed = step_of(ours("lstm", dropout=0.2), micro_batch=cuts[0])
@@ -162,7 +162,7 @@ def test_an_oom_in_any_phase_loses_nothing_and_carries_nothing_twice(store, phas
 
 @pytest.mark.parametrize("hit", [2, 3, 9])
 def test_an_oom_in_the_middle_of_a_cut_step_carries_no_stream_slot_twice(store, hit):
-    """Stream slots that were read before the error have moved on, and are read again."""
+    """Stream slots that were read before the error have advanced, and are read again."""
     model = ours("gru")
     step, other = step_of(model, micro_batch=2), step_of(ours("gru"), micro_batch=2)
     with armed("forward", hit):
@@ -195,7 +195,7 @@ def test_autocast_carries_the_state_in_the_dtype_of_the_layers(store, precision)
 
 
 def step_with(*choices: Choice) -> TrainStep:
-    """With a head that is worth chunks, and SGD: Adam divides by what may be nothing but rounding."""
+    """Return a step with a head large enough for chunks, and SGD, because Adam may divide by rounding errors."""
     model = ours("lstm", vocab_size=1024)
     return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), units="next-tokens", fallbacks=[choices])
 

@@ -1,4 +1,4 @@
-"""A table larger than the limit on private memory is trained inside of it, and learns what one in memory learns."""
+"""A table larger than the limit on private memory: trained inside the limit, with the result of training in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from processes import run_program
 
-# The rows in use are every two-thousandth of a table of 820 MB: the same training fits one of 1,600 rows in memory.
+# Every two-thousandth row of a table of 820 MB is in use. The same training fits a table of 1,600 rows in memory.
 PROGRAM = """
 import json, resource, sys, warnings
 import torch
@@ -72,7 +72,7 @@ def test_a_table_larger_than_the_limit_is_trained_inside_of_it(kind, tmp_path):
     done = run_program(PROGRAM, tmp_path / "table", kind)
     assert done.returncode == 0, done.stderr
     refused, expected, found, num_events, difference, peak_bytes, limit_bytes, table_bytes = json.loads(done.stdout)
-    assert refused  # what it would take in memory
+    assert refused  # the table in memory
     assert peak_bytes < limit_bytes < table_bytes
     assert num_events == 1
     assert found[-1] < found[0]

@@ -22,7 +22,7 @@ TAGS = ["B-NAME", "I-NAME", "O"]
 
 
 def windows_by_hand(sentence: Sentence) -> list[tuple[list[str], list[int]]]:
-    """Words and labels of the windows of a sentence; what two share has its label where its edge is farther away."""
+    """Return words and labels per window; a shared word has its label in the window whose edge is farther away."""
     windows, begin = [], 0
     while True:
         end = min(begin + LENGTH, len(sentence))
@@ -39,7 +39,7 @@ def windows_by_hand(sentence: Sentence) -> list[tuple[list[str], list[int]]]:
 
 
 class Plain(nn.Module):
-    """The tagger by hand."""
+    """The tagger, written by hand."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()

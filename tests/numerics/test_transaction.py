@@ -1,4 +1,4 @@
-"""A step is a transaction: whatever fails inside it, the training that follows is the one of plain PyTorch."""
+"""The transaction of a step: after any failure inside it, the training continues as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_accumulation_is_the_plain_loop_cut_the_same_way(case, cut):
 @pytest.mark.parametrize("cut", [1, 3, 4])
 @pytest.mark.parametrize("case", RECURRING, ids=lambda case: case.name)
 def test_without_dropout_the_cut_does_not_matter(case, cut):
-    """With SGD: Adam divides by the gradient's size, which blows up the rounding of those that are zero in theory."""
+    """With SGD: Adam divides by the gradient's size, which amplifies rounding if the gradient is zero in theory."""
     model = case.build(dropout=0.0)
     other = copy.deepcopy(model)
     step = TrainStep(model, sgd(model), units=case.units, clip_norm=1.0, micro_batch=cut)
@@ -78,9 +78,9 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_oom_in_any_phase_loses_nothing(case, phase, at_step):
-    """Step 1 has not held before, so it is cut (unless BatchNorm forbids it), and whole again after three clean steps.
+    """Step 1 has not fitted before, so it is split (unless BatchNorm forbids it).
 
-    Later the same size is tried again.
+    After three clean steps the whole batch is used again. Later the same size is tried again.
     """
     step = make_step(case, chunk_bytes=1)
     num_pieces = len(list(step.workload.model.parameters()))
@@ -125,7 +125,7 @@ def test_an_oom_in_the_middle_of_backward_leaves_no_gradient(case):
     parameter.register_hook(fail_once)
     for batch in case.batches()[1:]:
         step(batch)
-    assert len(calls) == NUM_STEPS  # steps 2, 3, 4 and the one that failed
+    assert len(calls) == NUM_STEPS  # steps 2, 3, 4 and the failed one
     assert largest_relative_difference(plain(case, [BATCH_SIZE] * NUM_STEPS), weights(step)) == 0
 
 
@@ -155,7 +155,7 @@ def test_an_oom_at_any_parameter_of_any_optimizer_is_undone(name, hit):
 
 
 class Stumbling(torch.optim.AdamW):
-    """AdamW that runs out of memory after it has changed a state and before it has changed the parameter."""
+    """AdamW that runs out of memory after changing a state and before changing the parameter."""
 
     def __init__(self, *args, num_failures, **kwargs):
         super().__init__(*args, **kwargs)
@@ -203,7 +203,7 @@ def test_when_nothing_smaller_is_left_the_step_is_undone_and_the_error_says_what
     assert largest_relative_difference(before, weights(step)) == 0
     assert torch.equal(state, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in step.workload.model.parameters())
-    assert run(step, case)[0] == 1  # and the step can be used again
+    assert run(step, case)[0] == 1  # and the step remains usable
 
 
 def test_batch_norm_is_not_cut_unless_allowed():

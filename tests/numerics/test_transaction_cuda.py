@@ -1,4 +1,4 @@
-"""The transaction on a GPU: the phases of tests/numerics/test_transaction.py with CUDA's own OOM, and a real limit."""
+"""The transaction on a GPU: the phases of tests/numerics/test_transaction.py with CUDA's errors, and a real limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch):
-    """By default the gradients of embeddings are summed in any order."""
+    """Use deterministic kernels: by default the gradients of embeddings are summed in any order."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -48,7 +48,7 @@ def plain(case: Case, cuts: list[int]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("phase", ["copy", "forward", "loss", "backward", "clip", "optimizer"])
 @pytest.mark.parametrize("case", [on_cuda(case) for case in CASES], ids=lambda case: case.name)
 def test_an_oom_in_any_phase_loses_nothing(case, phase):
-    """In step 3, where the same size has held before and is tried again."""
+    """The errors come in step 3, where the same size has fitted before and is tried again."""
     model, optimizer = case.fresh()
     step = TrainStep(model, optimizer, units=case.units, clip_norm=1.0)
     step._commit = StepCommit(optimizer, step.backend, step.position, chunk_bytes=1)
@@ -72,7 +72,7 @@ def test_a_real_limit_cuts_the_batch_and_the_loss_stays():
     expected = loss(model, batch.cuda()).item()
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, units="samples")
     backend = backend_for("cuda")
-    gc.collect()  # what earlier tests have left is not to give room inside the limit
+    gc.collect()  # memory of earlier tests must not be freed inside the limit
     with backend.limited(backend.baseline_bytes() + 1024 * MIB):
         result = step(batch)
     assert result.micro_batch < 64
@@ -81,13 +81,13 @@ def test_a_real_limit_cuts_the_batch_and_the_loss_stays():
 
 
 def test_after_one_event_the_batch_is_whole_again_within_ten_steps():
-    """A moment's shortage in the first forward pass: what clean steps are measured to need leaves room."""
+    """Memory runs out once, in the first forward pass. Afterwards clean steps show that the batch fits."""
     case = on_cuda(CASES[0])
     model, optimizer = case.fresh()
     step = TrainStep(model, optimizer, units=case.units)
     batch = next(iter(case.batches()))
     backend = backend_for("cuda")
-    with backend.limited(backend.baseline_bytes() + 4096 * MIB):  # what is injected does not say what was wanted
+    with backend.limited(backend.baseline_bytes() + 4096 * MIB):  # an injected error does not report a size
         with armed("forward", 1):
             first = step(batch)
         assert len(first.oom_events) == 1

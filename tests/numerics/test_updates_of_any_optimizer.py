@@ -1,8 +1,8 @@
-"""Whatever an optimizer keeps, and wherever: an update that runs out of memory is the one of the plain loop in the end.
+"""Updates of any optimizer, wherever it keeps its states: after an out-of-memory error they equal the plain loop's.
 
 Each optimizer here keeps something in another place. Memory runs out at one allocation of its third update after
-another, by the allocator's own error, and weights, states and what hooks keep must be the same bits as those of plain
-PyTorch. Then every allocation fails from one on, until the step gives up: everything must be as before the step.
+another, with the allocator's own error. Weights, states and values of hooks must equal plain PyTorch in all bits.
+Then every allocation fails from one on, until the step gives up. All values must then be as before the step.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ NUM_STEPS, AT_STEP = 4, 2
 
 
 class Own(torch.optim.Optimizer):
-    """One with steps of its own; ``kept`` is compared."""
+    """An optimizer with its own `step`; `kept` is compared."""
 
     def __init__(self, parameters, **defaults):
         super().__init__(parameters, {"lr": 0.1, **defaults})
@@ -39,7 +39,7 @@ class Own(torch.optim.Optimizer):
                     self.update(parameter, parameter.grad, group)
 
     def begin(self, group):
-        """Before the parameters of a group."""
+        """Run before the parameters of a group are updated."""
 
 
 class Nested(Own):
@@ -141,7 +141,7 @@ class DrawsNumbers(Own):
 
 
 class Slow:
-    """State in slots, of a class whose attribute counts as well."""
+    """An optimizer with state in slots, and a class whose attribute counts, too."""
 
     num_updates = 0
     __slots__ = ("values",)
@@ -164,7 +164,7 @@ class InSlots(Own):
 
 
 class InMemoryOfC(Own):
-    """Counts in a structure of ctypes, in a view of memory and for its thread."""
+    """An optimizer that counts in a ctypes structure, in a memoryview and per thread."""
 
     def __init__(self, parameters):
         super().__init__(parameters)
@@ -179,7 +179,7 @@ class InMemoryOfC(Own):
 
 
 class CountsInAGenerator(Own):
-    """Has a position that nobody can put back."""
+    """An optimizer with a generator, whose position nobody can restore."""
 
     def __init__(self, parameters):
         super().__init__(parameters)
@@ -190,7 +190,7 @@ class CountsInAGenerator(Own):
 
 
 class Around(torch.optim.Optimizer):
-    """An optimizer around another, which has no hooks of its own."""
+    """An optimizer around another one, without hooks of its own."""
 
     def __init__(self, parameters):
         self.inner, self.t = torch.optim.AdamW(parameters, lr=0.1), 0
@@ -210,7 +210,7 @@ class Around(torch.optim.Optimizer):
 
 
 class Unused(Own):
-    """Decays all parameters, in the order of the groups; those without gradients too."""
+    """An optimizer that decays all parameters in the order of the groups, also those without gradients."""
 
     def update(self, parameter, gradient, group):
         parameter.sub_(gradient * group["lr"])
@@ -234,7 +234,7 @@ def expanded(parameters):
 
 
 def averaged(parameters):
-    """AdamW with an average of the weights, counters and clipping in hooks."""
+    """Return AdamW with an average of the weights, counters and clipping in hooks."""
     optimizer = torch.optim.AdamW(parameters, lr=0.1)
     average, counts = [parameter.detach().clone() for parameter in parameters], {"pre": 0, "post": 0}
 
@@ -283,7 +283,7 @@ OPTIMIZERS = IN_PIECES | {
 
 
 class Failing(TorchDispatchMode):
-    """Runs out of memory where it is said, counting what is allocated."""
+    """A dispatch mode that counts allocations and raises out-of-memory errors at chosen ones."""
 
     def __init__(self, fails):
         super().__init__()
@@ -308,7 +308,7 @@ class Training:
         self.commit, self.is_plain = None, True
 
     def by_steps(self, num_steps, fails=lambda count: False):
-        """Go on to so many steps; what fails in the update after ``AT_STEP``."""
+        """Continue to step `num_steps`; `fails` chooses the allocations that fail in the update after `AT_STEP`."""
         if self.is_plain:
             self.is_plain = False
             self.step = TrainStep(self.model, self.optimizer, loss, units="samples")
@@ -354,7 +354,7 @@ def batch_of(number):
 
 
 def bits(value):
-    """All that is kept in a value, in its order, as what can be compared."""
+    """Yield all contents of a value in order, in a form that can be compared."""
     if isinstance(value, torch.Tensor):
         yield value.detach().to_dense().tolist()
     elif isinstance(value, numpy.ndarray):
@@ -379,7 +379,7 @@ def bits(value):
 
 
 def spread(most, wanted):
-    """As many of the numbers up to ``most`` as are wanted, the first and the last among them."""
+    """Return `num` of the numbers up to `most`, including the first and the last."""
     return sorted({1 + index * (most - 1) // (wanted - 1) for index in range(wanted)})
 
 
@@ -393,7 +393,7 @@ def test_an_update_that_fails_anywhere_is_that_of_the_plain_loop(name):
     for number in spread(clean.failing.count, 8):
         failed = Training(make).by_steps(NUM_STEPS, lambda count, number=number: count == number)
         assert failed.state() == expected, f"allocation {number} of {clean.failing.count}"
-        assert failed.step.micro_batch == 4  # nothing but the update was done again
+        assert failed.step.micro_batch == 4  # only the update was repeated
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -401,7 +401,7 @@ def test_an_update_that_has_no_room_leaves_everything_as_it_was(name):
     make = OPTIMIZERS[name]
     before = Training(make).by_steps(AT_STEP).state()
     num_allocations = Training(make).by_steps(NUM_STEPS).failing.count
-    for number in [1] if name in IN_PIECES else spread(num_allocations, 3):  # after the first piece it would be torn
+    for number in [1] if name in IN_PIECES else spread(num_allocations, 3):  # later chunks would be torn
         failed = Training(make)
         with pytest.raises(OutOfMemoryError, match="the step was undone"):
             failed.by_steps(NUM_STEPS, lambda count, number=number: count >= number)
@@ -414,5 +414,5 @@ def test_an_update_that_moves_an_iterator_and_fails_is_named():
     with pytest.raises(TornStepError, match=r"the position of optimizer\.counts cannot be put back"):
         failed.by_steps(NUM_STEPS, lambda count: count == 2)
     clean = Training(CountsInAGenerator).by_steps(NUM_STEPS)
-    untouched = Training(CountsInAGenerator).by_steps(NUM_STEPS, lambda count: count == 1)  # before it moved
+    untouched = Training(CountsInAGenerator).by_steps(NUM_STEPS, lambda count: count == 1)  # not advanced
     assert [p.tolist() for p in untouched.model] == [p.tolist() for p in clean.model]

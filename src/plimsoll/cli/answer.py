@@ -1,6 +1,6 @@
-"""What the commands that answer with one record have in common: the budget, where the answer goes, how it is given.
+"""Helpers for commands that return one record: read the budget, check the output, and print or write the record.
 
-Everything that can be refused is refused before the work, which takes seconds to minutes.
+Commands check all arguments before the work, which takes seconds to minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ _FORMATS: dict[str, Format] = {".html": "html", ".htm": "html", ".json": "json"}
 
 @contextmanager
 def answering(what: str, as_json: bool) -> Iterator[None]:
-    """Be the work of a command: how it fails is one JSON record where that is asked for, and Ctrl-C says what it ended.
+    """Run the block as the work of a command. With ``as_json``, print a failure as one JSON record.
+
+    Args:
+        what: a noun for the work, for the message after Ctrl-C, such as "planning".
+        as_json: print failures as JSON.
 
     Raises:
         Interrupted: after Ctrl-C.
@@ -34,15 +38,15 @@ def answering(what: str, as_json: bool) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt:
-            message = f"{what} was stopped before there was an answer: give the same command to begin again"
+            message = f"{what} was stopped before it had a result: run the same command again"
             raise Interrupted(message, signal.SIGINT) from None
 
 
 def limit_bytes_of(budget: str | None) -> int | None:
-    """Read ``--budget`` in bytes.
+    """Return ``--budget`` in bytes.
 
     Raises:
-        BudgetError: if the text is not a size, or has no unit.
+        BudgetError: if the text is not a size, or if a number below 1 MiB has no unit.
     """
     from plimsoll.errors import BudgetError, InputError
     from plimsoll.records.units import parse_bytes
@@ -54,38 +58,40 @@ def limit_bytes_of(budget: str | None) -> int | None:
     except InputError as error:
         raise BudgetError(f"--budget: {error}") from None
     if budget.strip().isdecimal() and num_bytes < _MIB:
-        raise BudgetError(f"--budget: {budget.strip()} is a number of bytes: write a unit, for example 2GiB")
+        raise BudgetError(f"--budget: {budget.strip()} means {budget.strip()} bytes: write a unit, for example 2GiB")
     return num_bytes
 
 
 def check_output(output: Path | None, force: bool) -> None:
-    """Refuse an ``--output`` that cannot be written, or that is there.
+    """Check that ``--output`` can be written.
 
     Raises:
-        OutputError: it says why.
+        OutputError: if the suffix is unknown, the folder is missing, or the file exists and ``force`` is false.
     """
     from plimsoll.errors import OutputError
 
     if output is None:
         return
     if output.suffix.lower() not in _FORMATS:
-        raise OutputError(f"cannot tell from the name {output} what to write: give -o a name in .html or .json")
+        raise OutputError(f"cannot write {output}: its suffix is not .html or .json: give -o a name with one of them")
     if output.is_dir():
         raise OutputError(f"{output} is a folder: give -o the name of a file in it")
     if output.exists() and not force:
         raise OutputError(f"{output} exists already and is not overwritten: give another -o, or --force")
     if not output.parent.is_dir():
-        raise OutputError(f"cannot write {output}, there is no folder {output.parent}: make it, or give another -o")
+        raise OutputError(
+            f"cannot write {output}: the folder {output.parent} does not exist; create it, or give another -o"
+        )
 
 
 def hand_over(record: Record, sentence: str, output: Path | None, as_json: bool) -> None:
-    """Write the output, if any, and print: the record, the path of the output, or the tables.
+    """Write the record to ``output``, if given, and print the record, the path of the output, or the tables.
 
     Args:
-        record: the answer.
-        sentence: the answer for a person who is shown a path only; "" for nothing.
-        output: a file that `check_output` has let pass.
-        as_json: print the record.
+        record: the result.
+        sentence: a summary, printed to standard error if only a path is printed to standard output; may be "".
+        output: a file that `check_output` accepted.
+        as_json: print the record as JSON.
     """
     from plimsoll.cli.output import show
     from plimsoll.records.base import write_atomically

@@ -1,4 +1,4 @@
-"""``plimsoll apply``: a model applied to every row of a file, inside its budget, resumable."""
+"""``plimsoll apply``: resumable inference with a model on every row of a file, inside a budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from plimsoll.cli.options import AsJsonAlone, ForceAnew, Quiet, Timings
+from plimsoll.cli import options
+from plimsoll.cli.options import AsJson, NoHeader, Quiet, Restart, Timings
 
 if TYPE_CHECKING:
     from plimsoll.models.generation import Cache
@@ -17,61 +18,126 @@ if TYPE_CHECKING:
     from plimsoll.records.apply import Dtype
 
 
-# long: one call with one line for each option
-def apply(  # noqa: PLR0917 -- typer calls it by name
-    model: Annotated[Path, typer.Argument(help="A Hugging Face folder, or the run directory of a training.")],
-    data: Annotated[Path, typer.Option(help="The rows: jsonl, csv, parquet, arrow, or text, a row a line.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The results, one JSON object a row, in the same order.")],
-    task: Annotated[
-        str | None, typer.Option(help="score, classify, embed or generate. Default: what the model was made for.")
-    ] = None,
+_GENERATION = "Generation (with --task generate)"
+
+
+# long: one line per option
+def apply(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face folder or run directory.")],
+    *,
+    data: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="jsonl, csv, tsv, parquet, arrow or text.", rich_help_panel=options.DATA),
+    ],
     columns: Annotated[
-        list[str] | None, typer.Option("--column", help="The column with the text; several are joined by newlines.")
+        list[str] | None,
+        typer.Option(
+            "--column",
+            metavar="NAME",
+            help="Text column; several are joined by newlines.",
+            show_default="text, or the only text column",
+            rich_help_panel=options.DATA,
+        ),
     ] = None,
-    keep: Annotated[list[str] | None, typer.Option("--keep", help="A column to copy to the results, e.g. id.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Memory it may use, e.g. 2GiB. Default: what there is.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="The most rows of a pass. Default: as many as have some thousand tokens.")
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep",
+            metavar="NAME",
+            help="Column to copy, e.g. id; repeatable.",
+            rich_help_panel=options.DATA,
+        ),
+    ] = None,
+    no_header: NoHeader = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at the first row without a result.", rich_help_panel=options.DATA)
+    ] = False,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASK", help=options.TASK_HELP, show_default="the model's", rich_help_panel=options.INFERENCE
+        ),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens that longer texts are truncated to. Default: what the model reads.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Truncate longer texts to N tokens.",
+            show_default="the model's limit",
+            rich_help_panel=options.INFERENCE,
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: stored, fp32, bf16 or fp16.")] = "stored",
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Most rows in a pass.", show_default="by tokens", rich_help_panel=options.INFERENCE
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help=options.DTYPE_HELP, rich_help_panel=options.INFERENCE)
+    ] = "stored",
     quantize: Annotated[
-        str | None, typer.Option(help="Linear layers in integers: int8 or int4. Other results, in less memory.")
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="Lossy: linear layers in int8 or int4.",
+            rich_help_panel=options.INFERENCE,
+        ),
     ] = None,
     adapters: Annotated[
-        list[Path] | None, typer.Option("--adapter", help="A LoRA adapter to merge into the weights; may be repeated.")
+        list[Path] | None,
+        typer.Option(
+            "--adapter", metavar="DIR", help="LoRA adapter to merge; repeatable.", rich_help_panel=options.INFERENCE
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
-    max_new_tokens: Annotated[int | None, typer.Option(help="With --task generate: the most tokens of each.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help=options.NEW_TOKENS_HELP, rich_help_panel=_GENERATION)
+    ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="With --task generate: draw tokens. Default: take the likeliest.")
+        float | None,
+        typer.Option(
+            metavar="T",
+            help="Sample at this temperature, above 0.",
+            show_default="greedy",
+            rich_help_panel=_GENERATION,
+        ),
     ] = None,
     top_p: Annotated[
-        float, typer.Option(help="With --temperature: of the likeliest tokens, this much together.")
+        float,
+        typer.Option(metavar="P", help="Total probability of the sampled tokens.", rich_help_panel=_GENERATION),
     ] = 1.0,
     cache: Annotated[
-        str, typer.Option(help="With --task generate: full, or offloaded to the host, on a GPU.")
+        str,
+        typer.Option(metavar="PLACE", help="Key-value cache: full or offloaded.", rich_help_panel=_GENERATION),
     ] = "full",
-    seed: Annotated[int, typer.Option(help="With --temperature: other numbers give other texts.")] = 0,
-    no_header: Annotated[
-        bool, typer.Option("--no-header", help="The first row of the csv is a row; its columns are 1, 2, ...")
-    ] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first row that cannot be used.")] = False,
-    force: ForceAnew = False,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Random seed of the sampling.", rich_help_panel=_GENERATION)
+    ] = 0,
+    budget: Annotated[str | None, options.budget("none")] = None,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:1.", rich_help_panel=options.MEMORY)
+    ] = "cpu",
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="Results, one JSON object per row.", rich_help_panel=options.OUTPUT
+        ),
+    ],
+    force: Restart = False,
     quiet: Quiet = False,
     _timings: Timings = False,
-    as_json: AsJsonAlone = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Apply a model to every row of a file; when it was stopped, the same command goes on.
+    """Run a model on every row of a file.
+
+    The results are in the order of the rows. To continue after an
+    interruption, run the same command again.
 
     \b
     Examples:
-      plimsoll apply runs/a --data reviews.jsonl --out labels.jsonl --budget 2GiB
-      plimsoll apply all-MiniLM-L6-v2 --data texts.csv --column body --keep id --out vectors.jsonl
-      plimsoll apply gpt2 --task score --data texts.jsonl --out scores.jsonl --batch-size 8
-      plimsoll apply gpt2 --task generate --max-new-tokens 40 --data prompts.txt --out texts.jsonl
+      plimsoll apply runs/a --data reviews.jsonl --out labels.jsonl
+      plimsoll apply all-MiniLM-L6-v2 --data texts.csv --out vectors.jsonl
+      plimsoll apply gpt2 --task score --data texts.jsonl --out scores.jsonl
     """
     from plimsoll.cli.answer import limit_bytes_of, show_record
     from plimsoll.cli.output import failures_shown
@@ -86,7 +152,7 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
         with spinner(quiet or as_json):
             from plimsoll.inference.apply import ApplyOptions, apply_model
 
-        options = ApplyOptions(
+        chosen = ApplyOptions(
             task=task,
             columns=tuple(columns) if columns else None,
             keep=tuple(keep or ()),
@@ -103,8 +169,8 @@ def apply(  # noqa: PLR0917 -- typer calls it by name
         )
         try:
             with row_rates(data.name, quiet or as_json) as (progress, loading):
-                facts = apply_model(model, data, out, options, force=force, progress=progress, loading=loading)
+                facts = apply_model(model, data, out, chosen, force=force, progress=progress, loading=loading)
         except KeyboardInterrupt:
-            message = f"stopped: what was written for {out} is kept; give the same command again to go on"
+            message = f"stopped: the rows written for {out} are kept; run the same command again to continue"
             raise Interrupted(message, signal.SIGINT) from None
     show_record(facts, as_json)

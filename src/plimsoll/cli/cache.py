@@ -1,4 +1,4 @@
-"""``plimsoll cache``: what is kept between commands, how much it is, and its removal."""
+"""``plimsoll cache``: files cached between commands, their sizes, and their removal."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="What is kept between commands: answers, measured speeds, prepared data. List it, or clear it.")
+from plimsoll.cli.options import AsJson, Command
 
-_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON record instead of a table.")]
+app = typer.Typer(help="List or clear cached answers, measured speeds and data.")
 
 
 @app.callback(invoke_without_command=True)
 def of_cache(context: typer.Context) -> None:
-    """List what the cache folder holds where no command is given."""
+    """List the cache if no subcommand is given."""
     if context.invoked_subcommand is None:
         list_contents()
 
 
-@app.command("list")
-def list_contents(as_json: _AsJson = False) -> None:
-    """Show what the cache folder holds: of each kind how many files, their size, and when they were last used.
+@app.command("list", cls=Command)
+def list_contents(as_json: AsJson = False) -> None:
+    """List the number, size and last use of cached files, by kind.
 
     \b
     Examples:
@@ -30,21 +30,22 @@ def list_contents(as_json: _AsJson = False) -> None:
     from plimsoll.cli.answer import answering, hand_over
     from plimsoll.files.cached_answers import contents
 
-    with answering("the listing", as_json):
+    with answering("listing the cache", as_json):
         hand_over(contents(), "", None, as_json)
 
 
-@app.command("clear")
+@app.command("clear", cls=Command)
 def clear(
     kinds: Annotated[
-        list[str] | None, typer.Argument(metavar="KIND...", help="Of `plimsoll cache list`. Default: see above.")
+        list[str] | None,
+        typer.Argument(metavar="KIND", help="Kinds to delete.", show_default="answers and speeds"),
     ] = None,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Remove what is kept: the kinds that are named, or all answers and measured speeds.
+    """Delete cached files.
 
-    Prepared data, word vectors and what runs have taught (calibration) are removed only if they are named: make sure
-    that no training reads them.
+    Calibration, data and embeddings are deleted only if they are named. Make
+    sure that no training reads them.
 
     \b
     Examples:
@@ -56,7 +57,7 @@ def clear(
     from plimsoll.errors import InputError
     from plimsoll.files.cached_answers import clear, contents
 
-    with answering("the clearing", as_json):
+    with answering("clearing the cache", as_json):
         known = [one.name for one in contents().kinds]
         for kind in kinds or ():
             if kind not in known:

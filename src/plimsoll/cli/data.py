@@ -1,6 +1,6 @@
-"""``plimsoll data``: a corpus indexed, tokenized, looked at, and timed, with a job file or with the texts themselves.
+"""``plimsoll data``: commands that index, tokenize, inspect and time a corpus, given by a job file or by its texts.
 
-Texts are given as files, folders, patterns or ``hf:NAME``; everything else is a field of the job, changed by ``--set``.
+Texts are files, folders, patterns or ``hf:NAME``. All other settings are fields of the job, changed with ``--set``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.cli.options import AsJsonAlone, Cache, Force, Quiet
+from plimsoll.cli import options
+from plimsoll.cli.options import AsJson, Changes, Command, Force, Output, Quiet
 
 if TYPE_CHECKING:
     from plimsoll.records.corpus import CorpusFacts, FeedRates, Inspection, TokenFacts
@@ -21,28 +22,29 @@ if TYPE_CHECKING:
 
     Work = Callable[[Job, Path, Report], Found]
 
-app = typer.Typer(no_args_is_help=True, help="Text larger than memory: index it, tokenize it, look at it, time it.")
+app = typer.Typer(no_args_is_help=True, help="Index, tokenize, inspect and time text larger than memory.")
 
-_Texts = Annotated[list[str], typer.Argument(metavar="JOB|TEXTS...", help="A job file, or files, folders, patterns.")]
-_Changes = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job: data.unit=line.")
+_Texts = Annotated[
+    list[str], typer.Argument(metavar="JOB|TEXTS", help="Job file, or text files, folders and patterns.")
 ]
-_Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write a page (.html) or the record (.json).")]
 
 
 def _command(what: str) -> Callable[[Work], Work]:
-    """Make a command of a function, whose docstring is the help; Ctrl-C says that it stopped ``what``."""
+    """Return a decorator that makes a function a command, with the docstring as help.
+
+    ``what`` is a noun for the work, for the message after Ctrl-C.
+    """
 
     def made(work: Work) -> Work:
-        @app.command(work.__name__, help=work.__doc__)
+        @app.command(work.__name__, help=work.__doc__, cls=Command)
         def command(  # noqa: PLR0917 -- typer calls it by name
             texts: _Texts,
-            changes: _Changes = None,
-            cache: Cache = None,
-            output: _Output = None,
+            changes: Changes = None,
+            cache: Annotated[Path | None, options.cache("your cache folder")] = None,
+            output: Output = None,
             force: Force = False,
             quiet: Quiet = False,
-            as_json: AsJsonAlone = False,
+            as_json: AsJson = False,
         ) -> None:
             from plimsoll.cli.answer import answering, check_output, hand_over
             from plimsoll.records.base import cache_folder
@@ -64,13 +66,13 @@ def _command(what: str) -> Callable[[Work], Work]:
 
 @_command("indexing")
 def index(job: Job, cache: Path, progress: Report) -> CorpusFacts:
-    """Find every text, so that any of them is read in microseconds; nothing is copied.
+    """Index every text for random access; nothing is copied.
 
     \b
     Examples:
+      plimsoll data index job.yaml
       plimsoll data index corpus/*.txt --set data.unit=line
-      plimsoll data index reviews.jsonl.gz --set data.text=body --set data.on_error=skip
-      plimsoll data index job.yaml --json
+      plimsoll data index reviews.jsonl.gz --set data.text=body
     """
     from plimsoll.data.inspect import index_corpus
 
@@ -79,37 +81,42 @@ def index(job: Job, cache: Path, progress: Report) -> CorpusFacts:
 
 @_command("tokenizing")
 def tokenize(job: Job, cache: Path, progress: Report) -> TokenFacts:
-    """Tokenize a corpus once, on all cores; after Ctrl-C or a full disk the same command goes on.
+    """Tokenize a corpus once, on all cores.
+
+    To continue after Ctrl-C or a full disk, run the same command again.
 
     \b
     Examples:
-      plimsoll data tokenize job.yaml --cache tokens      then: plimsoll train job.yaml --cache tokens
+      plimsoll data tokenize job.yaml --cache tokens
+      plimsoll train job.yaml --cache tokens
       plimsoll data tokenize corpus --set tokenizer=path/to/tokenizer
-      plimsoll data tokenize corpus --set tokenizer.vocab_size=32000 --cache tokens
+      plimsoll data tokenize corpus --set tokenizer.vocab_size=32000
     """
     from plimsoll.data.inspect import tokenize_corpus
 
     return tokenize_corpus(job, cache, progress)
 
 
-@_command("the inspection")
+@_command("inspection")
 def inspect(job: Job, cache: Path, progress: Report) -> Inspection:
-    """Show how long the texts are, and what of a batch would be padding with each way to make samples of them.
+    """Show text lengths, padding of each sampling method, and faults.
 
     \b
     Examples:
       plimsoll data inspect job.yaml
-      plimsoll data inspect reviews.csv --set task=classification --set data.label=stars
-      plimsoll data inspect corpus --set sequence_length=1024 -o corpus.html
+      plimsoll data inspect corpus --set sequence_length=1024
+      plimsoll data inspect corpus -o corpus.html
     """
     from plimsoll.data.inspect import inspect_corpus
 
     return inspect_corpus(job, cache, progress)
 
 
-@_command("the timing")
+@_command("timing")
 def bench(job: Job, cache: Path, progress: Report) -> FeedRates:
-    """Time how fast this machine reads, tokenizes and feeds a corpus, and the memory it takes.
+    """Measure how fast this machine reads, tokenizes and feeds text.
+
+    The memory that this needs is measured too.
 
     \b
     Examples:

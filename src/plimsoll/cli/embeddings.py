@@ -1,4 +1,4 @@
-"""``plimsoll embeddings``: the word vectors that are needed taken from a file, a file looked at, a file converted."""
+"""``plimsoll embeddings``: commands that extract, inspect and convert pretrained word vectors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.cli.options import AsJsonAlone, Cache, Force, Quiet
+from plimsoll.cli import options
+from plimsoll.cli.options import AsJson, Command, Force, Quiet
 
 if TYPE_CHECKING:
     from plimsoll.records.base import Record
 
-app = typer.Typer(no_args_is_help=True, help="Pretrained word vectors: take the rows you need, look, convert.")
+app = typer.Typer(no_args_is_help=True, help="Extract, inspect and convert pretrained word vectors.")
 
 
 class _Missing(StrEnum):
@@ -28,66 +29,102 @@ class _Precision(StrEnum):
     float16 = "float16"
 
 
+_WORDS = "Words"
+_VECTORS = "Vectors"
 _Vectors = Annotated[
-    Path, typer.Argument(metavar="VECTORS", help="A file of word vectors; one in an archive: a.zip/b.txt.")
+    Path, typer.Argument(metavar="VECTORS", help="File of word vectors, also in an archive: a.zip/b.txt.")
 ]
-_InPrecision = Annotated[_Precision, typer.Option("--precision", help="What the numbers are kept in.")]
-_Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first thing that is wrong with the file.")]
+_InPrecision = Annotated[
+    _Precision,
+    typer.Option("--precision", metavar="TYPE", help="float32 or float16.", rich_help_panel=_VECTORS),
+]
+_Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first fault.", rich_help_panel=_VECTORS)]
 
 
-@app.command("subset")
+@app.command("subset", cls=Command)
 def subset(  # noqa: PLR0917 -- typer calls it by name
     vectors: _Vectors,
     vocabulary: Annotated[
-        Path | None, typer.Option("--vocabulary", help="A file with a word per line: row i is line i.")
+        Path | None,
+        typer.Option(
+            "--vocabulary", metavar="FILE", help="One word per line: row i is line i.", rich_help_panel=_WORDS
+        ),
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="A tokenizer.json or its folder: row i is id i.")
+        Path | None,
+        typer.Option(
+            "--tokenizer", metavar="PATH", help="tokenizer.json or folder: row i is id i.", rich_help_panel=_WORDS
+        ),
     ] = None,
     corpus: Annotated[
-        list[str] | None, typer.Option("--corpus", help="Texts (file, folder, pattern) or a job file: count words.")
+        list[str] | None,
+        typer.Option(
+            "--corpus", metavar="TEXTS", help="Texts or a job file: count their words.", rich_help_panel=_WORDS
+        ),
     ] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="How a corpus is read: data.text=body.")
-    ] = None,
+    changes: Annotated[list[str] | None, options.changes(_WORDS)] = None,
     min_count: Annotated[
-        int, typer.Option("--min-count", min=1, help="Of a corpus: words used less are left out.")
+        int,
+        typer.Option(
+            "--min-count", min=1, metavar="N", help="With --corpus: drop rarer words.", rich_help_panel=_WORDS
+        ),
     ] = 1,
     max_words: Annotated[
-        int | None, typer.Option("--max-words", min=1, help="Of a corpus: only so many, the most frequent.")
+        int | None,
+        typer.Option(
+            "--max-words", min=1, metavar="N", help="With --corpus: keep the N most frequent.", rich_help_panel=_WORDS
+        ),
     ] = None,
-    missing: Annotated[_Missing, typer.Option("--missing", help="Rows of words that are not found.")] = _Missing.normal,
-    padding: Annotated[str | None, typer.Option("--padding", help="The word whose row is zeros.")] = None,
+    padding: Annotated[
+        str | None,
+        typer.Option("--padding", metavar="WORD", help="Word whose row is zeros.", rich_help_panel=_WORDS),
+    ] = None,
     ignore_case: Annotated[
-        bool, typer.Option("--ignore-case/--exact-case", help="Try lower case, then capitalised.")
+        bool,
+        typer.Option("--ignore-case/--exact-case", help="Try lower case, then capitalised.", rich_help_panel=_VECTORS),
     ] = True,
+    missing: Annotated[
+        _Missing,
+        typer.Option(
+            "--missing", metavar="ROW", help="Missing words: zeros, mean or normal.", rich_help_panel=_VECTORS
+        ),
+    ] = _Missing.normal,
+    seed: Annotated[
+        int,
+        typer.Option("--seed", min=0, metavar="N", help="Random seed of normal rows.", rich_help_panel=_VECTORS),
+    ] = 0,
     precision: _InPrecision = _Precision.float32,
     strict: _Strict = False,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the rows that are drawn.")] = 0,
+    cache: Annotated[Path | None, options.cache("your cache folder")] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write all rows (.safetensors .npy) or those found (.txt .vec .bin)."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="All rows (.safetensors .npy), or found ones (.txt .vec .bin).",
+            rich_help_panel=options.OUTPUT,
+        ),
     ] = None,
-    cache: Cache = None,
     force: Force = False,
     quiet: Quiet = False,
-    as_json: AsJsonAlone = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Take the vectors of the words you have, in seconds and a few MiB, whatever the size of the file.
+    """Extract the vectors of your words from a file of any size.
 
     \b
     Examples:
-      plimsoll embeddings subset glove.840B.300d.zip --vocabulary words.txt -o words.safetensors
-      plimsoll embeddings subset glove.6B.zip/glove.6B.100d.txt --tokenizer my-tokenizer
-      plimsoll embeddings subset cc.en.300.bin --corpus 'corpus/*.txt' --min-count 3 --max-words 50000
-      plimsoll embeddings subset glove.txt --corpus reviews.csv --set data.text=body --json
+      plimsoll embeddings subset glove.txt --vocabulary words.txt -o words.npy
+      plimsoll embeddings subset glove.6B.100d.txt --tokenizer my-tokenizer
+      plimsoll embeddings subset cc.en.300.bin --corpus 'corpus/*.txt'
+      plimsoll embeddings subset glove.840B.300d.zip --vocabulary words.txt
     """
     from plimsoll.cli.answer import answering
     from plimsoll.embeddings.conversion import require_writable
     from plimsoll.embeddings.wanted_words import WantedWords
     from plimsoll.report.progress import stages
 
-    with answering("taking the vectors", as_json):
+    with answering("extracting the vectors", as_json):
         if output is not None:
             require_writable(output, force, [vectors, *([vocabulary] if vocabulary else [])])
         wanted = WantedWords(
@@ -99,14 +136,14 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
         _tell(found, output, as_json)
 
 
-@app.command("info")
+@app.command("info", cls=Command)
 def info(
     vectors: _Vectors,
     strict: _Strict = False,
     quiet: Quiet = False,
-    as_json: AsJsonAlone = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Say what is in a file of word vectors, looking at every number of it.
+    """Show the words, values and faults of a file of word vectors.
 
     \b
     Examples:
@@ -117,29 +154,36 @@ def info(
     from plimsoll.embeddings.inspect import look_at
     from plimsoll.report.progress import stages
 
-    with answering("looking at the vectors", as_json):
+    with answering("inspecting the vectors", as_json):
         with stages(quiet or as_json) as progress:
             found = look_at(vectors, strict, progress)
         _tell(found, None, as_json)
 
 
-@app.command("convert")
-def convert(  # noqa: PLR0917 -- as above
+@app.command("convert", cls=Command)
+def convert(  # noqa: PLR0917 -- typer calls it by name
     vectors: _Vectors,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The new file: .safetensors .npy .txt (GloVe) .vec .bin (word2vec)")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="New .safetensors, .npy, .txt (GloVe), .vec or .bin (word2vec).",
+            rich_help_panel=options.OUTPUT,
+        ),
     ],
     precision: _InPrecision = _Precision.float32,
     strict: _Strict = False,
     force: Force = False,
     quiet: Quiet = False,
-    as_json: AsJsonAlone = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Write all words of a file of word vectors in another format.
+    """Convert a file of word vectors to another format.
 
     \b
     Examples:
-      plimsoll embeddings convert glove.6B.zip/glove.6B.300d.txt -o glove.safetensors
+      plimsoll embeddings convert glove.6B.300d.txt -o glove.safetensors
       plimsoll embeddings convert model.kv -o vectors.npy --precision float16
     """
     from plimsoll.cli.answer import answering
@@ -154,7 +198,7 @@ def convert(  # noqa: PLR0917 -- as above
 
 
 def _tell(record: Record, output: Path | None, as_json: bool) -> None:
-    """Print the record; with an output its path, and the tables on standard error."""
+    """Print the record. If there is an output, print its path, and the tables to standard error."""
     from plimsoll.cli.answer import show_record
     from plimsoll.cli.output import show
     from plimsoll.report.render import render

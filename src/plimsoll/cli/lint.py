@@ -1,4 +1,4 @@
-"""``plimsoll lint``: mistakes in training code that cost memory, or silently break what should save it."""
+"""``plimsoll lint``: mistakes in training code that cost memory, or that silently disable memory saving."""
 
 from __future__ import annotations
 
@@ -8,37 +8,51 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from plimsoll.cli.options import Quiet
+from plimsoll.cli import options
+from plimsoll.cli.options import AsJson, Quiet
 
 if TYPE_CHECKING:
     from plimsoll.records.lint import LintReport
 
+_RULES = "Rules"
 
-def lint(  # noqa: PLR0917 -- typer's
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Python files, and folders with some.")],
+
+def lint(  # noqa: PLR0917 -- typer calls it by name
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Python files, or folders with them.")],
+    select: Annotated[
+        list[str] | None,
+        typer.Option("--select", metavar="RULE", help="Check only this rule; repeatable.", rich_help_panel=_RULES),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", metavar="RULE", help="Skip this rule; repeatable.", rich_help_panel=_RULES),
+    ] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Repair in place what is safe to repair.", rich_help_panel=_RULES)
+    ] = False,
     format: Annotated[
         Literal["text", "json", "sarif", "github"],
-        typer.Option("--format", help="text; json: a list of findings; sarif; github: annotations of a workflow."),
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="text, json, sarif or github (annotations).",
+            rich_help_panel=options.OUTPUT,
+        ),
     ] = "text",
-    fix: Annotated[bool, typer.Option("--fix", help="Mend in place what can be mended safely.")] = False,
-    select: Annotated[list[str] | None, typer.Option("--select", help="Only this rule; may be repeated.")] = None,
-    ignore: Annotated[list[str] | None, typer.Option("--ignore", help="Not this rule; may be repeated.")] = None,
     quiet: Quiet = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record in place of lines.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find mistakes in training code that cost memory.
 
-    Ends with 0 where there are none, with 1 where there are some, and with 2 where a file that was named cannot be read
-    as Python.
-
-    A comment `# plimsoll: ignore` behind a line leaves it out, with a rule in square brackets only that one. Every rule
-    has a page in docs/rules.
+    Exit code 1 if there are findings, 2 if a PATH is not valid Python. The
+    comment `# plimsoll: ignore` skips its line, or only the rule that it names
+    in square brackets. The rules are described in docs/rules.
 
     \b
     Examples:
       plimsoll lint train.py
-      plimsoll lint src scripts --ignore pad_to_max_length
       plimsoll lint train.py --fix
+      plimsoll lint src scripts --ignore pad_to_max_length
       plimsoll lint . --format sarif > lint.sarif
     """
     from plimsoll.cli.answer import answering
@@ -67,7 +81,7 @@ def _rules(select: list[str] | None, ignore: list[str] | None) -> list[str] | No
 
     for name in ignore or ():
         if name not in every_rule():
-            raise InputError(f"there is no rule {name!r} to ignore: choose of {', '.join(every_rule())}")
+            raise InputError(f"--ignore {name}: there is no such rule: give one of {', '.join(every_rule())}")
     if select is None and ignore is None:
         return None
     return [name for name in select or every_rule() if name not in (ignore or ())]

@@ -1,6 +1,6 @@
-"""The ``plimsoll`` command: the list of its commands, and the one place where an error becomes a sentence and a code.
+"""The ``plimsoll`` command: its subcommands, and the conversion of errors to messages and exit codes.
 
-A command's module is imported when the command is called, so that ``plimsoll --help`` stays quick and torch-free.
+Each command imports the modules it needs when it is called. ``plimsoll --help`` is therefore fast and without torch.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from plimsoll.cli import (
     watch,
     workers,
 )
+from plimsoll.cli.options import Command
 from plimsoll.cli.output import format_warning, say_failure, tell
 from plimsoll.device.cpu.threads import spin_briefly
 from plimsoll.errors import PlimsollError
@@ -59,32 +60,24 @@ def _of_every_command(
 
     \b
     Examples:
-      plimsoll probe
-      plimsoll predict job.yaml --device rtx3060
-      plimsoll plan job.yaml --budget 6GiB
       plimsoll train job.yaml --budget 2GiB --out runs/a
-      plimsoll apply runs/a --data reviews.jsonl --out labels.jsonl
-      plimsoll shrink runs/a --target 5MiB --recover 200 --out small
-      plimsoll explain runs/a
-      plimsoll lint train.py
+      plimsoll predict job.yaml --device rtx3060
       plimsoll report runs/a -o a.html
-      plimsoll watch runs/a
-      plimsoll data inspect job.yaml
-      plimsoll cache
-      plimsoll embeddings subset glove.6B.zip/glove.6B.300d.txt --vocabulary words.txt
+      plimsoll explain train.log
+      plimsoll lint train.py
     """
 
 
-app.command("probe")(probe.probe)
-app.command("predict")(predict.predict)
-app.command("plan")(plan.plan)
-app.command("train")(train.train)
-app.command("apply")(apply.apply)
-app.command("shrink")(shrink.shrink)
-app.command("explain")(explain.explain)
-app.command("lint")(lint.lint)
-app.command("report")(report.report)
-app.command("watch")(watch.watch)
+app.command("probe", cls=Command)(probe.probe)
+app.command("predict", cls=Command)(predict.predict)
+app.command("plan", cls=Command)(plan.plan)
+app.command("train", cls=Command)(train.train)
+app.command("apply", cls=Command)(apply.apply)
+app.command("shrink", cls=Command)(shrink.shrink)
+app.command("explain", cls=Command)(explain.explain)
+app.command("lint", cls=Command)(lint.lint)
+app.command("report", cls=Command)(report.report)
+app.command("watch", cls=Command)(watch.watch)
 app.add_typer(cache.app, name="cache")
 app.add_typer(data.app, name="data")
 app.add_typer(embeddings.app, name="embeddings")
@@ -99,10 +92,10 @@ app.command("inference-baseline-worker", hidden=True)(workers.inference_baseline
 
 
 def main() -> None:
-    """Run the command line; the process ends with the exit code of `plimsoll.errors`.
+    """Run the command line, and exit with the exit code of the error (see `plimsoll.errors`).
 
-    Typer itself ends it with 130 after Ctrl-C. Results are printed by `plimsoll.cli.output.show`, which bears that
-    their reader goes away (``| head``).
+    After Ctrl-C, typer exits with 130. Results are printed by `plimsoll.cli.output.show`, which handles a closed pipe
+    (``| head``).
     """
     end_as_asked()
     spin_briefly()
@@ -119,6 +112,6 @@ def main() -> None:
         sys.exit(error.exit_code)
     finally:
         timings.end()
-        # CPython 3.11 to 3.13: where Ctrl-C arrived in an exec() of text, as it may while dataclasses are made, a
-        # `python -m` ends by the signal and not with the code, though it was caught. A good exec() undoes it.
+        # CPython 3.11 to 3.13: after Ctrl-C during an exec() of text, `python -m` ends by the signal instead of the
+        # exit code, although the interrupt was caught. Dataclasses call exec(). A successful exec() resets this.
         exec("")

@@ -1,21 +1,112 @@
-"""Options that several commands have, each written once."""
+"""Options that several commands share, each defined once, and the groups in which ``--help`` lists options."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-"""Every command that shows progress has it; ``--json`` shows none either."""
+JOB = "Job"
+MEMORY = "Memory"
+PLAN = "Plan"
+DATA = "Data"
+INFERENCE = "Inference"
+OUTPUT = "Output"
+OR_ALL_MEMORY = "the job's, else all memory"
 
-Changes = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")]
-Cache = Annotated[Path | None, typer.Option("--cache", help="Where it is kept. Default: your cache folder.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite the output.")]
-ForceAnew = Annotated[bool, typer.Option("--force", help="Begin again, and overwrite --out.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables.")]
-AsJsonAlone = Annotated[bool, typer.Option("--json", help="Print one JSON record instead of tables; no progress.")]
+
+class Command(TyperCommand):
+    """A command that lists ``--help`` with the output options; typer would print a group for it alone, first."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return the option ``--help``."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.rich_help_panel = OUTPUT
+        return option
+
+
+def budget(default: str, group: str = MEMORY) -> Any:
+    """Return the option ``--budget``. ``default`` is the text that the help shows as its default."""
+    return typer.Option(
+        "--budget", metavar="SIZE", help="Memory limit, e.g. 6GiB.", show_default=default, rich_help_panel=group
+    )
+
+
+def calibration(default: str) -> Any:
+    """Return the option ``--calibration``. ``default`` is the text that the help shows as its default."""
+    return typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="Calibration record from measured runs.",
+        show_default=default,
+        rich_help_panel=MEMORY,
+    )
+
+
+def cache(default: str) -> Any:
+    """Return the option ``--cache``. ``default`` is the text that the help shows as its default."""
+    return typer.Option(
+        "--cache",
+        metavar="DIR",
+        help="Folder for prepared data, such as tokens.",
+        show_default=default,
+        rich_help_panel=DATA,
+    )
+
+
+def changes(group: str = JOB) -> Any:
+    """Return the option ``--set``."""
+    return typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Change a job field, e.g. batch_size=8; repeatable.", rich_help_panel=group
+    )
+
+
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="local, cpu, cuda, or a GPU by name, e.g. rtx3060.",
+        show_default="the job's",
+        rich_help_panel=MEMORY,
+    ),
+]
+Changes = Annotated[list[str] | None, changes()]
+Pins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        metavar="CHOICE",
+        help="Require a choice: micro_batch=4; repeatable.",
+        show_default="the job's",
+        rich_help_panel=PLAN,
+    ),
+]
+Forbids = Annotated[
+    list[str] | None,
+    typer.Option("--forbid", metavar="TECHNIQUE", help="Exclude a technique; repeatable.", rich_help_panel=PLAN),
+]
+NoHeader = Annotated[
+    bool,
+    typer.Option("--no-header", help="First CSV row is data; columns are 1, 2, ...", rich_help_panel=DATA),
+]
+TASK_HELP = "score, classify, embed or generate."
+NEW_TOKENS_HELP = "Most tokens to generate for each text."
+DTYPE_HELP = "Weights as stored, fp32, bf16 or fp16."
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="FILE", help="Write a page (.html) or the record (.json).", rich_help_panel=OUTPUT
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.", rich_help_panel=OUTPUT)]
+Restart = Annotated[bool, typer.Option("--force", help="Start again and overwrite --out.", rich_help_panel=OUTPUT)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON record and no progress.", rich_help_panel=OUTPUT)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=OUTPUT)]
+"""Part of every command that shows progress. ``--json`` hides progress too."""
 
 
 def _begin_timings(is_wanted: bool) -> bool:
@@ -29,6 +120,11 @@ def _begin_timings(is_wanted: bool) -> bool:
 
 Timings = Annotated[
     bool,
-    typer.Option("--timings", callback=_begin_timings, help="Say at the end, on standard error, where the time went."),
+    typer.Option(
+        "--timings",
+        callback=_begin_timings,
+        help="Print at the end how long each stage took.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
-"""Every command that takes long has it; what it asks for is done by `plimsoll.cli.main.main`."""
+"""Part of every slow command. `plimsoll.cli.main.main` prints the table."""

@@ -1,7 +1,7 @@
-"""What a command says on standard output, also when nobody reads it any more, and what ``--json`` says of a failure.
+"""Output of commands: results, error messages, warnings, and failures as JSON.
 
-A process that a command starts tells it of its failure through a file, named in the environment: its standard error
-belongs to people. Does NOT cover what typer prints itself (help, usage).
+A subprocess reports its failure to the command through a file that an environment variable names, because its
+standard error is for people. Not handled: the help and usage that typer prints.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ _VARIABLE = "PLIMSOLL_FAILURE_FILE"
 
 
 def show(text: str) -> None:
-    """Print the result of a command. Without a reader (``| true``) it ends as Unix tools do: silent, 128 + SIGPIPE."""
+    """Print the result of a command. If the pipe is closed (``| true``), exit silently with 128 + SIGPIPE."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # What is still buffered would be written, and fail loudly, when the interpreter ends.
+        # Otherwise the interpreter flushes its buffer at exit, and prints an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise OutputError(f"cannot write the result to standard output: {error.strerror}; give another place") from None
+        raise OutputError(
+            f"cannot write the result to standard output: {error.strerror}; write it to another file"
+        ) from None
 
 
 def complain(text: str) -> None:
-    """Say on standard error why a command failed; without a reader (``2>&1 | tee``, at Ctrl-C) in silence."""
+    """Print a message to standard error. Ignore a closed pipe (``2>&1 | tee``, after Ctrl-C)."""
     try:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -45,16 +47,16 @@ def complain(text: str) -> None:
 
 
 def say_failure(error: PlimsollError) -> None:
-    """Say on standard error why a command failed, and in which rank."""
+    """Print the error to standard error, with the rank if there are several."""
     is_asked_for, rank = isinstance(error, Interrupted), os.environ["RANK"] if is_rank() else None
     if is_asked_for and rank not in {None, "0"}:
-        return  # all ranks stop after the same step, and the first says so
+        return  # all ranks stop after the same step; rank 0 prints the message
     which = "" if rank is None else f"rank {rank}: "
     complain(f"{which}{'' if is_asked_for else 'error: '}{error}")
 
 
 def note_unless(quiet: bool) -> Callable[[str], None]:
-    """Return what says a sentence to people on standard error, or nothing where that is asked for."""
+    """Return a function that prints to standard error. If ``quiet``, it does nothing."""
     return (lambda text: None) if quiet else (lambda text: print(text, file=sys.stderr))
 
 
@@ -64,19 +66,19 @@ _usual_format = warnings.formatwarning
 def format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Format a warning of ours as a line for people, who need no place in the source; any other as ever."""
+    """Format a `PlimsollWarning` without its source location, and any other warning as usual."""
     if issubclass(category, PlimsollWarning):
         return f"warning: {message}\n"
     return _usual_format(message, category, filename, lineno, line)
 
 
 def failure(name: str, message: str, exit_code: int) -> str:
-    """One JSON object that says why a command failed."""
+    """Return a failure as a JSON object."""
     return json.dumps({"error": name, "message": message, "exit_code": exit_code}, ensure_ascii=False)
 
 
 def failure_of(error: PlimsollError) -> str:
-    """The same for an error of ours."""
+    """Return an error as a JSON object."""
     return failure(type(error).__name__, str(error), error.exit_code)
 
 
@@ -91,15 +93,15 @@ def failures_shown() -> Iterator[None]:
 
 
 def tell(error: PlimsollError) -> None:
-    """Tell the command that started this process, if it asked, why this process fails."""
+    """Write the error to the failure file, if the command that started this process asked for it."""
     if _VARIABLE in os.environ:
-        with contextlib.suppress(OSError):  # the message on standard error is there anyway
+        with contextlib.suppress(OSError):  # the message is on standard error too
             Path(os.environ[_VARIABLE]).write_text(failure_of(error), "utf-8")
 
 
 @contextmanager
 def told() -> Iterator[Path]:
-    """Ask the processes that are started in the block to tell; what the last of them told is in the file, if any."""
+    """Yield the path of a file to which processes started in the block write their failure; the last one wins."""
     with own_folder() as folder:
         file = folder / "failure.json"
         os.environ[_VARIABLE] = str(file)
@@ -110,12 +112,10 @@ def told() -> Iterator[Path]:
 
 
 def told_by(file: Path, exit_code: int) -> str:
-    """Return the record of a failure, as a process told it in the file of `told`, or one that says that it did not."""
+    """Return the failure that a process wrote to the file of `told`, or a generic failure if it wrote none."""
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        reason = "standard error has the reason, if any"
-        return failure(
-            "ProcessError", f"the process that was started ended with exit code {exit_code}; {reason}", exit_code
-        )
+        message = f"a process of this command ended with exit code {exit_code}; see standard error for the reason"
+        return failure("ProcessError", message, exit_code)
     return failure(fields["error"], fields["message"], exit_code)

@@ -1,4 +1,4 @@
-"""``plimsoll plan``: the fastest way to train or to apply a model that stays inside a budget, before anything runs."""
+"""``plimsoll plan``: the fastest training or inference inside a budget, planned before anything runs."""
 
 from __future__ import annotations
 
@@ -8,83 +8,82 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli.options import AsJson, Changes, Force, Quiet, Timings
+from plimsoll.cli import options
+from plimsoll.cli.options import AsJson, Changes, Device, Forbids, Force, Output, Pins, Quiet, Timings
 
 _IMPOSSIBLE = 1
+_INFERENCE = "Inference (with --inference)"
 
 
-# long: one call with one line for each option
+# long: one line per option
 def plan(  # noqa: PLR0917 -- typer calls it by name
     input_path: Annotated[
         Path,
         typer.Argument(
-            metavar="JOB_OR_MODEL", help="The job file. With --inference: a model folder, a run directory, or a job."
+            metavar="JOB_OR_MODEL", help="Job file; with --inference also a run directory or a model folder."
         ),
     ],
-    budget: Annotated[
-        str | None, typer.Option(help="Memory it may use, e.g. 6GiB. Default: the job's, or what there is.")
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Where it is to run: local, cpu, cuda, or a device by name, e.g. rtx3060. Default: the job's."
-        ),
-    ] = None,
+    budget: Annotated[str | None, options.budget(options.OR_ALL_MEMORY)] = None,
+    device: Device = None,
+    calibration: Annotated[Path | None, options.calibration("this machine's")] = None,
     changes: Changes = None,
-    pins: Annotated[
-        list[str] | None,
-        typer.Option("--pin", metavar="CHOICE", help="Have this in the plan, e.g. micro_batch=4 or heap."),
-    ] = None,
-    forbids: Annotated[
-        list[str] | None, typer.Option("--forbid", metavar="TECHNIQUE", help="Do not have this in the plan.")
-    ] = None,
+    pins: Pins = None,
+    forbids: Forbids = None,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Compare fine-tuning strategies: full, with streamed weights, with adapters."),
+        typer.Option("--compare", help="Compare full, streamed and adapter fine-tuning.", rich_help_panel=options.PLAN),
     ] = False,
-    train: Annotated[bool, typer.Option("--train", help="Plan the training, which is the default.")] = False,
-    inference: Annotated[bool, typer.Option("--inference", help="Plan how the model is applied to texts.")] = False,
+    train: Annotated[
+        bool, typer.Option("--train", help="Plan a training; this is the default.", rich_help_panel=options.PLAN)
+    ] = False,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="Plan how to run the model on texts.", rich_help_panel=_INFERENCE)
+    ] = False,
     task: Annotated[
         str | None,
-        typer.Option(help="With --inference: score, classify, embed or generate. Default: what the model is for."),
+        typer.Option(
+            metavar="TASK",
+            help=options.TASK_HELP,
+            show_default="the model's",
+            rich_help_panel=_INFERENCE,
+        ),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="With --inference: tokens of the longest text. Default: 256.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Tokens of the longest text.", show_default="256", rich_help_panel=_INFERENCE
+        ),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="With --inference: the most tokens that generate makes of each text.")
+        int | None, typer.Option(min=1, metavar="N", help=options.NEW_TOKENS_HELP, rich_help_panel=_INFERENCE)
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="With --inference: stored, fp32, bf16 or fp16. Default: stored.")
+        str | None,
+        typer.Option(metavar="DTYPE", help=options.DTYPE_HELP, show_default="stored", rich_help_panel=_INFERENCE),
     ] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="What measured runs have taught; by default what those of this machine have.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write a page (.html) or the plan (.json) here.")
-    ] = None,
+    output: Output = None,
     export: Annotated[
         str | None,
-        typer.Option(help="Print the plan as a configuration: deepspeed or accelerate; what it cannot say on stderr."),
+        typer.Option(
+            metavar="FORMAT", help="Print a deepspeed or accelerate configuration.", rich_help_panel=options.OUTPUT
+        ),
     ] = None,
     force: Force = False,
     quiet: Quiet = False,
     _timings: Timings = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest way to train, or to apply a model, that stays inside a budget; exit code 1 if there is none.
+    """Find the fastest training or inference inside a budget.
+
+    Exit code 1 if nothing fits.
 
     \b
     Examples:
       plimsoll plan job.yaml --budget 6GiB
       plimsoll plan job.yaml --device rtx3060 -o plan.html
-      plimsoll plan job.yaml --budget 6GiB --pin checkpointing=all --forbid activation_offload
-      plimsoll plan job.yaml --budget 6GiB --set precision=auto
-      plimsoll plan job.yaml --budget 6GiB -o plan.json
-      plimsoll plan job.yaml --budget 6GiB --export deepspeed > deepspeed.json
+      plimsoll plan job.yaml --budget 6GiB --pin checkpointing=all
       plimsoll plan job.yaml --budget 6GiB --compare
-      plimsoll plan models/gpt --inference --task score --max-length 256 --budget 1GiB
-      plimsoll plan models/gpt --inference --task generate --max-new-tokens 64 --device rtx3060
+      plimsoll plan models/gpt --inference --task score --budget 1GiB
     """
     from plimsoll.cli.answer import answering, check_output, hand_over, limit_bytes_of
     from plimsoll.cli.output import note_unless
@@ -94,8 +93,8 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
     from plimsoll.records.plan import Plan
     from plimsoll.report.progress import spinner
 
-    with answering("the planning", as_json):
-        # Everything that can be refused is refused before the work.
+    with answering("planning", as_json):
+        # Check all arguments before the slow part.
         request = PlanRequest(
             input_path=input_path,
             device=device,
@@ -117,14 +116,14 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
         if export is not None:
             require_exportable(export, inference or compare or as_json or output is not None)
         with spinner(quiet or as_json) as progress:
-            from plimsoll.training.baseline import load_training  # takes numpy along, after the first sign of life
+            from plimsoll.training.baseline import load_training  # imports numpy, so only after the spinner has started
 
             found, sentence = plan_as_asked(request, progress, note_unless(quiet or as_json), load_training)
         if isinstance(found, Plan) and export is not None:
-            exported = exported_for(found, export)  # which can go into a file; beside it what is not in it
+            exported = exported_for(found, export)
             typer.echo(exported.text, nl=False)
             for missing in exported.not_mapped:
-                typer.echo(f"not in it: {missing}", err=True)
+                typer.echo(f"not exported: {missing}", err=True)
         else:
             hand_over(found, sentence, output, as_json)
     if not found.fits:

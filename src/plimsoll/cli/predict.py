@@ -1,4 +1,4 @@
-"""``plimsoll predict``: the peak memory of a training before it runs, and what would fit."""
+"""``plimsoll predict``: the peak memory of a training before it runs, and the largest sizes that fit."""
 
 from __future__ import annotations
 
@@ -8,53 +8,58 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli.options import AsJson, Changes, Force, Quiet, Timings
+from plimsoll.cli import options
+from plimsoll.cli.options import AsJson, Changes, Device, Force, Output, Quiet, Timings
 
 _DOES_NOT_FIT = 1
+_GROUP = "Prediction"
 
 
-# long: one call with one line for each option
+# long: one line per option
 def predict(  # noqa: PLR0917 -- typer calls it by name
-    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="The job file.")],
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Where it is to train: local, cpu, cuda, or a device by name, e.g. rtx3060. Default: the job's."
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="Memory the training may use, e.g. 8GiB. Default: what there is.")
-    ] = None,
+    job_file: Annotated[Path, typer.Argument(metavar="JOB", help="Job file.")],
+    budget: Annotated[str | None, options.budget(options.OR_ALL_MEMORY)] = None,
+    device: Device = None,
+    calibration: Annotated[Path | None, options.calibration("none")] = None,
     changes: Changes = None,
     micro_batch: Annotated[
-        int | None, typer.Option(help="Samples per forward and backward pass. Default: the whole batch.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Samples per forward and backward pass.",
+            show_default="the whole batch",
+            rich_help_panel=_GROUP,
+        ),
     ] = None,
     search: Annotated[
         bool,
-        typer.Option("--search", help="Find the largest micro-batch, the longest sequence and the smallest device."),
+        typer.Option(
+            "--search",
+            help="Find the largest sizes and the smallest device.",
+            rich_help_panel=_GROUP,
+        ),
     ] = False,
     what_if: Annotated[
-        bool, typer.Option("--what-if", help="Predict other micro-batches and sequence lengths too.")
+        bool,
+        typer.Option("--what-if", help="Predict other micro-batches and lengths too.", rich_help_panel=_GROUP),
     ] = False,
     lengths: Annotated[
-        Path | None, typer.Option(help="Tokens of each text, one a line: batches of a classification are padded.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Tokens of each text, one number per line.", rich_help_panel=_GROUP),
     ] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="What measured runs have taught, a record of that kind: it widens the range.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write a page (.html) or the record (.json) here.")
-    ] = None,
+    output: Output = None,
     force: Force = False,
     quiet: Quiet = False,
     _timings: Timings = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the peak memory of a training without running it; exit code 1 if it does not fit.
+    """Predict the peak memory of a training without running it.
+
+    Exit code 1 if it does not fit.
 
     \b
     Examples:
-      plimsoll predict job.yaml
+      plimsoll predict job.yaml --device rtx3060
       plimsoll predict job.yaml --device rtx3060 --search
       plimsoll predict job.yaml --budget 8GiB --micro-batch 4
       plimsoll predict job.yaml --set sequence_length=1024 --json
@@ -63,14 +68,14 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
     from plimsoll.cli.answer import answering, check_output, hand_over, limit_bytes_of
     from plimsoll.report.progress import spinner
 
-    with answering("the prediction", as_json):
+    with answering("predicting", as_json):
         with spinner(quiet=quiet or as_json) as progress:
             from plimsoll.planning.job_checks import require_micro_batch, require_sound
             from plimsoll.planning.lean_imports import leave_out_unused
             from plimsoll.records.comparison import Calibration
             from plimsoll.records.job import Job
 
-            # Everything that can be refused is refused before the work.
+            # Check all arguments before the slow part.
             job = Job.from_yaml(job_file, tuple(changes or ()))
             limit_bytes = limit_bytes_of(budget)
             require_micro_batch(micro_batch, job)
@@ -112,5 +117,5 @@ def _read_lengths(path: Path | None) -> list[int] | None:
         return [int(line) for line in path.read_text(encoding="utf-8").split()]
     except (OSError, ValueError) as error:
         raise InputError(
-            f"cannot read lengths from {path} ({error}): give a file with one whole number a line"
+            f"cannot read lengths from {path} ({error}): give a file with one whole number per line"
         ) from None

@@ -1,4 +1,4 @@
-"""``plimsoll probe``: what memory this machine has, what limits it, and what is used."""
+"""``plimsoll probe``: the memory of this machine, its limits, and current use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plimsoll.cli.options import AsJson
 def probe(
     as_json: AsJson = False,
 ) -> None:
-    """Show the devices of this machine, their memory, and every limit on this process.
+    """Show devices, their memory, and every limit on this process.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""``plimsoll report``: a run directory, a record in a file, or two runs compared, as text, JSON or one HTML page."""
+"""``plimsoll report``: a run, a record or a comparison of two runs, as text, JSON or one HTML page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plimsoll.cli.options import AsJson, Force
+from plimsoll.cli.options import AsJson, Force, Output
 
 if TYPE_CHECKING:
     from plimsoll.records.base import Record
@@ -17,31 +17,25 @@ if TYPE_CHECKING:
 def report(
     run: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN",
-            help="A run directory, also of one still going, the --out of shrink, a recorded watch, or a record.",
-        ),
+        typer.Argument(metavar="RUN", help="Run directory, shrink folder, watch, or record."),
     ],
     other: Annotated[
-        Path | None, typer.Argument(metavar="[RUN_B]", help="A second run, to be compared with the first.")
+        Path | None, typer.Argument(metavar="RUN_B", help="Second run, to compare with the first.")
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write one self-contained HTML page here, or a record in .json."),
-    ] = None,
+    output: Output = None,
     as_json: AsJson = False,
     force: Force = False,
 ) -> None:
-    """Show what happened in a run, or what a saved record says, such as a plan.
+    """Show a run or a saved record, or compare two runs.
+
+    The run may still be in progress.
 
     \b
     Examples:
       plimsoll report runs/a
       plimsoll report runs/a -o a.html
-      plimsoll report runs/a --json
       plimsoll report runs/a runs/b -o a-and-b.html
       plimsoll report plan.json -o plan.html
-      plimsoll report small -o small.html
       plimsoll report watch.jsonl -o watch.html
     """
     from plimsoll.cli.answer import check_output, hand_over
@@ -58,8 +52,8 @@ def report(
             for place, found in ((run, record), (other, second)):
                 if not isinstance(found, RunRecord):
                     raise RecordError(
-                        f"{place} holds a record of kind {found.record_kind!r}, and only two runs are compared: give "
-                        "two run directories, or what `plimsoll report --json` wrote of them"
+                        f"{place} holds a record of kind {found.record_kind!r}, but only runs can be compared: give "
+                        "two run directories, or their records from `plimsoll report --json`"
                     )
             assert isinstance(record, RunRecord)
             assert isinstance(second, RunRecord)
@@ -68,7 +62,7 @@ def report(
 
 
 def _record_at(path: Path) -> Record:
-    """Read a run directory, the directory of smaller models, or the file of a record."""
+    """Return the record of a run directory, of a folder written by `plimsoll shrink`, or of a file."""
     from plimsoll.records.run import RunRecord
     from plimsoll.records.shrink import SHRINK_RECORD
     from plimsoll.report.render import load

@@ -1,4 +1,4 @@
-"""``plimsoll shrink``: the best smaller model under a size, or what every way to make one costs."""
+"""``plimsoll shrink``: the best smaller model under a target size, or measurements of every method."""
 
 from __future__ import annotations
 
@@ -10,62 +10,110 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli.options import AsJsonAlone, Changes, ForceAnew, Quiet, Timings
+from plimsoll.cli import options
+from plimsoll.cli.options import AsJson, Changes, NoHeader, Quiet, Restart, Timings
+
+_SEARCH = "Search"
+_RECOVERY = "Training afterwards (with --recover)"
 
 
-# long: one call with one line for each option
-def shrink(  # noqa: PLR0917 -- typer calls it by name
+# long: one line per option
+def shrink(
     model: Annotated[
-        Path, typer.Argument(help="A run directory, a job file whose model is a folder, or with --data a model folder.")
+        Path,
+        typer.Argument(metavar="MODEL", help="Run directory, job file or, with --data, a model folder."),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the smaller model, and shrink.json.")],
+    *,
     target: Annotated[
         str | None,
-        typer.Option(help="The most its files of weights may have, e.g. 200MiB. Default: try all, choose none."),
+        typer.Option(
+            metavar="SIZE",
+            help="Largest size of the weight files, e.g. 200MiB.",
+            show_default="none: only measure",
+            rich_help_panel=_SEARCH,
+        ),
     ] = None,
     methods: Annotated[
         list[str] | None,
-        typer.Option("--method", metavar="CHOICE", help="Use exactly these, in order: 'heads(share=0.5)', int8."),
+        typer.Option(
+            "--method",
+            metavar="CHOICE",
+            help="Use exactly this, e.g. int8; repeatable, in order.",
+            rich_help_panel=_SEARCH,
+        ),
     ] = None,
     forbids: Annotated[
-        list[str] | None, typer.Option("--forbid", metavar="METHOD", help="Do not use this one.")
+        list[str] | None,
+        typer.Option("--forbid", metavar="METHOD", help="Exclude a method; repeatable.", rich_help_panel=_SEARCH),
     ] = None,
-    recover: Annotated[int, typer.Option(help="Steps of training behind what changed shapes.")] = 0,
-    no_distill: Annotated[
-        bool, typer.Option("--no-distill", help="With --recover: learn from the labels alone, not from the original.")
-    ] = False,
-    budget: Annotated[str | None, typer.Option(help="With --recover: memory a training may use, e.g. 2GiB.")] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="With a model folder: its texts, jsonl, csv, parquet or text.")
-    ] = None,
-    columns: Annotated[
-        list[str] | None, typer.Option("--column", help="With --data: the column with the text; may be repeated.")
-    ] = None,
-    label: Annotated[str | None, typer.Option(help="With --data and a classifier: the column of the labels.")] = None,
-    no_header: Annotated[
-        bool, typer.Option("--no-header", help="The first row of the csv is a row; its columns are 1, 2, ...")
-    ] = False,
-    changes: Changes = None,
-    tries: Annotated[int, typer.Option(help="With --target: chains of methods that are made and measured.")] = 4,
+    tries: Annotated[
+        int,
+        typer.Option(metavar="N", help="With --target: models to make and measure.", rich_help_panel=_SEARCH),
+    ] = 4,
     samples: Annotated[
-        int | None, typer.Option(help="Evaluation texts, or windows of a language model. Default: all.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Texts (language model: windows) to evaluate on.",
+            show_default="all",
+            rich_help_panel=_SEARCH,
+        ),
     ] = None,
     keep_all: Annotated[
-        bool, typer.Option("--keep-all", help="Keep every model in OUT/.shrink, for another --target.")
+        bool,
+        typer.Option("--keep-all", help="Keep all models, for another --target.", rich_help_panel=_SEARCH),
     ] = False,
-    force: ForceAnew = False,
+    recover: Annotated[
+        int,
+        typer.Option(metavar="STEPS", help="Train each model that changed shapes.", rich_help_panel=_RECOVERY),
+    ] = 0,
+    no_distill: Annotated[
+        bool,
+        typer.Option("--no-distill", help="Learn only from labels, not from the original.", rich_help_panel=_RECOVERY),
+    ] = False,
+    budget: Annotated[str | None, options.budget("the job's", _RECOVERY)] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With a model folder: texts (jsonl, csv, ...).",
+            rich_help_panel=options.DATA,
+        ),
+    ] = None,
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--column", metavar="NAME", help="With --data: text column; repeatable.", rich_help_panel=options.DATA
+        ),
+    ] = None,
+    label: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --data: label column of a classifier.", rich_help_panel=options.DATA),
+    ] = None,
+    no_header: NoHeader = False,
+    changes: Changes = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="Folder for the model and shrink.json.", rich_help_panel=options.OUTPUT
+        ),
+    ],
+    force: Restart = False,
     quiet: Quiet = False,
     _timings: Timings = False,
-    as_json: AsJsonAlone = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Make a model smaller, and say what each way saves and costs; when it was stopped, the same command goes on.
+    """Make a model smaller, and measure its size, speed and quality.
+
+    Without --target and --method, every method is measured and no model is
+    kept. To continue after an interruption, run the same command again.
 
     \b
     Examples:
       plimsoll shrink runs/a --target 5MiB --recover 200 --out small
       plimsoll shrink runs/a --out survey
-      plimsoll shrink runs/a --method 'layers(keep=3)' --method int8 --recover 100 --out small
-      plimsoll shrink all-MiniLM-L6-v2 --data texts.csv --column body --method vocabulary --out small
+      plimsoll shrink runs/a --method int8 --out small
+      plimsoll shrink all-MiniLM-L6-v2 --data texts.csv --out small
     """
     from plimsoll.cli.answer import limit_bytes_of, show_record
     from plimsoll.cli.output import failures_shown, note_unless, show, told, told_by
@@ -83,7 +131,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
             from plimsoll.compression.search import RefusedError
             from plimsoll.compression.search import shrink as make_smaller
 
-            options = ShrinkOptions(
+            chosen = ShrinkOptions(
                 target_bytes=target_bytes_of(target),
                 budget_bytes=limit_bytes_of(budget),
                 methods=chain_of([parse_pin(method) for method in methods or ()]),
@@ -107,7 +155,7 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
                     record = make_smaller(
                         source,
                         out,
-                        options,
+                        chosen,
                         force=force,
                         keep_all=keep_all,
                         quiet=quiet or as_json,
@@ -119,8 +167,8 @@ def shrink(  # noqa: PLR0917 -- typer calls it by name
                     show(told_by(file, refused.exit_code))
                 sys.exit(refused.exit_code)
             except KeyboardInterrupt:
-                if (found := found_until_now(out)) is not None and not as_json:  # where it is the failure alone
+                if (found := found_until_now(out)) is not None and not as_json:  # JSON has only the failure
                     show_record(found, as_json)
-                message = f"stopped: what was tried for {out} is kept; give the same command again to go on"
+                message = f"stopped: the results so far for {out} are kept; run the same command again to continue"
                 raise Interrupted(message, signal.SIGINT) from None
     show_record(record, as_json)

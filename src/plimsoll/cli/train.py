@@ -1,4 +1,4 @@
-"""``plimsoll train``: a job trained inside its budget, under a supervisor."""
+"""``plimsoll train``: training of a job inside its budget, under a supervisor."""
 
 from __future__ import annotations
 
@@ -11,59 +11,81 @@ from typing import Annotated
 
 import typer
 
-from plimsoll.cli.options import Changes, Quiet, Timings
+from plimsoll.cli import options
+from plimsoll.cli.options import AsJson, Changes, Forbids, Pins, Quiet, Timings
+
+_RESUME = "Resume"
 
 
-# long: its options
+# long: one line per option
 def train(  # noqa: PLR0917 -- typer calls it by name
     job_file: Annotated[
-        Path | None, typer.Argument(metavar="JOB", help="The job file; left out with --resume.")
+        Path | None, typer.Argument(metavar="JOB", help="Job file; leave it out with --resume.", show_default=False)
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The run directory.")] = Path("runs/latest"),
-    budget: Annotated[str | None, typer.Option(help="Memory the training may use, e.g. 2GiB.")] = None,
+    budget: Annotated[str | None, options.budget("the job's")] = None,
     changes: Changes = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out from its newest checkpoint.")
-    ] = False,
-    from_step: Annotated[int | None, typer.Option(help="With --resume: the checkpoint to go on from.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="Run exactly this plan, made by `plimsoll plan -o`.")] = None,
-    no_plan: Annotated[
-        bool, typer.Option("--no-plan", help="Use no technique: begin with the whole batch, and halve it when need be.")
-    ] = False,
-    no_trial: Annotated[
-        bool, typer.Option("--no-trial", help="Believe the plan: do not run others that are about as fast first.")
-    ] = False,
-    pins: Annotated[
-        list[str] | None, typer.Option("--pin", metavar="CHOICE", help="Use this in the plan: checkpointing=all.")
-    ] = None,
-    forbids: Annotated[
-        list[str] | None, typer.Option("--forbid", metavar="TECHNIQUE", help="Do not use this in the plan.")
-    ] = None,
     num_ranks: Annotated[
         int | None,
-        typer.Option("--nproc", min=1, help="Processes of this machine that share each batch; the budget is of each."),
+        typer.Option(
+            "--nproc",
+            min=1,
+            metavar="N",
+            help="Processes that share a batch; budget per process.",
+            rich_help_panel="Distributed",
+        ),
     ] = None,
-    cache: Annotated[Path | None, typer.Option(help="Where tokens are kept; by default in the run directory.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Remove what is in --out first.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue from the newest checkpoint in --out.", rich_help_panel=_RESUME),
+    ] = False,
+    from_step: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", help="With --resume: the checkpoint to continue from.", rich_help_panel=_RESUME),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Use this plan, written by `plimsoll plan -o`.", rich_help_panel=options.PLAN
+        ),
+    ] = None,
+    no_plan: Annotated[
+        bool,
+        typer.Option(
+            "--no-plan",
+            help="Use no techniques; halve the batch on OOM.",
+            rich_help_panel=options.PLAN,
+        ),
+    ] = False,
+    no_trial: Annotated[
+        bool,
+        typer.Option("--no-trial", help="Do not time other candidates before training.", rich_help_panel=options.PLAN),
+    ] = False,
+    pins: Pins = None,
+    forbids: Forbids = None,
+    cache: Annotated[Path | None, options.cache("in the run directory")] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Run directory.", rich_help_panel=options.OUTPUT)
+    ] = Path("runs/latest"),
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete the run in --out first.", rich_help_panel=options.OUTPUT)
+    ] = False,
     quiet: Quiet = False,
     _timings: Timings = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON record, also of a failure; no progress.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Train a job inside a memory budget, with the fastest plan that fits; survive running out of memory.
+    """Train a job inside a memory budget.
+
+    The fastest plan that fits is used. If memory still runs out, the step is
+    undone and repeated with smaller micro-batches. To continue after an
+    interruption, use --resume.
 
     \b
     Examples:
       plimsoll train job.yaml --budget 2GiB --out runs/a
-      plimsoll train job.yaml --plan plan.json --out runs/a
-      plimsoll train job.yaml --budget 2GiB --pin checkpointing=all --forbid activation_offload --out runs/b
-      plimsoll train job.yaml --set steps=500 --set optimizer.lr=1e-3 --out runs/b
       plimsoll train --resume --out runs/a
-      plimsoll train --resume --out runs/a --budget 1500MiB --from-step 100
+      plimsoll train job.yaml --set steps=500 --out runs/b
+      plimsoll train job.yaml --plan plan.json --out runs/c
       plimsoll train job.yaml --nproc 4 --out runs/d
-      torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 9 --rdzv-backend c10d --rdzv-endpoint host:29500 \\
-        -m plimsoll train job.yaml --out /shared/runs/e
     """
     from plimsoll.cli.answer import limit_bytes_of, show_record
     from plimsoll.processes.children import is_rank
@@ -98,7 +120,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
 
 @contextmanager
 def _failures_shown(out: Path) -> Iterator[None]:
-    """Print one JSON record if the block ends in a failure: the run's, if it failed in training, or the failure."""
+    """Print one JSON record if the block fails: the run's record if training failed, else the failure."""
     from plimsoll.cli.output import failure_of, show, told, told_by
     from plimsoll.errors import PlimsollError
     from plimsoll.training.run_directory import failed_run, metrics_of

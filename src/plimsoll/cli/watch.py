@@ -1,4 +1,4 @@
-"""``plimsoll watch``: what a run, a process or this machine uses of memory against its limits, while it goes on."""
+"""``plimsoll watch``: live memory use of a run, a process or this machine against its limits."""
 
 from __future__ import annotations
 
@@ -9,27 +9,48 @@ from typing import Annotated
 
 import typer
 
+from plimsoll.cli import options
+from plimsoll.cli.options import AsJson
+
+_WATCH = "Watch"
+
 
 def watch(  # noqa: PLR0917 -- typer calls it by name
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run directory; left out with --pid, and for this machine.")
+        Path | None,
+        typer.Argument(metavar="RUN", help="Run directory.", show_default="the whole machine"),
     ] = None,
-    pid: Annotated[int | None, typer.Option("--pid", min=1, help="A process; what it started is watched too.")] = None,
-    every: Annotated[float, typer.Option("--every", min=0.1, max=86400.0, help="Seconds between samples.")] = 2.0,
-    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Stop after so many samples.")] = None,
-    record: Annotated[Path | None, typer.Option("--record", help="Write every sample to this new file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record at the end, no lines.")] = False,
+    pid: Annotated[
+        int | None,
+        typer.Option("--pid", min=1, metavar="PID", help="Process, with its descendants.", rich_help_panel=_WATCH),
+    ] = None,
+    every: Annotated[
+        float,
+        typer.Option(
+            "--every", min=0.1, max=86400.0, metavar="S", help="Seconds between samples.", rich_help_panel=_WATCH
+        ),
+    ] = 2.0,
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", min=1, metavar="N", help="Stop after N samples.", rich_help_panel=_WATCH),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record", metavar="FILE", help="Write every sample to this new file.", rich_help_panel=options.OUTPUT
+        ),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Watch memory against its limits. Ends with 1 if a limit was near or memory ran out, after Ctrl-C with 130.
+    """Watch memory use against its limits.
+
+    Exit code 1 if a limit was near or memory ran out, 130 after Ctrl-C.
 
     \b
     Examples:
       plimsoll watch runs/a
       plimsoll watch --pid 4711 --every 1 --record watch.jsonl
       plimsoll watch
-      plimsoll watch --pid 4711 --samples 10 --json
-      plimsoll report watch.jsonl -o watch.html
-      plimsoll explain watch.jsonl
     """
     from plimsoll.cli.output import failures_shown, show
     from plimsoll.diagnose.follow import follow
@@ -40,7 +61,7 @@ def watch(  # noqa: PLR0917 -- typer calls it by name
 
     with failures_shown() if as_json else nullcontext():
         if run is not None and pid is not None:
-            raise InputError(f"{run} and --pid {pid} are two things to watch: give one of them")
+            raise InputError(f"RUN ({run}) and --pid {pid} cannot be combined: give one of them")
         with watch_of(run, pid) as watching:
             head = watching.head()
             if record is not None:

@@ -1,7 +1,7 @@
-"""The processes that ``plimsoll train`` and ``plimsoll predict`` start; not for people.
+"""Hidden commands: the subprocesses that ``plimsoll train``, ``predict``, ``plan`` and ``shrink`` start.
 
-The data is prepared in a process of its own because its memory (a tokenizer's training, above all) is then given back
-whole; the training is a process of its own because the kernel may kill it.
+A separate process prepares the data, so that all its memory is freed, above all from training a tokenizer. Training
+also runs in a separate process, because the kernel may kill it.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ def plan_worker(  # noqa: PLR0917 -- typer calls it by name
     from_step: int | None = None,
     keep: bool = False,
 ) -> None:
-    """Plan the run of a run directory."""
+    """Write the plan of a run directory."""
     from plimsoll.training.plan import plan_run
 
     plan_run(directory, given, tuple(pin or ()), tuple(forbid or ()), quiet, goes_on, from_step, keep)
 
 
 def baseline_worker() -> None:
-    """Print what a training process takes before it has a model."""
+    """Print the memory of a training process before the model is created."""
     from plimsoll.training.baseline import print_baseline
 
     print_baseline()
 
 
 def inference_baseline_worker(folder: Path, task: str) -> None:
-    """Print what a process takes that applies a model, before it has the model."""
+    """Print the memory of an inference process before the model is loaded."""
     from plimsoll.planning.baseline import print_inference_baseline
 
     print_inference_baseline(folder, task)
 
 
 def shrink_worker(request: Path) -> None:
-    """Make smaller models, as asked for on standard input."""
+    """Build smaller models for the requests on standard input."""
     from plimsoll.compression.worker import ShrinkRequest, serve
 
     def answers() -> Mapping[str, Callable[..., Any]]:
@@ -72,7 +72,7 @@ def shrink_worker(request: Path) -> None:
 
 
 def measure_worker() -> None:
-    """Print what applying a model takes; which one, comes on standard input."""
+    """Measure inference with the model named on standard input, and print the result."""
     from plimsoll.compression.candidates import print_measured
 
     print_measured()

@@ -1,5 +1,5 @@
-"""What each kind of device has, how its memory is counted and limited, and which errors mean that it ran out.
+"""Device backends: hardware facts, memory accounting and limits, and recognition of out-of-memory errors.
 
-One file per backend (`cpu`, `cuda`) behind the contract of `base`; `probe` describes the whole machine. `oom_errors`,
-`cgroup` and `process` need neither torch nor a device, so a supervisor can watch a worker with them.
+Each backend (`cpu`, `cuda`) implements the contract in `base`, and `probe` describes the whole machine. `oom_errors`,
+`cgroup` and `process` need neither torch nor a device, so a supervisor can use them to watch a worker.
 """

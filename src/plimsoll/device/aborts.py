@@ -1,13 +1,12 @@
-"""Where native code ends the process because it is refused memory: said in words, with the Python line that called it.
+"""Explanations for processes that native code ends when it is refused memory, with the Python line that called it.
 
 Rust's standard library (and so ``tokenizers``, ``safetensors`` and ``polars``) prints "memory allocation of N bytes
-failed" and aborts; so do some C and C++ libraries. No exception comes of it, and nothing can be undone: a limit cannot
-be made safe for such code, only larger. What can be had is the place, which `faulthandler` writes from inside the
-signal handler, without allocating.
+failed" and aborts. Some C and C++ libraries do the same. No exception is raised and nothing can be undone: such code
+needs a larger limit. `faulthandler` records the call stack from inside the signal handler, without allocating.
 
-A fault handler that is enabled already, by the user, ``python -X faulthandler`` or pytest, stays as it is, and nothing
-is explained. What the native code itself printed is not read: that it was memory is likely inside a limit, and not
-certain. Needs no torch.
+A fault handler that is already enabled (by the user, ``python -X faulthandler`` or pytest) stays, and then nothing is
+explained. The output of the native code is not read: inside a limit, memory is the likely cause, not a certain one.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -28,31 +27,36 @@ from plimsoll.device.oom_errors import is_users
 from plimsoll.records.units import format_bytes
 
 SUPERVISORS_FILE = "PLIMSOLL_FAULTS"
-"""The environment variable with the file that a process which is supervised writes its faults to."""
+"""The environment variable that names the file for faults of a supervised process."""
 
 _BEGIN = re.compile(r"^Fatal Python error: (Aborted|Segmentation fault)", re.MULTILINE)
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .{0,80}\(most recent call first\)")
 _FRAME = re.compile(r'^  File "([^"]{1,4096})", line (\d+) in (.*)')
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PACKAGE = re.compile(r"(?:site|dist)-packages[/\\](\w+)")
-# Run by a shell at the other end of the pipe that `faulthandler` writes into: it prints what came, and has this module,
-# run as a program, say what it means. The shell takes a millisecond to start (10 beside other work) and 1 MiB.
+# A shell runs this at the other end of the pipe that `faulthandler` writes to. It prints the dump and runs this module
+# to explain it. The shell takes 1 ms to start (10 ms on a busy machine) and 1 MiB.
 _WAIT = """
 while IFS= read -r line; do dump="$dump$line
 "; done
 [ -z "$dump" ] && exit
 printf %s "$dump" >&2
 printf %s "$dump" | "$@" 3>&2 2>/dev/null >&3
-"""  # what is in the way of the explanation is not worth a second traceback
+"""  # if the explanation fails, its traceback is discarded
 
 
 @dataclass
 class Dump:
-    """The threads that `faulthandler` writes, line by line; of each the last call comes first.
+    """Parser for the threads that `faulthandler` writes, line by line; the last call of each thread comes first.
 
-    The thread that counts is the current one; where native code failed in a thread of its own, it is the last one,
-    the main thread. ``place`` is its innermost line of the user's with the function it is in, ``own`` that of Plimsoll,
-    and ``library`` the installed package that the inner one of these called.
+    The current thread counts. If native code failed in a thread of its own, the last listed thread counts: the main
+    thread.
+
+    Attributes:
+        place: the innermost line of user code in that thread.
+        function: the function of that line.
+        own: the innermost line of Plimsoll.
+        library: the installed package that one of these lines called.
     """
 
     place: str = ""
@@ -63,7 +67,7 @@ class Dump:
     _has_current: bool = False
 
     def takes(self, line: str) -> bool:
-        """Whether a line is of a dump."""
+        """Parse one line, and return whether it belongs to a dump."""
         if (thread := _THREAD.match(line)) is not None:
             is_current = thread[1] == "Current thread"
             self._counts = is_current or not self._has_current
@@ -87,7 +91,7 @@ class Dump:
 
 
 def called_by(text: str) -> str:
-    """Say which line called the native code that ended a process, from what `faulthandler` wrote; "" if not known."""
+    """Return the line that called the native code, from a dump of `faulthandler`; "" if it is not known."""
     dump = Dump()
     for line in text.splitlines():
         dump.takes(line)
@@ -97,11 +101,11 @@ def called_by(text: str) -> str:
 
 
 def explanation(text: str, limit_bytes: int | None = None) -> str:
-    """Say what it means that native code ended a process, and what to type; "" where it did not.
+    """Return an explanation of a process that native code ended, with a remedy; "" if native code did not end it.
 
     Args:
-        text: what `faulthandler` wrote.
-        limit_bytes: that was in force; ``None`` for none of Plimsoll's.
+        text: the dump that `faulthandler` wrote.
+        limit_bytes: the limit that was in force; ``None`` if Plimsoll set none.
     """
     if (begin := _BEGIN.search(text)) is None:
         return ""
@@ -109,26 +113,26 @@ def explanation(text: str, limit_bytes: int | None = None) -> str:
     limit = "" if limit_bytes is None else f" inside a limit of {format_bytes(limit_bytes)}"
     likely = "most likely" if is_abort and limit else "perhaps"
     who = "the limit" if limit else "the system, or a limit that was set outside (`ulimit -a`),"
-    how = "Code in C or C++ may not check for that, and crashes"
+    how = "Code in C or C++ may not check for this and then crashes"
     if is_abort:
-        how = 'Code in Rust or C++ says so above, as in "memory allocation of 4096 bytes failed", and ends the process'
+        how = 'Code in Rust or C++ prints a line such as "memory allocation of 4096 bytes failed" and then aborts'
     place = called_by(text)
     more = "a larger limit" if limit else "it more memory"
-    outside = "; or do this before `plimsoll.limited(...)`, outside of it" if limit else ""
+    outside = "; or run this code before `plimsoll.limited(...)`" if limit else ""
     return (
         f"plimsoll: native code ended this process{limit} ({'SIGABRT' if is_abort else 'SIGSEGV'}), {likely} because "
-        f"{who} refused it memory. {how}; no exception can be caught.\n"
+        f"{who} refused it memory. {how}; Python cannot catch this.\n"
         + (f"  Called by: {place}\n" if place else "")
-        + f"  To do: give {more}; or do fewer rows at once (`batch_size=` of `map`, fewer texts in a call){outside}."
+        + f"  To do: give {more}; or use fewer rows at once (`batch_size=` of `map`, fewer texts per call){outside}."
     )
 
 
 @contextmanager
 def told_where(limit_bytes: int | None = None) -> Iterator[None]:
-    """Have an abort print where it happened while the block runs, and why; a fault handler of the user's own stays.
+    """Print the place and likely reason if native code aborts in the block. A fault handler of the user stays enabled.
 
     Args:
-        limit_bytes: what the explanation says was in force; within another such block, one without is nothing new.
+        limit_bytes: the limit that the explanation names. A block without a limit inside another block has no effect.
     """
     stderr = sys.__stderr__
     is_anothers = faulthandler.is_enabled() and not _FILES
@@ -150,25 +154,25 @@ def told_where(limit_bytes: int | None = None) -> Iterator[None]:
 
 
 def tell_supervisor() -> None:
-    """Write faults of this process from now on to where its supervisor reads them; do nothing without one."""
+    """Write later faults of this process to the file that its supervisor reads; without a supervisor, do nothing."""
     path = os.environ.get(SUPERVISORS_FILE)
     if path and not faulthandler.is_enabled():
         faulthandler.enable(Path(path).open("ab", buffering=0))  # noqa: SIM115 -- as long as the process lives
 
 
 def watcher_pids() -> set[int]:
-    """Return the processes of this module that wait now."""
+    """Return the ids of the waiting processes that this module has started."""
     return {process.pid for process in _WATCHERS}
 
 
-_FILES: list[IO[Any]] = []  # what `faulthandler` writes to, the last now
+_FILES: list[IO[Any]] = []  # targets of `faulthandler`; the last one is in use
 _WATCHERS: list[subprocess.Popen[bytes]] = []
 
 
 @contextmanager
 def _explained(stderr: IO[str], limit_bytes: int | None) -> Iterator[IO[Any]]:
-    """A file whose content is printed with its explanation, once this process has ended."""
-    # Where this is process 1 of a container, all others end with it, and nothing could be explained.
+    """Open a pipe; after this process has ended, its content is printed with an explanation."""
+    # If this is process 1 of a container, the watcher would end with it and could not explain anything.
     watcher = _started(limit_bytes, stderr) if os.name == "posix" and os.getpid() != 1 else None
     if watcher is None or watcher.stdin is None:
         yield stderr  # without the explanation
@@ -179,7 +183,7 @@ def _explained(stderr: IO[str], limit_bytes: int | None) -> Iterator[IO[Any]]:
         yield watcher.stdin
     finally:
         watcher.stdin.close()
-        if watcher in _WATCHERS:  # not in a forked child, whose it is not
+        if watcher in _WATCHERS:  # not in a forked child: the watcher belongs to the parent
             _WATCHERS.remove(watcher)
             watcher.wait()
 
@@ -195,7 +199,7 @@ def _started(limit_bytes: int | None, stderr: IO[str]) -> subprocess.Popen[bytes
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             bufsize=0,
-            process_group=0,  # what ends the others from the keyboard leaves it
+            process_group=0,  # so that Ctrl-C does not end the watcher
             env=os.environ | {"PYTHONPATH": path},
         )
     return None
@@ -207,7 +211,7 @@ def _leave_in_children() -> None:
 
 
 def _leave_in_child() -> None:
-    """A forked child does not keep the pipe open, and writes to standard error."""
+    """Close the pipe in a forked child, which then writes to standard error."""
     if _FILES and sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)
     for watcher in _WATCHERS:
@@ -218,7 +222,7 @@ def _leave_in_child() -> None:
 
 
 def main() -> None:
-    """Explain what comes on standard input."""
+    """Explain the dump on standard input."""
     print(explanation(sys.stdin.read(), int(sys.argv[1]) if len(sys.argv) > 1 else None))
 
 

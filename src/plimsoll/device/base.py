@@ -1,7 +1,7 @@
-"""What every device backend offers, and the one way to get it.
+"""The interface of a device backend, and `backend_for`, which returns the backend of a device.
 
-One file per backend (`cpu`, `cuda`): what the machine has, what is used, how a limit is enforced, which errors mean
-that memory ran out, how the allocator lets go of what it keeps. A backend holds no tensors and no state of a run.
+A backend (`cpu`, `cuda`) describes the device, measures memory use and enforces a limit. It also recognizes
+out-of-memory errors and makes the allocator release cached memory. It holds no tensors and no state of a run.
 """
 
 from __future__ import annotations
@@ -16,65 +16,71 @@ from plimsoll.records.units import parse_bytes
 
 
 class Backend(Protocol):
-    """One kind of device. All sizes are bytes."""
+    """One kind of device. All sizes are in bytes."""
 
     kind: str
 
     def probe(self) -> Device:
-        """Describe the device as it really is for this process."""
+        """Describe the device as this process sees it, including limits."""
 
     def use(self) -> MemoryUse:
-        """Read what this process uses now and at its peak since the last `reset_peak`."""
+        """Return the memory use of this process, now and at its peak since the last `reset_peak`."""
 
     def baseline_bytes(self) -> int:
-        """Count what a budget must hold before anything of a training is there; starts what the training will need."""
+        """Return the bytes that a budget must hold before training allocates anything.
+
+        This starts thread pools or creates the CUDA context, because training needs them and they count.
+        """
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is used now."""
+        """Reset the peak to the current use."""
 
     def limited(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """Make the allocator raise where this process would go past ``budget_bytes``; undone on exit.
+        """Make the allocator raise if this process would exceed ``budget_bytes``. The limit ends with the block.
 
         Raises:
-            BudgetError: if more than the budget is in use already, or the device has less.
+            BudgetError: if more than the budget is already in use, or the device has less memory.
         """
 
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None] | None:
-        """Allocate blocks of these sizes at once, free them, and keep them free for the work in the context.
+        """Check that blocks of these sizes can be allocated together, and keep that memory free for the block.
 
-        Raises the allocator's own error if it is not there. Returns ``None`` where it cannot be kept.
+        The blocks are allocated and freed at once. If they do not fit, the allocator's error is raised.
+
+        Returns:
+            A context manager, or ``None`` if this backend cannot keep the memory free.
         """
 
     def without_holes(self) -> AbstractContextManager[None]:
-        """Keep what is allocated in the context apart from other blocks, as far as the allocator can."""
+        """Separate allocations of this block from other allocations, as far as the allocator can."""
 
     def release(self, last_resort: bool = False) -> None:
-        """Give back what the allocator keeps of freed memory; as a last resort also in ways that cost time later."""
+        """Release cached memory. With ``last_resort``, also use methods that slow down later steps."""
 
     def oom_family(self, error: BaseException) -> str | None:
-        """Name the kind of out-of-memory error this is for this backend, or ``None`` if it is not one.
+        """Return the family of an out-of-memory error, or ``None`` for any other error.
 
-        The names are those of `plimsoll.device.oom_errors`.
+        `plimsoll.device.oom_errors` lists the families.
         """
 
     def is_nearly_full(self) -> bool:
-        """Whether so little is left that an unspecific library error is likely an out-of-memory error in disguise."""
+        """Return whether free memory is so low that an unspecific library error probably means out of memory."""
 
     def random_state(self) -> dict[str, Any]:
-        """Copy the state of the device's random number generators."""
+        """Return a copy of the state of the device's random number generators."""
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
-        """Put back a state that `random_state` returned."""
+        """Restore a state that `random_state` returned."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished all submitted work."""
 
 
 def backend_for(device: str) -> Backend:
-    """Return the backend of ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+    """Return the backend of ``"cpu"``, ``"cuda"`` or a numbered device such as ``"cuda:1"``.
 
     Raises:
-        DeviceError: if this machine or this build of torch has no such device.
+        DeviceError: if the machine or this build of torch has no such device.
     """
     from plimsoll.device.cpu.backend import CpuBackend
     from plimsoll.device.cuda.backend import CudaBackend
@@ -88,17 +94,18 @@ def backend_for(device: str) -> Backend:
 
 
 def limited(budget: str | int, device: str = "cpu") -> AbstractContextManager[None]:
-    """Make allocations past ``budget`` raise on ``device`` while the block runs, instead of the process being killed.
+    """Make allocations beyond ``budget`` raise while the block runs, before the process is killed.
 
-    Code in Rust, such as that of ``tokenizers``, ends the process where it is refused memory: nothing can be raised
-    there. It is printed where that was, why, and what to do; prepare texts before the block, or give it a larger limit.
+    Rust code, such as ``tokenizers``, aborts the process if an allocation fails, and Python cannot raise an exception.
+    Plimsoll then prints the line that called it, the reason and a remedy. To avoid this, prepare texts before the block
+    or set a larger limit.
 
     Args:
         budget: bytes, or a size such as ``"2GiB"``.
-        device: ``"cpu"`` limits this process's private memory, ``"cuda"`` the caching allocator's share of that device.
+        device: ``"cpu"`` limits private memory of this process; ``"cuda"`` limits torch's caching allocator.
 
     Raises:
-        BudgetError: if more than that is in use already, or the device has less.
+        BudgetError: if more than the budget is already in use, or the device has less memory.
         DeviceError: if there is no such device.
     """
     return backend_for(device).limited(parse_bytes(budget))

@@ -1,4 +1,4 @@
-"""Which other programs keep this machine busy.
+"""Detection of other programs that keep the cores of this process busy.
 
     others = OtherPrograms()
     ...
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import psutil
 
-_LEAST_CORES = 0.3  # less than that is what any desktop does
+_LEAST_CORES = 0.3  # any desktop uses less than this
 _SAMPLE_SECONDS = 0.1
 
 
 class Program(NamedTuple):
-    """A process, and how many cores it uses."""
+    """A process and the number of cores that it uses."""
 
     pid: int
     name: str
@@ -29,10 +29,10 @@ class Program(NamedTuple):
 
 
 class OtherPrograms:
-    """What programs that are not ours use of the cores of this process, from when this is made.
+    """CPU use by programs other than ours, since this object was created.
 
     Args:
-        ours: the process that has started all of ours; this one by default.
+        ours: id of the process whose descendants are ours, too; this process by default.
     """
 
     def __init__(self, ours: int | None = None) -> None:
@@ -40,12 +40,12 @@ class OtherPrograms:
         self._since, self._busy_before, self._own_before = _now(), _busy_seconds(), time.process_time()
 
     def sentence(self, num_threads: int | None = None) -> str:
-        """Say who keeps cores busy that this process's threads need; ``""`` if nobody does.
+        """Return a sentence about programs that use cores needed by this process, or ``""`` if enough cores are free.
 
-        Takes a tenth of a second where the cores were busy, and else almost no time.
+        Takes 0.1 s if the cores were busy, and almost no time otherwise.
 
         Args:
-            num_threads: of this process; one for each core by default.
+            num_threads: threads of this process; one per core by default.
         """
         num_cores = _num_cores()
         seconds = max(_now() - self._since, 1e-3)
@@ -65,7 +65,7 @@ class OtherPrograms:
         return f"This machine is busy: {who} of {cores}. Steps will take longer than planned."
 
     def _sampled(self) -> tuple[list[Program], float]:
-        """The others by how much they use, and how much that is in all, also of those that cannot be seen."""
+        """Return visible other programs, largest use first, and the cores used by all others, visible or not."""
         started, busy, before = _now(), _busy_seconds(), _seconds_of_processes()
         time.sleep(_SAMPLE_SECONDS)
         after, busy = _seconds_of_processes(), _busy_seconds() - busy
@@ -97,16 +97,16 @@ def _num_cores() -> int:
 
 
 def _busy_seconds() -> float:
-    """Seconds that the cores of this process have run anything, since the machine was started."""
+    """Return the seconds since boot during which the cores available to this process were busy."""
     cores = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
     times = [cores[place] for place in usable if place < len(cores)]
-    # "steal": what a virtual machine's host gave to others
+    # "steal": time that the host of a virtual machine gave to other guests
     return sum(getattr(one, kind, 0.0) for one in times for kind in ("user", "nice", "system", "steal"))
 
 
 def _seconds_of_processes() -> dict[int, tuple[str, float, int]]:
-    """Of each process its name, the seconds it has run, and the number of its parent."""
+    """Return name, CPU seconds and parent id of each process."""
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error), process.oneshot():

@@ -1,9 +1,9 @@
-"""How long several ranks take to add tensors up and to gather them: measured here over gloo, assumed for GPUs.
+"""Speed of all-reduce, all-gather and reduce-scatter between ranks: measured over gloo on the CPU, assumed for GPUs.
 
-    exchange = measured_exchange(num_ranks=2)                 # once, then read from a file
+    exchange = measured_exchange(num_ranks=2)                 # measured once, then read from a file
     exchange = exchange_of(find_gpu("rtx3060"), num_ranks=4)
 
-Does NOT know several machines and their network, nor what other programs do meanwhile.
+Does NOT know about several machines and their network, nor about other programs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SIZES_BYTES = (_MIB, 8 * _MIB)
 _NUM_RUNS, _NUM_CALLS = 6, 30
 _TIMEOUT = timedelta(seconds=60)
 
-# Bytes a second in one direction of all links of a card: half of what the data sheets of V100 SXM2, A100 SXM, H100 SXM,
-# H200 SXM and B200 say of both directions.
+# Bytes per second in one direction, over all links of a card. This is half of the bidirectional rate in the data sheets
+# of V100 SXM2, A100 SXM, H100 SXM, H200 SXM and B200.
 _NVLINK_BYTES_PER_SECOND = {
     "V100-SXM2": 150e9,
     "A100-SXM4": 300e9,
@@ -38,26 +38,26 @@ _NVLINK_BYTES_PER_SECOND = {
     "H200": 450e9,
     "B200": 900e9,
 }
-# Assumed: what NCCL reaches of a link. Cards without NVLink, and consumer cards which may not reach one another's
-# memory, go through the host's.
+# Assumed share of the link rate that NCCL reaches. Cards without NVLink, and consumer cards without peer access, use
+# host memory.
 _NVLINK_SHARE, _HOST_LINK_SHARE = 0.7, 0.4
 _UNKNOWN_LINK_BYTES_PER_SECOND = 12e9
-# Assumed: an exchange of NCCL's, and a question over gloo between processes of one machine (0.1 ms with nothing else at
-# work, 0.8 ms on two busy cores).
+# Assumed latencies: of an NCCL collective, and of an agreement over gloo on one machine (0.1 ms if idle, 0.8 ms on two
+# busy cores).
 _NCCL_CALL_SECONDS, _AGREE_SECONDS = 30e-6, 3e-4
 
 
 def measured_exchange(num_ranks: int, progress: Callable[[str], object] = lambda text: None) -> ExchangeSpeed:
-    """Return what exchanges of ranks on this processor take, from the file it is kept in, or measured now.
+    """Return the speed of collectives between ranks on this CPU, from the cache file or measured now.
 
     Args:
-        num_ranks: how many there are, from 2.
-        progress: told when it is measured.
+        num_ranks: the number of ranks, at least 2.
+        progress: called with a message before a measurement.
     """
     name = name_of("cpu")
 
     def measure() -> ExchangeSpeed:
-        progress(f"measuring exchanges of {num_ranks} ranks, once")
+        progress(f"measuring collectives of {num_ranks} ranks, once")
         return measure_exchange(num_ranks)
 
     def is_this(speed: ExchangeSpeed) -> bool:
@@ -67,15 +67,15 @@ def measured_exchange(num_ranks: int, progress: Callable[[str], object] = lambda
 
 
 def measure_exchange(num_ranks: int) -> ExchangeSpeed:
-    """Measure exchanges of ranks on this processor, in a second or two."""
-    # Each rank is a thread with a gloo group of its own, over the loopback device as `plimsoll train --nproc` has it.
+    """Measure collectives between ranks on this CPU, in one or two seconds."""
+    # Each rank is a thread with its own gloo group, over the loopback device as in `plimsoll train --nproc`.
     num_here = min(num_ranks, _MOST_MEASURED_RANKS)
     store = HashStore()
     with ThreadPoolExecutor(num_here) as ranks:
         found = list(ranks.map(lambda rank: _Rank(store, rank, num_here).measure(), range(num_here)))
     # A step waits for the slowest rank.
     seconds = {key: max(one[key] for one in found) for key in found[0]}
-    # All share one machine's memory: the time grows with the bytes that all of them move.
+    # All ranks share the memory of one machine: the time grows with the bytes that all of them move.
     times = (num_ranks - 1) / (num_here - 1)
     call_seconds = seconds.pop(("all_reduce", 0)) * times
     rates: dict[ExchangeKind, list[Point]] = {}
@@ -92,17 +92,17 @@ def measure_exchange(num_ranks: int) -> ExchangeSpeed:
 
 
 def exchange_of(spec: DeviceSpec, num_ranks: int) -> ExchangeSpeed:
-    """Return what exchanges of as many GPUs of one machine are assumed to take.
+    """Return the assumed speed of collectives between GPUs of one machine.
 
     Args:
         spec: the card of each rank.
-        num_ranks: how many there are, from 2.
+        num_ranks: the number of ranks, at least 2.
     """
     nvlink = next((rate for name, rate in _NVLINK_BYTES_PER_SECOND.items() if spec.name.startswith(name)), None)
     host_link = spec.host_link_bytes_per_second or _UNKNOWN_LINK_BYTES_PER_SECOND
     link = _NVLINK_SHARE * nvlink if nvlink is not None else _HOST_LINK_SHARE * host_link
-    # A ring moves (N - 1) / N of a tensor through each card's link to gather or to scatter it, and twice that to add it
-    # up (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+    # For all-gather or reduce-scatter, a ring of N cards moves (N - 1) / N of a tensor through each link. All-reduce
+    # moves twice as much (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
     rate = link * num_ranks / (num_ranks - 1)
     return ExchangeSpeed(
         device=spec.name,
@@ -119,15 +119,15 @@ def exchange_of(spec: DeviceSpec, num_ranks: int) -> ExchangeSpeed:
 
 
 class _Rank:
-    """One of the ranks that meet in this process, each in a thread of its own."""
+    """One rank of a measurement in this process, with its own thread."""
 
     def __init__(self, store: HashStore, rank: int, num_ranks: int) -> None:
-        # torch's stubs do not know what it can do.
+        # `Any`, because torch's stubs lack its methods.
         self._group: Any = dist.ProcessGroupGloo(store, rank, num_ranks, _TIMEOUT)
         self._num_ranks = num_ranks
 
     def measure(self) -> dict[tuple[ExchangeKind, int], float]:
-        """Return the seconds of each exchange by its kind and the bytes of the whole tensor; 0 for almost none."""
+        """Return the seconds of each collective, by kind and bytes of the whole tensor; 0 stands for one element."""
         group, small = self._group, torch.zeros(1)
         found: dict[tuple[ExchangeKind, int], float] = {
             ("all_reduce", 0): self._best(partial(group.allreduce, [small]), _NUM_CALLS)
@@ -146,7 +146,7 @@ class _Rank:
 
     @staticmethod
     def _best(start: Callable[[], Any], num_runs: int) -> float:
-        """The shortest of several runs; all ranks do equally many."""
+        """Return the shortest of several runs. All ranks must run equally often."""
         seconds = []
         for _ in range(num_runs):
             started = time.perf_counter()

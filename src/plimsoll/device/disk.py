@@ -1,7 +1,7 @@
-"""How fast the disk is on which a training keeps what its memory cannot hold: measured, in less than a second or two.
+"""Measurement, in a second or two, of the disk for training data that does not fit in memory.
 
-A file is written and synchronised, dropped from the kernel's page cache, and read through a mapping, page fault by page
-fault, as a training reads its weights. Does NOT know what a disk's own cache holds, and other writers meanwhile.
+A file is written, synchronized and dropped from the kernel's page cache. It is then read through a mapping, one page
+fault at a time, as training reads its weights. Does NOT know the cache inside a disk, nor other writers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MEASURED_BYTES = 64 << 20
 
 
 def disk_bytes_per_second(folder: Path) -> float:
-    """Measure bytes a second that are written to a folder's disk and read from it again; the mean of both ways.
+    """Measure the mean rate of writing to and reading from the disk of a folder, in bytes per second.
 
     Raises:
         OSError: if the folder cannot be written to, or the disk is full.

@@ -1,6 +1,6 @@
-"""The floating-point types of weights, by the names that people give them: ``bf16``, ``bfloat16``, ``torch.bfloat16``.
+"""Floating-point types of weights, by their usual names: ``bf16``, ``bfloat16``, ``torch.bfloat16``.
 
-Does NOT cover integers and the types of quantized weights, and not what a training computes in (``precision``).
+Does NOT cover integers, types of quantized weights, or the type that training computes in (``precision``).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ NAMED: Mapping[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-"""By their short names; torch's own names, such as ``bfloat16``, are understood as well."""
+"""Types by short name. `floating_type` also accepts torch's names, such as ``bfloat16``."""
 
 
 def floating_type(given: torch.dtype | str, kind: type[InputError] = InputError) -> torch.dtype:
-    """Return a floating-point type that was given as such, or by its name.
+    """Return the floating-point type with a given name.
 
     Args:
-        given: such as ``torch.bfloat16``, ``"bfloat16"`` or ``"bf16"``.
-        kind: of the error.
+        given: a type or its name, such as ``torch.bfloat16``, ``"bfloat16"`` or ``"bf16"``.
+        kind: the class of the error to raise.
 
     Raises:
-        InputError: of that kind, if it is none.
+        InputError: of class ``kind``, if it is not a floating-point type.
     """
     known = {**NAMED, **{str(dtype).removeprefix("torch."): dtype for dtype in NAMED.values()}}
     found = known.get(given.removeprefix("torch."), given) if isinstance(given, str) else given
     if isinstance(found, torch.dtype) and found.is_floating_point:
         return found
     raise kind(
-        f"dtype {given!r} is no floating-point type: give {', '.join(NAMED)}, or torch's own, such as torch.bfloat16"
+        f"dtype {given!r} is not a floating-point type: give {', '.join(NAMED)}, or a torch type such as torch.bfloat16"
     )

@@ -1,13 +1,13 @@
-"""What the calls of a training cost the processor, measured on a real one that is too small to do anything else.
+"""Measurement of the CPU overhead of op calls during training, on a real model that is too small to compute much.
 
-    found = measure_launches("cuda:0")     # a third of a second; the second call in a process
+    found = measure_launches("cuda:0")     # a third of a second from the second call in a process on
     found.module_op_seconds, found.backward_op_seconds
 
-A tiny GPT-2 of transformers goes forward under autocast and backward a few times. Its modules, autograd and the casts
-are those of large models, and take as long as there: what a bare call in a loop takes tells a third of it.
+A tiny GPT-2 of transformers runs forward under autocast and backward a few times. Modules, autograd and casts add the
+same overhead per call as in large models. It is three times the overhead of a bare call in a loop.
 
-Does NOT know how busy the processor will be: the same training was seen to take 0.7 to 1.5 times as long per call on
-one machine within minutes (docs/LOG.md).
+Does NOT know how busy the processor will be. On one machine, the time per call of the same training varied from 0.7 to
+1.5 times within minutes (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 VIEW_SHARE = 0.3
-"""Of what a call takes, where an op moves nothing: no memory is asked for, no kernel is set up."""
+"""Overhead of a view, as a share of another op's: a view allocates nothing and launches no kernel."""
 
 _TINY: dict[str, Any] = {
     "vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 2, "resid_pdrop": 0.0,
@@ -31,28 +31,28 @@ _NUM_PASSES, _NUM_WARM = 7, 2
 
 
 class Launches(NamedTuple):
-    """Seconds of the processor for a call from Python in a forward, and for one by autograd in a backward."""
+    """CPU seconds of one op call: from Python in a forward pass, and by autograd in a backward pass."""
 
     module_op_seconds: float
     backward_op_seconds: float
 
 
 def measure_launches(device: str) -> Launches:
-    """Measure what calls cost on a device that is here.
+    """Measure the overhead of op calls on a device of this machine.
 
     Args:
         device: ``"cpu"``, or a CUDA device of this machine.
     """
     with torch.random.fork_rng([] if device == "cpu" else [torch.device(device)]), torch.enable_grad():
-        # On the processor: a backward on a GPU has a thread of its own, whose ops a dispatch mode does not see.
+        # Counted on the CPU: backward on a GPU runs in another thread, where a dispatch mode does not see its ops.
         called, cast, by_autograd = _count_ops(_tiny_model("cpu"))
         model = _tiny_model(device)
         passes = [_pass_seconds(model, device) for _ in range(_NUM_WARM + _NUM_PASSES)][_NUM_WARM:]
     forward_seconds, backward_seconds = (min(times) for times in zip(*passes, strict=True))
-    # As `plimsoll.planning.search.time_model` counts them.
+    # Same accounting as in `plimsoll.planning.search.time_model`.
     backward_op_seconds = backward_seconds / by_autograd
     module_op_seconds = (forward_seconds - cast * backward_op_seconds) / called
-    # Beside so many casts a forward may seem to take nothing on a processor that was interrupted in the backwards.
+    # If every backward pass was interrupted, the casts would seem to take all of the forward pass.
     return Launches(max(module_op_seconds, backward_op_seconds), backward_op_seconds)
 
 
@@ -75,7 +75,7 @@ def _autocast(kind: str) -> AbstractContextManager[Any]:
 
 
 def _pass_seconds(model: nn.Module, device: str) -> tuple[float, float]:
-    """Of the calls alone: a device is waited for before and after both, and not between."""
+    """Return seconds of the forward and backward calls alone: the device is synchronized only before and after both."""
     model.zero_grad()
     _wait(device)
     started = time.perf_counter()
@@ -93,7 +93,7 @@ def _wait(device: str) -> None:
 
 
 def _count_ops(model: nn.Module) -> tuple[float, float, float]:
-    """Ops that Python calls in a forward, those that cast there, and those of a backward; a view is a part of one."""
+    """Return the number of ops without casts and of casts in a forward pass, and of all ops in a backward pass."""
     with _Counter() as forward:
         loss = _forward(model)
     with _Counter() as backward:
@@ -102,7 +102,7 @@ def _count_ops(model: nn.Module) -> tuple[float, float, float]:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the ops of a block."""
+    """Counter of the ops and casts in a block. A view counts `VIEW_SHARE`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

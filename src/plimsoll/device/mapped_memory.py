@@ -1,13 +1,13 @@
-"""Tensors whose memory is a file: the kernel keeps their pages in memory while it can, and writes them out otherwise.
+"""Tensors in memory-mapped files: the kernel keeps their pages in memory while it can, and else writes them to disk.
 
     state = MappedPool().copy_of(state)
     table = create(path, (num_rows, 300), torch.float32, fill)
 
-A limit on private memory (``RLIMIT_DATA``, ``RssAnon``) does not count the pages of a file mapped as shared, so this
-is where a training on the CPU puts what its budget cannot hold. In a dry run, on fake tensors, a pool makes fake
+A limit on private memory (``RLIMIT_DATA``, ``RssAnon``) does not count pages of a shared file mapping. Training on the
+CPU therefore stores here the tensors that do not fit the budget. In a dry run, with fake tensors, a pool returns fake
 tensors that a trace counts outside the device.
 
-Does NOT cover other systems than Linux, sparse tensors, and two processes that make the same file.
+Does NOT cover systems other than Linux, sparse tensors, and two processes that create the same file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plimsoll.errors import OutputError
 from plimsoll.records.units import format_bytes
 
 SCRATCH_VARIABLE = "PLIMSOLL_SCRATCH"
-_ALIGNMENT_BYTES = 64  # what torch's own CPU allocator gives: kernels may round otherwise on other addresses
+_ALIGNMENT_BYTES = 64  # as torch's CPU allocator: kernels may round differently at other alignments
 _FIRST_FILE_BYTES = 16 << 20
 _LARGEST_GROWTH_BYTES = 1 << 30
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
@@ -39,10 +39,10 @@ _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 class MappedPool:
     """Tensors in unnamed files, which grow as needed.
 
-    They are gone as soon as the last tensor in them and the pool are, however the process ends.
+    The files are deleted when the pool and the last tensor in them are freed, however the process ends.
 
     Args:
-        folder: where the files are; ``None`` for `scratch_folder`.
+        folder: the folder of the files; ``None`` for `scratch_folder`.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -52,7 +52,7 @@ class MappedPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
         return sum(file.num_bytes for file in self._files)
 
     @property
@@ -61,19 +61,19 @@ class MappedPool:
         return sum(file.used_bytes for file in self._files)
 
     def reserve(self, num_bytes: int) -> None:
-        """Make sure that tensors of so many bytes in all can be made.
+        """Reserve disk space for tensors of ``num_bytes`` in total.
 
         Raises:
-            OutputError: if there is no such place on the disk.
+            OutputError: if the disk has less free space.
         """
         missing_bytes = num_bytes - (self.num_bytes - self.used_bytes)
         if missing_bytes > 0:
             self._files.append(_File(self._where(), missing_bytes))
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Make a tensor of the shape, strides and type of another; its values are arbitrary.
+        """Return an uninitialized tensor with the shape, strides and type of another.
 
-        A tensor that overlaps itself or has gaps gives one that is contiguous.
+        If the other tensor overlaps itself or has gaps, the new one is contiguous.
 
         Raises:
             OutputError: if the disk is full.
@@ -88,7 +88,7 @@ class MappedPool:
         return made
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """Make a tensor like another, with its values.
+        """Return a copy of a tensor in this pool.
 
         Raises:
             OutputError: if the disk is full.
@@ -97,15 +97,15 @@ class MappedPool:
             return self.empty_like(tensor).copy_(tensor.detach())
 
     def know(self, tensor: Tensor) -> None:
-        """Take a fake tensor that stands for one made here, in a dry run, for one that was."""
+        """Register a fake tensor that, in a dry run, stands in for a tensor of this pool."""
         self._made.add(tensor)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor, or what it is a view of, was made here."""
+        """Return whether a tensor, or the base of a view, was created in this pool."""
         return tensor in self._made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MappedPool:
-        """Return itself: tensors that are copied are in no pool."""
+        """Return the pool itself: copied tensors are not in any pool."""
         return self
 
     def _take(self, num_bytes: int) -> memoryview:
@@ -126,19 +126,19 @@ class MappedPool:
 
 
 class StorageSet:
-    """Storages, known as long as they live; a tensor is in it if its storage is."""
+    """A set of storages that does not keep them alive. A tensor is in the set if its storage is."""
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def add(self, tensor: Tensor) -> None:
-        """Put the storage of a tensor into the set."""
+        """Add the storage of a tensor."""
         storage = tensor.untyped_storage()
         address, known = storage._cdata, self._known
         known[address] = weakref.ref(storage, lambda gone: known.pop(address) if known.get(address) is gone else None)
 
     def discard(self, tensor: Tensor) -> None:
-        """Take the storage of a tensor out of the set, if it is in it."""
+        """Remove the storage of a tensor, if it is in the set."""
         self._known.pop(tensor.untyped_storage()._cdata, None)
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -146,13 +146,13 @@ class StorageSet:
 
 
 class _File:
-    """One file, mapped as a whole; which parts of it are free is a list of ``(begin, end)``, in order."""
+    """One file, mapped as a whole, with an ordered list of free parts as ``(begin, end)``."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self.num_bytes = _rounded(num_bytes, mmap.PAGESIZE)
         self._map = _mapped_file(folder, self.num_bytes)
         self._free = [(0, self.num_bytes)]
-        # A tensor can die at any moment, also while this list is being changed: its part is put aside first.
+        # A tensor can be freed at any time, even while `_free` is being changed: its part is queued here first.
         self._returned: list[tuple[int, int]] = []
 
     @property
@@ -162,7 +162,7 @@ class _File:
         return self.num_bytes - sum(end - begin for begin, end in self._free)
 
     def take(self, num_bytes: int) -> memoryview | None:
-        """Memory of so many bytes, or ``None``; it comes back when nothing refers to it any more."""
+        """Return ``num_bytes`` of memory, or ``None`` if no free part is large enough. The last reference frees it."""
         self._collect()
         size_bytes = _rounded(num_bytes, _ALIGNMENT_BYTES)
         fitting = [(end - begin, number) for number, (begin, end) in enumerate(self._free) if end - begin >= size_bytes]
@@ -183,7 +183,7 @@ class _File:
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return a tensor's own strides if its dimensions in another order are contiguous; else contiguous ones."""
+    """Return the strides of a tensor if some order of its dimensions is contiguous; otherwise contiguous strides."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     if tensor.permute(order).is_contiguous():
         return tensor.stride()
@@ -210,7 +210,7 @@ def _mapped_file(folder: Path, num_bytes: int) -> mmap.mmap:
     except OSError as error:
         raise OutputError(
             f"cannot keep {format_bytes(num_bytes)} of the training in a file in {folder}: {error.strerror or error}; "
-            f"free some space there, or set {SCRATCH_VARIABLE} to a folder on a disk that has it"
+            f"free some space there, or set {SCRATCH_VARIABLE} to a folder on a disk with enough space"
         ) from error
 
 
@@ -220,16 +220,16 @@ def _unnamed(folder: Path, num_bytes: int) -> mmap.mmap:
 
 
 def _mapped(file: IO[bytes], num_bytes: int) -> mmap.mmap:
-    # Before it is mapped: a full disk is an error here, and not a SIGBUS in the middle of a kernel.
-    os.posix_fallocate(file.fileno(), 0, num_bytes)  # also of a file that was copied with holes
+    # Allocate before mapping: a full disk then raises here, instead of a SIGBUS in the middle of a kernel.
+    os.posix_fallocate(file.fileno(), 0, num_bytes)  # also fills the holes of a sparse file
     return mmap.mmap(file.fileno(), num_bytes, mmap.MAP_SHARED)
 
 
 def scratch_folder() -> Path:
-    """Return the folder for files that are mapped: ``PLIMSOLL_SCRATCH``, else a folder for temporary files on a disk.
+    """Return the folder for mapped files: ``PLIMSOLL_SCRATCH``, or a temporary folder on a disk.
 
     Raises:
-        OutputError: if the folder that was given, or all there are, are kept in memory or do not exist.
+        OutputError: if the given folder, or every default folder, does not exist or is in memory.
     """
     given = os.environ.get(SCRATCH_VARIABLE)
     candidates = [Path(given)] if given else [Path(tempfile.gettempdir()), Path("/var/tmp")]
@@ -237,13 +237,13 @@ def scratch_folder() -> Path:
         if folder.is_dir() and _file_system_of(folder) not in _IN_MEMORY:
             return folder
     raise OutputError(
-        f"cannot keep part of the training in a file in {' or '.join(map(str, candidates))}: that is no folder, or "
-        f"kept in memory (tmpfs), where it frees nothing; set {SCRATCH_VARIABLE} to a folder on a disk"
+        f"cannot keep part of the training in a file in {' or '.join(map(str, candidates))}: it is not a folder, or "
+        f"it is kept in memory (tmpfs) and would free nothing; set {SCRATCH_VARIABLE} to a folder on a disk"
     )
 
 
 def _file_system_of(folder: Path) -> str:
-    """The type of the file system, ``unknown`` where the kernel does not say; see proc_pid_mountinfo(5)."""
+    """Return the file system type, or ``unknown`` if the kernel does not report it; see proc_pid_mountinfo(5)."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -254,21 +254,27 @@ def _file_system_of(folder: Path) -> str:
     return types[0] if types else "unknown"
 
 
-# -- matrices in files of their own ------------------------------------------------------------------------------------
+# -- one matrix per file -----------------------------------------------------------------------------------------------
 
 Shape = tuple[int, int]
 
 
 def create(path: Path, shape: Shape, dtype: torch.dtype, fill: Callable[[Tensor], object]) -> Tensor:
-    """Make a file with a matrix in it, which ``fill`` writes to; under its name only once that has ended.
+    """Create a file that holds one matrix, filled by ``fill``. It gets its final name after ``fill`` has returned.
 
-    The file holds nothing else, row after row, as ``numpy.memmap`` reads it.
+    The file has no header: rows follow one another, as ``numpy.memmap`` reads them.
+
+    Args:
+        path: the file to create.
+        shape: rows and columns.
+        dtype: the type of the elements.
+        fill: writes the values into the matrix.
 
     Raises:
-        OutputError: if it exists, or the disk is full.
+        OutputError: if the file exists, or the disk is full.
     """
     if path.exists():
-        raise OutputError(f"cannot make the table {path}: it exists; remove it, or give another path")
+        raise OutputError(f"cannot create the table {path}: it exists; remove it, or give another path")
     part = path.with_name(f"{path.name}.part")
     try:
         with _opened(part, "w+b") as file:
@@ -281,23 +287,23 @@ def create(path: Path, shape: Shape, dtype: torch.dtype, fill: Callable[[Tensor]
 
 
 def reopen(path: Path, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Map the file of a matrix; what is written to the matrix is written to the file.
+    """Map an existing matrix file. Writes to the matrix go to the file.
 
     Raises:
-        OutputError: if it cannot be written to, or is not as large as the matrix.
+        OutputError: if the file cannot be opened for writing, or its size differs from the matrix.
     """
     with _opened(path, "r+b") as file:
         found_bytes, needed_bytes = os.fstat(file.fileno()).st_size, prod(shape) * dtype.itemsize
         if found_bytes != needed_bytes:
             raise OutputError(
                 f"the file {path} has {found_bytes:,} bytes, but {shape[0]:,} rows of {shape[1]:,} {dtype} are "
-                f"{needed_bytes:,}: give the size it was made with, or another path"
+                f"{needed_bytes:,}: give the shape and type that it was created with, or another path"
             )
         return _matrix(lambda num_bytes: _mapped(file, num_bytes), shape, dtype, path)
 
 
 def unnamed(folder: Path, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Make a matrix of zeros in a file that is gone with it, however the process ends.
+    """Return a matrix of zeros in an unnamed file, which is deleted with the matrix, however the process ends.
 
     Raises:
         OutputError: if the folder cannot be written to, or the disk is full.
@@ -321,5 +327,5 @@ def _matrix(mapped: Callable[[int], mmap.mmap], shape: Shape, dtype: torch.dtype
     except OSError as error:
         raise OutputError(
             f"cannot keep {shape[0]:,} rows of {shape[1]:,} {dtype} ({format_bytes(num_bytes)}) in {place}: "
-            f"{error.strerror or error}; free some space there, or give a path on a disk that has it"
+            f"{error.strerror or error}; free some space there, or give a path on a disk with enough space"
         ) from error

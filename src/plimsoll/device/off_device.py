@@ -1,13 +1,13 @@
-"""Memory that a training uses and that its budget does not count: what is made here lies outside the device.
+"""Marking of storages that training keeps outside the device, so that the budget does not count them.
 
     with outside_the_device():
         state = torch.empty(...)
 
-For a training on CUDA that is memory of the host, for one on the CPU a file that is mapped. A trace counts such
-storages apart (``on_host``) and not in the device's peak. In a run that nobody records it does nothing.
+For training on CUDA this is host memory; for training on the CPU it is a memory-mapped file. A trace counts such
+storages separately (``on_host``), not in the device peak. Without a trace, the block has no effect.
 
-Covers what is made in the block by the thread that entered it; on the CPU autograd runs backward in the thread that
-asked for it. Does NOT move anything: the caller makes the tensor where it says.
+It applies to the thread that entered the block. On the CPU, autograd runs backward in the thread that called it. Does
+NOT move anything: the caller creates the tensor in the right place.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ class _Depth(threading.local):
 
 _DEPTH = _Depth()
 MARK = "_plimsoll_on_host"
-"""The attribute of a tensor that lies outside the device."""
+"""The attribute that marks a tensor as outside the device."""
 Copier = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Lender(Protocol):
-    """Keeps an optimizer's states outside the device, and lends an update copies of them."""
+    """An object that keeps optimizer states outside the device, and lends copies to each update."""
 
     def is_lent(self, parameter: torch.Tensor, state: torch.Tensor) -> bool:
-        """Whether a state of a parameter is outside, so that an update works on a copy of it."""
+        """Return whether a parameter's state is outside the device, so that updates use a copy."""
         ...
 
     def copies_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensors to where the states are; the copies are made before the next update begins."""
+        """Copy tensors to the place of the states, before the next update begins."""
         ...
 
     def holding_back(self) -> AbstractContextManager[None]:
-        """In the block updates leave the states outside as they are, until `keep` or `drop` is called."""
+        """Let updates in the block change only the lent copies; `keep` or `drop` then decides about the states."""
         ...
 
     def keep(self) -> None:
-        """Copy what updates have made of the copies that were lent to where the states are."""
+        """Copy the updated copies back into the states outside the device."""
         ...
 
     def drop(self) -> None:
-        """Forget what updates have made of them."""
+        """Discard the updated copies."""
         ...
 
 
@@ -65,7 +65,7 @@ _KEEPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Keeper] = weakref.We
 
 @contextmanager
 def outside_the_device() -> Iterator[None]:
-    """Let storages that are first seen in the block count as lying outside the device."""
+    """Count storages that first appear in the block as outside the device."""
     _DEPTH.value += 1
     try:
         yield
@@ -74,55 +74,58 @@ def outside_the_device() -> Iterator[None]:
 
 
 def is_outside() -> bool:
-    """Whether this thread is in such a block."""
+    """Return whether this thread is inside an `outside_the_device` block."""
     return _DEPTH.value > 0
 
 
 def mark_outside(tensor: torch.Tensor) -> torch.Tensor:
-    """Say that a tensor lies outside the device, and with it what is computed from such tensors alone.
+    """Mark a tensor as outside the device. Results computed only from marked tensors then count as outside, too.
 
-    A live tensor says so by its own device; a fake one, and the CPU that stands in for CUDA in a test, cannot.
+    The device of a real tensor already shows where it is. A fake tensor needs the mark, and so does a test in which the
+    CPU stands in for CUDA.
     """
     setattr(tensor, MARK, True)
     return tensor
 
 
 def unmark(tensor: torch.Tensor) -> None:
-    """Take that back."""
+    """Remove the mark of `mark_outside`."""
     vars(tensor).pop(MARK, None)
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Whether `mark_outside` was said of a tensor."""
+    """Return whether a tensor was marked by `mark_outside`."""
     return hasattr(tensor, MARK)
 
 
 @contextmanager
 def states_outside(optimizer: torch.optim.Optimizer, copy_of: Copier, lender: Lender | None = None) -> Iterator[None]:
-    """Say that an optimizer's states leave the device as soon as they are made, so that it never has to hold all.
+    """Declare that an optimizer's states leave the device as soon as they are created, so it never holds all of them.
 
-    ``copy_of`` copies a tensor to where they are, which is where large copies for an undo belong as well; ``lender`` is
-    for states that an update cannot change where they are.
+    Args:
+        optimizer: the optimizer.
+        copy_of: copies a tensor to the place of the states; large copies for undoing a step belong there as well.
+        lender: for states that an update cannot change in place.
     """
     _KEEPERS[optimizer] = _Keeper(copy_of, lender)
     try:
         yield
     finally:
-        _KEEPERS.pop(optimizer, None)  # which may be gone by then
+        _KEEPERS.pop(optimizer, None)
 
 
 def keeps_states_outside(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `states_outside` was said of an optimizer."""
+    """Return whether an optimizer's states are outside the device (see `states_outside`)."""
     return optimizer in _KEEPERS
 
 
 def copier_of(optimizer: torch.optim.Optimizer) -> Copier | None:
-    """Return what copies a tensor to where an optimizer's states are, ``None`` if they are on the device."""
+    """Return the function that copies a tensor to the place of an optimizer's states, or ``None`` if none is set."""
     keeper = _KEEPERS.get(optimizer)
     return keeper.copy_of if keeper else None
 
 
 def lender_of(optimizer: torch.optim.Optimizer) -> Lender | None:
-    """Return what lends copies of an optimizer's states to its updates, ``None`` if these change the states."""
+    """Return the lender of an optimizer's states, or ``None`` if updates change the states directly."""
     keeper = _KEEPERS.get(optimizer)
     return keeper.lender if keeper else None

@@ -1,12 +1,17 @@
-"""Which errors mean that memory ran out: by type first, by text where there is no type of its own.
+"""Recognition of errors that mean out of memory: by type if there is a specific type, otherwise by message.
 
-Sources: the texts of torch 0.1 to 2.13 (CUDA, HIP, XPU, MPS and CPU allocators), cuBLAS, cuDNN, NCCL and oneDNN status
-names, glibc, numpy, pyarrow, Rust's standard library, the DataLoader, the Linux OOM killer, Kubernetes, Slurm and Ray,
-and the infixes collected by torch-max-mem (https://github.com/mberr/torch-max-mem/issues/45).
+A *family* is a certain out-of-memory error. A *disguise* is an error that a library also raises for other reasons. It
+means out of memory only if the device is nearly full, which the caller must check.
 
-A *family* is a certain out-of-memory error. A *disguise* is an error that a library also gives for other reasons: it
-means out of memory only where the device is nearly full, which the caller must check. Not covered: the exit status of a
-killed process (see `cgroup`), and allocators of languages other than Python, C++ and Rust. Needs no torch.
+Sources of the messages:
+
+- torch 0.1 to 2.13 (CUDA, HIP, XPU, MPS and CPU allocators) and its DataLoader;
+- status names of cuBLAS, cuDNN, NCCL and oneDNN;
+- glibc, numpy, pyarrow, Rust's standard library, the Linux OOM killer, Kubernetes, Slurm and Ray;
+- the infixes collected by torch-max-mem (https://github.com/mberr/torch-max-mem/issues/45).
+
+Not covered: the exit status of a killed process (see `cgroup`), and allocators of languages other than Python, C++ and
+Rust. Needs no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 
-# Checked in this order: a specific text before the general one that it contains.
+# Checked in this order: specific messages before general messages that they contain.
 _FAMILIES = {
     "cuda-async": r"would exceed allowed memory\. \(out of memory\)|cudaMallocAsync.*out of memory",
     "hip": r"HIP out of memory|HIP error: out of memory|hipErrorOutOfMemory|rocblas_status_memory_error"
@@ -49,11 +54,11 @@ _DISGUISES = {
     "xpu": r"UR_RESULT_ERROR_OUT_OF_RESOURCES",
     "onednn": r"could not (?:create a primitive|create a memory object|execute a primitive)",
     "os": r"can't start new thread|ThreadPoolBuildError",
-    # CPython from 3.11 on, where a call has no memory for its frame; also a fault of an extension's.
+    # CPython 3.11 and later, if there is no memory for a call's frame; a faulty extension also raises it.
     "memory-error": r"error return without exception set|returned NULL without setting an exception",
     "worker-killed": r"DataLoader worker \(pid \d+\) is killed by signal: Aborted",
 }
-# Errors that a retry with less memory cannot mend, though they may stand beside a text above.
+# Errors that a retry with less memory cannot fix, although a message above may appear in the same text.
 _OTHER_FAULTS = re.compile(
     r"illegal memory access|device-side assert triggered|static TLS block|no kernel image|invalid device ordinal"
     r"|Too many open files|killed by signal: Segmentation fault"
@@ -61,7 +66,7 @@ _OTHER_FAULTS = re.compile(
 _FAMILY_PATTERNS = {family: re.compile(pattern) for family, pattern in _FAMILIES.items()}
 _DISGUISE_PATTERNS = {family: re.compile(pattern) for family, pattern in _DISGUISES.items()}
 
-_TYPES_WITH_TEXTS = (RuntimeError, OSError, ImportError, SystemError)  # the last two of libraries that cannot be mapped
+_TYPES_WITH_TEXTS = (RuntimeError, OSError, ImportError, SystemError)  # ImportError: a library cannot be mapped
 
 _SIZE = r"(\d+(?:\.\d+)?) ?([KMGTPE]i?B|[Bb]ytes)"
 _REQUESTS = re.compile(
@@ -71,21 +76,21 @@ _REQUESTS = re.compile(
 
 
 def oom_family(error: BaseException) -> str | None:
-    """Name the family of an error that certainly means out of memory, or return ``None``.
+    """Return the family of an error that certainly means out of memory, or ``None``.
 
-    An error that it was raised *from* (``__cause__``) counts; one that it merely followed (``__context__``) does not. A
-    text counts only in the types that carry such texts: a ``ValueError`` about "out of memory" is no such error.
+    Its explicit causes (``raise ... from``, ``__cause__``) count; its ``__context__`` does not. A message counts only
+    in types that carry such messages: a ``ValueError`` about "out of memory" is not recognized.
     """
     return _first_in_chain(error, _family_of_one)
 
 
 def disguised_family(error: BaseException) -> str | None:
-    """Name the family of an error that means out of memory where the device is nearly full, or return ``None``."""
+    """Return the family of an error that means out of memory if the device is nearly full, or ``None``."""
     return _first_in_chain(error, _disguise_of_one)
 
 
 def oom_family_on(error: BaseException, is_nearly_full: Callable[[], bool]) -> str | None:
-    """Name the family of an error, with the disguises where the device is nearly full, or return ``None``."""
+    """Return the family of an error, including disguises if the device is nearly full, or ``None``."""
     family = oom_family(error)
     if family is None and (disguise := disguised_family(error)) is not None and is_nearly_full():
         return disguise
@@ -93,15 +98,15 @@ def oom_family_on(error: BaseException, is_nearly_full: Callable[[], bool]) -> s
 
 
 def family_of_text(text: str) -> str | None:
-    """Name the family of the out-of-memory error that a message or a part of a log tells of, or return ``None``."""
+    """Return the family of the out-of-memory error in a message or part of a log, or ``None``."""
     return None if _OTHER_FAULTS.search(text) else _first_match(_FAMILY_PATTERNS, text)
 
 
 def requested_bytes(text: str) -> int | None:
-    """Return the size in bytes that the first failed allocation in the text asked for, or ``None``.
+    """Return the size in bytes of the first failed allocation in a text, or ``None``.
 
-    torch, numpy and Metal print binary sizes, also where they write "GB". A size of 2^63 or more is a negative number
-    that some drivers print as unsigned, and is no size.
+    torch, numpy and Metal print binary units, even if they write "GB". Sizes of 2^63 or more are ignored: some drivers
+    print a negative number as unsigned.
     """
     match = _REQUESTS.search(text)
     if match is None:
@@ -140,12 +145,12 @@ def _disguise_of_one(error: BaseException) -> str | None:
 
 
 def _has_such_texts(error: BaseException) -> bool:
-    # What a panic of a library in Rust becomes in Python has no module to import it from.
+    # Compared by name: the exception for a Rust panic cannot be imported from any module.
     return isinstance(error, _TYPES_WITH_TEXTS) or type(error).__name__ == "PanicException"
 
 
 def _is_torch_out_of_memory(error: BaseException) -> bool:
-    # By name, so that torch need not be imported to watch a process that uses it.
+    # Compared by name, so that watching a process does not need torch.
     return any(
         kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch") for kind in type(error).__mro__
     )
@@ -159,5 +164,5 @@ _NOT_THE_USERS = re.compile(r"site-packages|dist-packages|[/\\]lib(?:64)?[/\\]py
 
 
 def is_users(path: str) -> bool:
-    """Whether a source file is the user's own: in no installed package and not in Python's library."""
+    """Return whether a source file is user code, that is, outside installed packages and the standard library."""
     return not _NOT_THE_USERS.search(path)

@@ -1,4 +1,4 @@
-"""Every device of this machine and the versions of what drives them."""
+"""Facts about all devices of this machine, and the versions of the software that uses them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def probe_machine() -> Machine:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what decides how memory is used and counted; what is not installed is left out."""
+    """Return the versions of software that affects memory use, without packages that are not installed."""
     import torch
 
     found: dict[str, str | None] = {

@@ -1,11 +1,11 @@
-"""What a process uses of host memory, from the Linux files under /proc: microseconds (but `code_bytes`), no torch.
+"""Host memory use of a process, read from Linux /proc files in microseconds (except `code_bytes`), without torch.
 
-*Private* memory is what only this process can hold and nothing but freeing it gives back: anonymous pages (RssAnon:
-tensors, heap, stacks), not files that are mapped (a corpus, libraries) and not shared memory (a DataLoader's batches).
-*Data* is what ``RLIMIT_DATA`` counts: private writable address space (VmData), touched or not.
+*Private memory* is anonymous memory (RssAnon: tensors, heap, stacks). Only this process holds it, and only freeing
+returns it. Mapped files (a corpus, libraries) and shared memory (DataLoader batches) do not count.
+*Data* is private writable address space (VmData), touched or not. ``RLIMIT_DATA`` limits it.
 
-Source: proc_pid_statm(5), proc_pid_status(5), proc_pid_clear_refs(5). Since Linux 6.2 the kernel may count up to 128
-KiB per core late. Not covered: other systems than Linux, swapped pages.
+Sources: proc_pid_statm(5), proc_pid_status(5), proc_pid_clear_refs(5). Since Linux 6.2, counters may lag by up to
+128 KiB per core. Not covered: other systems than Linux, swapped pages.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _HIGH_WATER = re.compile(rb"VmHWM:\s*(\d+) kB.*?RssFile:\s*(\d+) kB\s*RssShmem:\
 
 
 class PrivateMemory(NamedTuple):
-    """One reading of a process; the two numbers belong to the same moment."""
+    """Private and data bytes of a process, read at the same moment."""
 
     private_bytes: int
     data_bytes: int
 
 
 def private_memory(pid: int | str = "self") -> PrivateMemory:
-    """Read private and data bytes of a process.
+    """Return private and data bytes of a process.
 
-    ``data_bytes`` includes the main thread's stack (VmStk, usually 132 KiB), which the same file adds to VmData.
+    ``data_bytes`` includes the stack of the main thread (VmStk, usually 132 KiB), because statm adds it to VmData.
 
     Raises:
         OSError: if there is no such process.
@@ -44,19 +44,19 @@ def private_bytes(pid: int | str = "self") -> int:
 
 
 def data_bytes(pid: int | str = "self") -> int:
-    """Return what ``RLIMIT_DATA`` counts of a process in bytes (see `private_memory`)."""
+    """Return the bytes of a process that ``RLIMIT_DATA`` counts (see `private_memory`)."""
     return private_memory(pid).data_bytes
 
 
 def address_space_bytes() -> int:
-    """Return what ``RLIMIT_AS`` counts of this process in bytes: every mapping (VmSize)."""
+    """Return the bytes of this process that ``RLIMIT_AS`` counts: all mappings (VmSize)."""
     return _statm("self")[0] * _PAGE_BYTES
 
 
 def code_bytes() -> int:
-    """Return the address space of this process, in bytes, that holds code made while it runs, such as oneDNN's.
+    """Return the bytes of address space with code generated at run time, such as oneDNN kernels.
 
-    ``RLIMIT_DATA`` counts it, since it can be written; of the 256 KiB that a kernel of oneDNN maps it uses some KiB.
+    ``RLIMIT_DATA`` counts it because it is writable. oneDNN maps 256 KiB per kernel but uses only a few KiB of them.
     """
     num_bytes = 0
     with open("/proc/self/maps", "rb") as file:
@@ -71,11 +71,10 @@ def code_bytes() -> int:
 class PeakCounter:
     """The highest private memory of this process since the last `reset`.
 
-    The kernel keeps the highest resident size, files and shared memory included; the most of those that any `read` saw
-    is subtracted, so a run that maps more of a file after its peak reads low by that much: reset at every step. What is
-    never returned is more than was used, if it is read while most of the files are mapped (a checkpoint that is
-    restored). Where the kernel refuses the reset (some sandboxes), the highest value that `read` was given is returned
-    instead.
+    The kernel tracks peak resident memory, including files and shared memory. The largest file and shared memory that
+    any `read` saw is subtracted. Reset at every step: if more of a file is mapped after the peak, the result is too low
+    by that amount. The result is never too high if `read` is called while file mappings are largest, as in a restore.
+    If the kernel refuses the reset (some sandboxes), the result is the highest value passed to `read`.
     """
 
     def __init__(self) -> None:
@@ -84,12 +83,12 @@ class PeakCounter:
         self._most_files_bytes = 0
 
     def reset(self) -> None:
-        """Start a new peak from what is used now."""
+        """Reset the peak to the current use."""
         self._highest_seen_bytes, self._most_files_bytes = private_bytes(), 0
         self._kernel_counts = _reset_high_water_mark()
 
     def read(self, used_bytes: int) -> int:
-        """Return the peak in bytes, given what is used now."""
+        """Return the peak in bytes, given the current private bytes."""
         self._highest_seen_bytes = max(self._highest_seen_bytes, used_bytes)
         if not self._kernel_counts:
             return self._highest_seen_bytes
@@ -116,7 +115,7 @@ def _reset_high_water_mark() -> bool:
 
 
 def _high_water() -> tuple[int, int]:
-    """The most that was resident, and what of files and shared memory is now."""
+    """Return peak resident bytes, and current resident bytes of files and shared memory."""
     with open("/proc/self/status", "rb", buffering=0) as file:
         highest, files, shared = map(int, _HIGH_WATER.search(file.read()).groups())  # type: ignore[union-attr]
     return highest * 1024, (files + shared) * 1024

@@ -1,10 +1,11 @@
-"""Whether a process has ended, and how, also of one that this process did not start.
+"""Detection of whether and how a process has ended, even if this process did not start it.
 
-Source: pidfd_open(2), proc_pid_stat(5), and the kernel's ``include/uapi/linux/pidfd.h``: ``PIDFD_GET_INFO`` tells the
-exit status of a process that is gone since Linux 6.15. Before, it is read from /proc as long as the parent has not
-asked for it (a zombie), and otherwise ``None``: unknown. A number that the kernel has given to another process since is
-not taken for the process (but between finding its number and `Watched`). Covers Linux from 5.3 on; on older ones,
-and where a sandbox refuses a pidfd, the time at which the process was started tells it from others.
+The exit status comes from ``PIDFD_GET_INFO`` (Linux 6.15 or later). On older kernels it is read from /proc while the
+process is a zombie, and is ``None`` (unknown) once its parent has collected it. A reused process id is not mistaken
+for the process, unless it is reused before `Watched` is created. Covers Linux from 5.3 on. On older kernels, or if a
+sandbox refuses a pidfd, the start time identifies the process.
+
+Sources: pidfd_open(2), proc_pid_stat(5), the kernel's ``include/uapi/linux/pidfd.h``.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ _GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, struct pidfd_info), of 64 bytes
 _INFO = struct.Struct("QQ11Ii")  # mask, cgroup, pid ... fsgid, exit_code
 _HAS_EXIT_CODE = 1 << 3
 _READ_AGAIN_SECONDS = 0.1
-_STATE, _START_TICKS, _EXIT_STATUS = 0, 19, 49  # fields of /proc/PID/stat behind the name
+_STATE, _START_TICKS, _EXIT_STATUS = 0, 19, 49  # fields of /proc/PID/stat after the name
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process was started, in ticks since the machine was; ``None`` where there is none or it ended."""
+    """Return the start time of a process in clock ticks since boot, or ``None`` if it does not exist or has ended."""
     fields = _stat_of(pid)
     return None if not fields or fields[_STATE] in {"Z", "X"} else int(fields[_START_TICKS])
 
 
 class Watched:
-    """One process that is waited for; close it."""
+    """A process whose end is awaited. Call `close` when finished."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -41,18 +42,18 @@ class Watched:
             self._descriptor = os.pidfd_open(pid)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the file descriptor."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has, also where its parent has not asked how."""
+        """True if the process has ended, including as a zombie."""
         return self._start_ticks is None or start_ticks(self.pid) != self._start_ticks
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it ends, but no longer than this; return whether it has."""
+        """Wait up to ``seconds`` for the process to end, and return whether it has ended."""
         if self._descriptor is not None:
             poll = select.poll()
             poll.register(self._descriptor, select.POLLIN)
@@ -63,7 +64,7 @@ class Watched:
         return self.has_ended
 
     def exit_code(self) -> int | None:
-        """Return how it ended: its exit code, or less than 0 the signal that killed it; ``None`` where unknown."""
+        """Return the exit code, the negative number of the signal that killed the process, or ``None`` if unknown."""
         status = None if self._descriptor is None else _status_of(self._descriptor)
         if status is None:
             status = self._status_of_zombie()
@@ -74,13 +75,13 @@ class Watched:
         if not fields or fields[_STATE] != "Z" or int(fields[_START_TICKS]) != self._start_ticks:
             return None
         with suppress(OSError):
-            if os.geteuid() in {0, os.stat(f"/proc/{self.pid}").st_uid}:  # the kernel says 0 to others
+            if os.geteuid() in {0, os.stat(f"/proc/{self.pid}").st_uid}:  # other users read 0
                 return int(fields[_EXIT_STATUS])
         return None
 
 
 def _stat_of(pid: int) -> list[str]:
-    """The fields behind the name, which may hold spaces and brackets; none where there is no such process."""
+    """Return the fields of /proc/PID/stat after the name, which may contain spaces; empty if there is no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,12 +1,15 @@
-"""How fast a device is: measured here in two seconds, or from the table of GPUs for one that is not here.
+"""The speed of a device: measured here in two seconds, or taken from the table of GPUs.
 
     speed = measured_speed()              # measured once, then read from a file
     speed = speed_of(find_gpu("rtx3060"))
 
-A measurement holds for a processor, a number of threads and a torch; it is kept in ``PLIMSOLL_CACHE``, or ``plimsoll``
-in the user's cache folder. Of a GPU in the table peaks are known and not what a training reaches of them: shares and
-calls are those of the one card that was recorded, and the host that a call runs on matters more than the card, so that
-the range is wide. It does NOT know clocks that fall when a device gets hot, nor what other programs do meanwhile.
+A measurement holds for a processor, a number of threads and a version of torch. It is cached in ``PLIMSOLL_CACHE``, or
+in ``plimsoll`` in the user's cache folder.
+
+The table of GPUs has peak rates, not the share of them that training reaches. Shares and call overheads were recorded
+on one card. Call overheads depend on the host more than on the card, so the range is wide.
+
+Does NOT know about clocks that fall when a device gets hot, nor about other programs.
 """
 
 from __future__ import annotations
@@ -38,36 +41,37 @@ _MIB = 1 << 20
 _MEASURED_SPREAD, _TABLE_SPREAD = 0.25, 0.5
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# On a processor a training calls its ops from Python, through modules and autograd: so many times what a bare call in
-# a loop takes (benchmarks/plan_time_model.py, models of Hugging Face and torch.nn with very small tensors).
+# On a CPU, training calls ops from Python through modules and autograd. A call then takes 7 times as long as a bare
+# call in a loop (benchmarks/plan_time_model.py: Hugging Face and torch.nn models with very small tensors).
 _CALL_FACTOR = 7.0
-# What an H200 reached (benchmarks/recorded), as shares of its peaks: products by their operations a byte, over the
-# operations a byte at which the card could do as many operations as it can move bytes; and other ops by their kind.
+# Shares of peak that an H200 reached (benchmarks/recorded). For matrix products: (arithmetic intensity relative to the
+# ridge point, at which peak compute and peak bandwidth balance; share of peak FLOP/s). For other ops: share by kind.
 _PRODUCT_SHARES = ((0.03, 0.02), (0.3, 0.1), (1.0, 0.33), (4.0, 0.6), (16.0, 0.75))
 _MOVING_SHARES: dict[MovingKind, float] = {
     "plain": 0.8, "strided": 0.45, "transcendental": 0.65, "normalize": 0.65, "random": 0.35, "gather": 0.3,
 }  # fmt: skip
-# A call on that H200's host: bare as recorded; in a module's forward and by autograd from the recorded passes of five
-# models (42 to 46 and 8 to 14 microseconds where one of them is left out, benchmarks/plan_time_gpu.py --hold-out).
+# Call overheads on the host of that H200. The first is of a recorded bare call; the other two, for module forward and
+# autograd, follow from recorded passes of five models. With one model left out they are 42 to 46 and 8 to 14
+# microseconds (benchmarks/plan_time_gpu.py --hold-out).
 _GPU_OP_SECONDS, _GPU_MODULE_OP_SECONDS, _GPU_BACKWARD_OP_SECONDS = 7.3e-6, 42e-6, 14e-6
 _GPU_KERNEL_SECONDS = 3e-6
 _LONGEST_SECONDS, _LEAST_RUNS = 0.02, 3  # of one measurement
-_NUM_QUEUED = 8  # kernels in a row, so that their calls are hidden behind them
-# Of an AdamW on the host, inferred: 9.2 GB in the 0.33 s that a step with layer_streaming took beside its passes.
+_NUM_QUEUED = 8  # consecutive kernels, so that they hide the call overhead
+# Memory traffic of AdamW on the host, inferred: 9.2 GB in the 0.33 s of a layer_streaming step outside its passes.
 _HOST_BYTES_PER_SECOND = 27e9
 _LINK_SHARE = 0.8
-_FILE_SHARE = 0.5  # pages that were written to the disk meanwhile are faulted in again at the next write
-# Where a card's numbers are not known: of cards of the table the lowest bandwidth that still is usual, and operations
-# of an SM and cycle of Ampere and later at a usual clock.
+_FILE_SHARE = 0.5  # pages that have been written back to disk fault again at the next write
+# Assumptions for cards without known numbers: a low but usual bandwidth among cards of the table, and FLOPs per SM and
+# cycle of Ampere and later, at a usual clock.
 _UNKNOWN_BYTES_PER_SECOND, _UNKNOWN_SM_FLOPS, _UNKNOWN_NUM_SMS = 200e9, 256 * 1.7e9, 20
 _UNKNOWN_LINK_BYTES_PER_SECOND = 12e9
 
 
 def measured_speed(progress: Callable[[str], object] = lambda text: None, device: str = "cpu") -> Speed:
-    """Return the speed of a device that is here, from the file it is kept in, or measured now.
+    """Return the speed of a device of this machine, from the cache file or measured now.
 
     Args:
-        progress: told when it is measured.
+        progress: called with a message before a measurement.
         device: ``"cpu"``, or a CUDA device of this machine.
     """
     name = name_of(device)
@@ -82,14 +86,14 @@ def measured_speed(progress: Callable[[str], object] = lambda text: None, device
 def measured_once(
     prefix: str, kind: type[Kept], name: str, is_this: Callable[[Kept], bool], measure: Callable[[], Kept]
 ) -> Kept:
-    """Return what was measured, from the file it is kept in, or measured now.
+    """Return a measurement from its cache file, or measure and cache it.
 
     Args:
-        prefix: of the file.
-        kind: of the record.
-        name: of what is measured, see `name_of`.
-        is_this: whether a record is of that.
-        measure: measures it.
+        prefix: prefix of the file name.
+        kind: class of the record.
+        name: identifies the measured device, see `name_of`.
+        is_this: returns whether a record belongs to that device.
+        measure: performs the measurement.
     """
     path = cache_folder() / f"{prefix}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     try:
@@ -97,18 +101,18 @@ def measured_once(
         if is_this(known):
             return known
     except RecordError:
-        pass  # there is none yet, or a torn one: measured again
+        pass  # missing or incomplete: measure again
     found = measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         found.save(path)
     except (OSError, OutputError):
-        pass  # it is measured again next time
+        pass  # measured again next time
     return found
 
 
 def measure_speed(device: str = "cpu") -> Speed:
-    """Measure a device that is here, in about two seconds.
+    """Measure a device of this machine, in about two seconds.
 
     Args:
         device: see `measured_speed`.
@@ -138,10 +142,10 @@ def measure_speed(device: str = "cpu") -> Speed:
 
 
 def speed_of(spec: DeviceSpec) -> Speed:
-    """Return the speed of a GPU as its facts let expect it; what is not known of it is that of a small card."""
+    """Return the expected speed of a GPU from its specification; unknown values are assumed as for a small card."""
     moved = float(spec.memory_bytes_per_second or _UNKNOWN_BYTES_PER_SECOND)
     single = spec.flops.fp32 or (spec.num_sms or _UNKNOWN_NUM_SMS) * _UNKNOWN_SM_FLOPS
-    # Without units for a type its products run in float32, and are cast.
+    # Without hardware support for a type, products run in float32 with casts.
     peaks = {"float32": single, "float16": spec.flops.fp16 or single, "bfloat16": spec.flops.bf16 or single / 2}
     return Speed(
         device=spec.name,
@@ -165,7 +169,7 @@ def _shares_of(flops_per_second: float, bytes_per_second: float) -> Curve:
 
 
 def name_of(device: str) -> str:
-    """Return what a measurement holds for: the device, the number of threads, and torch."""
+    """Return the key of a measurement: the device, the number of CPU threads, and the version of torch."""
     if device == "cpu":
         what = f"{processor_name()}, {torch.get_num_threads()} threads"
     else:
@@ -195,7 +199,7 @@ class _Probe:
         self.is_cpu = self._device.type == "cpu"
 
     def best_seconds(self, run: Callable[[], object]) -> float:
-        """The shortest of several runs, of which the first does not count; on a GPU of several in its queue each."""
+        """Return the shortest time of several runs after a warm-up. On a GPU, each run queues several kernels."""
         num_queued = 1 if self.is_cpu else _NUM_QUEUED
         run()
         found: list[float] = []
@@ -207,16 +211,16 @@ class _Probe:
                 run()
             self._wait()
             found.append((self._now() - started) / num_queued)
-        return min(found)  # other programs only ever make it slower
+        return min(found)  # other programs can only make a run slower
 
     def _now(self) -> float:
         return time.thread_time() if self.is_cpu else time.perf_counter()
 
     def gain_of_threads(self) -> float:
-        """How many times as fast products are with all threads as with one.
+        """Return the speedup of matrix products with all threads over one thread.
 
-        Each thread makes products of its own, and its time is what it ran: threads that wait for one another, or for
-        other programs, would tell how busy the machine is. What they share (a core's units, caches, clocks) shows.
+        Each thread computes its own products, and its CPU time counts. Wall time would also depend on how busy the
+        machine is. Contention for shared resources (units of a core, caches, clocks) is included.
         """
         num_threads = torch.get_num_threads()
         if not self.is_cpu or num_threads == 1:
@@ -240,7 +244,7 @@ class _Probe:
         return statistics.median(found)
 
     def products(self, dtype: torch.dtype) -> Curve:
-        """Products of an ever larger matrix with a square one."""
+        """Measure products of matrices with a growing number of rows and a square matrix."""
         side = 512 if self.is_cpu else 4096
         points = []
         for rows in (1, 8, 32, 128, side) if dtype == torch.float32 else (32, side):
@@ -253,7 +257,7 @@ class _Probe:
         return tuple(points)
 
     def moving(self) -> dict[MovingKind, Curve]:
-        """Ops of each kind; the plain one for several sizes."""
+        """Measure memory-bound ops of each kind; plain ops for several sizes."""
         sides = (_MIB // 32, _MIB // 4, 2 * _MIB, 8 * _MIB) if self.is_cpu else (_MIB // 4, 4 * _MIB, 64 * _MIB)
         num = _MIB // 2 if self.is_cpu else 16 * _MIB
         source, result = self._random(num // 256, 256), self._random(num // 256, 256)
@@ -278,7 +282,7 @@ class _Probe:
         return Point(at=12 * num, rate=12 * num / seconds)
 
     def call_seconds(self) -> float:
-        """The call of an op on almost nothing."""
+        """Measure the overhead of calling an op on a tiny tensor."""
         small, num_calls = self._random(8), 500
 
         def run() -> None:
@@ -288,7 +292,7 @@ class _Probe:
         return self.best_seconds(run) / num_calls
 
     def fresh_seconds_per_byte(self) -> float:
-        """How much longer it takes to write memory for the first time."""
+        """Measure the additional time per byte of the first write to memory."""
         num_bytes = 32 * _MIB
 
         def fill() -> float:
@@ -305,7 +309,7 @@ class _Probe:
         return max(min(fill() for _ in range(4)), 0.0) / num_bytes
 
     def file_rate(self) -> float:
-        """Bytes a second into a mapped file that has been written before, and out of it again."""
+        """Measure bytes per second into and out of a mapped file whose pages exist."""
         num_bytes = 32 * _MIB
         with tempfile.TemporaryFile() as file:
             file.truncate(num_bytes)
@@ -318,7 +322,7 @@ class _Probe:
         return self.best_seconds(lambda: here.copy_(there.copy_(here)))
 
     def host_link_rate(self) -> float:
-        """Bytes a second from pinned memory to the device."""
+        """Measure bytes per second from pinned memory to the device."""
         source = torch.ones(16 * _MIB, pin_memory=True)
         there = torch.empty_like(source, device=self._device)
         return 64 * _MIB / self.best_seconds(lambda: there.copy_(source, non_blocking=True))

@@ -1,10 +1,13 @@
-"""What a prediction or a plan made here depends on beside its job: what is installed, this machine, its environment.
+"""The facts, other than its job, that determine a prediction or plan: software, machine and environment.
 
-Two answers made in the same surroundings are the same. Covers Plimsoll's own sources and those of packages that ship
-techniques by their content, every installed distribution by its name, version and the time it was installed, Python,
-the processor with its memory and the limits on it, the kernel, libc, and the environment variables that torch, its
-libraries and the allocators read. Does NOT notice an edit in place of another installed library, or of one that is
-installed to be edited. Needs no torch.
+Results that were computed with the same facts can be reused. The facts include:
+
+- the content of Plimsoll's sources and of packages that ship techniques;
+- name, version and installation time of every installed distribution, and Python itself;
+- the processor, its memory and limits, the kernel, libc, and the environment variables that torch, its libraries
+  and the allocators read.
+
+Does NOT notice in-place edits of other installed libraries, including editable installs. Needs no torch.
 """
 
 from __future__ import annotations
@@ -29,16 +32,16 @@ _READ_BY_LIBRARIES = (
 )  # fmt: skip
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/nvhost-ctrl", "/dev/nvmap")
-"""Of NVIDIA, of Windows below WSL, of AMD, of NVIDIA's boards."""
+"""Device files of GPU drivers: NVIDIA, WSL, AMD, and NVIDIA Jetson boards (the last two)."""
 
 
 def may_have_gpu() -> bool:
-    """Whether a driver for GPUs is here; where there is none, torch finds no GPU either."""
+    """Return whether a GPU driver is present. Without a driver, torch cannot find a GPU."""
     return any(map(os.path.exists, _DRIVERS))
 
 
 def surroundings() -> dict[str, str | int | None]:
-    """Return the facts of this installation and this machine, each by its name."""
+    """Return the facts about this installation and machine, by name."""
     cpu = backend_for("cpu").probe()
     return {
         "plimsoll": _sources(),
@@ -62,24 +65,24 @@ def _is_read(name: str) -> bool:
 
 @cache
 def _sources() -> str:
-    """The content of every file of this package that is read as it runs."""
+    """Return a digest of every file of this package that can affect its behaviour."""
     root = Path(errors.__file__).parent
     return _content_of(root, (path for path in root.rglob("*") if path.is_file() and path.suffix != ".pyc"))
 
 
 @cache
 def _sources_of_others(folders: tuple[str, ...]) -> str:
-    """The content of the packages in these folders that ship techniques: all sources, as one may import another."""
+    """Return a digest of packages that ship techniques, with all their modules because one may import another."""
     entries = entry_points(group="plimsoll.techniques")
     return _digest(map(_content_of_package, sorted({entry.value.partition(":")[0].split(".")[0] for entry in entries})))
 
 
 def _content_of_package(name: str) -> str:
     try:
-        spec = find_spec(name)  # of a whole package: nothing is imported
+        spec = find_spec(name)  # a top-level package is found without an import
     except (ImportError, ValueError):
         spec = None
-    if spec is None:  # who loads the technique says what is wrong with it
+    if spec is None:  # the error is reported when the technique is loaded
         return name
     if spec.submodule_search_locations is None:
         file = Path(spec.origin or "")
@@ -103,7 +106,7 @@ def _distributions(folders: tuple[str, ...]) -> str:
 
 
 def _huge_pages() -> str:
-    """Whether the kernel gives memory in large pages, by which a process takes more."""
+    """Return the kernel's setting for transparent huge pages, which increase memory use."""
     try:
         return _HUGE_PAGES.read_text("utf-8").strip()
     except OSError:

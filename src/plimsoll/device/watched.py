@@ -1,12 +1,13 @@
-"""Processes that are watched from outside: what they use of memory, and every limit on it with what is used of that.
+"""Memory use of processes observed from outside, and every limit that applies to them.
 
-Source: proc_pid_status(5), proc_pid_limits(5); a sample takes no torch. Covers Linux: a process and what it started, or
-the largest of the machine; the memory and swap of the machine, /dev/shm as the watched process sees it, control groups,
-``RLIMIT_DATA`` and ``RLIMIT_AS``, and GPUs where their driver says which process has what (it knows processes in a
-container by other numbers, which are not matched).
+Covers Linux: a process with its descendants, or the largest processes of the machine. Limits are the machine's memory
+and swap, /dev/shm in the process's mount namespace, control groups, ``RLIMIT_DATA``, ``RLIMIT_AS`` and GPUs. A GPU is
+matched by process id as the driver reports it; the driver uses other ids for processes in a container.
 
-Does NOT read smaps (slow on large processes): pages that a fork shares are counted in each process. Nor huge pages,
-ulimits on locked memory, and quotas of file systems.
+Sources: proc_pid_status(5), proc_pid_limits(5). A sample needs no torch.
+
+Does NOT read smaps, which is slow for large processes: pages shared by a fork count in each process. Not covered
+either: huge pages, limits on locked memory, and file system quotas.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ _LIMITS = re.compile(r"^Max (data size|address space) +(\d+)", re.MULTILINE)
 
 
 def family_of(pid: int, gpus: Sequence[GpuUse] = ()) -> tuple[ProcessUse, ...]:
-    """Return a process and its descendants, as they are now; empty once it has ended.
+    """Return the current memory use of a process and its descendants; empty if it has ended.
 
     Raises:
-        InputError: if the process belongs to someone else and the machine hides it.
+        InputError: if the process belongs to another user and the machine hides it.
     """
     try:
         first = _use_of(pid, gpus)
     except PermissionError:
         raise InputError(
-            f"cannot read process {pid}, it is another user's: give the --pid of one of your own"
+            f"cannot read process {pid}, which belongs to another user: give the --pid of one of your processes"
         ) from None
     if first is None:
         return ()
@@ -48,9 +49,9 @@ def family_of(pid: int, gpus: Sequence[GpuUse] = ()) -> tuple[ProcessUse, ...]:
 
 
 def largest(num_processes: int, gpus: Sequence[GpuUse] = ()) -> tuple[ProcessUse, ...]:
-    """Return those processes of the machine that have the most private memory, the largest first.
+    """Return the processes of the machine with the most private memory, largest first.
 
-    Processes that the machine hides from this user are left out.
+    Processes that the machine hides from this user are omitted.
     """
     sizes = [(size, pid) for pid in psutil.pids() if (size := _private_bytes(pid))]
     found = _readable((pid for _, pid in heapq.nlargest(num_processes, sizes)), gpus)
@@ -58,17 +59,17 @@ def largest(num_processes: int, gpus: Sequence[GpuUse] = ()) -> tuple[ProcessUse
 
 
 def _descendants(pid: int) -> list[int]:
-    """What a process started, and what those started.
+    """Return the ids of all descendants of a process.
 
-    Each thread's list of children is read, where the kernel has them: looking through every process of a machine, as
-    psutil does, takes ten times as long on one with a thousand.
+    The kernel's list of children of each thread is read if it exists. Searching all processes, as psutil does, takes
+    ten times as long on a machine with a thousand of them.
     """
     if not Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").exists():
         with suppress(psutil.Error):
             return [child.pid for child in psutil.Process(pid).children(recursive=True)]
         return []
     found = [pid]
-    for parent in found:  # it grows meanwhile
+    for parent in found:  # the loop appends to this list
         with suppress(OSError):
             found += [child for task in os.listdir(f"/proc/{parent}/task") for child in _children(parent, task)]
     return found[1:]
@@ -82,7 +83,7 @@ def _children(pid: int, task: str) -> list[int]:
 
 
 def _private_bytes(pid: int) -> int:
-    """As far as it can be read; kernel threads have none."""
+    """Return private bytes, or 0 if they cannot be read. Kernel threads have none."""
     try:
         return private_bytes(pid)
     except OSError:
@@ -102,7 +103,7 @@ def _readable(pids: Iterable[int], gpus: Sequence[GpuUse]) -> list[ProcessUse]:
 
 
 def _use_of(pid: int, gpus: Sequence[GpuUse]) -> ProcessUse | None:
-    """Read one process; ``None`` where it has ended, also where its parent has not asked how."""
+    """Return the memory use of one process, or ``None`` if it has ended or is a zombie."""
     folder = Path(f"/proc/{pid}")
     try:
         fields = dict(_FIELD.findall((folder / "status").read_text(errors="replace")))
@@ -132,7 +133,7 @@ def _bytes(fields: dict[str, str], name: str) -> int:
 
 
 def _gpu_bytes(pid: int, gpus: Sequence[GpuUse]) -> int | None:
-    """On all GPUs; ``None`` where the driver names the process on none, or gives no size."""
+    """Return the bytes on all GPUs, or ``None`` if the driver does not list the process or gives no size."""
     sizes = [gpu.bytes_by_process[pid] for gpu in gpus if pid in gpu.bytes_by_process]
     known = [size for size in sizes if size is not None]
     return sum(known) if known and len(known) == len(sizes) else None
@@ -141,12 +142,12 @@ def _gpu_bytes(pid: int, gpus: Sequence[GpuUse]) -> int | None:
 def lines_of(
     processes: Sequence[ProcessUse], gpus: Sequence[GpuUse] = (), *, is_machine: bool = False
 ) -> tuple[Line, ...]:
-    """Return every limit that holds for these processes.
+    """Return every limit that applies to these processes, with the bytes used of it.
 
     Args:
-        processes: the first is the one whose /dev/shm counts.
-        gpus: as they are now.
-        is_machine: the machine is watched: limits on this process's control groups count, and every GPU.
+        processes: their memory use; /dev/shm is read in the mount namespace of the first.
+        gpus: the current use of the GPUs.
+        is_machine: return limits of the whole machine: this process's control groups and every GPU.
     """
     first = os.getpid() if is_machine or not processes else processes[0].pid
     pids = [first] if is_machine else [use.pid for use in processes]
@@ -167,7 +168,7 @@ def _of_machine() -> list[Line]:
 
 
 def _shm(pid: int) -> list[Line]:
-    """/dev/shm in the mounts of a process, else, where they are hidden, as it is here."""
+    """Return /dev/shm as mounted in the process, or as mounted here if its mounts are hidden."""
     for path in (Path("/proc", str(pid), "root", "dev/shm"), Path("/dev/shm")):
         try:
             found = os.statvfs(path)

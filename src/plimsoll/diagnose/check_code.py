@@ -84,7 +84,7 @@ def _chosen(rules: Collection[str] | None) -> list[str]:
     known = every_rule()
     for name in rules or ():
         if name not in known:
-            raise InputError(f"there is no rule {name!r}: choose of {', '.join(known)}")
+            raise InputError(f"there is no rule {name!r}: give one of {', '.join(known)}")
     return [name for name in known if rules is None or name in rules]
 
 

@@ -120,7 +120,8 @@ def check_output(output: Path, inputs: Iterable[Path] = ()) -> None:
         raise OutputError(f"{output} is a folder: give -o the name of a file in it")
     if output.suffix not in {".safetensors", *_WRITERS}:
         raise OutputError(
-            f"the suffix of {output} is not a known format: give -o a name in .safetensors, {', '.join(_WRITERS)}"
+            f"cannot write {output}: its suffix is unknown: give -o a name that ends in .safetensors, "
+            f"{', '.join(_WRITERS)}"
         )
 
 

@@ -85,12 +85,12 @@ class WantedWords:
         given = [name for name, value in options.items() if value]
         if len(given) != 1:
             raise EmbeddingError(
-                f"{len(given)} options name the wanted words ({', '.join(given) or 'none'}): give one of "
+                f"the words must come from one option, not {len(given)} ({', '.join(given) or 'none'}): give one of "
                 "--vocabulary FILE, --tokenizer PATH and --corpus TEXTS"
             )
         of_a_corpus = {"--min-count": self.min_count > 1, "--max-words": self.max_words, "--set": self.changes}
         if not self.corpus and (ignored := [name for name, value in of_a_corpus.items() if value]):
-            raise EmbeddingError(f"{' and '.join(ignored)} needs --corpus: leave it out, or give --corpus")
+            raise EmbeddingError(f"{' and '.join(ignored)} needs --corpus: leave it out, or give --corpus too")
 
     def _counted(self, cache: Path | None, progress: Progress) -> Vocabulary:
         from plimsoll.data.pipeline import TEXTS, Pipeline

@@ -1,1 +1,1 @@
-"""A model applied to every row of a file inside a budget."""
+"""Inference over every row of a file, inside a budget."""

@@ -1,11 +1,11 @@
-"""A model applied to every row of a file: results in the order of the rows, each written once, inside a budget.
+"""Inference over every row of a file, inside a budget: results are in the order of the rows, each written once.
 
-Rows are read in blocks, tokenized, computed in passes of texts of alike length (`plimsoll.inference.passes`), put back
-in order and written (`plimsoll.inference.output`); memory does not grow with the file. Where blocks end depends on the
-rows alone, so that the same command gives the same passes, resumed or not. A row that cannot be used has a result that
-says why.
+Rows are read in blocks, tokenized, computed in passes of texts of similar length (`plimsoll.inference.passes`),
+restored to their order and written (`plimsoll.inference.output`). Memory does not grow with the file. Block boundaries
+depend on the rows only, so the same command runs the same passes, resumed or not. The result of a row that cannot be
+used has the reason.
 
-Does NOT cover several processes or devices, rows that are added while it runs, and results as anything but JSON lines.
+Not handled: several processes or devices, rows appended during the run, and output formats other than JSON lines.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
     from plimsoll.models.generation import Generation
 
 _TOKENS_PER_PASS = {"cpu": 4 << 10, "cuda": 32 << 10}
-"""Without a plan. Not tuned: enough that the products of a small model are as fast as they get; a GPU wants more."""
+"""Tokens per pass without a plan. Not tuned: enough to saturate a small model on a CPU; a GPU needs more."""
 
 _ROWS_PER_PASS = 256
 _BLOCK_ROWS = 4096
 _BLOCK_BYTES_PER_TOKEN = 128
-"""Bytes of text in a block for each token of a pass: about 32 passes, of which the last few are not full."""
+"""Bytes of text in a block, per token of a pass. A block is about 32 passes, of which the last few are not full."""
 
 _FAULTS_KEPT = 5
 
@@ -69,36 +69,36 @@ RESULT_FIELDS = frozenset({
     "row", "error", "label", "labels", "score", "probabilities", "value", "values", "embedding", "log_probability",
     "num_predicted_tokens", "perplexity", "generated_text", "num_generated_tokens", "finish_reason",
 })  # fmt: skip
-"""What results are called: columns of these names cannot be kept beside them."""
+"""Names of result fields. Columns with these names cannot be copied to the results."""
 
 
 class RowProgress(Protocol):
-    """Told how far it is: bytes of the file, and rows and tokens since it began."""
+    """A progress callback: bytes read of the file, and rows and tokens since the start."""
 
     def __call__(self, done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
-        """Show it."""
+        """Show the progress."""
         ...
 
 
 @dataclass(frozen=True)
 class ApplyOptions:
-    """How a model is applied.
+    """Options for applying a model.
 
     Attributes:
-        task: one of `plimsoll.models.inference.INFERENCE_TASKS`; ``None``: what the model was made for.
-        columns: the columns with the text, joined by newlines; ``None``: ``text``, or the only one of strings.
-        keep: columns that are copied to the results.
-        longest_tokens: what texts are truncated to; ``None``: what the model reads.
-        rows_per_pass: the most texts of a pass; ``None``: as many as have ``_TOKENS_PER_PASS`` tokens.
+        task: a task of `plimsoll.models.inference.INFERENCE_TASKS`; ``None``: the task that the model was trained for.
+        columns: columns with the text, joined by newlines; ``None``: ``text``, or the only column of strings.
+        keep: columns to copy to the results.
+        longest_tokens: texts are truncated to this length; ``None``: to the model's maximum.
+        rows_per_pass: maximum texts per pass; ``None``: limited by ``_TOKENS_PER_PASS`` only.
         dtype: of the weights.
-        quantize: linear layers in integers of 8 or 4 bits; ``None``: as they are. Not planned: within a budget passes
-            begin as without one.
-        device: where it is computed.
-        adapters: folders of LoRA adapters that are merged into the weights; not planned either.
-        limit_bytes: the budget; ``None``: no limit.
-        has_header: whether the first row of a csv names its columns; ``None``: see `plimsoll.data.formats.Reading`.
-        is_strict: whether the first row that cannot be used is an error.
-        generation: how texts go on, for the task ``generate``.
+        quantize: quantizes linear layers to 8-bit or 4-bit integers; ``None``: not quantized. Quantization is not
+            planned: inside a budget, passes start with the default size.
+        device: the device that computes.
+        adapters: folders of LoRA adapters to merge into the weights; they are not planned either.
+        limit_bytes: the budget in bytes; ``None``: no limit.
+        has_header: whether the first row of a csv file has column names; ``None``: see `plimsoll.data.formats.Reading`.
+        is_strict: whether the first unusable row is an error.
+        generation: options for the task ``generate``.
     """
 
     task: str | None = None
@@ -126,21 +126,24 @@ def apply_model(
     progress: RowProgress = lambda done_bytes, total_bytes, num_rows, num_tokens: None,
     loading: Progress = silent,
 ) -> ApplyFacts:
-    """Apply a model to the rows of a file; where the same was begun before, go on with it.
+    """Apply a model to the rows of a file, and resume if the same command was interrupted.
 
     Args:
         model: a Hugging Face folder, the folder of a recurrent model, or a run directory of ``plimsoll train``.
         data: jsonl, csv, parquet, arrow or text, also compressed.
-        out: the results, one JSON object a row, in the order of the rows.
-        options: how.
-        force: begin anew, and overwrite ``out``.
-        progress: told after each pass.
-        loading: told the bytes of the weights that are loaded.
+        out: the results, one JSON object per row, in the order of the rows.
+        options: options for applying the model.
+        force: start over, and overwrite ``out``.
+        progress: called after each pass.
+        loading: called with the bytes of weights loaded so far.
+
+    Returns:
+        facts about the whole run.
 
     Raises:
-        InputError: if something cannot be used: it says what and what to do.
-        OutOfMemoryError: if not even one text at a time fits; what is done is kept.
-        Interrupted: after SIGINT or SIGTERM; what is done is kept.
+        InputError: if an argument cannot be used; the message has the reason and a remedy.
+        OutOfMemoryError: if not even a single text fits; completed results are kept.
+        Interrupted: after SIGINT or SIGTERM; completed results are kept.
     """
     options = options or ApplyOptions()
     backend = backend_for(options.device)
@@ -150,7 +153,7 @@ def apply_model(
     check_output(out, force, (data,), (folder.path, *options.adapters))
     rows = open_rows(data, Reading(text=options.columns, header=options.has_header), options.keep)
     tokenizer = tokenizer_of(folder, options.longest_tokens, _new_tokens(options))
-    tokenizer.read(["Its threads are started before there is a limit.", "In it they might find no room."])
+    tokenizer.read(["This starts the tokenizer's threads before the limit is set.", "After that they might not start."])
     plan = _planned(folder, rows, task, tokenizer, options)
     import_first(folder.path, task.head)
     limit = nullcontext() if options.limit_bytes is None else backend.limited(options.limit_bytes)
@@ -163,7 +166,7 @@ def apply_model(
 
 
 class _Read(NamedTuple):
-    """A row with its tokens; without a text there are none."""
+    """A row with its tokens, which are empty if it has no text."""
 
     row: InputRow
     ids: list[int]
@@ -171,7 +174,7 @@ class _Read(NamedTuple):
 
 
 class _Applying:
-    """One run of `apply_model` over the rows that are left."""
+    """One run of `apply_model` over the remaining rows."""
 
     def __init__(  # noqa: PLR0917 -- one call
         self,
@@ -193,7 +196,7 @@ class _Applying:
         self._tokens_per_pass, self._rows_per_pass = _sizes(options, tokenizer, plan)
 
     def run(self, part: PartFile, limit: AbstractContextManager[None]) -> dict[str, Any]:
-        """Compute and write all rows behind those that are written; return what `ApplyFacts` has of it."""
+        """Compute and write all remaining rows; return the fields of `ApplyFacts`."""
         began = time.monotonic()
         self._backend.reset_peak()
         with limit, torch.inference_mode(), ExitStack() as placed:
@@ -242,7 +245,7 @@ class _Applying:
         )
 
     def _padding_id(self, model: nn.Module) -> int:
-        """The id that texts are padded with: the model's, or where it has none the tokenizer's."""
+        """Return the padding token of the model or, if it has none, of the tokenizer."""
         own = getattr(model.config, "pad_token_id", None)
         return int(own if own is not None else self._tokenizer.padding_id or 0)
 
@@ -279,7 +282,7 @@ class _Applying:
         return work
 
     def _blocks(self, first: int) -> Iterator[list[InputRow]]:
-        """Yield the rows in blocks, which end where the rows say: at a number of them, or of their bytes."""
+        """Yield the rows in blocks, limited by the number of rows and by the length of their texts."""
         most_bytes = _BLOCK_BYTES_PER_TOKEN * self._tokens_per_pass
         block: list[InputRow] = []
         num_bytes = 0
@@ -327,14 +330,14 @@ class _Applying:
             raise InputError(
                 f"{self._folder.path} fails to {self._task.name} texts of rows {first} to {last} "
                 f"({type(error).__name__}: {' '.join(str(error).split())[:300]}): try it with a smaller --max-length, "
-                "or check the model and its configuration; the same command goes on"
+                "or check the model and its configuration; then run the same command again to resume"
             ) from error
 
     def _between(self, part: PartFile, passes: Passes[dict[str, Any]]) -> None:
         self._show(passes)
         if self._stop.signal_number is not None:
             raise Interrupted(
-                f"stopped with {part.num_rows:,} rows written: give the same command again to go on",
+                f"stopped with {part.num_rows:,} rows written: run the same command again to resume",
                 self._stop.signal_number,
             )
 
@@ -369,7 +372,7 @@ class _Applying:
 
 
 def _check(options: ApplyOptions, task: InferenceTask) -> None:
-    """Refuse options that contradict each other."""
+    """Raise if options contradict each other."""
     if (task.name == "generate") != (options.generation is not None):
         what = "needs --max-new-tokens" if task.name == "generate" else "generates nothing"
         raise InputError(f"--task {task.name} {what}: give --task generate with --max-new-tokens, or neither")
@@ -397,7 +400,7 @@ def _has_no_padding_id(model: Any) -> bool:
 def _planned(
     folder: ModelFolder, rows: InputRows, task: InferenceTask, tokenizer: ModelTokenizer, options: ApplyOptions
 ) -> InferencePlan | None:
-    """Plan for texts as long as those of the first rows; without a budget there is nothing to plan."""
+    """Plan for texts as long as the first rows; return ``None`` without a budget, or if the model cannot be planned."""
     is_recurrent = read_config(folder.path).get("architecture") in RECURRENT
     if options.limit_bytes is None or options.quantize is not None or options.adapters or is_recurrent:
         return None
@@ -415,7 +418,7 @@ def _planned(
 
 
 def _sizes(options: ApplyOptions, tokenizer: ModelTokenizer, plan: InferencePlan | None) -> tuple[int, int]:
-    """The tokens and the rows of a pass."""
+    """Return the tokens and the rows per pass."""
     if plan is not None:
         tokens_per_pass = plan.micro_batch * (plan.longest_tokens + plan.new_tokens)
         return tokens_per_pass, min(options.rows_per_pass or _ROWS_PER_PASS, _ROWS_PER_PASS)
@@ -429,7 +432,7 @@ def _sizes(options: ApplyOptions, tokenizer: ModelTokenizer, plan: InferencePlan
 def _made_from(
     folder: ModelFolder, rows: InputRows, task: InferenceTask, tokenizer: ModelTokenizer, options: ApplyOptions
 ) -> dict[str, Any]:
-    """What decides the results."""
+    """Return the settings that determine the results."""
     return {
         "model": identity_of_model(folder.path),
         "data": rows.identity,
@@ -438,19 +441,19 @@ def _made_from(
         "--dtype": options.dtype,
         "--quantize": options.quantize,
         "--adapter": [identity_of_model(folder) for folder in options.adapters],
-        # Where the cache lies changes no result.
+        # The place of the cache does not change results.
         "generation": None if options.generation is None else asdict(replace(options.generation, cache="full")),
     }
 
 
 def _read(row: InputRow, tokens: Tokens | None, vocab_size: int) -> _Read:
-    """Join a row and its tokens."""
+    """Combine a row and its tokens, and detect unusable tokens."""
     if tokens is None:
         return _Read(row, [], is_truncated=False)
     if not tokens.ids:
-        return _Read(row._replace(fault="the tokenizer makes no token of the text"), [], is_truncated=False)
+        return _Read(row._replace(fault="the tokenizer returns no tokens for the text"), [], is_truncated=False)
     if max(tokens.ids) >= vocab_size:
-        why = f"its token {max(tokens.ids)} is none of the {vocab_size} that the model has embeddings of"
+        why = f"its token {max(tokens.ids)} is outside the model's vocabulary of {vocab_size} tokens"
         return _Read(row._replace(fault=f"{why}: use the tokenizer it was trained with"), [], is_truncated=False)
     return _Read(row, tokens.ids, tokens.is_truncated)
 
@@ -463,11 +466,11 @@ def _line(row: InputRow, result: dict[str, Any]) -> bytes:
     entry = {"row": row.number, **row.kept, **result}
     try:
         text = json.dumps(entry, ensure_ascii=False, default=str, allow_nan=False)
-    except ValueError:  # NaN in a column that is kept, which JSON has no word for
+    except ValueError:  # NaN in a copied column, which JSON cannot represent
         text = json.dumps(_without_nan(entry), ensure_ascii=False, default=str)
     try:
         return text.encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair in a column that is kept
+    except UnicodeEncodeError:  # half of a surrogate pair in a copied column
         return json.dumps(json.loads(text)).encode() + b"\n"
 
 

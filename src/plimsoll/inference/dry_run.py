@@ -1,14 +1,14 @@
-"""A model that is applied to texts, in a dry run: without its weights, its passes traced on fake tensors.
+"""Dry runs of inference: passes of a model traced on fake tensors, without its weights.
 
     applied = Applied.open(folder, "score", dtype=None, new_tokens=0)
     applied.dry_run(CpuLowering(), rows=8, longest_tokens=256, outside=())
 
-What is traced is the task's own ``compute``, with the weights where the plan has them: those of parts on disk, or
-beside a GPU on the host, are counted outside the device.
+The task's own ``compute`` is traced, with the weights in the places that the plan assigns. Weights on disk, or on the
+host next to a GPU, are counted outside the device.
 
-Does NOT read a weight (the model is on the meta device, and of the checkpoint only the headers are read) or texts
-(every row is as long as it may be), and does not know what reading from the disk needs: pages of files are not the
-process's own.
+No weights are read (the model is on the meta device, and only the headers of the checkpoint are read), and no texts:
+every row has the maximum length. Memory for reading from disk is not counted, because file pages are not private
+memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
 
 @dataclass(frozen=True)
 class Applied:
-    """A model on the meta device and the task it is for."""
+    """A model on the meta device, with its task."""
 
     name: str
     task: InferenceTask
@@ -51,45 +51,46 @@ class Applied:
 
     @classmethod
     def open(cls, folder: Path, task: str, dtype: torch.dtype | None, new_tokens: int) -> Applied:
-        """Read what a checkpoint holds, but not its weights.
+        """Read the structure of a checkpoint, without its weights.
 
         Args:
-            folder: of the checkpoint.
-            task: one of `plimsoll.models.inference`.
-            dtype: of the weights; ``None`` as they are stored.
-            new_tokens: that are made of each row.
+            folder: the checkpoint's folder.
+            task: a task of `plimsoll.models.inference`.
+            dtype: of the weights; ``None``: as stored.
+            new_tokens: tokens to generate for each row.
 
         Raises:
-            InputError: if it is no checkpoint, or not one for the task: it lacks the head, for example.
+            InputError: if the folder is not a checkpoint, or not suitable for the task (it lacks the head, for
+                example).
         """
         made = inference_task(task, folder)
         if read_config(folder).get("architecture") in RECURRENT:
             raise InputError(
-                f"{folder} is a recurrent model, which has no blocks to place: leave out the plan, it is applied as a "
+                f"{folder} is a recurrent model, which has no blocks to place: leave out the plan, and apply it as a "
                 "whole"
             )
         if new_tokens and task != "generate":
             raise InputError(
-                f"{new_tokens} new tokens were asked for, and the task `{task}` makes none: leave them out, or use "
+                f"{new_tokens} new tokens were requested, but the task `{task}` generates none: leave them out, or use "
                 "the task `generate`"
             )
         skeleton, checkpoint = sketch_checkpoint(folder, head=made.head, dtype=dtype)
         require_head(folder, made.head, skeleton.missing)
         model: Any = skeleton.model
         if made.head == "classification" and model.config.pad_token_id is None:
-            # Several rows need one; which, is chosen for each pass (`plimsoll.inference.passes`).
+            # Several rows need a padding token; `plimsoll.inference.passes` chooses one for each pass.
             model.config.pad_token_id = model.config.get_text_config().pad_token_id = 0
         model.eval().requires_grad_(False)
         return cls(task, made, model, parts_of(model), tuple(checkpoint.files), new_tokens, dtype is not None)
 
     @property
     def num_passes(self) -> int:
-        """How often the model computes for the rows of a pass: once, and once more for each new token but the first."""
+        """The number of forward passes per batch: one, and another one for each new token except the first."""
         return max(self.new_tokens, 1)
 
     @property
     def dtype(self) -> str:
-        """Of most of its weights, by bytes."""
+        """The dtype of most weights, by bytes."""
         sizes: dict[str, int] = {}
         for weight in self.model.parameters():
             name = str(weight.dtype).removeprefix("torch.")
@@ -98,22 +99,25 @@ class Applied:
 
     @property
     def described(self) -> str:
-        """A line that says what it is."""
+        """A one-line description."""
         num_weights = sum(weight.numel() for weight in self.model.parameters())
         return f"{type(self.model).__name__}, {num_weights / 1e6:,.1f} M weights"
 
     def require_length(self, longest_tokens: int) -> None:
-        """Refuse rows that are longer than the model's positions.
+        """Raise if rows are longer than the model's positions.
+
+        Args:
+            longest_tokens: tokens of the longest row, without new ones.
 
         Raises:
-            InputError: if they are.
+            InputError: if they are longer.
         """
         config: Any = getattr(self.model, "config", None)
         most = next((most for name in _LENGTH_FIELDS if (most := getattr(config, name, None)) is not None), None)
         needed = longest_tokens + max(self.new_tokens - 1, 0)
         if isinstance(most, int) and needed > most:
             raise InputError(
-                f"rows of {longest_tokens} tokens and {self.new_tokens} new ones are longer than the model can read, "
+                f"rows of {longest_tokens} tokens and {self.new_tokens} new ones exceed the model's maximum of "
                 f"{most} tokens: give shorter ones"
             )
 
@@ -144,16 +148,16 @@ def dry_run_inference(
     outside: Collection[str] = (),
     new_tokens: int = 0,
 ) -> Trace:
-    """Trace one pass; beside a GPU, blocks that are not on it are copied to it as they are when they compute.
+    """Trace one pass. For a GPU, blocks outside it are copied to it when they compute.
 
     Args:
-        model: in the type it is applied in; on the meta device, or any other: it is not changed.
-        compute: the task's.
+        model: in the dtype for inference, on the meta device or any other; it is not changed.
+        compute: the task's function.
         lowering: the target.
-        rows: of the pass.
-        longest_tokens: of each row.
-        outside: the names of the parts (`plimsoll.techniques.mechanisms.parts`) that do not lie on the device.
-        new_tokens: that are made of each row; ``compute`` makes the first.
+        rows: number of rows in the pass.
+        longest_tokens: tokens per row.
+        outside: names of the parts (`plimsoll.techniques.mechanisms.parts`) that are not on the device.
+        new_tokens: tokens to generate for each row; ``compute`` generates the first.
 
     Raises:
         InputError: if the model fails, or cannot be traced.
@@ -170,7 +174,7 @@ def dry_run_inference(
             ):
                 stage.recorder.step = 1
                 compute(fake, stage.fake_batch(_batch(fake, rows, longest_tokens)))
-                if new_tokens > 1:  # two steps: the prefill, and the last token with all keys and values that it sees
+                if new_tokens > 1:  # two steps: the prefill, and the last token with all keys and values
                     _last_token(stage, fake, rows, longest_tokens + new_tokens - 1)
             return stage.trace()
 
@@ -178,7 +182,7 @@ def dry_run_inference(
 
 
 def _arrived(stage: DryRun, model: nn.Module, outside: Collection[str]) -> nn.Module:
-    """The fake model, whose weights are known to be where they will be."""
+    """Return the fake model, with its weights registered in their places."""
     away = [weight for part in parts_of(model) if part.name in outside for weight in part.weights]
     fake = stage.fake_model(model, away).eval().requires_grad_(False)
     stage.recorder.know_model(fake)
@@ -186,7 +190,7 @@ def _arrived(stage: DryRun, model: nn.Module, outside: Collection[str]) -> nn.Mo
 
 
 def _last_token(stage: DryRun, model: nn.Module, rows: int, num_seen: int) -> None:
-    """The pass of the last new token, which sees itself and the keys and values of all before it."""
+    """Trace the pass of the last new token, which attends to the keys and values of all previous tokens."""
     stage.recorder.step = 0
     mask = stage.fake_batch(_batch(model, rows, num_seen))["attention_mask"]
     one = stage.fake_batch(_batch(model, rows, 1))
@@ -198,7 +202,7 @@ def _last_token(stage: DryRun, model: nn.Module, rows: int, num_seen: int) -> No
 
 
 def _fill(layer: Any, num_tokens: int) -> None:
-    """Give a layer of transformers' cache the keys and values of so many tokens, or of those that it keeps."""
+    """Give a layer of a transformers cache the keys and values of ``num_tokens`` tokens, or as many as it retains."""
     num_kept = min(num_tokens, getattr(layer, "sliding_window", num_tokens + 1) - 1)  # the new token fills the window
     for name in ("keys", "values"):
         kept = getattr(layer, name, None)
@@ -209,10 +213,10 @@ def _fill(layer: Any, num_tokens: int) -> None:
 
 
 def _batch(model: nn.Module, rows: int, longest_tokens: int) -> Batch:
-    """Rows as the reading makes them, all as long as can be."""
+    """Return rows of maximum length, in the format of the data loader."""
     config: Any = getattr(model, "config", None)
     vocab_size = int(getattr(config, "vocab_size", 2)) if config is not None else 2
-    generator = torch.Generator().manual_seed(0)  # its own: the caller's random numbers stay as they are
+    generator = torch.Generator().manual_seed(0)  # a separate generator leaves the caller's random state unchanged
     with _disable_current_modes():
         input_ids = torch.randint(vocab_size, (rows, longest_tokens), generator=generator)
         return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}

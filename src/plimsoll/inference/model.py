@@ -1,6 +1,6 @@
-"""The model that is applied: which folder it is in, the weights, and what of a text it reads.
+"""The model for inference: its folder, weights, tokenizer and maximum length.
 
-A run directory of `plimsoll train` stands for the model that it ended with. Does NOT cover models by name: nothing is
+A run directory of `plimsoll train` refers to the model of the finished run. Model names are not supported: nothing is
 downloaded.
 """
 
@@ -43,26 +43,29 @@ _MODEL_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "adapter_model.bin"),
     *("tokenizer*.json", "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
     *("*.model", "*.tiktoken", "tekken.json"),
-    *("modules.json", "sentence_bert_config.json", "*_*/config.json"),  # of sentence-transformers: 1_Pooling
+    *("modules.json", "sentence_bert_config.json", "*_*/config.json"),  # sentence-transformers: 1_Pooling
 )
-"""What results depend on; notes and logs beside them may change."""
+"""Files that determine the results; notes and logs next to them may change."""
 
 _NO_LIMIT_TOKENS = 1 << 24
-"""A tokenizer that knows no longest text says 10^30; none is trained with texts of 16 million tokens."""
+"""The value from which a tokenizer's maximum means none.
+
+A tokenizer without a maximum reports 10^30; none is trained with texts of 16 million tokens.
+"""
 
 
 class ModelFolder(NamedTuple):
-    """A folder with a model, and the job it was trained by where `plimsoll train` did it."""
+    """A folder with a model, and the job if `plimsoll train` trained it."""
 
     path: Path
     job: Job | None
 
 
 def model_folder(given: Path) -> ModelFolder:
-    """Find the folder of a model: that which is given, or that of a run.
+    """Return the folder of a model: the given folder, or the model folder of a run.
 
     Raises:
-        JobError: if there is none, or the run has none yet.
+        JobError: if there is no such folder, or the run has no model yet.
     """
     if not given.is_dir():
         raise JobError(
@@ -79,7 +82,7 @@ def model_folder(given: Path) -> ModelFolder:
 
 
 def identity_of_model(folder: Path) -> dict[str, list[Any]]:
-    """What tells one model from another: size and a sample of the content of each file that makes its results."""
+    """Return a fingerprint of a model: size and a hash of sampled content of each file that determines results."""
     found = {path for pattern in _MODEL_FILES for path in folder.glob(pattern) if path.is_file()}
     files = [SourceFile(str(path), path.stat().st_size, 0, True) for path in sorted(found)]
     return {
@@ -97,10 +100,10 @@ def load_for_inference(  # noqa: PLR0917 -- as `load_model` has them
     adapters: Sequence[Path] = (),
     progress: Progress = silent,
 ) -> nn.Module:
-    """Load a model in evaluation mode; arguments are those of `load_model`.
+    """Load a model in evaluation mode; the arguments are the same as in `load_model`.
 
     Raises:
-        JobError: if it lacks weights of this head, or it is recurrent and is none of ours.
+        JobError: if it lacks weights of this head, or is a recurrent model of unknown format.
         WeightsError: if its weights cannot be read.
     """
     config = read_config(folder)
@@ -114,7 +117,7 @@ def load_for_inference(  # noqa: PLR0917 -- as `load_model` has them
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Return what most of the weights in a folder are of; float32 where there are none.
+    """Return the dtype of most weights in a folder, by bytes; float32 without weights.
 
     Raises:
         WeightsError: if they cannot be read.
@@ -127,7 +130,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def import_first(folder: Path, head: Head) -> None:
-    """Import what a model is made of: inside a limit the address space that libraries ask for would count.
+    """Import the libraries that a model needs, because under a limit the address space they request would count.
 
     Raises:
         WeightsError: if the checkpoint cannot be read.
@@ -137,11 +140,11 @@ def import_first(folder: Path, head: Head) -> None:
 
 
 def require_head(folder: Path, head: Head, missing: Sequence[str]) -> None:
-    """Refuse a model whose results would be those of weights that were drawn just now.
+    """Raise if results would depend on randomly initialized weights.
 
     Args:
-        folder: of the model.
-        head: that results are read from; without one, what is missing (a pooler) is not computed with.
+        folder: the model's folder.
+        head: the head that computes results; without one, missing weights (a pooler) are not used.
         missing: see `plimsoll.models.loading.Loaded`.
 
     Raises:
@@ -153,13 +156,16 @@ def require_head(folder: Path, head: Head, missing: Sequence[str]) -> None:
 
 
 def tokenizer_of(folder: ModelFolder, longest_tokens: int | None, new_tokens: int = 0) -> ModelTokenizer:
-    """Load the tokenizer of a model; texts are truncated to what the model reads, or to ``longest_tokens``.
+    """Load the tokenizer of a model.
 
-    Where ``new_tokens`` are made of each text they have positions too, and it is the end of a text that is kept.
+    Args:
+        folder: the model's folder.
+        longest_tokens: texts are truncated to this length; ``None``: to the model's maximum.
+        new_tokens: tokens to generate for each text. They need positions too, and a truncated text then keeps its end.
 
     Raises:
-        DataError: if there is none.
-        JobError: if the model cannot read as much as ``longest_tokens``, or has no positions for the new ones.
+        DataError: if there is no tokenizer.
+        JobError: if the model's maximum is less than ``longest_tokens`` and ``new_tokens``.
     """
     tokenizer = load_model_tokenizer(folder.path)
     positions = _positions(folder.path)
@@ -173,29 +179,29 @@ def tokenizer_of(folder: ModelFolder, longest_tokens: int | None, new_tokens: in
 
 
 def _keeps_template(job: Job | None) -> bool:
-    """Whether a model reads what its tokenizer puts around a text, as it has since jobs say so: before, none did."""
+    """Return whether the model was trained with its tokenizer's special tokens. Jobs without this field were not."""
     return job is None or "special_tokens" in job.tokenizer.model_fields_set
 
 
 def _positions_left(folder: Path, positions: int, longest_tokens: int | None, new_tokens: int) -> int:
-    """The positions that are left for a text."""
+    """Return the number of positions that remain for a text."""
     left = positions - new_tokens
     if left < 1:
         raise JobError(
-            f"--max-new-tokens {new_tokens} leaves nothing of the {positions} tokens that {folder} reads for the "
-            f"prompt: give {positions - 1} or less"
+            f"--max-new-tokens {new_tokens} leaves no tokens for the prompt, because {folder} has {positions} "
+            f"positions: give {positions - 1} or less"
         )
     if longest_tokens is not None and longest_tokens > left:
         more = f" with --max-new-tokens {new_tokens}" if new_tokens else ""
         raise JobError(
-            f"--max-length {longest_tokens}{more} is more than the {positions} tokens that {folder} reads: give "
+            f"--max-length {longest_tokens}{more} is more than the {positions} positions of {folder}: give "
             f"{left} or less"
         )
     return left
 
 
 def _max_seq_length(folder: Path) -> int | None:
-    """What sentence-transformers truncates texts to."""
+    """Return the length to which sentence-transformers truncates texts, if any."""
     try:
         settings = json.loads((folder / "sentence_bert_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -205,5 +211,5 @@ def _max_seq_length(folder: Path) -> int | None:
 
 
 def _positions(folder: Path) -> int | None:
-    """How many tokens a model has positions for; recurrent ones have no end."""
+    """Return the number of positions of a model; ``None`` for recurrent models, which have no maximum."""
     return None if read_config(folder).get("architecture") in RECURRENT else longest_text(folder)

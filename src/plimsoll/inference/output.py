@@ -1,12 +1,12 @@
-"""Results that are written once each, whatever ends the process: a part file beside the output, and how far it is good.
+"""Crash-safe output: a part file next to the output, and a state file that records how much of it is valid.
 
-    y.jsonl.part        whole blocks of rows, one JSON object a line, and perhaps the torn begin of another block
-    y.jsonl.part.json   what makes the results, how many rows and bytes of the part file are good, their checksum
+    y.jsonl.part        complete blocks of rows, one JSON object per line, and possibly an incomplete last block
+    y.jsonl.part.json   the settings that determine the results, the valid rows and bytes of the part file, a checksum
 
-A block is appended and synced, then the state is replaced. So at any moment the state says what is on the disk: what is
-behind it in the part file is cut off when the same command is given again, and computed again. The output has its name
-only when it is whole. It does NOT keep rows of a block that is not finished, and does NOT notice a change of the part
-file that keeps its checksum (CRC-32).
+A block is appended and synced, then the state file is replaced. So the state always describes data on the disk. If the
+same command runs again, the rest of the part file is truncated and recomputed. The output gets its name only when it is
+complete. Rows of an unfinished block are lost. A change of the part file that preserves its checksum (CRC-32) is not
+detected.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class PartFile:
     """The results so far.
 
     Attributes:
-        num_rows: how many rows are written.
-        counts: what was counted of them.
-        made_from: what makes the results, as it was given when the part file was begun.
+        num_rows: rows written.
+        counts: statistics of the rows written.
+        made_from: the settings that determine the results, as given when the part file was created.
     """
 
     def __init__(self, out: Path, file: RawIOBase, state: dict[str, Any]) -> None:
@@ -46,22 +46,27 @@ class PartFile:
 
     @property
     def num_rows(self) -> int:
-        """How many rows are written."""
+        """The number of rows written."""
         return int(self._state["num_rows"])
 
     @property
     def made_from(self) -> Mapping[str, Any]:
-        """What makes the results."""
+        """The settings that determine the results."""
         made_from: dict[str, Any] = self._state["made_from"]
         return made_from
 
     @property
     def counts(self) -> Counter[str]:
-        """What was counted of the rows that are written."""
+        """Statistics of the rows written."""
         return Counter(self._state["counts"])
 
     def append(self, lines: bytes, num_rows: int, counts: Mapping[str, int]) -> None:
-        """Write a block of rows; when this returns they are on the disk.
+        """Write a block of rows durably: they are on the disk when this returns.
+
+        Args:
+            lines: the results as JSON lines.
+            num_rows: number of rows in the block.
+            counts: statistics of these rows, which are added up.
 
         Raises:
             OutputError: if the disk is full or cannot be written.
@@ -79,10 +84,10 @@ class PartFile:
         _write_state(self._out, self._state)
 
     def finish(self) -> None:
-        """Give the part file the name of the output: all rows are there.
+        """Rename the complete part file to the output.
 
         Raises:
-            OutputError: if that cannot be done.
+            OutputError: if it cannot be renamed.
         """
         with _said(self._out):
             _part_of(self._out).replace(self._out)
@@ -92,16 +97,19 @@ class PartFile:
 
 @contextmanager
 def part_file(out: Path, made_from: Mapping[str, Any], force: bool = False) -> Iterator[PartFile]:
-    """Begin the results, or go on with them where the same command was ended before.
+    """Start the results, or resume them if the same command was interrupted.
 
     Args:
         out: the output; it must not exist.
-        made_from: what decides the results, by the name to call it; values as JSON has them.
-        force: begin anew, and let go of an output or of a part of one.
+        made_from: JSON values that determine the results, by the name that messages show.
+        force: start over, and replace an existing output or part file.
+
+    Yields:
+        the part file; if no row was written, it is deleted at the end.
 
     Raises:
-        OutputError: if the output exists, a part of it was made from something else, another process writes it, or it
-            cannot be written.
+        OutputError: if the output exists, the part file has other settings, another process is writing it, or it cannot
+            be written.
     """
     check_output(out, force)
     with _said(out), _part_of(out).open("a+b", buffering=0) as file:
@@ -118,37 +126,37 @@ def part_file(out: Path, made_from: Mapping[str, Any], force: bool = False) -> I
         try:
             yield part
         finally:
-            if not part.num_rows:  # nothing is lost, and a command that was refused leaves nothing to another
+            if not part.num_rows:  # nothing is lost, and a failed command leaves no files behind
                 _part_of(out).unlink(missing_ok=True)
                 _state_of(out).unlink(missing_ok=True)
 
 
 def check_output(out: Path, force: bool, inputs: Sequence[Path] = (), folders: Sequence[Path] = ()) -> None:
-    """Refuse an output whose making would destroy something else, and one that is there unless it is to be replaced.
+    """Raise if the output would overwrite an input or model file, or exists already and may not be replaced.
 
     Args:
         out: the output.
         force: whether it may be replaced.
         inputs: files that are read.
-        folders: of the model.
+        folders: folders of the model and its adapters.
 
     Raises:
-        OutputError: it says why.
+        OutputError: if the output cannot be used; the message has the reason.
     """
     if not out.absolute().parent.is_dir():
         raise OutputError(f"cannot write {out}, there is no folder {out.parent}: make it, or give another --out")
     place = out.absolute().parent.resolve()
     for folder in folders:
         if place.is_relative_to(folder.resolve()):
-            raise OutputError(f"{out} is inside of {folder}, which is read: give an --out in another folder")
+            raise OutputError(f"{out} is inside the model folder {folder}: give an --out in another folder")
     for path in (out, _part_of(out), _state_of(out)):
         if not path.exists():
             continue
         if not path.is_file():
-            raise OutputError(f"{path} is no file that could be replaced (a folder or a device): give another --out")
+            raise OutputError(f"{path} is not a regular file, so it cannot be replaced: give another --out")
         for one in inputs:
             if one.exists() and path.samefile(one):
-                raise OutputError(f"{path} is {one}, which is read: give another --out")
+                raise OutputError(f"{path} is the input {one}: give another --out")
     if out.exists() and not force:
         raise OutputError(f"{out} exists already and is not overwritten: give another --out, or --force")
 
@@ -162,7 +170,7 @@ def _state_of(out: Path) -> Path:
 
 
 def _write_all(file: RawIOBase, content: bytes) -> None:
-    """Write it without a buffer, which would be written again where the file is closed after an error."""
+    """Write without a buffer; after an error, closing the file would write a buffer again."""
     left = memoryview(content)
     while left:
         left = left[file.write(left) or 0 :]
@@ -173,7 +181,7 @@ def _write_state(out: Path, state: dict[str, Any]) -> None:
 
 
 def _read_state(out: Path) -> dict[str, Any] | None:
-    """Read how far the results are; ``None`` where none were begun."""
+    """Return the recorded state; ``None`` if there are no results yet."""
     path = _state_of(out)
     try:
         state: dict[str, Any] = json.loads(path.read_bytes())
@@ -182,24 +190,24 @@ def _read_state(out: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):
-        raise OutputError(f"{path} cannot be read as the state of {out}: give --force to begin again") from None
+        raise OutputError(f"{path} is not a valid state file of {out}: give --force to start over") from None
     if version != _VERSION:
-        raise OutputError(f"{path} is of version {version}, not {_VERSION}: give --force to begin again")
+        raise OutputError(f"{path} has version {version}, not {_VERSION}: give --force to start over")
     return state
 
 
 def _check_same(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to join results that were made from different things."""
+    """Raise if the existing results were computed with other settings."""
     changes = ", ".join(_changes("", dict(before), json.loads(json.dumps(now))))
     if changes:
         raise OutputError(
-            f"{_part_of(out)} holds results of another {changes}: give the command as before to go on, --force to "
-            "begin again, or another --out"
+            f"{_part_of(out)} has results with a different {changes}: run the original command to resume, or give "
+            "--force to start over, or another --out"
         )
 
 
 def _changes(name: str, before: Any, now: Any) -> Iterator[str]:
-    """Name each thing that differs: of things with parts, such as the files of a model, the part."""
+    """Yield each setting that differs; for nested settings, such as the files of a model, yield the nested entries."""
     if isinstance(before, dict) and isinstance(now, dict):
         for part in {**before, **now}:
             yield from _changes(f"{name}: {part}" if name else part, before.get(part), now.get(part))
@@ -215,15 +223,15 @@ def _shown(value: Any) -> str:
 
 
 def _cut_to(file: RawIOBase, state: Mapping[str, Any], out: Path) -> None:
-    """Check what the state vouches for, and cut off what is behind it."""
+    """Verify the data that the state describes, and truncate the rest."""
     file.seek(0)
     checksum, left_bytes = 0, state["num_bytes"]
     while left_bytes and (chunk := file.read(min(_READ_BYTES, left_bytes))):
         checksum, left_bytes = zlib.crc32(chunk, checksum), left_bytes - len(chunk)
     if left_bytes or checksum != state["checksum"]:
         raise OutputError(
-            f"{_part_of(out)} is not what was written ({state['num_bytes']} bytes with checksum {state['checksum']}): "
-            "give --force to begin again, or put it back"
+            f"{_part_of(out)} has changed since it was written (expected {state['num_bytes']} bytes with checksum "
+            f"{state['checksum']}): give --force to start over, or restore it"
         )
     file.truncate(state["num_bytes"])
 
@@ -234,17 +242,17 @@ def _claim(file: RawIOBase, out: Path) -> None:
         is_there = _part_of(out).exists() and os.path.samestat(_part_of(out).stat(), os.fstat(file.fileno()))
     except BlockingIOError:
         is_there = False
-    if not is_there:  # another process has it, or had it just now, and took it away when it ended
+    if not is_there:  # another process has it, or has just deleted it at its end
         raise OutputError(f"another process is writing {out}: wait for it to end, or give another --out")
 
 
 @contextmanager
 def _said(out: Path) -> Iterator[None]:
-    """Say an error of the disk in our words."""
+    """Convert an `OSError` to an `OutputError` with a remedy."""
     try:
         yield
     except OSError as error:
         what = f"cannot write {out}: {error.strerror}"
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            raise OutputError(f"{what}; free some space and give the same command again to go on") from error
+            raise OutputError(f"{what}; free some space and run the same command again to resume") from error
         raise OutputError(f"{what}; give another --out, or allow writing there") from error

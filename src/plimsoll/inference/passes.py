@@ -1,12 +1,11 @@
-"""Forward passes over texts of unequal length: as many tokens to a pass as fit, results in the order of the texts.
+"""Forward passes over texts of unequal length: as many tokens per pass as fit, and results in the order of the texts.
 
-Texts are taken from the longest to the shortest, so that little of a pass is padding, and a pass has as many as keep
-rows times columns under ``tokens_per_pass``. Where memory runs out the pass is freed and its
-texts are done again in smaller passes, down to single ones; what did not fit is not tried again
-(`plimsoll.step.recovery.FallbackSchedule`, which counts tokens here). Without an error of memory the passes depend on
-the texts alone, not on the machine.
+Texts are sorted from longest to shortest to reduce padding. A pass takes as many texts as keep rows times columns
+within ``tokens_per_pass``. If memory runs out, the pass is freed and its texts are repeated in smaller passes, down to
+single texts. A size that did not fit is not tried again (`plimsoll.step.recovery.FallbackSchedule`, which counts tokens
+here). Without memory errors, passes depend on the texts only, not on the machine.
 
-It does NOT decide how many tokens fit, and does NOT cut a text.
+Does not determine how many tokens fit, and does not split a text.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ Result = TypeVar("Result")
 Batch = dict[str, Tensor]
 
 _GROW_AFTER = 50
-"""Clean passes after which larger ones are tried again, as in training."""
+"""Successful passes before larger ones are tried again, as in training."""
 
 
 @dataclass
 class PassCounts:
-    """What was done: passes that fit, their tokens with and without padding, and what ran out of memory."""
+    """Statistics: successful passes, their tokens without and with padding, and out-of-memory events."""
 
     num_passes: int = 0
     num_tokens: int = 0
@@ -46,18 +45,18 @@ class PassCounts:
 
 
 class Passes(Generic[Result]):
-    """Runs passes; it remembers which sizes fit.
+    """A runner of passes that remembers which sizes fit.
 
     Args:
-        work: computes a batch (``input_ids`` and ``attention_mask``, on the device) and returns a result for each text;
-            it is also given which of the texts they are.
+        work: computes a batch (``input_ids`` and ``attention_mask`` (B, T) int64, on the device) and returns one result
+            per text; the second argument has the indices of the texts.
         backend: the device's backend.
-        device: where batches are moved.
-        padding_id: the token that fills short rows.
-        tokens_per_pass: rows times columns of a pass; a longer text is a pass of its own.
-        rows_per_pass: the most texts of a pass, however short.
-        more_tokens: tokens that each text takes beside its own: those that are generated.
-        side: where padding is.
+        device: the device for batches.
+        padding_id: the token that pads short rows.
+        tokens_per_pass: maximum rows times columns of a pass; a longer text gets its own pass.
+        rows_per_pass: maximum texts per pass, even if they are short.
+        more_tokens: additional tokens per text, such as generated ones.
+        side: the side with the padding.
     """
 
     def __init__(  # noqa: PLR0917 -- one call
@@ -79,13 +78,17 @@ class Passes(Generic[Result]):
         self.counts = PassCounts()
 
     def run(self, texts: Sequence[Sequence[int]], between: Callable[[], None] = lambda: None) -> list[Result]:
-        """Return the result of each text, given its tokens; ``between`` is called before each pass.
+        """Return the result of each text.
+
+        Args:
+            texts: the token ids of each text.
+            between: called before each pass.
 
         Raises:
-            OutOfMemoryError: if not even one text by itself fits.
+            OutOfMemoryError: if not even a single text fits.
         """
         results: dict[int, Result] = {}
-        waiting = sorted(range(len(texts)), key=lambda place: -len(texts[place]))  # as they came where equal
+        waiting = sorted(range(len(texts)), key=lambda place: -len(texts[place]))  # a stable sort
         while waiting:
             between()
             fallback = self._fallback_schedule.choose(1.0)
@@ -101,11 +104,11 @@ class Passes(Generic[Result]):
         return max(1, min(self._fallback_schedule.sizes[fallback].samples // num_columns, self._rows_per_pass))
 
     def _attempted(self, texts: Sequence[Sequence[int]], taken: list[int], fallback: int) -> list[Result] | None:
-        """The results of one pass; ``None`` if memory ran out, and smaller ones are to be tried."""
+        """Return the results of one pass; ``None`` if memory ran out and smaller passes must be tried."""
         batch = padded([texts[place] for place in taken], self._padding_id, self._side)
         num_tokens = len(taken) * (batch["input_ids"].shape[1] + self._more_tokens)
         self._position.micro_batch = len(taken)
-        self._backend.use()  # which keeps the limit true
+        self._backend.use()  # updates the limit
         outcome = attempt(partial(self._pass, batch, taken), self._backend, self._position)
         if isinstance(outcome, OomEvent) and len(taken) == 1:
             outcome = self._last_resort(batch, taken, outcome)
@@ -120,16 +123,16 @@ class Passes(Generic[Result]):
         return None
 
     def _last_resort(self, batch: Batch, taken: list[int], event: OomEvent) -> list[Result]:
-        """Try a single text once more, with all memory given back that can be."""
+        """Retry a single text after all possible memory has been freed."""
         self._backend.release(last_resort=True)
         self._note(event, "the same text again")
         outcome = attempt(partial(self._pass, batch, taken), self._backend, self._position)
         if isinstance(outcome, OomEvent):
             num_columns = batch["input_ids"].shape[1]
-            more = f" and {self._more_tokens:,} more" if self._more_tokens else ""
+            more = f" and {self._more_tokens:,} new ones" if self._more_tokens else ""
             raise OutOfMemoryError(
-                f"memory ran out for one text of {num_columns:,} tokens{more} ({outcome.shortage}); rows before it are "
-                "kept: give the same command with a larger --budget to go on, or begin again with a smaller "
+                f"memory ran out for one text of {num_columns:,} tokens{more} ({outcome.shortage}); previous rows are "
+                "kept: run the same command with a larger --budget to resume, or start over with a smaller "
                 "--max-length and --force"
             )
         return outcome
@@ -149,10 +152,10 @@ class Passes(Generic[Result]):
 
 
 def computed_to_the_end(task: InferenceTask, model: Any, batch: Batch, vocab_size: int) -> tuple[Tensor, ...]:
-    """Compute with a model that takes the last token that is no padding, and has no token for padding of its own.
+    """Compute with a model that reads the last non-padding token but has no padding token.
 
-    An end token would do for texts without one; here it is a token that none of these texts has. Where each is used
-    the texts are computed one by one, without padding.
+    An end token would do for texts that do not contain it. This function uses a token that does not occur in these
+    texts. If all tokens occur, texts are computed one by one, without padding.
     """
     padding_id = free_id(batch, vocab_size)
     if padding_id is None:
@@ -169,14 +172,14 @@ def computed_to_the_end(task: InferenceTask, model: Any, batch: Batch, vocab_siz
 
 
 def free_id(batch: Batch, vocab_size: int) -> int | None:
-    """Return the lowest id that is a token of none of the texts of a batch; ``None`` if all are."""
+    """Return the lowest token id that does not occur in a batch; ``None`` if all ids occur."""
     is_used = torch.zeros(vocab_size, dtype=torch.bool, device=batch["input_ids"].device)
     is_used[batch["input_ids"][batch["attention_mask"].bool()]] = True
     return None if bool(is_used.all()) else int((~is_used).int().argmax())
 
 
 def padded(texts: Sequence[Sequence[int]], padding_id: int, side: Literal["left", "right"] = "right") -> Batch:
-    """Return texts as a batch of as many columns as the longest has."""
+    """Return texts as a batch, padded to the longest."""
     num_columns = max(map(len, texts))
     ids = torch.full((len(texts), num_columns), padding_id, dtype=torch.long)
     mask = torch.zeros((len(texts), num_columns), dtype=torch.long)

@@ -1,15 +1,15 @@
-"""A model that lies where a plan has it: loaded, its parts brought to their places, and streamed while the block lasts.
+"""Placement of a model by a plan: loading, moving of parts to their places, and streaming while the block lasts.
 
     with placed_model(folder, plan) as model, torch.inference_mode():
         task.compute(model, batch)
 
-On the CPU the whole checkpoint is mapped, and the parts that stay are copied to private memory, one tensor at a time;
-of the others pages are read ahead of their use (`plimsoll.techniques.mechanisms.read_ahead`), and given back where the
-plan says that the page cache cannot keep them. Beside a GPU the blocks that do not fit lie in pinned memory, and are
-copied to it for as long as they compute (`plimsoll.techniques.mechanisms.streamed_layers`). Numbers do not change by
-where weights lie.
+On the CPU the whole checkpoint is memory-mapped, and resident parts are copied to private memory, one tensor at a time.
+Pages of other parts are read ahead of their use (`plimsoll.techniques.mechanisms.read_ahead`), and dropped if the plan
+expects that the page cache cannot hold them. With a GPU, blocks that do not fit are in pinned memory, and are copied to
+the device while they compute (`plimsoll.techniques.mechanisms.streamed_layers`). Results do not depend on the
+placement.
 
-Does NOT limit memory (`plimsoll.device.base` does), and does not follow a model that is changed in the block.
+Does not limit memory (`plimsoll.device.base` does), and does not support changes of the model inside the block.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from plimsoll.weights.parts import is_made_of_parts, plain_parts
 def placed_model(
     folder: Path, plan: InferencePlan, progress: Progress = silent, device: str | None = None
 ) -> Iterator[nn.Module]:
-    """Load a model as a plan says; its streaming ends with the block.
+    """Load a model as planned; its streaming ends with the block.
 
     Args:
         folder: the checkpoint that the plan was made for.
-        plan: one that fits.
-        progress: of the bytes that are loaded.
-        device: such as ``cuda:1``; ``None``: the first of the plan's kind.
+        plan: a plan that fits.
+        progress: called with the bytes loaded.
+        device: such as ``cuda:1``; ``None``: the first device of the plan's kind.
 
     Raises:
-        InputError: if the plan does not fit its budget, or is of another model, or the checkpoint lacks the head.
-        DeviceError: if there is no such device, or it is not of the plan's kind.
+        InputError: if the plan does not fit its budget, belongs to another model, or the checkpoint lacks the head.
+        DeviceError: if the device does not exist, or is not of the plan's kind.
         WeightsError: if the checkpoint cannot be read.
     """
     _require_fits(plan)
@@ -78,7 +78,7 @@ def placed_model(
 
 @contextmanager
 def _over_page_cache(parts: Sequence[ModelPart], plan: InferencePlan) -> Iterator[None]:
-    """On the CPU: what stays is copied to private memory, what is read comes ahead of its use."""
+    """Copy resident parts to private memory, and read other parts ahead of their use (CPU)."""
     resident = plan.names_in("device")
     for part in parts:
         if part.name in resident:
@@ -91,13 +91,13 @@ def _over_page_cache(parts: Sequence[ModelPart], plan: InferencePlan) -> Iterato
 def _over_link(
     model: nn.Module, parts: Sequence[ModelPart], plan: InferencePlan, device: torch.device
 ) -> Iterator[None]:
-    """On a GPU: what stays goes there, blocks that do not fit go to pinned memory and are copied as they compute."""
+    """Move resident parts to the GPU, and other blocks to pinned memory, from which they are streamed."""
     resident = plan.names_in("device")
     coded = [weight for part in parts for weight in part.weights if is_made_of_parts(weight)]
     if coded:
         raise InputError(
-            f"{len(coded)} weights are quantized, and blocks of such a model are not copied to a GPU as they compute: "
-            "give a budget that holds all of it, or a dense model"
+            f"{len(coded)} weights are quantized, but blocks of a quantized model cannot be streamed to a GPU: give a "
+            "budget that holds the whole model, or a dense model"
         )
     staying = {id(weight) for part in parts if part.name in resident for weight in part.weights}
     with torch.no_grad():
@@ -112,7 +112,7 @@ def _over_link(
 
 
 def _pinned(weight: Tensor, device: torch.device) -> Tensor:
-    """A copy in the host's memory, from which a GPU reads beside its computing."""
+    """Return a copy in host memory that a GPU can read while it computes."""
     made = torch.empty_like(weight, device="cpu", pin_memory=device.type == "cuda")
     return made.copy_(weight.detach())
 
@@ -121,7 +121,7 @@ def _device_of(plan: InferencePlan, asked: str | None) -> torch.device:
     name = asked or plan.device_kind
     if name.partition(":")[0] != plan.device_kind:
         raise DeviceError(
-            f"the plan is for {plan.device_kind}, and was to be used on {name}: make it again with --device {name}"
+            f"the plan is for {plan.device_kind}, but the device is {name}: make it again with --device {name}"
         )
     return torch.device(name)
 
@@ -130,8 +130,8 @@ def _require_fits(plan: InferencePlan) -> None:
     if not plan.fits:
         least_bytes = plan.smallest_budget_bytes or 0
         raise InputError(
-            f"a budget of {format_bytes(plan.budget_bytes)} cannot hold a pass of {plan.model}: what needs least needs "
-            f"{format_bytes(least_bytes)}; give --budget {budget_word(least_bytes)} or more"
+            f"a budget of {format_bytes(plan.budget_bytes)} cannot hold a pass of {plan.model}, which needs at least "
+            f"{format_bytes(least_bytes)}: give --budget {budget_word(least_bytes)} or more"
         )
 
 
@@ -141,19 +141,19 @@ def _require_same(plan: InferencePlan, parts: Sequence[ModelPart]) -> None:
     for (planned_name, planned_bytes), (name, num_bytes) in zip(planned, found, strict=False):
         if (planned_name, planned_bytes) != (name, num_bytes):
             raise InputError(
-                f"the plan is of another model: its part {planned_name} has {format_bytes(planned_bytes)}, and here "
+                f"the plan is for another model: its part {planned_name} has {format_bytes(planned_bytes)}, but here "
                 f"{name} has {format_bytes(num_bytes)}; make it again with `plimsoll plan --inference`"
             )
     if len(planned) != len(found):
         raise InputError(
-            f"the plan is of another model: it has {len(planned)} parts, and this one has {len(found)}; make it again "
+            f"the plan is for another model: it has {len(planned)} parts, but this one has {len(found)}; make it again "
             "with `plimsoll plan --inference`"
         )
 
 
 @torch.no_grad()
 def _copy_to_memory(weights: Sequence[nn.Parameter], is_cache_tight: bool) -> None:
-    """Give weights private memory, one after the other; weights that are one in the files stay one."""
+    """Copy weights to private memory, one after another. Weights that share memory in the files still share it."""
     copies: dict[tuple[object, ...], Tensor] = {}
     for weight in weights:
         for name, part in plain_parts(weight).items():
@@ -170,7 +170,7 @@ def _copy_to_memory(weights: Sequence[nn.Parameter], is_cache_tight: bool) -> No
 
 
 def _streamed(parts: Sequence[ModelPart], plan: InferencePlan) -> list[StreamedPart]:
-    """What is read in every pass: blocks, and the output layer, which follows the last block, wherever that lies."""
+    """Return the parts that every pass reads from disk: blocks, and the output layer, which follows the last block."""
     streamed = plan.names_in("disk", "host")
     kept = _kept_in_cache(parts, streamed, plan)
     found, last = list[StreamedPart](), None
@@ -186,7 +186,7 @@ def _streamed(parts: Sequence[ModelPart], plan: InferencePlan) -> list[StreamedP
 
 
 def _kept_in_cache(parts: Sequence[ModelPart], streamed: frozenset[str], plan: InferencePlan) -> frozenset[str]:
-    """The streamed parts that fit the page cache, which are the first ones; all, if all fit."""
+    """Return the streamed parts that fit in the page cache, first parts first."""
     if not plan.read_bytes:
         return streamed
     kept, free_bytes = set(), plan.cached_bytes

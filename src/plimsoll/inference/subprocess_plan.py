@@ -1,7 +1,7 @@
-"""The plan of an application, made in a process of its own: what planning takes is not in the budget of the work.
+"""Planning of inference in a subprocess, so that its memory does not count against the budget.
 
-It is `plimsoll plan --inference` that is run. Does NOT plan recurrent models, which are small, and sees of the lengths
-of texts only those of the first rows: a longer one later is a pass of its own, and survives what it may run out of.
+It runs `plimsoll plan --inference`. Recurrent models are not planned, because they are small. The plan only considers
+the text lengths of the first rows. A longer text gets its own pass, which survives an out-of-memory error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ _LEAST_TOKENS = 64
 
 
 def length_to_plan(longest_seen_tokens: int, longest_tokens: int | None) -> int:
-    """Return the tokens of a row to plan with: the next power of two, within what texts are truncated to."""
+    """Return the row length to plan for: the next power of two, at most the truncation length.
+
+    Args:
+        longest_seen_tokens: tokens of the longest text that was read.
+        longest_tokens: tokens to which texts are truncated; ``None``: not truncated.
+    """
     rounded = max(_LEAST_TOKENS, 1 << max(longest_seen_tokens - 1, 0).bit_length())
     return rounded if longest_tokens is None else min(rounded, longest_tokens)
 
@@ -31,11 +36,11 @@ def length_to_plan(longest_seen_tokens: int, longest_tokens: int | None) -> int:
 def plan_apart(  # noqa: PLR0917 -- one call
     folder: Path, task: str, length_tokens: int, new_tokens: int, limit_bytes: int, device: str, dtype: str
 ) -> InferencePlan:
-    """Plan how a model is applied inside a budget.
+    """Plan inference inside a budget.
 
     Raises:
-        BudgetError: if nothing fits: it says what would.
-        InputError: if it cannot be planned.
+        BudgetError: if nothing fits; the message has the smallest budget.
+        InputError: if planning fails.
     """
     with TemporaryDirectory(prefix="plimsoll-") as place:
         plan = Path(place) / "plan.json"
@@ -58,13 +63,13 @@ def plan_apart(  # noqa: PLR0917 -- one call
 
 
 def _said(done: subprocess.CompletedProcess[str], folder: Path) -> PlimsollError:
-    """What the process said of itself, which names what is wrong; else that it ended."""
+    """Return the error that the process reported, or an error with its last line of output."""
     try:
         said = json.loads(done.stdout)
         kind: Any = getattr(errors, said["error"])
         message = str(said["message"])
     except (ValueError, KeyError, TypeError, AttributeError):
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return InputError(f"cannot plan how {folder} is applied ({last}): leave --budget out, or correct that")
+        return InputError(f"cannot plan inference with {folder} ({last}): leave --budget out, or correct the cause")
     found: PlimsollError = (kind if issubclass(kind, InputError) else InputError)(message)
     return found

@@ -68,10 +68,10 @@ def require_exportable(reader: str, has_other_output: bool) -> None:
         InputError: it says what to give or to leave out.
     """
     if reader not in EXPORTS:
-        raise InputError(f"--export {reader} is no configuration known here: give one of {', '.join(EXPORTS)}")
+        raise InputError(f"--export {reader} is not supported: give one of {', '.join(EXPORTS)}")
     if has_other_output:
         raise InputError(
-            f"--export {reader} prints one configuration of a plan of a training: leave out --inference, --compare, "
+            f"--export {reader} works only for the plan of one training: leave out --inference, --compare, "
             "--json and -o"
         )
 

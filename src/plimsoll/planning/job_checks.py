@@ -143,8 +143,7 @@ def _require_more_than_a_process(job: Job, device: str | None, limit_bytes: int 
     budget_bytes = limit_bytes if is_cpu and limit_bytes is not None else own_bytes
     if budget_bytes is not None and budget_bytes < LEAST_PROCESS_BYTES + MARGIN_BYTES:
         raise BudgetError(
-            f"a budget of {format_bytes(budget_bytes)} cannot hold any training: a process takes more than "
-            f"{format_bytes(LEAST_PROCESS_BYTES)} when it has imported torch and nothing else, and "
-            f"{format_bytes(MARGIN_BYTES)} are kept back: give a budget well above that, or leave it out to see how "
-            "much is needed"
+            f"a budget of {format_bytes(budget_bytes)} is too small for any training: a process that has only imported "
+            f"torch takes more than {format_bytes(LEAST_PROCESS_BYTES)}, and {format_bytes(MARGIN_BYTES)} of the "
+            "budget stay free as headroom: give a larger budget, or leave it out to see how much is needed"
         )

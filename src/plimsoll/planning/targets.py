@@ -247,7 +247,7 @@ def _cpu_target(budget_bytes: int | None, baseline: Callable[[], Estimate]) -> T
         name=device.name,
         capacity_bytes=device.capacity_bytes,
         limit_bytes=max((device.capacity_bytes if budget_bytes is None else budget_bytes) - kept_back_bytes, 0),
-        limit_source=_WHOLE_MACHINE if budget_bytes is None else f"budget - {format_bytes(MARGIN_BYTES)} kept back",
+        limit_source=_WHOLE_MACHINE if budget_bytes is None else f"budget - {format_bytes(MARGIN_BYTES)} headroom",
         baseline=baseline(),
         has_budget=budget_bytes is not None,
         kept_back_bytes=kept_back_bytes,

@@ -78,7 +78,7 @@ class Record(Frozen, Shown):
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
-            raise RecordError(f"{source} is not JSON ({error}): it may be cut off; write it again") from None
+            raise RecordError(f"{source} is not JSON ({error}): it may be truncated; write it again") from None
         kinds = {cls.record_kind, cls.former_kind or cls.record_kind}
         if not isinstance(fields, dict) or fields.get("record") not in kinds:
             found = fields.get("record") if isinstance(fields, dict) else type(fields).__name__

@@ -404,9 +404,7 @@ def check_pins(pins: Sequence[Pin], forbids: Iterable[str]) -> None:
     for pin in pins:
         before = first.setdefault(pin.technique, pin)
         if before != pin:
-            raise InputError(
-                f"`{before}` and `{pin}` are both pinned, and a plan can have only one of them: leave one out"
-            )
+            raise InputError(f"`{before}` and `{pin}` cannot both be pinned: leave one of them out")
     for name in forbids:
         if name in first:
             raise InputError(f"`{first[name]}` is pinned and `{name}` is forbidden: leave one of the two out")

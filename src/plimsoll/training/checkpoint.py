@@ -131,7 +131,7 @@ def save(
     except OSError as error:
         raise OutputError(
             f"cannot write the checkpoint of step {step} to {root}: {error.strerror or error}; earlier checkpoints are "
-            "intact: free some space and go on with --resume"
+            "intact: free some space and continue with --resume"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -163,9 +163,9 @@ def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Ch
         (other for other in reversed(steps) if other < chosen and _fault(root, other, fingerprint) is None), None
     )
     remedy = (
-        f"the one of step {good} is good: go on from it with --from-step {good}"
+        f"the checkpoint of step {good} is intact: resume it with --from-step {good}"
         if good is not None
-        else "start anew in another --out"
+        else "start again with another --out"
     )
     raise CheckpointError(f"the checkpoint of step {chosen} in {root} {fault}; {remedy}")
 
@@ -240,12 +240,12 @@ def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
             found = _facts(folder / name)
             if found != facts:
                 return (
-                    f"is torn ({name} has {found['bytes']} bytes and CRC {found['crc32']:08x}, "
-                    f"written were {facts['bytes']} and {facts['crc32']:08x})"
+                    f"is damaged ({name} has {found['bytes']} bytes and CRC {found['crc32']:08x}, "
+                    f"expected {facts['bytes']} and {facts['crc32']:08x})"
                 )
         saved = json.loads((folder / "progress.json").read_text())["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"is torn ({type(error).__name__}: {error})"
+        return f"is damaged ({type(error).__name__}: {error})"
     different = [
         _difference(key, saved.get(key), fingerprint.get(key))
         for key in sorted({*saved, *fingerprint})

@@ -173,7 +173,7 @@ class RunDirectory:
             self.require_there()
         except OutputError as gone:
             return gone
-        return OutputError(f"cannot write {self.metrics}: {error.strerror}; free some space and go on with --resume")
+        return OutputError(f"cannot write {self.metrics}: {error.strerror}; free some space and continue with --resume")
 
     @contextmanager
     def claimed(self) -> Iterator[None]:

@@ -81,7 +81,7 @@ def save(
             raise PeerOutOfMemory(problem.failed_rank, problem.text)
         raise OutputError(
             f"cannot write the checkpoint of step {step} to {root}: {problem.text}; earlier checkpoints are intact: "
-            "free some space and go on with --resume"
+            "free some space and continue with --resume"
         )
     if ranks.rank == 0:
         _keep_last(root, step, keep)

@@ -118,12 +118,12 @@ def _check(request: TrainRequest) -> None:
     if resume and (request.force or request.cache):
         options = {"--force": request.force, "--cache": request.cache}
         given = " and ".join(name for name, value in options.items() if value)
-        raise InputError(f"--resume goes on with what is in {out}: leave out {given}, or drop --resume")
+        raise InputError(f"--resume continues the run in {out}: leave out {given}, or drop --resume")
     if from_step is not None and not resume:
-        raise InputError(f"--from-step {from_step} chooses a checkpoint to go on from: add --resume, or leave it out")
+        raise InputError(f"--from-step {from_step} is a checkpoint to continue from: add --resume, or leave it out")
     if not request.trial and (resume or not request.has_plan):
         other = "--resume" if resume else "--no-plan"
-        raise InputError(f"nothing is tried with {other}, so there is no trial to leave out: leave out --no-trial")
+        raise InputError(f"--no-trial has no effect with {other}, which never runs a trial: leave out --no-trial")
     check_pins(request.pinned, request.forbids)
     _check_plan(request)
 
@@ -137,9 +137,9 @@ def _check_plan(request: TrainRequest) -> None:
         *(f"--forbid {name}" for name in request.forbids),
     ]
     if request.resume and given:
-        raise InputError(f"--resume goes on with the plan of the run: leave out {', '.join(given)}, or drop --resume")
+        raise InputError(f"--resume continues with the plan of the run: leave out {', '.join(given)}, or drop --resume")
     if is_settled and len(given) > 1:
-        raise InputError(f"{given[0]} leaves nothing to plan: leave it out, or {', '.join(given[1:])}")
+        raise InputError(f"{given[0]} cannot be combined with {', '.join(given[1:])}: leave one of them out")
     if request.given_plan is not None:
         _require_techniques(Plan.load(request.given_plan), request.given_plan)
 
@@ -235,7 +235,7 @@ def _sound_job(request: TrainRequest) -> Job:
     if request.job_file is None:
         raise InputError(
             f"no job file was given for {request.out}: write `plimsoll train job.yaml --out {request.out}`, "
-            "or add --resume to go on with it"
+            "or add --resume to continue it"
         )
     with spinner(request.quiet):
         from plimsoll.planning.job_checks import require_sound  # which takes as long as all imports above
@@ -254,7 +254,7 @@ def _resume(request: TrainRequest, train: Train) -> int:
         done = directory.last_saved_step()
         if request.from_step is None and job.steps < done:
             raise JobError(
-                f"steps is {job.steps}, but {done} are done: give as many or more, or choose with --from-step"
+                f"steps is {job.steps}, but {done} steps are done: give at least that many, or choose with --from-step"
             )
         if request.from_step is None and _is_finished(directory, job, before):
             if not request.quiet:
@@ -285,8 +285,7 @@ def _go_on(directory: RunDirectory, job: Job, before: Job, request: TrainRequest
 def _opened(out: Path, job_file: Path | None) -> RunDirectory:
     if job_file is not None:
         raise InputError(
-            f"--resume goes on with the job kept in {out}, so {job_file} would be ignored: "
-            "leave it out, or drop --resume"
+            f"--resume continues the job in {out}, so {job_file} would be ignored: leave it out, or drop --resume"
         )
     if not (out / "metrics.jsonl").is_file():
         every = sorted(out.parent.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
@@ -297,13 +296,13 @@ def _opened(out: Path, job_file: Path | None) -> RunDirectory:
             else ", with the directory of the run"
         )
         raise OutputError(
-            f"{out} is not a run directory, so --resume has nothing to go on with: write `plimsoll train --resume "
+            f"{out} is not a run directory, so there is nothing to resume: write `plimsoll train --resume "
             f"--out {beside[-1].parent if beside else 'DIRECTORY'}`{which}"
         )
     directory = RunDirectory.open(out)
     if not directory.prepared.is_file():
         raise InputError(
-            f"{out} was stopped before its data was ready, so there is nothing to go on with: "
+            f"{out} was stopped before its data was ready, so there is nothing to resume: "
             f"start it again with `plimsoll train job.yaml --out {out}`"
         )
     return directory

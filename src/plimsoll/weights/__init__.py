@@ -1,1 +1,1 @@
-"""Weights of models: files of them read tensor by tensor, and what makes them smaller."""
+"""Model weights: reading files tensor by tensor, and representations that take less memory."""

@@ -1,15 +1,15 @@
-"""Layers over integers of torchao that decode or compute no more at once than they need: the same numbers, bit for bit.
+"""Layers over torchao's int8 weights that need less memory, with bitwise identical results.
 
-- `CodedEmbedding`: torchao decodes the whole table in every pass, and then looks up. Here the integers and the scales
-  of the rows are looked up and multiplied, in the memory of the rows. Covers rows with a scale each and zero points
-  that are zero, as ``Int8WeightOnlyConfig`` makes them.
-- `LinearInParts`: torchao makes the input integers by way of some float32 tensors of its size, and its product is
-  int32, and float32 before it is scaled: several times what a layer reads and gives, for all tokens of a pass at once.
-  A part of the tokens at a time takes a part of that memory: tensors as large as the layer's weight in float32 (of
-  which torch makes an int32 copy for each product, where the processor has VNNI and no AMX), or `PART_BYTES`. Covers
-  inputs that are quantized when they come (``Int8DynamicActivationInt8WeightConfig``), a token with a scale of its own.
+- `CodedEmbedding`: torchao decodes the whole table in every pass and then looks up rows. This layer looks up the
+  integers and scales of the rows, and decodes only those rows. Covers one scale per row and zero points of zero, as
+  in ``Int8WeightOnlyConfig``.
+- `LinearInParts`: to quantize the input, torchao uses several float32 tensors of its size. Its product is int32, then
+  float32 before scaling. For all tokens at once this takes several times the layer's input and output. This layer
+  computes some tokens at a time, and its temporary tensors are as large as the weight in float32, or `PART_BYTES`.
+  (With VNNI but without AMX, torch makes an int32 copy of the weight anyway.) Covers dynamically quantized inputs with
+  one scale per token (``Int8DynamicActivationInt8WeightConfig``).
 
-Both keep the weight that they were made of, so a model is saved as before. Neither learns.
+Both use the original weight object, so a model is saved as before. Neither can be trained.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from plimsoll.weights.parts import plain_parts, replace_modules
 
 
 class CodedEmbedding(nn.Embedding):
-    """An ``nn.Embedding`` over a weight of torchao with int8 rows.
+    """An ``nn.Embedding`` over an int8 weight of torchao.
 
     Args:
-        weight: (V, E), in the place of the table's own.
-        padding_idx: of the table that this is put in the place of.
+        weight: (V, E), the quantized table.
+        padding_idx: as in the replaced ``nn.Embedding``.
     """
 
     def __init__(self, weight: nn.Parameter, padding_idx: int | None) -> None:
@@ -38,15 +38,15 @@ class CodedEmbedding(nn.Embedding):
         self.weight = weight
 
     def forward(self, input: Tensor) -> Tensor:
-        """Decode the rows of some tokens."""
+        """Return the decoded rows of some tokens."""
         parts = plain_parts(self.weight)
         rows = functional.embedding(input, parts["qdata"]).to(self.weight.dtype)
-        # The scales of 16-bit weights are wider than these: the product is rounded, as torchao rounds it.
+        # Scales may have a wider type than 16-bit weights: the product is rounded as torchao does it.
         return (rows * functional.embedding(input, parts["scale"])).to(self.weight.dtype)
 
 
 def decode_rows_only(model: nn.Module) -> None:
-    """Put a `CodedEmbedding` in the place of each plain table whose rows are coded."""
+    """Replace each plain ``nn.Embedding`` with an int8 weight by a `CodedEmbedding`."""
     replace_modules(model, _decoding)
 
 
@@ -60,19 +60,19 @@ def _decoding(module: nn.Module) -> nn.Module | None:
 
 def _has_coded_rows(weight: Any) -> bool:
     parts = plain_parts(weight)
-    is_int8 = type(weight).__name__ == "Int8Tensor"  # torchao's; it is not imported for a name
+    is_int8 = type(weight).__name__ == "Int8Tensor"  # compared by name, so that torchao need not be imported
     return is_int8 and parts["scale"].shape == (len(weight), 1)
 
 
 PART_BYTES = 1 << 20
-"""Of the larger of what some tokens are in float32 and what is made of them, where the weight has no more."""
+"""Minimum size of a part: bytes of its inputs or outputs in float32, whichever is larger."""
 
 
 class LinearInParts(nn.Linear):
-    """An ``nn.Linear`` over a weight of torchao, whose inputs become integers token by token.
+    """An ``nn.Linear`` over a torchao weight whose inputs are quantized token by token.
 
     Args:
-        layer: whose weight and bias this has, and in whose place it is put.
+        layer: the layer to replace; its weight and bias are reused.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -82,7 +82,7 @@ class LinearInParts(nn.Linear):
         self.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute (..., E) -> (..., F), some tokens after the other."""
+        """Compute (..., E) -> (..., F), some tokens at a time."""
         shorter, longer = sorted((self.in_features, self.out_features))
         most_rows = max(shorter, PART_BYTES // (torch.float32.itemsize * longer))
         num_parts = math.ceil(input.numel() / self.in_features / most_rows)
@@ -90,7 +90,7 @@ class LinearInParts(nn.Linear):
             return functional.linear(input, self.weight, self.bias)
         rows_NE = input.reshape(-1, self.in_features)
         output_NF = rows_NE.new_empty((len(rows_NE), self.out_features))
-        num_rows = math.ceil(len(rows_NE) / num_parts)  # as many in each: of few torchao makes floats on a GPU
+        num_rows = math.ceil(len(rows_NE) / num_parts)  # equal parts: on a GPU, torchao uses floats for few rows
         for begin in range(0, len(rows_NE), num_rows):
             rows = slice(begin, begin + num_rows)
             output_NF[rows] = functional.linear(rows_NE[rows], self.weight, self.bias)
@@ -98,15 +98,15 @@ class LinearInParts(nn.Linear):
 
 
 def compute_in_parts(model: nn.Module) -> None:
-    """Put a `LinearInParts` in the place of each plain layer whose inputs become integers."""
+    """Replace each plain ``nn.Linear`` with dynamically quantized inputs by a `LinearInParts`."""
     replace_modules(
         model, lambda one: LinearInParts(one) if type(one) is nn.Linear and _has_coded_inputs(one.weight) else None
     )
 
 
 def _has_coded_inputs(weight: Any) -> bool:
-    # torchao's types, told by their names: torchao is not imported for them.
+    # Types are compared by name, so that torchao need not be imported.
     if type(weight).__name__ != "Int8Tensor" or weight.act_quant_kwargs is None:
         return False
-    # With one scale for all tokens, or one that is known before, a part is not like the whole or needs no parts.
+    # With one scale for all tokens, parts would give other results. With a static scale, parts are not needed.
     return type(weight.act_quant_kwargs.granularity).__name__ == "PerRow" and weight.act_quant_scale is None

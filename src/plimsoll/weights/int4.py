@@ -1,11 +1,11 @@
-"""Weights of 4 bits: as torchao's kernel on the CPU wants them, and as a file keeps them.
+"""Conversion of 4-bit weights between the packing of torchao's CPU kernel and the form in files.
 
-The kernel packs integers as the processor it runs on likes them (``Int4OpaqueTensor``; AVX2 and AVX-512 differ), so
-such bytes mean nothing elsewhere, and torchao writes none. In a file they are torchao's ``Int4Tensor``: two integers in
-a byte, in order, with the same scales and zero points. Both stand for ``integer * scale + zero_point``, integers from
--8 to 7, and no bit is lost between the two.
+The kernel packs integers for the processor that it runs on (``Int4OpaqueTensor``; AVX2 and AVX-512 differ). The packed
+bytes have no meaning on other machines, and torchao does not save them. Files contain torchao's ``Int4Tensor``: two
+integers per byte, in order, with the same scales and zero points. Both forms represent ``integer * scale +
+zero_point``, with integers from -8 to 7. The conversion is lossless.
 
-Does NOT compute with the form of files, for which torchao has kernels on GPUs only (those of ``mslk``).
+Does NOT compute with the form in files: torchao has kernels for it on GPUs only (from ``mslk``).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 OPAQUE = "Int4OpaqueTensor"
 PLAIN = "Int4Tensor"
 
-_ROWS = 256  # that are unpacked at once
-_BLOCK_ROWS = 64  # that torch's kernel packs together; of AVX2 32
-_BLOCK_NUMBERS = 1 << 18  # that are packed at once, more or less: 1 MiB of four bytes each
+_ROWS = 256  # rows unpacked at once
+_BLOCK_ROWS = 64  # rows that torch's kernel packs together; 32 with AVX2
+_BLOCK_NUMBERS = 1 << 18  # about as many integers are packed at once: 1 MiB at four bytes each
 _MIDDLE = 8
 _NIBBLE = 0xF
 
 INT4_ROWS = 16
-"""torch's kernel packs so many rows at once: a layer has a multiple of it."""
+"""torch's kernel packs rows in blocks of this size; a layer must have a multiple of it."""
 
 
 def plain_of(packed: Any) -> Tensor:
-    """Return the form of files of a weight that is packed for the CPU: scales and zero points as they are."""
+    """Return the form in files (``Int4Tensor``) of a weight packed for the CPU. Scales and zero points stay as is."""
     from torchao.quantization import Int4Tensor
 
     scales, zeros = packed.scale_and_zero[..., 0].contiguous(), packed.scale_and_zero[..., 1].contiguous()
@@ -43,7 +43,7 @@ def plain_of(packed: Any) -> Tensor:
 
 
 def packed_of(plain: Any) -> Tensor:
-    """Return a weight of a file as the CPU computes with it."""
+    """Return a weight from a file (``Int4Tensor``) packed for the CPU (``Int4OpaqueTensor``)."""
     from torchao.prototype.quantization.int4 import Int4OpaqueTensor
 
     rows, width = plain.shape
@@ -58,11 +58,11 @@ def packed_of(plain: Any) -> Tensor:
 
 
 def packed_int4(weight: Tensor, group: int) -> Tensor:
-    """Return a dense weight in 4 bits, as torchao makes them for the CPU; on the meta device its sizes.
+    """Quantize a dense weight to 4 bits, packed for the CPU. On the meta device, only shapes are created.
 
     Args:
-        weight: (rows, width), rows a multiple of `INT4_ROWS`.
-        group: how many numbers of a row have a scale: 32, 64 or 128, of which the width is a multiple.
+        weight: (rows, width), with rows a multiple of `INT4_ROWS`.
+        group: weights of a row that share a scale: 32, 64 or 128. The width is a multiple of it.
     """
     from torchao.prototype.quantization.int4 import Int4OpaqueTensor
 
@@ -77,10 +77,10 @@ def packed_int4(weight: Tensor, group: int) -> Tensor:
 
 
 def _codes(packed: Any, scales: Tensor, zeros: Tensor) -> Tensor:
-    """The integers, from -8 to 7, (rows, width); the kernel itself decodes what it has packed."""
+    """Return the integers from -8 to 7, (rows, width), by letting the kernel decode its packed form."""
     rows, width = packed.shape
     group = packed.block_size[-1]
-    exact = packed.scale_and_zero.float()  # in 16 bits a decoded number may be nearer to the next integer
+    exact = packed.scale_and_zero.float()  # in 16 bits, a decoded number could round to the next integer
     codes = torch.empty((rows, width), dtype=torch.int8)
     for begin in range(0, width, _ROWS):
         one_hot = torch.zeros((min(_ROWS, width - begin), width), dtype=torch.float32)
@@ -93,7 +93,7 @@ def _codes(packed: Any, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def _packed(pairs: Tensor) -> Tensor:
-    """Pack what has two integers in a byte, some rows after the other: torch wants each integer in four bytes."""
+    """Pack integers (two per byte) for the CPU kernel, in blocks of rows: torch needs four bytes per integer."""
     made = torch.empty_like(pairs)
     step = max(_BLOCK_ROWS, _BLOCK_NUMBERS // (2 * pairs.shape[1]) // _BLOCK_ROWS * _BLOCK_ROWS)
     for few, into in zip(torch.split(pairs, step), torch.split(made, step), strict=True):
@@ -103,6 +103,6 @@ def _packed(pairs: Tensor) -> Tensor:
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """Two integers of a row in a byte, the first in the lower half."""
+    """Return two integers of a row per byte, the first in the lower half."""
     low, high = codes[:, ::2].view(torch.uint8) & _NIBBLE, codes[:, 1::2].view(torch.uint8) & _NIBBLE
     return (low | (high << 4)).view(torch.int8)

@@ -1,8 +1,7 @@
-"""Writing the weights of a model to one safetensors file, also where several of them are parts of one storage.
+"""Writing of model weights to one safetensors file, even if several weights share one storage.
 
-cuDNN's recurrent layers keep all their weights in one buffer, which safetensors refuses to write: they are copied to
-the host first. Names that mean the same tensor (tied weights) are written once, as ``safetensors.torch.save_model``
-does; nothing else is copied.
+cuDNN's recurrent layers keep all weights in one buffer, which safetensors refuses to write. Such weights are first
+copied to the host; nothing else is copied. Tied weights are written once, as ``safetensors.torch.save_model`` does.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ def save_weights(model: nn.Module, path: Path) -> None:
     Raises:
         OSError, safetensors.SafetensorError: if the file cannot be written.
     """
-    save_model(_WithoutSharedStorages(model), str(path))  # type: ignore[arg-type]  # it asks for the state alone
+    save_model(_WithoutSharedStorages(model), str(path))  # type: ignore[arg-type]  # it only calls `state_dict`
 
 
 class _WithoutSharedStorages:
-    """A model whose state has no two tensors that are different parts of one storage."""
+    """A model whose state dict has no two tensors that are different parts of one storage."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -47,5 +46,5 @@ class _WithoutSharedStorages:
 
 
 def _elements(tensor: Tensor) -> tuple[Any, ...]:
-    """Which elements of its storage a tensor is."""
+    """Return a key for the elements of its storage that a tensor covers."""
     return (tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())

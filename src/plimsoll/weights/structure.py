@@ -1,13 +1,13 @@
-"""A transformers model with a structure that its own configuration cannot say, built from the field ``shrunk`` of it.
+"""Transformers models with a structure that their configuration class cannot express, built from its field ``shrunk``.
 
-What the field may hold is at `KINDS`. Names are those in the model it was noted for; with another head, or without one,
-the same parts are found, and what belongs to a head that is not there is left out.
+`KINDS` documents the content of the field. Module names refer to the model in which a change was recorded. In a model
+with another head, or without a head, the same modules are found, and changes to a missing head are skipped.
 
-This file is also copied, as it is, into the folder of such a model (``modeling_shrunk.py``), from where transformers
-loads it without Plimsoll: ``AutoModel.from_pretrained(folder, trust_remote_code=True)``. It therefore imports torch and
-transformers only. Loaded in any other way the folder must not become another model in silence (`marked`).
+This file is also copied unchanged into the folder of such a model (``modeling_shrunk.py``). transformers loads it from
+there without Plimsoll: ``AutoModel.from_pretrained(folder, trust_remote_code=True)``. It therefore imports only torch
+and transformers. Loading the folder in any other way must fail, not return a different model (`marked`).
 
-Written for transformers 5.23. It does NOT cover `resize_token_embeddings` of factored embeddings.
+Written for transformers 5.23. Does NOT cover `resize_token_embeddings` of factored embeddings.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
 FIELD = "shrunk"
 CODE_FILE = "modeling_shrunk.py"
-KINDS = (  # in the order in which they are done
-    # {"bert.encoder.layer.0.attention.self.query": [384, 192]}: of a Linear or Conv1D the sizes of what goes in and
-    # what comes out, of an Embedding rows and width, of a norm its width; null leaves one as it is
+KINDS = (  # in the order of application
+    # {"bert.encoder.layer.0.attention.self.query": [384, 192]}: input and output size of a Linear or Conv1D, rows and
+    # width of an Embedding, or width of a norm; null keeps a size
     "resized",
     # {"bert.encoder.layer.0.attention.self": {"num_attention_heads": 6, "all_head_size": 192}}
     "attributes",
-    # ["transformer.h.0.attn.c_attn"]: an nn.Linear in the place of a Conv1D
+    # ["transformer.h.0.attn.c_attn"]: an nn.Linear replaces a Conv1D
     "as_linear",
-    # {"bert.encoder.layer.0.output.dense": 64}: two factors of a rank in the place of a Linear, Conv1D or Embedding
+    # {"bert.encoder.layer.0.output.dense": 64}: two factors of this rank replace a Linear, Conv1D or Embedding
     "factored",
-    # {"bert.encoder.layer.1": "bert.encoder.layer.0"}: the parameters of another module; the objects stay apart, so
-    # that each layer has its own place in a cache of keys and values
+    # {"bert.encoder.layer.1": "bert.encoder.layer.0"}: the parameters of another module; the module objects stay
+    # separate, so that each layer has its own entry in a cache of keys and values
     "shared",
-    # ["bert.encoder.layer.0.output.dense"]: weights that nothing but Plimsoll computes with on a CPU; it builds nothing
+    # ["bert.encoder.layer.0.output.dense"]: weights that only Plimsoll can use on a CPU; it changes no structure
     "gpu_only",
 )
 
-LISTS = ("as_linear", "gpu_only")  # kinds that note names alone
-UNMARKED = "shrunk_from"  # in a config.json: the fields without the marks, in pairs (a dict would be read as a model)
+LISTS = ("as_linear", "gpu_only")  # kinds that record only names
+UNMARKED = "shrunk_from"  # in a config.json: the original fields, as pairs (a dict would be parsed as a model config)
 
 _AUTO_CLASSES = (
     *("AutoModel", "AutoModelForPreTraining", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"),
@@ -55,14 +55,14 @@ _AUTO_CLASSES = (
 )
 _HOW_TO_LOAD = (
     "this model was made smaller: load it with AutoModel.from_pretrained(folder, trust_remote_code=True), or the Auto "
-    f"class of its head, which runs the {CODE_FILE} beside this file; or with plimsoll.load_model(folder)"
+    f"class of its head, which runs the {CODE_FILE} next to this file; or with plimsoll.load_model(folder)"
 )
-_NEW_WEIGHTS_STD = 0.02  # of a Conv1D of transformers, which cannot reset itself
+_NEW_WEIGHTS_STD = 0.02  # for transformers' Conv1D, which has no reset_parameters
 _IS_INITIALIZED = "_is_hf_initialized"  # transformers' mark, on modules and parameters
 
 
 class FactoredLinear(nn.Sequential):
-    """A linear layer as two: from what goes in to the rank, without a bias, and from there to what comes out."""
+    """A linear layer as two: from the inputs to the rank, without a bias, and from the rank to the outputs."""
 
     def __init__(self, first: nn.Linear, second: nn.Linear) -> None:
         super().__init__(first, second)
@@ -70,18 +70,18 @@ class FactoredLinear(nn.Sequential):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the one layer that these two are, (out, in): a new tensor each time."""
+        """The weight of the equivalent single layer, (out, in): a new tensor each time."""
         first, second = cast(tuple[Any, Any], tuple(self))
         return cast(Tensor, second.weight @ first.weight)
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias, of the second layer."""
+        """The bias of the second layer."""
         return cast("Tensor | None", cast(Any, self[1]).bias)
 
 
 class FactoredEmbedding(nn.Sequential):
-    """An embedding as two: rows as wide as the rank, and a linear layer to the width."""
+    """An embedding as two layers: rows of width `rank`, and a linear layer to the full width."""
 
     def __init__(self, first: nn.Embedding, second: nn.Linear) -> None:
         super().__init__(first, second)
@@ -93,13 +93,13 @@ class FactoredEmbedding(nn.Sequential):
 
     @property
     def weight(self) -> Tensor:
-        """The rows of the one embedding that these two are, (rows, width): a new tensor each time."""
+        """The weight of the equivalent single embedding, (rows, width): a new tensor each time."""
         first, second = cast(tuple[Any, Any], tuple(self))
         return cast(Tensor, first.weight @ second.weight.t())
 
     @property
     def padding_idx(self) -> int | None:
-        """The row that does not learn."""
+        """The row that is not trained."""
         return cast("int | None", cast(Any, self[0]).padding_idx)
 
     @padding_idx.setter
@@ -108,7 +108,7 @@ class FactoredEmbedding(nn.Sequential):
 
 
 def shrunk_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the class of models like those of a class, but of the structure that their configuration notes.
+    """Return a subclass of a model class that builds the structure in its configuration.
 
     It has the same name, so that a configuration names the same architecture.
     """
@@ -119,7 +119,7 @@ def shrunk_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def class_for(model_class: type[PreTrainedModel], config: Any) -> type[PreTrainedModel]:
-    """Return the class of models of a class with this configuration: its own, or where it notes a structure, that."""
+    """Return the model class for a configuration: its `shrunk_class` if the configuration has the field."""
     return shrunk_class(model_class) if getattr(config, FIELD, None) else model_class
 
 
@@ -130,18 +130,18 @@ def _made_class(model_class: Any) -> type[PreTrainedModel]:
         self._ties_before = dict(self.all_tied_weights_keys)
         restructure(self, getattr(config, FIELD, None) or {})
         refresh_ties(self)
-        self.init_weights()  # of what is new only; on the meta device, of nothing
+        self.init_weights()  # initializes only new weights; on the meta device, none
 
     def get_expanded_tied_weights_keys(self: Any, all_submodels: bool = False) -> dict[str, str]:
         if not all_submodels:
             return cast(dict[str, str], model_class.get_expanded_tied_weights_keys(self))
         tables = (self.get_input_embeddings(), self.get_output_embeddings())
         if any(isinstance(one, FactoredLinear | FactoredEmbedding) for one in tables):
-            return _tied_names(self, self._ties_before)  # transformers would look for what is not there any more
+            return _tied_names(self, self._ties_before)  # transformers would look for weights that no longer exist
         return _tied_names(self, model_class.get_expanded_tied_weights_keys(self, all_submodels=True))
 
     def _adjust_bias(self: Any, output: Any, source: Any) -> None:
-        # Of layers that share weights nothing is to be adjusted; transformers would cut the bias of a Conv1D.
+        # Layers that share weights need no adjustment; transformers would truncate the bias of a Conv1D.
         if output is self.get_output_embeddings():
             model_class._adjust_bias(self, output, source)
 
@@ -160,7 +160,7 @@ def _made_class(model_class: Any) -> type[PreTrainedModel]:
 
     own = {
         "__module__": __name__,
-        "__doc__": f"{model_class.__name__} of the structure that its configuration notes in `{FIELD}`.",
+        "__doc__": f"{model_class.__name__} with the structure that its configuration stores in `{FIELD}`.",
         "__init__": __init__,
         "get_expanded_tied_weights_keys": get_expanded_tied_weights_keys,
         "_adjust_bias": _adjust_bias,
@@ -172,48 +172,52 @@ def _made_class(model_class: Any) -> type[PreTrainedModel]:
 
 @contextmanager
 def _all_ties_told(model: Any) -> Iterator[None]:
-    """Let transformers find which names are others of the same weight: of these it saves one."""
+    """Show transformers all names of each tied weight, so that it saves the weight once."""
     model._tied_weights_keys = {f"^{re.escape(name)}$": source for name, source in model.all_tied_weights_keys.items()}
     try:
         yield
     finally:
-        del model._tied_weights_keys  # the class has its own
+        del model._tied_weights_keys  # reveals the attribute of the class again
 
 
 class _Shrunk:
-    """Marks the classes that are made here."""
+    """A marker base of the classes created here."""
 
 
 def _refuse_cpu(model: Any) -> None:
-    """Refuse a model whose first pass would fail for want of kernels.
+    """Refuse a model whose first pass would fail because there are no kernels.
 
     Raises:
-        RuntimeError: if weights that only a GPU computes with are on a CPU, in the form that they have in files.
+        RuntimeError: if weights that only a GPU can use are on a CPU, in the form in which files store them.
     """
     for name in (getattr(model.config, FIELD, None) or {}).get("gpu_only", ()):
         found = find(model, name)
         weight = None if found is None else _weight(model.get_submodule(found))
         if weight is not None and weight.device.type == "cpu" and type(weight).__name__ == "Int4Tensor":
             raise RuntimeError(
-                f'{name} has 4 bits for a weight, which torchao computes with on a GPU only: give device_map="cuda", '
+                f'{name} has 4-bit weights, which torchao supports on a GPU only: give device_map="cuda", '
                 "or load the folder with plimsoll.load_model(folder) for the CPU (pip install torch-plimsoll)"
             )
 
 
 def marked(fields: Mapping[str, Any], number_of_layers: str) -> dict[str, Any]:
-    """Return a configuration, as a file has it, that transformers cannot take for one of a plain model.
+    """Return the fields of a configuration file, changed so that transformers cannot load a plain model from it.
 
-    Without the code in the folder the Auto classes do not know the ``model_type``, and say what to give. A class that
-    is called by its name (``BertModel.from_pretrained``) takes any type, with a warning, and would draw new values for
-    weights that it does not find; but its configuration refuses a number of layers (called ``number_of_layers`` there)
-    that is none, and shows it.
+    Without the code in the folder, the Auto classes do not know the ``model_type`` and name the required argument. A
+    class that is called by name (``BertModel.from_pretrained``) accepts any type with a warning, and would initialize
+    missing weights randomly. The number of layers is therefore replaced by a text that explains how to load the model.
+    The configuration rejects it, and the error shows the text.
+
+    Args:
+        fields: the content of a config.json.
+        number_of_layers: the name of the field with the number of layers.
     """
     marks = {"model_type": f"shrunk-{fields['model_type']}", number_of_layers: _HOW_TO_LOAD}
     return {**fields, **marks, UNMARKED: [[name, fields[name]] for name in marks]}
 
 
 def unmarked(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as it was before `marked`; any other as it is."""
+    """Return the original fields of a configuration before `marked`; any other configuration is returned unchanged."""
     return {name: value for name, value in fields.items() if name != UNMARKED} | dict(fields.get(UNMARKED, ()))
 
 
@@ -224,11 +228,11 @@ def _mark(path: Path, config: Any) -> None:
 
 
 class ShrunkConfig:
-    """What ``AutoConfig`` asks, in a folder of a model that was made smaller, for its configuration."""
+    """The class that ``AutoConfig`` loads from the folder of a shrunk model."""
 
     @classmethod
     def from_pretrained(cls, folder: Any, **kwargs: Any) -> Any:
-        """Return the configuration of the architecture, with the note of what was changed."""
+        """Return the configuration of the architecture, including the field with the changes."""
         from transformers import CONFIG_MAPPING, PreTrainedConfig
 
         found, unused = PreTrainedConfig.get_config_dict(folder, **kwargs)
@@ -237,23 +241,23 @@ class ShrunkConfig:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: what is saved again has its code copied along."""
+        """Do nothing: saving the model again copies the code."""
 
 
 def __getattr__(name: str) -> Any:
-    """Make the classes that ``auto_map`` names of this file, when they are asked for."""
+    """Create a class that ``auto_map`` names in this file, on access."""
     if name.startswith("_"):
         raise AttributeError(name)
     import transformers
 
     found = getattr(transformers, name, None)
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
-        raise AttributeError(f"transformers has no model `{name}`")  # noqa: TRY004 -- a module that lacks a name
+        raise AttributeError(f"transformers has no model `{name}`")  # noqa: TRY004 -- the module has no such attribute
     return shrunk_class(found)
 
 
 def auto_map(model_class: Any) -> dict[str, str]:
-    """Return which class of this file each Auto class of transformers is to load, as its configuration keeps it."""
+    """Return the class of this file for each Auto class of transformers, as a configuration stores it."""
     from transformers.models.auto import modeling_auto
 
     found = {"AutoConfig": f"{Path(CODE_FILE).stem}.{ShrunkConfig.__name__}"}
@@ -273,13 +277,13 @@ def _copy_code(folder: Path) -> None:
 
 
 def note(model: Any, kind: str, name: str, value: Any = None) -> None:
-    """Write into the configuration of a model what was changed in it; the model is then one of its `shrunk_class`.
+    """Record a change of a model in its configuration. The model then becomes an instance of its `shrunk_class`.
 
     Args:
-        model: as it is now.
+        model: the changed model.
         kind: one of `KINDS`.
-        name: of a module; a later note of it takes the place of an earlier one, ``attributes`` are added to.
-        value: see `KINDS`; of ``as_linear`` and ``gpu_only`` none.
+        name: name of the changed module. A later record replaces an earlier one, except that ``attributes`` are merged.
+        value: see `KINDS`; omitted for ``as_linear`` and ``gpu_only``.
     """
     before = getattr(model.config, FIELD, None) or {}
     if kind in LISTS:
@@ -300,25 +304,25 @@ def _become_shrunk(model: Any) -> None:
     model._ties_before = dict(model.all_tied_weights_keys)
     from transformers.utils import output_capturing
 
-    # Where transformers (5.23) looks up by the class what hidden states and attentions a model can return.
+    # transformers (5.23) looks up in this registry which hidden states and attentions a model can return.
     registry = getattr(output_capturing, "_CAN_RECORD_REGISTRY", None)
     if registry is not None:
         registry[model] = model._can_record_outputs
 
 
 def restructure(model: nn.Module, shrunk: Mapping[str, Any]) -> None:
-    """Give a freshly built model the structure that was noted; what is new has new weights.
+    """Apply the recorded structure to a newly built model. New weights are initialized.
 
     Args:
-        model: of the class's own structure; on the meta device only the shapes are made.
+        model: a model with the standard structure of its class; on the meta device, only shapes are created.
         shrunk: the field of the configuration.
 
     Raises:
-        ValueError: if it holds what this version does not know.
+        ValueError: if the field contains a kind that this version does not know.
     """
     unknown = set(shrunk) - set(KINDS)
     if unknown:
-        raise ValueError(f"`{FIELD}` holds {sorted(unknown)}, and only {', '.join(KINDS)} are known: update this file")
+        raise ValueError(f"`{FIELD}` has {sorted(unknown)}, but only {', '.join(KINDS)} are known: update this file")
     for name, sizes in _present(model, shrunk.get("resized", {})):
         set_sizes(model.get_submodule(name), sizes)
     for name, attributes in _present(model, shrunk.get("attributes", {})):
@@ -330,12 +334,12 @@ def restructure(model: nn.Module, shrunk: Mapping[str, Any]) -> None:
         put(model, name, factored(model.get_submodule(name), rank))
     for name, source in _present(model, shrunk.get("shared", {})):
         found = find(model, source)
-        assert found is not None, "what is shared lies in the same list of layers"
+        assert found is not None, "shared layers are in the same list of layers"
         use_parameters_of(model.get_submodule(found), model.get_submodule(name))
 
 
 def find(model: Any, name: str) -> str | None:
-    """Return the name that a module has in this model: with another head, or without, it may be another."""
+    """Return the name of a module in this model, which may differ if the head differs, or ``None``."""
     prefix = getattr(model, "base_model_prefix", "")
     candidates = [name]
     if prefix:
@@ -357,19 +361,19 @@ def _present(model: nn.Module, changes: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module where another one is."""
+    """Replace the module with this name."""
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
 
 
 def sizes_of(module: nn.Module) -> list[int]:
-    """Return the sizes of a module, as ``resized`` has them."""
+    """Return the sizes of a module in the order of ``resized``."""
     shape = [*_weight(module).shape]
     return shape[::-1] if isinstance(module, nn.Linear) else shape
 
 
 def set_sizes(module: Any, sizes: list[int | None]) -> None:
-    """Give a module other sizes, with new weights; the object stays the same."""
+    """Resize a module in place, with newly initialized weights. ``None`` keeps a size."""
     before = sizes_of(module)
     first, last = (new or old for new, old in zip((sizes[0], sizes[-1]), (before[0], before[-1]), strict=True))
     if len(before) == 1:
@@ -392,11 +396,11 @@ def set_sizes(module: Any, sizes: list[int | None]) -> None:
 
 
 def keep(module: Any, *, inputs: Tensor | None = None, outputs: Tensor | None = None) -> None:
-    """Let a module keep some of what goes into it or comes out of it, in this order, with their values.
+    """Keep only some inputs or outputs of a module, in the given order, with their values.
 
     Args:
-        module: a Linear, Conv1D or Embedding (whose rows are ``inputs``), or a norm (whose width is ``outputs``).
-        inputs: which ones, (number,), or all.
+        module: a Linear, Conv1D, Embedding (whose rows are ``inputs``), or norm (whose width is ``outputs``).
+        inputs: indices to keep, (number,), or ``None`` for all.
         outputs: as ``inputs``.
     """
     weight = module.weight.detach()
@@ -412,7 +416,7 @@ def keep(module: Any, *, inputs: Tensor | None = None, outputs: Tensor | None = 
 
 
 def tell_sizes(module: Any) -> None:
-    """Have a module say the sizes that its weight has."""
+    """Update the size attributes of a module to match its weight."""
     sizes = sizes_of(module)
     names = (("in_features", "out_features"), ("nx", "nf"), ("num_embeddings", "embedding_dim"))
     for pair in names:
@@ -430,7 +434,7 @@ def _set(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def as_linear(module: Any) -> nn.Linear:
-    """Make an ``nn.Linear`` of a Conv1D of transformers, with its values; of a Linear it is itself."""
+    """Convert a transformers Conv1D to an ``nn.Linear`` with the same values. A Linear is returned as it is."""
     if isinstance(module, nn.Linear):
         return module
     weight = module.weight.detach()
@@ -442,7 +446,7 @@ def as_linear(module: Any) -> nn.Linear:
 
 
 def factored(module: Any, rank: int) -> FactoredLinear | FactoredEmbedding:
-    """Make two factors of new weights of a Linear, Conv1D or Embedding."""
+    """Return two newly initialized factors that replace a Linear, Conv1D or Embedding."""
     weight = module.weight.detach()
     num_in, num_out = sizes_of(module)
     second = _linear(rank, num_out, getattr(module, "bias", None) is not None, weight)
@@ -457,7 +461,7 @@ def _linear(num_in: int, num_out: int, has_bias: bool, like: Tensor) -> nn.Linea
 
 
 def use_parameters_of(source: nn.Module, module: nn.Module) -> None:
-    """Give a module the parameters of another one of the same structure, and its buffers that are saved."""
+    """Make a module use the parameters of ``source``, which has the same structure."""
     for name, parameter in list(source.named_parameters(remove_duplicate=False)):
         path, _, last = name.rpartition(".")
         setattr(module.get_submodule(path), last, parameter)
@@ -468,12 +472,12 @@ def _weight(module: Any) -> Tensor:
 
 
 def refresh_ties(model: Any) -> None:
-    """Have transformers look up again which weights of a model are tied."""
+    """Recompute which weights of a model transformers treats as tied."""
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
 def _tied_names(model: Any, keys: Mapping[str, str]) -> dict[str, str]:
-    """What is tied to what after the changes: parts of factors, and the layers that share their parameters."""
+    """Map each tied parameter to its source after the changes, including factors and layers that share parameters."""
     adjusted = {}
     for target, source in keys.items():
         pair = _tied_part(model, target), _tied_part(model, source)
@@ -492,7 +496,7 @@ def _tied_names(model: Any, keys: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tied_part(model: Any, name: str) -> str | None:
-    """The parameter that stands where one was: of factors the rows, or the bias."""
+    """Return the parameter that replaced another: the rows or the bias of factors."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     if isinstance(module, FactoredLinear):

@@ -1,11 +1,11 @@
-"""What the methods of torchao have in common: which layers, which configuration, and how transformers comes to know it.
+"""Shared code of the torchao methods: which layers they quantize, and how transformers saves the result.
 
-Weights are changed on the live model by torchao's ``quantize_``, and the configuration then says what
-``from_pretrained(quantization_config=...)`` would have said: so ``save_pretrained`` writes torchao's own safetensors,
-and plain ``from_pretrained`` reads them where torchao is installed.
+torchao's ``quantize_`` changes weights of the live model. The configuration then gets the entry that
+``from_pretrained(quantization_config=...)`` would have written. So ``save_pretrained`` writes torchao's safetensors,
+and plain ``from_pretrained`` reads them if torchao is installed.
 
-Does NOT cover models that are not of transformers: torchao has no recurrent layers, and those of
-``torch.ao.nn.quantized.dynamic`` are deprecated and pack their weights into objects that no safetensors file can hold.
+Does NOT cover models from outside transformers: torchao has no recurrent layers. Those in
+``torch.ao.nn.quantized.dynamic`` are deprecated, and pack weights into objects that safetensors cannot store.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from plimsoll.weights.parts import is_made_of_parts
 from plimsoll.weights.structure import as_linear, note, put, sizes_of
 
 SMALLEST_INT4_GROUP = 32
-"""Weights that share a scale, in the finest 4-bit form."""
+"""The smallest number of weights that can share a scale in 4-bit form."""
 
 Config = Any
-"""A configuration of torchao, which has no types."""
+"""A configuration of torchao, which is untyped."""
 
 
 def why_not(model: Any, method: str) -> str | None:
-    """Return why nothing of a model can be quantized, ``None`` if something can."""
+    """Return the reason why a model cannot be quantized at all, or ``None``."""
     if find_spec("torchao") is None:
         return f"{method} needs torchao, which is not installed: `pip install torch-plimsoll[quantize]`"
     if not hasattr(model, "base_model_prefix"):
         return (
-            f"{method} is for models of transformers, and this is a {type(model).__name__}: torchao quantizes no "
-            "recurrent layer, and what torch.ao has for them cannot be saved as safetensors; use a structural method"
+            f"{method} is for models of transformers, and this is a {type(model).__name__}: torchao cannot quantize "
+            "recurrent layers, and torch.ao's cannot be saved as safetensors; use a structural method"
         )
     return None
 
 
 def why_not_linear(model: Any, method: str) -> str | None:
-    """Return why no linear layer of a model can be quantized, ``None`` if some can."""
+    """Return the reason why no linear layer of a model can be quantized, or ``None``."""
     return why_not(model, method) or (None if plain_layers(model) else nothing_found(model, method))
 
 
 def linear_layers(model: Any) -> dict[str, Any]:
-    """Return the linear layers of the base model by name, in its order: ``nn.Linear`` and transformers' ``Conv1D``.
+    """Return the linear layers of the base model by name, in order: ``nn.Linear`` and transformers' ``Conv1D``.
 
-    The head stays as it is: the output over the vocabulary (as in transformers), and the classifier, which transformers
-    leaves out or not by the order of its parameters.
+    The head is excluded. transformers never quantizes the output layer over the vocabulary; whether it quantizes a
+    classifier depends on the order of its parameters.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -66,7 +66,7 @@ def linear_layers(model: Any) -> dict[str, Any]:
 
 
 def plain_layers(model: Any) -> dict[str, Any]:
-    """Return those whose weight is not quantized yet, and not shared with a module of another kind."""
+    """Return the linear layers whose weight is neither quantized nor shared with another kind of module."""
     layers = linear_layers(model)
     holders = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     among_layers = Counter(id(one.weight) for one in layers.values())
@@ -78,40 +78,40 @@ def plain_layers(model: Any) -> dict[str, Any]:
 
 
 def int4_layers(model: Any, group: int) -> list[str]:
-    """Return the names of the linear layers that the 4-bit kernel supports, with a scale for each ``group`` weights."""
+    """Return the names of the linear layers that the 4-bit kernel supports, with one scale per ``group`` weights."""
     sizes = {name: sizes_of(one) for name, one in plain_layers(model).items()}
     return [name for name, (width, rows) in sizes.items() if width % group == 0 and rows % INT4_ROWS == 0]
 
 
 def num_holders(model: Any, weight: Tensor) -> int:
-    """Return how many modules have a weight as their own."""
+    """Return the number of modules that hold a weight."""
     return sum(weight is one for module in model.modules() for one in module._parameters.values())
 
 
 def nothing_found(model: Any, method: str) -> str:
-    """Say that there is no layer for a method, and which were looked for."""
+    """Return the message that no layer suits a method, with the layers that were considered."""
     all_layers, kinds = linear_layers(model), sorted({type(module).__name__ for module in model.modules()})
     coded = sum(is_made_of_parts(one.weight) for one in all_layers.values())
     if coded:
         return f"{method}: {coded} of {len(all_layers)} linear layers are quantized already; give the dense model"
     base = type(model.base_model).__name__
     return (
-        f"{method} finds none of the layers it looked for: nn.Linear or Conv1D inside the {base} whose weight is its "
-        f"own ({len(all_layers)} there; modules are {', '.join(kinds)}); use another method"
+        f"{method} finds none of the layers it looked for: nn.Linear or Conv1D inside the {base} with a weight that "
+        f"no other kind of module has ({len(all_layers)} linear; module types: {', '.join(kinds)}); use another method"
     )
 
 
 def quantize_layers(model: Any, names: Sequence[str], config: Config) -> None:
-    """Quantize some linear layers in place, and have the configuration of the model say so."""
+    """Quantize some linear layers in place, and record it in the model's configuration."""
     replace_weights(model, names, config, lambda weight: quantized(weight, config))
 
 
 def replace_weights(model: Any, names: Sequence[str], config: Config, made: Callable[[Tensor], Tensor]) -> None:
-    """Do what `quantize_layers` does with another function of the weight, (out, in), than torchao's own."""
+    """Quantize layers like `quantize_layers`, but with the function ``made`` of the weight, (out, in)."""
     known: dict[int, nn.Parameter] = {}
     for name in names:
         layer = model.get_submodule(name)
-        before = layer.weight  # which several layers may share
+        before = layer.weight  # several layers may share it
         if not isinstance(layer, nn.Linear):
             layer = as_linear(layer)
             put(model, name, layer)
@@ -123,7 +123,7 @@ def replace_weights(model: Any, names: Sequence[str], config: Config, made: Call
 
 
 def quantized(weight: Tensor, config: Config) -> Tensor:
-    """Return a dense weight, (out, in), as torchao quantizes it."""
+    """Return a dense weight, (out, in), quantized by torchao."""
     from torchao.quantization import quantize_
 
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -133,16 +133,16 @@ def quantized(weight: Tensor, config: Config) -> Tensor:
 
 
 def int8_config() -> Config:
-    """Return what torchao is asked for; without the settings it would otherwise make for a compiler."""
+    """Return torchao's int8 configuration, without its global settings for a compiler."""
     from torchao.quantization import Int8WeightOnlyConfig
 
     return Int8WeightOnlyConfig(set_inductor_config=False)
 
 
 def say_quantized(model: Any, config: Config) -> None:
-    """Write into the configuration of a model how it is quantized, and give it what saves it so.
+    """Record in a model's configuration how it is quantized, and attach the quantizer that saves it.
 
-    ``config`` names one kind for all layers, though embeddings may be of another: each tensor in the file says its own.
+    ``config`` names one kind for all layers, although embeddings may have another: the file describes each tensor.
     """
     from transformers import TorchAoConfig
 
@@ -157,7 +157,7 @@ def say_quantized(model: Any, config: Config) -> None:
 
 
 def saved_by(config: Any) -> Any:
-    """Return the quantizer of transformers that ``save_pretrained`` asks, for its ``TorchAoConfig``."""
+    """Return the transformers quantizer that ``save_pretrained`` uses for a ``TorchAoConfig``."""
     return _quantizer_class()(config)
 
 
@@ -167,10 +167,10 @@ def _quantizer_class() -> type:
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
     class Quantizer(TorchAoHfQuantizer):
-        """Writes what torchao itself does not: weights that are packed for one processor."""
+        """A quantizer that also saves weights packed for one processor, which torchao cannot save."""
 
         def get_state_dict_and_metadata(self, model: Any) -> Any:
-            # Of a quantized weight that several layers share one is written; the others are tied to it again.
+            # A shared quantized weight is written once; loading ties the other layers to it again.
             others = getattr(model, "all_tied_weights_keys", {})
             state = {
                 name: one

@@ -1,4 +1,4 @@
-"""The command line called in this process, with what it printed."""
+"""Fixtures that run the command line in this process and return its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plimsoll.cli.main import main
 
 
 class Called(NamedTuple):
-    """How a command ended."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -26,7 +26,7 @@ class Called(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def _nothing_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command forks itself to read its baseline, which is this process here."""
+    """Replace the measurement of the baseline, which would fork the test process."""
     for module in ("baseline", "cached_answers"):
         monkeypatch.setattr(f"plimsoll.planning.{module}.baseline_for", lambda *_: nullcontext())
 
@@ -48,7 +48,10 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def refused(call: Callable[..., Called]) -> Callable[..., str]:
-    """Return ``refused(*arguments)``: the one line on standard error of a command that ends with 2, and only that."""
+    """Return ``refused(*arguments)``, which returns the error line of a command.
+
+    The command must exit with code 2, and print this line on standard error and nothing else.
+    """
 
     def run(*arguments: object) -> str:
         code, out, err = call(*arguments)
@@ -63,7 +66,7 @@ def refused(call: Callable[..., Called]) -> Callable[..., str]:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A job with an empty text, for commands whose work is done by something else."""
+    """Create a job with an empty text, for commands whose work is replaced by a fixture."""
     path = tmp_path / "job.yaml"
     (tmp_path / "text.txt").touch()
     path.write_text(yaml.safe_dump({"model": "lstm", "data": {"train": "text.txt"}, "batch_size": 16}))
@@ -72,9 +75,10 @@ def job(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def standing_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
-    """Return ``standing_in(module, function, answer or error)``: the list it returns has what the function is asked.
+    """Return ``standing_in(module, function, answer or error)``, which replaces a function.
 
-    What is known of the texts is left out.
+    The replacement returns the answer or raises the error. The returned list receives the arguments of each call,
+    except for facts about the texts.
     """
 
     def become(module_name: str, function_name: str, answer: Any) -> list[dict[str, Any]]:
@@ -98,7 +102,10 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str,
 
 @pytest.fixture
 def failed_as_json(call: Callable[..., Called]) -> Callable[..., dict[str, Any]]:
-    """Return ``failed_as_json(*arguments)``: what a command with ``--json`` says of its failure, in both places."""
+    """Return ``failed_as_json(*arguments)``, which runs a command with ``--json`` and returns its failure.
+
+    The JSON object must agree with standard error and the exit code.
+    """
 
     def run(*arguments: object) -> dict[str, Any]:
         code, out, err = call(*arguments, "--json")

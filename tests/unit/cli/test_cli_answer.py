@@ -1,4 +1,4 @@
-"""What `predict` and `plan` have in common, called as they call it."""
+"""The code that `predict` and `plan` share, called as they call it."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_a_budget_is_read_in_bytes():
     assert (limit_bytes_of(None), limit_bytes_of("2KiB")) == (None, 2048)
     with pytest.raises(BudgetError, match="--budget: cannot read 'much' as a size"):
         limit_bytes_of("much")
-    with pytest.raises(BudgetError, match="--budget: 2 is a number of bytes: write a unit, for example 2GiB"):
+    with pytest.raises(BudgetError, match="--budget: 2 means 2 bytes: write a unit, for example 2GiB"):
         limit_bytes_of("2")
     assert limit_bytes_of(str(1 << 30)) == 1 << 30
 
@@ -21,9 +21,9 @@ def test_a_budget_is_read_in_bytes():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a.pdf", "give -o a name in .html or .json"),
+        ("a.pdf", "its suffix is not .html or .json: give -o a name"),
         ("there.json", "exists already and is not overwritten: give another -o, or --force"),
-        ("none/a.json", "make it, or give another -o"),
+        ("none/a.json", "create it, or give another -o"),
     ],
 )
 def test_an_output_that_cannot_be_written_is_refused(tmp_path, name, message):

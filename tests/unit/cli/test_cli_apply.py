@@ -1,4 +1,4 @@
-"""`plimsoll apply`: what it asks for, how it answers and how it ends; the work itself is tested where it is done."""
+"""`plimsoll apply`: its options, output and exit codes. Tests of the modules cover the work itself."""
 
 import json
 
@@ -42,15 +42,15 @@ def test_a_failure_is_one_record_too(call, model, data, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--dtype", "int8"], "--dtype int8 is none that weights can have here"),
-        (["--quantize", "int3"], "--quantize int3 is none that there is: give int8 or int4"),
+        (["--dtype", "int8"], "--dtype int8 is not supported for weights"),
+        (["--quantize", "int3"], "--quantize int3 is not supported: give int8 or int4"),
         (["--budget", "much"], "--budget: cannot read"),
-        (["--temperature", "1"], "give --max-new-tokens too"),
+        (["--temperature", "1"], "--temperature 1.0 needs --max-new-tokens"),
         (["--max-new-tokens", "0"], "generates nothing"),
-        (["--max-new-tokens", "5", "--temperature", "0"], "is no temperature"),
-        (["--max-new-tokens", "5", "--top-p", "1.5"], "is no share"),
-        (["--cache", "offloaded"], "--cache offloaded is of new tokens"),
-        (["--max-new-tokens", "5", "--cache", "small"], "--cache small is none that there is"),
+        (["--max-new-tokens", "5", "--temperature", "0"], "is not a finite number above 0"),
+        (["--max-new-tokens", "5", "--top-p", "1.5"], "is not a probability"),
+        (["--cache", "offloaded"], "--cache offloaded needs --max-new-tokens"),
+        (["--max-new-tokens", "5", "--cache", "small"], "--cache small is not supported"),
         (["--task", "generate", "--max-new-tokens", "5", "--cache", "offloaded"], "--cache offloaded moves keys"),
         (["--adapter", "nowhere"], "nowhere"),
         (["--max-new-tokens", "5"], "give --task generate with --max-new-tokens"),
@@ -66,7 +66,7 @@ def test_what_cannot_be_meant_is_refused(call, model, data, tmp_path, options, s
 
 
 def test_the_first_row_of_a_csv_is_a_row_if_that_is_said(call, model, tmp_path):
-    (tmp_path / "x.csv").write_text("2,w1\n4,w3\n")  # the first row holds a 2, which could be a name
+    (tmp_path / "x.csv").write_text("2,w1\n4,w3\n")  # the first row contains a 2, which could be a column name
     options = ["--column", "2", "--no-header", "--keep", "1", "--out", tmp_path / "y.jsonl", "--quiet"]
     assert call("apply", model, "--data", tmp_path / "x.csv", *options).code == 0
     assert [row["1"] for row in read_rows(tmp_path / "y.jsonl")] == ["2", "4"]
@@ -74,7 +74,7 @@ def test_the_first_row_of_a_csv_is_a_row_if_that_is_said(call, model, tmp_path):
 
 def test_results_are_json_lines(call, model, data, tmp_path):
     done = call("apply", model, "--data", data, "--out", tmp_path / "y.csv")
-    assert (done.code, "give --out a name in .jsonl" in done.err) == (2, True)
+    assert (done.code, "give it a name that ends in .jsonl" in done.err) == (2, True)
 
 
 def test_options_come_to_the_work(call, monkeypatch, model, data, tmp_path):
@@ -88,7 +88,7 @@ def test_options_come_to_the_work(call, monkeypatch, model, data, tmp_path):
     options = ["--task", "generate", "--max-new-tokens", 5, "--temperature", 0.5, "--seed", 3, "--batch-size", 8]
     done = call("apply", model, "--data", data, "--out", tmp_path / "y.jsonl", *options, "--budget", "1GiB", "--force")
     assert done.code == 130
-    assert "give the same command again to go on" in done.err
+    assert "run the same command again to continue" in done.err
     ((arguments, named),) = asked
     assert arguments[:3] == (model, data, tmp_path / "y.jsonl")
     assert arguments[3].generation == Generation(5, 0.5, 1.0, 3)

@@ -1,4 +1,4 @@
-"""`plimsoll cache`: lists, and clears what is named or all that is quickly made again."""
+"""`plimsoll cache`: it lists the cache, and clears the named parts or all parts that are quick to compute again."""
 
 import json
 
@@ -9,7 +9,7 @@ from plimsoll.files import cached_answers
 
 @pytest.fixture
 def kept():
-    """A plan and a prediction."""
+    """Write a plan and a prediction to the cache."""
     cached_answers.write("plans", {"job": 1}, b"a plan")
     cached_answers.write("predictions", {"job": 1}, b"a prediction")
 

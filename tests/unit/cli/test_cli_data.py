@@ -1,4 +1,4 @@
-"""What `plimsoll data` takes: a job file or texts, and where it keeps what it makes."""
+"""The inputs of `plimsoll data`, a job file or texts, and the place of its results."""
 
 from pathlib import Path
 

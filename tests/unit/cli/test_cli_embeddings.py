@@ -1,4 +1,4 @@
-"""`plimsoll embeddings` as a user calls it: what it prints, writes, refuses, and leaves alone."""
+"""`plimsoll embeddings`: its output, the files it writes, its refusals, and the files that it leaves unchanged."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_the_output_is_of_the_format_of_its_name_and_is_not_overwritten(call, fo
     assert Path("rows.vec").read_text().startswith("3 2\nthe 0.1 0.2\n")
     again = call(*take, "rows.txt")
     assert (again.code, "rows.txt exists already and is not overwritten" in again.err) == (2, True)
-    array = call(*take, "rows.npy", "--missing", "zeros")  # whose words would be in rows.txt
+    array = call(*take, "rows.npy", "--missing", "zeros")  # its words would be written to rows.txt
     assert (array.code, "rows.txt exists already" in array.err) == (2, True)
     assert not Path("rows.npy").exists()
     assert call(*take, "rows.npy", "--missing", "zeros", "--force").code == 0
@@ -73,8 +73,9 @@ def test_words_are_counted_in_texts_and_in_a_column_of_them(call, folder):
         "embeddings", "subset", "glove.txt", "--corpus", "text.txt", "--min-count", "2", "--json", "--exact-case"
     )
     found = json.loads(done.out)
-    assert (found["num_rows"], found["num_words"], found["num_exact"]) == (4, 3, 2)  # padding; unknown, the, of
-    assert (found["num_tokens"], found["num_hit_tokens"]) == (8, 5)  # 3 the, 2 of; cat, dog and bird have no row
+    assert (found["num_rows"], found["num_words"], found["num_exact"]) == (4, 3, 2)  # rows: padding; unknown, the, of
+    # 3 times "the" and 2 times "of"; cat, dog and bird have no row
+    assert (found["num_tokens"], found["num_hit_tokens"]) == (8, 5)
     Path("table.csv").write_text("title,body\nthe,cat cat\nof,cat dog\n")
     done = call("embeddings", "subset", "glove.txt", "--corpus", "table.csv", "--set", "data.text=body", "--json")
     found = json.loads(done.out)
@@ -113,17 +114,20 @@ BAD = {
     "a folder": (("info", "."), ". is a folder: name the file with the vectors in it"),
     "no vectors": (("info", "words.txt"), "words.txt is not in a known format of word vectors (it begins with b'the"),
     "nothing in it": (("info", "empty.txt"), "empty.txt holds 0 bytes"),
-    "no words": (("subset", "glove.txt"), "0 options name the wanted words (none): give one of --vocabulary"),
+    "no words": (
+        ("subset", "glove.txt"),
+        "the words must come from one option, not 0 (none): give one of --vocabulary",
+    ),
     "words twice": (
         ("subset", "glove.txt", "--vocabulary", "words.txt", "--corpus", "words.txt"),
-        "2 options name the wanted words (--vocabulary, --corpus)",
+        "the words must come from one option, not 2 (--vocabulary, --corpus)",
     ),
     "no such words": (("subset", "glove.txt", "--vocabulary", "none"), "cannot read the vocabulary none (No such file"),
     "no hit": (
         ("subset", "glove.txt", "--vocabulary", "other.txt"),
         "none of the 2 words of other.txt (xyzzy, plugh, ...) is in glove.txt (the, cat, Dog, of, ...)",
     ),
-    "no format": (("convert", "glove.txt", "-o", "out.doc"), "the suffix of out.doc is not a known format"),
+    "no format": (("convert", "glove.txt", "-o", "out.doc"), "cannot write out.doc: its suffix is unknown"),
     "no folder": (("convert", "glove.txt", "-o", "none/out.txt"), "there is no folder none: make it"),
     "not for words of this text": (
         ("subset", "glove.txt", "--vocabulary", "words.txt", "--padding", "<pad>"),
@@ -135,7 +139,7 @@ BAD = {
     ),
     "of a corpus": (
         ("subset", "glove.txt", "--vocabulary", "words.txt", "--min-count", "2"),
-        "--min-count needs --corpus: leave it out, or give --corpus",
+        "--min-count needs --corpus: leave it out, or give --corpus too",
     ),
     "below a file": (("info", "glove.txt/inside.txt"), "glove.txt is not a zip archive, so it has no inside.txt"),
     "a pipe": (("info", "pipe"), "pipe is not a regular file, so it cannot be read twice: write it to a disk"),

@@ -1,4 +1,4 @@
-"""`plimsoll explain`, on directories of runs written by hand."""
+"""`plimsoll explain`, with directories of runs written by hand."""
 
 import gzip
 import json
@@ -156,8 +156,8 @@ def test_a_job_that_fits_ends_with_0(call, job_file):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("job.yaml", "--remedy", "2"), "--remedy 2 is of a job that is written: add --apply"),
-        (("job.yaml", "-o", "a.yaml"), "a.yaml is of a job that is written: add --apply"),
+        (("job.yaml", "--remedy", "2"), "--remedy 2 needs --apply, which writes a changed job: add --apply"),
+        (("job.yaml", "-o", "a.yaml"), "a.yaml needs --apply, which writes a changed job: add --apply"),
         (("job.yaml", "--apply", "-o", "there.yaml"), "there.yaml exists already and is not overwritten"),
         (("job.yaml", "--apply", "-o", "job.yaml", "--force"), "give another -o\n"),
         (("job.yaml", "--apply", "-o", "a.txt"), "give -o a name that ends in .yaml"),

@@ -1,4 +1,4 @@
-"""``plimsoll lint``: what it prints, and how it ends."""
+"""``plimsoll lint``: its output and exit codes."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_a_file_that_was_named_and_is_not_python_is_bad_input(bad, format):
     answer = lint(bad, torn, "--format", format)
     assert answer.exit_code == 2
     assert "torn.py: not checked: line 2" in answer.stdout + answer.stderr
-    assert lint(bad.parent).exit_code == 1  # in a folder it may be a template
+    assert lint(bad.parent).exit_code == 1  # a file in a folder may be a template
     bad.unlink()
     assert lint(bad.parent).exit_code == 0
 
@@ -70,7 +70,7 @@ def test_rules_are_left_out_or_chosen(bad):
     assert lint(bad, "--select", RULE).exit_code == 1
     answer = lint(bad, "--ignore", "nothing_such")
     assert answer.exit_code != 0
-    assert "no rule 'nothing_such' to ignore" in str(answer.exception)
+    assert "--ignore nothing_such: there is no such rule: give one of" in str(answer.exception)
 
 
 def test_a_path_that_is_not_there_is_bad_input(tmp_path):

@@ -1,5 +1,6 @@
-"""The command line as a whole: its commands, their flags, their help, and what becomes of an error."""
+"""The command line as a whole: its commands, flags and help, and the handling of errors."""
 
+import inspect
 import os
 import re
 import signal
@@ -25,7 +26,7 @@ COMMANDS = {
     ).items()
 }
 
-# Every flag there is. A field of a job is changed with --set and has no flag of its own: think twice before this grows.
+# All flags. --set changes every field of a job, so a field needs no flag: think twice before this list grows.
 FLAGS = {
     "plimsoll": {"--version"},
     "probe": {"--json"},
@@ -134,6 +135,36 @@ def test_every_help_has_examples_that_use_only_its_own_flags(name):
     assert f"plimsoll {name}" in CliRunner().invoke(app, [*name.split(), "--help"]).stdout
 
 
+VISIBLE = [name for name, command in COMMANDS.items() if not command.hidden]
+TEXTS = {name: command.help for name, command in {**PLIMSOLL.commands, **COMMANDS}.items() if not command.hidden}
+
+
+@pytest.mark.parametrize("name", VISIBLE)
+def test_no_line_of_a_help_text_and_no_example_wraps_at_80_columns(call, name):
+    shown = [line.strip() for line in call(*name.split(), "--help").out.splitlines()]
+    lines = [line.strip() for line in inspect.cleandoc(TEXTS[name]).splitlines() if line.strip("\b ")]
+    assert [line for line in lines if line not in shown] == []
+    examples = lines[lines.index("Examples:") + 1 :]
+    assert 1 <= len(examples) <= 5
+
+
+@pytest.mark.parametrize("group", ["", "cache", "data", "embeddings"])
+def test_a_list_of_commands_has_one_line_for_each(call, group):
+    inner = PLIMSOLL.commands[group] if group else PLIMSOLL
+    shown = [line.strip("│ ").split(maxsplit=1) for line in call(*group.split(), "--help").out.splitlines()]
+    for name, command in inner.commands.items():
+        if not command.hidden:
+            assert [name, inspect.cleandoc(command.help).split("\n\n")[0]] in shown
+
+
+@pytest.mark.parametrize("name", VISIBLE)
+def test_every_option_is_in_a_group(name):
+    command = COMMANDS[name]
+    options = [one for one in command.get_params(typer.Context(command)) if one.opts[0].startswith("-")]
+    assert [one.name for one in options if not one.rich_help_panel] == []
+    assert options[-1].name == "help"
+
+
 def test_every_flag_says_what_it_does():
     for name, command in COMMANDS.items():
         if not command.hidden:
@@ -141,7 +172,7 @@ def test_every_flag_says_what_it_does():
 
 
 def plimsoll(*arguments, **options):
-    """Run the command as a process of its own."""
+    """Run the command as a separate process."""
     return subprocess.run(
         [sys.executable, "-m", "plimsoll", *map(str, arguments)],
         env=environment(),
@@ -169,14 +200,14 @@ def test_what_the_command_line_does_not_know_is_bad_input(arguments):
 
 @pytest.fixture
 def waiting(tmp_path):
-    """A command that reads a file nobody writes."""
+    """Start a command that waits for a file which nobody writes."""
     (tmp_path / "plan.json").write_text("{}")
     os.mkfifo(tmp_path / "run.json")
     command = [sys.executable, "-m", "plimsoll", "report", str(tmp_path)]
     process = subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
     )
-    with open(tmp_path / "run.json", "w"):  # waits for the command to open it
+    with open(tmp_path / "run.json", "w"):  # blocks until the command opens the file
         time.sleep(0.1)
         yield process
     process.wait(timeout=LONGEST_SECONDS)
@@ -189,7 +220,7 @@ def test_ctrl_c_is_no_traceback(waiting):
     assert "Traceback" not in errors
 
 
-# As `plimsoll --help | true`: the reader is gone before anything is written.
+# Like `plimsoll --help | true`: the reader exits before anything is written.
 NO_READER = """
 import os, subprocess, sys
 reader, writer = os.pipe()

@@ -1,4 +1,4 @@
-"""Options that several commands have are one option."""
+"""Options that several commands share have one definition."""
 
 import tempfile
 
@@ -16,7 +16,24 @@ def test_every_command_that_shows_progress_can_be_quiet(name):
     given = PLIMSOLL.commands[name]
     for command in getattr(given, "commands", {name: given}).values():
         (quiet,) = [one for one in command.params if one.name == "quiet"]
-        assert (quiet.opts, quiet.help) == (["--quiet", "-q"], "No progress.")
+        assert (quiet.opts, quiet.help) == (["--quiet", "-q"], "Show no progress.")
+
+
+SHARED = {
+    *("--budget", "--calibration", "--dtype", "--json", "--max-new-tokens", "--no-header", "--pin"),
+    *("--precision", "--quiet", "--set", "--task", "--timings"),
+}
+
+
+def test_an_option_that_commands_share_has_one_help_text():
+    commands = [
+        command
+        for given in PLIMSOLL.commands.values()
+        for command in getattr(given, "commands", {"": given}).values()
+        if not command.hidden
+    ]
+    for name in SHARED:
+        assert len({one.help for command in commands for one in command.params if name in one.opts}) == 1, name
 
 
 @pytest.mark.parametrize("name", ["predict", "plan", "train", "apply", "shrink"])

@@ -1,4 +1,4 @@
-"""What a command says on standard output, with and without somebody to read it."""
+"""The standard output of a command, with and without a reader."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from plimsoll.cli.output import failure, format_warning, show, tell, told
 from plimsoll.errors import JobError, PlimsollWarning
 from processes import run_program
 
-# As `... | true`: the reader is gone before anything is written.
+# Like `... | true`: the reader exits before anything is written.
 NO_READER = """
 import os, subprocess, sys
 reader, writer = os.pipe()

@@ -1,6 +1,6 @@
-"""`plimsoll plan`: what it asks for, what it writes where, and how it ends.
+"""`plimsoll plan`: its options, the files it writes, and its exit codes.
 
-The plan itself is made by hand here: how it is found is tested where that is done.
+The plans are made by hand. Tests of planning cover the search for a plan.
 """
 
 import sys
@@ -22,7 +22,7 @@ from strategy_records import none_fits, strategies
 
 @pytest.fixture
 def planning(standing_in):
-    """Return ``planning(plan or error)``: what `plan_job` then does; its list has what it was asked."""
+    """Return ``planning(plan or error)``, which replaces `plan_job` and returns the list of its arguments."""
     return partial(standing_in, "plimsoll.planning.plan", "plan_job")
 
 
@@ -164,7 +164,7 @@ def test_what_contradicts_itself_is_refused_before_the_work(refused, job, planni
     ("options", "message"),
     [
         (["--set", "batchsize=3"], "batch_size"),
-        (["-o", "a.pdf"], "cannot tell from the name a.pdf what to write: give -o a name in .html or .json"),
+        (["-o", "a.pdf"], "cannot write a.pdf: its suffix is not .html or .json: give -o a name with one of them"),
         (["--calibration", "none.json"], "there is no 'calibration' record at none.json: check the path"),
     ],
 )
@@ -184,13 +184,13 @@ def test_json_says_what_went_wrong(failed_as_json, job, planning):
 
 def test_ctrl_c_is_said_in_a_line(failed_as_json, job, planning):
     planning(KeyboardInterrupt())
-    message = "the planning was stopped before there was an answer: give the same command to begin again"
+    message = "planning was stopped before it had a result: run the same command again"
     assert failed_as_json("plan", job) == {"error": "Interrupted", "message": message, "exit_code": 130}
 
 
 @pytest.fixture
 def placing(monkeypatch):
-    """Return ``placing(plan)``: what `plan_inference` then answers; its list has what it was asked."""
+    """Return ``placing(plan)``, which replaces `plan_inference` and returns the list of its arguments."""
 
     def become(plan):
         asked = []
@@ -210,7 +210,7 @@ def placing(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder that says it has a language model."""
+    """Create a model folder whose configuration names a language model."""
     path = tmp_path / "model"
     path.mkdir()
     (path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')

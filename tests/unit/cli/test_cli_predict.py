@@ -1,6 +1,6 @@
-"""`plimsoll predict`: what it asks for, what it writes where, and how it ends.
+"""`plimsoll predict`: its options, the files it writes, and its exit codes.
 
-The prediction itself is made by hand here: what a training needs is tested where it is predicted.
+The predictions are made by hand. Tests of planning cover the computation of a prediction.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from prediction_records import MIB, fitting, moment, on_cpu, too_large
 
 @pytest.fixture
 def predicting(standing_in):
-    """Return ``predicting(prediction or error)``: what `predict_job` then does; its list has what it was asked."""
+    """Return ``predicting(prediction or error)``, which replaces `predict_job` and returns its arguments."""
     return partial(standing_in, "plimsoll.planning.predict_job", "predict_job")
 
 
@@ -119,8 +119,8 @@ def test_nothing_is_overwritten_without_force(call, refused, job, predicting, tm
         (["--set", "batchsize=3"], "batch_size"),
         (["--micro-batch", 0], "--micro-batch 0 is not a part of the job's batch of 16: give 1 to 16"),
         (["--micro-batch", 17], "or change the batch with --set batch_size=17"),
-        (["-o", "a.pdf"], "cannot tell from the name a.pdf what to write: give -o a name in .html or .json"),
-        (["-o", "no-such-folder/a.html"], "there is no folder no-such-folder: make it, or give another -o"),
+        (["-o", "a.pdf"], "cannot write a.pdf: its suffix is not .html or .json: give -o a name with one of them"),
+        (["-o", "no-such-folder/a.html"], "the folder no-such-folder does not exist; create it, or give another -o"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_the_work(call, job, predicting, options, message):
@@ -148,7 +148,7 @@ def test_json_says_what_went_wrong(failed_as_json, job, predicting, tmp_path):
 
 def test_ctrl_c_is_said_in_a_line(failed_as_json, job, predicting):
     predicting(KeyboardInterrupt())
-    message = "the prediction was stopped before there was an answer: give the same command to begin again"
+    message = "predicting was stopped before it had a result: run the same command again"
     assert failed_as_json("predict", job) == {"error": "Interrupted", "message": message, "exit_code": 130}
 
 
@@ -160,4 +160,4 @@ def test_lengths_that_cannot_be_read_are_refused(call, job, predicting, tmp_path
     done = call("predict", job, "--lengths", tmp_path / "lengths.txt")
     assert done.code == 2
     assert "cannot read lengths from" in done.err
-    assert "give a file with one whole number a line" in " ".join(done.err.split())
+    assert "give a file with one whole number per line" in " ".join(done.err.split())

@@ -1,4 +1,4 @@
-"""`plimsoll report`, on the directory of a run written by hand."""
+"""`plimsoll report`, with the directory of a run written by hand."""
 
 import json
 import os
@@ -22,7 +22,7 @@ GIBIBYTE = 1 << 30
 
 @pytest.fixture
 def run(tmp_path):
-    """Two steps of 100 tokens, finished."""
+    """Create a finished run of two steps with 100 tokens each."""
     directory = RunDirectory.create(tmp_path / "ship", force=False)
     use = MemoryUse(used_bytes=GIBIBYTE // 2, peak_bytes=GIBIBYTE // 2, reserved_bytes=0)
     device = Device(
@@ -128,7 +128,7 @@ def test_a_reader_that_went_away_is_borne_in_silence(run, flags):
 def test_where_a_page_cannot_be_written_is_said(run, tmp_path):
     refused = invoke(run, "-o", tmp_path / "no-such-folder" / "ship.html")
     assert isinstance(refused.exception, OutputError)
-    assert "there is no folder" in str(refused.exception)
+    assert "does not exist" in str(refused.exception)
 
 
 @pytest.mark.parametrize("name", [".", "missing"])
@@ -170,7 +170,7 @@ def test_only_runs_are_compared(run, tmp_path):
     too_large().save(tmp_path / "prediction.json")
     done = invoke(run, tmp_path / "prediction.json")
     assert isinstance(done.exception, RecordError)
-    assert "prediction.json holds a record of kind 'prediction', and only two runs are compared: give" in str(
+    assert "prediction.json holds a record of kind 'prediction', but only runs can be compared: give" in str(
         done.exception
     )
     assert "no-such" in str(invoke(run, tmp_path / "no-such").exception)

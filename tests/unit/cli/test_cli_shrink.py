@@ -1,4 +1,4 @@
-"""`plimsoll shrink`: what it asks for and refuses; the work itself is tested where it is done."""
+"""`plimsoll shrink`: its options and refusals. Tests of the modules cover the work itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plimsoll train`: what it refuses before anything starts, and one small run from beginning to end."""
+"""`plimsoll train`: its refusals before anything starts, and one complete small run."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def job(tmp_path):
 
 
 def refused(*arguments):
-    """Give arguments that nothing is to be started for, and return the error."""
+    """Run the command with arguments that it refuses, and return the error."""
     done = CliRunner().invoke(app, ["train", *map(str, arguments)])
     assert done.stdout == ""
     return done.exception
@@ -44,7 +44,7 @@ def test_a_job_file_is_needed(tmp_path):
     error = refused("--out", tmp_path / "a")
     assert isinstance(error, InputError)
     assert "no job file was given" in str(error)
-    assert "add --resume to go on with it" in str(error)
+    assert "add --resume to continue it" in str(error)
 
 
 def test_a_job_file_that_is_not_there_is_said(tmp_path):
@@ -63,14 +63,14 @@ def test_a_job_file_that_is_not_there_is_said(tmp_path):
             ["--pin", "micro batch"],
             "cannot read 'micro batch' as a choice: write a technique, as in activation_offload",
         ),
-        (["--pin", "micro_batch=4", "--pin", "micro_batch=2"], "are both pinned"),
+        (["--pin", "micro_batch=4", "--pin", "micro_batch=2"], "cannot both be pinned"),
         (["--pin", "micro_batch=4", "--forbid", "micro_batch"], "leave one of the two out"),
-        (["--no-plan", "--pin", "micro_batch=4"], "--no-plan leaves nothing to plan: leave it out, or --pin micro_b"),
+        (["--no-plan", "--pin", "micro_batch=4"], "--no-plan cannot be combined with --pin micro_batch=4: leave one"),
         (
             ["--no-plan", "--no-trial"],
-            "nothing is tried with --no-plan, so there is no trial to leave out: leave out --no",
+            "--no-trial has no effect with --no-plan, which never runs a trial: leave out --no",
         ),
-        (["--plan", "none.json", "--forbid", "offload"], "--plan none.json leaves nothing to plan"),
+        (["--plan", "none.json", "--forbid", "offload"], "--plan none.json cannot be combined with --forbid offload"),
         (["--plan", "none.json"], "there is no 'plan' record at none.json: check the path"),
     ],
 )
@@ -83,7 +83,7 @@ def test_what_cannot_be_used_is_refused_and_nothing_is_made(job, tmp_path, argum
 
 def test_a_run_that_is_there_is_not_overwritten(job, tmp_path):
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "metrics.jsonl").write_text("mine")  # not every file of that name is Plimsoll's
+    (tmp_path / "a" / "metrics.jsonl").write_text("mine")  # another program may have written a file of this name
     error = refused(job, "--out", tmp_path / "a", "--force")
     assert isinstance(error, OutputError)
     assert "is not empty and not a run, so nothing is written there or removed" in str(error)
@@ -96,11 +96,11 @@ def test_a_run_that_is_there_is_not_overwritten(job, tmp_path):
         (["job.yaml"], "leave it out, or drop --resume"),
         (["--force", "--cache", "c"], "leave out --force and --cache, or drop --resume"),
         (["--cache", "c"], "leave out --cache, or drop --resume"),
-        (["--no-plan"], "goes on with the plan of the run: leave out --no-plan, or drop --resume"),
-        (["--no-trial"], "nothing is tried with --resume, so there is no trial to leave out: leave out --no-trial"),
+        (["--no-plan"], "continues with the plan of the run: leave out --no-plan, or drop --resume"),
+        (["--no-trial"], "--no-trial has no effect with --resume, which never runs a trial: leave out --no-trial"),
         (["--plan", "p.json"], "leave out --plan p.json, or drop --resume"),
         (["--pin", "offload", "--forbid", "lora"], "leave out --pin offload, --forbid lora, or drop --resume"),
-        ([], "is not a run directory, so --resume has nothing to go on with: write `plimsoll train --resume --out DIR"),
+        ([], "is not a run directory, so there is nothing to resume: write `plimsoll train --resume --out DIR"),
     ],
 )
 def test_going_on_takes_only_what_makes_sense(tmp_path, arguments, message):
@@ -116,7 +116,7 @@ def test_a_rank_that_is_alone_tries_its_plan_unless_it_is_told_not_to(job, tmp_p
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("plimsoll.training.ranks.prepared_by_first", lambda *_: (0, 0))
     monkeypatch.setattr("plimsoll.training.session.Session.run", lambda session: asked.append(session.trial))
-    refused(job, "--out", tmp_path / "a", *options)  # in the end, since there is no run to show
+    refused(job, "--out", tmp_path / "a", *options)  # refused at the end, because there is no run to show
     assert asked == [not options]
 
 
@@ -129,7 +129,7 @@ def test_going_on_without_a_run_names_the_newest_beside_it(tmp_path, monkeypatch
         if seconds < 3:
             (metrics.parent / "checkpoints" / "step-00000001").mkdir(parents=True)
         os.utime(metrics, (seconds, seconds))
-    told = "runs/latest is not a run directory, so --resume has nothing to go on with: write `plimsoll train --resume "
+    told = "runs/latest is not a run directory, so there is nothing to resume: write `plimsoll train --resume "
     assert str(refused("--resume")) == told + "--out runs/a` for the newest of 2 with a checkpoint in runs"
 
 
@@ -145,7 +145,7 @@ def train_json(*arguments):
 
 
 def failure_of(done):
-    """The one JSON object of a command that failed, which must say what standard error says."""
+    """Return the JSON object of a failed command, which must contain the message on standard error."""
     (line,) = done.stdout.splitlines()
     fields = json.loads(line)
     assert fields.keys() == {"error", "message", "exit_code"}
@@ -173,7 +173,7 @@ def test_json_of_a_run_that_failed_in_training_is_its_record_and_of_one_that_was
     record = RunRecord.from_json(line)
     assert (record.name, record.status) == ("a", "failed")
     assert done.stderr == f"error: {record.message}\n"
-    assert failure_of(train_json(job, "--out", out))["error"] == "OutputError"  # the record is not of this command
+    assert failure_of(train_json(job, "--out", out))["error"] == "OutputError"  # the record belongs to another command
     refused = failure_of(train_json("--resume", "--out", out, "--set", "seed=2"))
     assert (refused["error"], "seed was 1, is 2" in refused["message"]) == ("CheckpointError", True)
 
@@ -193,7 +193,7 @@ def test_a_small_run_ends_with_one_record_on_standard_output(job, tmp_path):
     assert 0 < record.peak_bytes < 1 << 30
     kept = (out / "job.yaml").read_bytes()
     fewer = failure_of(train_json("--resume", "--out", out, "--set", "steps=1"))
-    assert fewer["message"] == "steps is 1, but 2 are done: give as many or more, or choose with --from-step"
+    assert fewer["message"] == "steps is 1, but 2 steps are done: give at least that many, or choose with --from-step"
     other = failure_of(train_json("--resume", "--out", out, "--set", f"data.train={job}"))
     assert "cannot be made again: the texts" in other["message"]
     with RunDirectory(out).claimed():

@@ -1,4 +1,4 @@
-"""The processes that a run starts, called here as the supervisor calls them."""
+"""The processes that a run starts, called in this process as the supervisor calls them."""
 
 import random
 import subprocess
@@ -20,7 +20,7 @@ from processes import environment
 
 @pytest.fixture
 def directory(tmp_path):
-    """A run of four steps, as `plimsoll train` leaves it to the workers."""
+    """Create a run of four steps, as `plimsoll train` leaves it to the workers."""
     (tmp_path / "text.txt").write_text("\n".join(f"line {i} of the text" for i in range(300)))
     fields = {
         "model": {"architecture": "gru", "embedding_size": 8, "hidden_size": 8},
@@ -70,7 +70,7 @@ def test_a_tokenizer_for_which_a_budget_has_no_room_beside_torch_is_trained_befo
     prepare = [sys.executable, "-m", "plimsoll", "prepare-worker", directory.path, tmp_path / "cache"]
     done = subprocess.run(list(map(str, prepare)), capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("tokenizer") == 2  # it was begun beside torch
+    assert done.stderr.count("tokenizer") == 2  # the first attempt ran while torch was loaded
     assert Prepared.load(directory.prepared).vocab_size == 300
 
 

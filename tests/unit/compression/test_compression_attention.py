@@ -1,4 +1,4 @@
-"""What makes queries, keys and values in each architecture, and which rows are whose."""
+"""The query, key and value layers of each architecture, and the rows of each head."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ def test_each_block_has_one(name: str):
     ("role", "rows"), [("query", [2, 3]), ("reader", [2, 3]), ("key", [1]), ("value", [1]), ("joined", [2, 3, 5, 7])]
 )
 def test_the_rows_of_a_group(role: str, rows: list[int]):
-    """Four query heads of one feature, two to a group; joined they are q0 q1 q2 q3 k0 k1 v0 v1."""
+    """A group has the rows of its heads.
+
+    Four query heads of one feature form two groups, and the joined rows are q0 q1 q2 q3 k0 k1 v0 v1.
+    """
     assert ODD.rows(role, torch.tensor([1])).tolist() == rows
 
 
 def test_the_rows_of_heads_that_lie_together():
-    """q0 k0 v0 q1 k1 v1, of two features each."""
+    """The rows of interleaved heads are found.
+
+    The order is q0 k0 v0 q1 k1 v1, with two features each.
+    """
     neox = Attention("a", {"by head": "a.query_key_value"}, "a.dense", num_groups=2, heads_per_group=1, head_width=2)
     assert neox.rows("by head", torch.tensor([1])).tolist() == [6, 7, 8, 9, 10, 11]
     assert neox.value_rows()[1].tolist() == [4, 5, 10, 11]

@@ -1,4 +1,4 @@
-"""What methods are given."""
+"""The inputs of compression methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Smaller models made for real, of small ones: what is said of them is what is in the folder."""
+"""Creation of smaller models from small real models: the reported facts agree with the folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAYERS, INT8, EMBEDDINGS, VOCABULARY = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A language model of two layers whose corpus has half of its words."""
+    """Create a BERT classifier and its labelled texts."""
     root = tmp_path_factory.mktemp("shrinking")
     model_folder(root / "model", "BertForSequenceClassification", num_labels=2, hidden_size=64, intermediate_size=128)
     texts = some_texts(40, 10)
@@ -88,7 +88,7 @@ def test_what_is_evaluated_is_what_is_written(place, workshop, tmp_path):
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
-    """A model of embeddings whose weights are stored in bfloat16, beside its texts."""
+    """Create an embedding model with weights in bfloat16, next to its texts."""
     folder = model_folder(tmp_path_factory.mktemp("half") / "model", "BertModel", hidden_size=64, intermediate_size=128)
     load_model(folder, dtype=torch.bfloat16).model.save_pretrained(folder)
     (folder.parent / "x.txt").write_text("w1 w2\nw3\n")
@@ -163,7 +163,7 @@ def test_a_choice_that_cannot_be_is_refused_and_has_no_size(place, workshop, tmp
 
 @pytest.mark.parametrize("kind", ["BertModel", "lstm"])
 def test_a_chain_is_refused_from_the_configuration_alone(kind, tmp_path):
-    """Before data are prepared: neither texts nor the numbers of the weights are read."""
+    """A chain is refused by the configuration alone, before texts or weights are read."""
     folder = tmp_path / "model"
     if kind == "lstm":
         folder.mkdir()
@@ -191,7 +191,7 @@ def test_weights_are_counted_once_where_they_are_shared_and_as_they_are_stored(s
         folder = tmp_path / "shared"
     sized = Workshop(folder, TextEvidence(folder, tmp_path / "x.txt"))
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert 0 <= files - sized.weight_bytes(()) < 8192  # the header
+    assert 0 <= files - sized.weight_bytes(()) < 8192  # the header of the file
 
 
 def test_every_method_offers_something_or_says_why_not(workshop):
@@ -221,7 +221,7 @@ def test_a_method_whose_models_cannot_be_judged_offers_nothing(half, workshop):
 
 
 def test_what_applying_takes_is_measured_and_predicted(place, workshop, monkeypatch):
-    heaps = []  # which would be those of this process from here on
+    heaps = []  # recorded, because the real function would change the heap of this process
     monkeypatch.setattr("plimsoll.compression.candidates.set_up_heap", heaps.append)
     cost = measured(place / "model", workshop.evidence, None, place / "model")
     assert cost.peak_bytes >= cost.baseline_bytes > 0
@@ -234,7 +234,10 @@ def test_what_applying_takes_is_measured_and_predicted(place, workshop, monkeypa
 
 
 def test_a_model_is_timed_in_turn_with_the_original_in_eight_passes(place, workshop, monkeypatch, tmp_path):
-    """Where a model takes a second for each of its weights."""
+    """A model is timed in turn with the original, in eight passes each.
+
+    The fake clock counts one second for each weight.
+    """
     asked = []
 
     def row_seconds(compute, model, batch):
@@ -253,17 +256,20 @@ def test_a_model_is_timed_in_turn_with_the_original_in_eight_passes(place, works
 
     with register_module_forward_hook(count):
         cost = measured(tmp_path / "small", workshop.evidence, None, place / "model")
-    assert passes.count("BertForSequenceClassification") == 8 + 2 * 8  # for the peak, then of both
+    assert passes.count("BertForSequenceClassification") == 8 + 2 * 8  # for the peak, then for the times of both models
     small, whole = (
         sum(weight.numel() for weight in load_model(folder).model.parameters())
         for folder in (tmp_path / "small", place / "model")
     )
     assert (cost.row_seconds, cost.speed) == (small, whole / small)
-    assert asked == [1] * 16  # of the ten texts
+    assert asked == [1] * 16  # one of the ten texts each time
 
 
 def test_what_a_process_measures_is_read_with_what_is_predicted_of_it(half, tmp_path, monkeypatch):
-    """The process is this one here."""
+    """The measurements of a process are read together with their prediction.
+
+    The process is simulated in this one.
+    """
 
     def run(command, input, *, capture_output, text, check, **_):
         assert (command[-1], capture_output, text, check) == ("measure-worker", True, True, False)
@@ -304,10 +310,11 @@ def test_a_row_takes_its_part_of_the_faster_pass(monkeypatch):
 
 
 def test_a_training_is_predicted_of_what_can_be_trained(place, workshop, tmp_path):
-    workshop._training_baseline = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)  # asked of a process else
+    # replaces a measurement in another process
+    workshop._training_baseline = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)
     alone, with_teacher = (workshop.predicted_training(original(place), one) for one in (None, str(place / "model")))
-    assert workshop.weight_bytes(()) < alone.likely_bytes < 64 << 20  # far less than a process has
-    assert with_teacher.likely_bytes != alone.likely_bytes  # by little: a teacher is mapped, and gone where the peak is
+    assert workshop.weight_bytes(()) < alone.likely_bytes < 64 << 20  # far less than a real process has
+    assert with_teacher.likely_bytes != alone.likely_bytes  # nearly equal: the teacher is freed before the peak
     texts = Workshop(place / "model", TextEvidence(place / "model", tmp_path / "x.txt"))
     assert texts.predicted_training(original(place), None) is None
 
@@ -320,4 +327,4 @@ def test_answers_are_plain_values(place):
     assert answers["weight_bytes"](chain=[LAYERS.model_dump()]) > 0
     texts = answers_of(ShrinkRequest(folder=str(place / "model"), cache="", data=str(place / "x.jsonl")))
     asked = {"source": {"folder": str(place / "model")}, "teacher": None}
-    assert texts["predicted_training"](**asked) is None  # embeddings are not trained
+    assert texts["predicted_training"](**asked) is None  # embedding models are not trained

@@ -1,4 +1,4 @@
-"""Chains that promise most, by what each choice did alone: worked by hand."""
+"""The most promising chains, estimated from the effect of each choice alone, by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_chain_multiplies_shares_and_adds_losses():
 
 def test_all_that_fit_are_listed_the_least_loss_first_and_none_that_needs_less():
     found = [one.chain for one in guesses(SINGLES, 0.25)]
-    # layers and int8 are 0.15, with heads they are no smaller than need be; int4 alone is 0.2
+    # Layers with int8 have a share of 0.15, so adding heads is unnecessary. int4 alone has 0.2.
     assert found == [(HEADS, INT8), (LAYERS, INT8), (INT4,)]
 
 

@@ -1,4 +1,4 @@
-"""A model becomes what another configuration describes, or it is said why it cannot."""
+"""A model cut to another configuration, or an error that gives the reason against it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models are judged by: the samples, the counts and the quality are those that a training would see."""
+"""The evaluation data for models: samples, counts and quality are the same as in a training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = ["red", "blue", "green", "warm", "cold", "far"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Sixty labelled texts, a job for them and a model with the weights it begins with."""
+    """Write sixty labelled texts to a folder."""
     root = tmp_path_factory.mktemp("evidence")
     lines = [{"text": " ".join(WORDS[(i * j) % 6] for j in range(3 + i % 4)), "label": "ab"[i % 2]} for i in range(60)]
     (root / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -50,7 +50,7 @@ def saved(place, job):
 
 
 def judged(place, job):
-    """What judges models of a job, what it finds, and all validation samples with what one plain pass says of them."""
+    """Return the evidence of a job, its quality result, and all validation samples with the output of a plain pass."""
     prepared, model = saved(place, job)
     evidence = JobEvidence(job.model_copy(update={"model": str(place / "model")}), place / "cache")
     found = evidence.quality(evidence.load(place / "model", None), None)
@@ -77,7 +77,7 @@ def test_a_pass_has_as_many_samples_as_have_a_thousand_tokens_and_at_least_one(p
 
 
 def test_a_language_model_is_judged_by_its_loss_alone(place):
-    """Of windows of eight tokens, as long as there are."""
+    """A language model is judged by its loss alone, over windows of eight tokens."""
     data = {"train": str(place / "x.jsonl"), "validation": 0.25, "text": "text"}
     job = job_of(place, task="language-modeling", data=data)
     evidence, found, batch, output = judged(place, job)
@@ -127,7 +127,10 @@ def test_a_part_of_the_samples_is_drawn_evenly(place):
 
 @pytest.mark.parametrize("most_samples", [None, 4])
 def test_of_texts_in_windows_whole_ones_are_judged(place, most_samples):
-    """Three tokens a window: a text has up to three, and is judged by all of them."""
+    """Texts in windows are judged as whole texts.
+
+    Windows have three tokens, so a text has up to three windows, and all of them are used.
+    """
     job = job_of(place, sequence_length=3)
     job = job.model_copy(update={"data": job.data.model_copy(update={"long_texts": "window"})})
     prepared, model = saved(place, job)
@@ -242,7 +245,7 @@ def test_of_texts_the_first_are_judged_and_all_are_the_corpus(tmp_path):
     evidence = TextEvidence(folder, write_rows(tmp_path / "x.jsonl", ["w1", "w2 w3", "w4 w4 w4"]), most_samples=2)
     assert evidence.quality(evidence.load(folder, None), None).num_samples == 2
     (batch,) = evidence.batches(None)
-    assert batch["input_ids"].tolist() == [[2, 5, 3, 0], [2, 6, 7, 3]]  # w1 is token 5
+    assert batch["input_ids"].tolist() == [[2, 5, 3, 0], [2, 6, 7, 3]]  # token 5 stands for w1
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     counts = evidence.calibration(None).token_counts
     assert counts[:9].tolist() == [0, 0, 3, 3, 0, 1, 1, 1, 3]

@@ -1,4 +1,4 @@
-"""The folder that a smaller model is made in: whose it is, and what is left of it."""
+"""The output folder of a smaller model: its owner, and the files that are removed."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_place_beside_what_is_read_is_no_overlap(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "model")
     refuse_overlap(tmp_path / "out", [tmp_path / "model", tmp_path / "out.txt"])
-    refuse_overlap(tmp_path / "model" / "out", [tmp_path / "model"])  # of what is read nothing is removed there
+    refuse_overlap(tmp_path / "model" / "out", [tmp_path / "model"])  # nothing that is read is removed there
     for out in (tmp_path / "model", tmp_path / "link", tmp_path):
         with pytest.raises(OutputError, match="lies in --out"):
             refuse_overlap(out, [tmp_path / "elsewhere", tmp_path / "model"])

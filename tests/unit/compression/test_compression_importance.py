@@ -1,4 +1,4 @@
-"""How much rows matter: numbers worked out by hand."""
+"""Importance scores of rows, with numbers by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plimsoll.errors import WeightsError
 
 
 class Sums(nn.Module):
-    """Its loss is the sum of what one layer gives."""
+    """A model whose loss is the sum of a layer's outputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where a model has its blocks."""
+"""The location of a model's blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of making a model smaller that contradict each other are refused before anything is loaded."""
+"""Contradictory options of compression, refused before anything is loaded."""
 
 import pytest
 

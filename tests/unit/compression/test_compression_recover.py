@@ -1,4 +1,4 @@
-"""The training of a smaller model: the job it is given, and what is read of its run."""
+"""The training of a smaller model: its job, and the results that are read from its run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JOB = Job.from_fields({
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What was asked of a command that refuses everything."""
+    """Replace the training command by a function that always fails, and return a list of its arguments."""
     commands = []
 
     def run(command, **_):
@@ -74,7 +74,7 @@ def test_what_was_begun_goes_on(asked, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "prepared.json").touch()
     refused(tmp_path)
-    assert "--force" in asked.pop()  # killed before it had a checkpoint: there is nothing to go on with
+    assert "--force" in asked.pop()  # the run was killed before its first checkpoint, so it cannot resume
     (tmp_path / "run" / "checkpoints" / "step-000025").mkdir(parents=True)
     refused(tmp_path)
     assert asked == [["--resume", "--out", str(tmp_path / "run"), "--json"]]

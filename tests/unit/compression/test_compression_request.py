@@ -1,4 +1,4 @@
-"""What is made smaller, and what it is judged by, of what a user gives."""
+"""The inputs of a compression that follow from a user's arguments: the model and its evaluation data."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_classifier_with_a_file_gets_a_job_of_its_own(tmp_path):
     model = folder(tmp_path / "model", architectures=["BertForSequenceClassification"], max_position_embeddings=64)
     found = find_source(model, tmp_path / "x.csv", ("body",), "stars", False, ("batch_size=8",))
     job = found.job
-    assert not found.is_to_train  # nobody asked for a training
+    assert not found.is_to_train  # no option requests a training
     assert (job.task, job.sequence_length, job.batch_size) == ("classification", 64, 8)
     assert (job.data.text, job.data.label, job.data.header, job.data.validation) == (("body",), "stars", False, 0.2)
     assert (job.optimizer.name, job.optimizer.lr) == ("adamw", 5e-5)
@@ -183,7 +183,7 @@ def test_a_job_without_weights_or_without_data_to_judge_by_is_refused(tmp_path):
     with pytest.raises(JobError, match="is not a folder with weights.*train it first"):
         find_source(job)
     with pytest.raises(JobError, match="is not a folder with weights.*train it first"):
-        find_source(write_job(tmp_path / "job.yaml"))  # a folder that is not there
+        find_source(write_job(tmp_path / "job.yaml"))  # the folder does not exist
     folder(tmp_path / "model")
     job = write_job(tmp_path / "job.yaml", data={"train": "train.jsonl", "label": "stars"})
     with pytest.raises(DataError, match="data.validation is None.*data.validation=0.1"):
@@ -191,7 +191,10 @@ def test_a_job_without_weights_or_without_data_to_judge_by_is_refused(tmp_path):
 
 
 def test_a_model_of_ones_own_that_was_trained_is_not_asked_to_be_finished(tmp_path):
-    """Its run has weights and no configuration: finishing it again would change nothing."""
+    """A trained model defined by user code is refused without advice to finish its run.
+
+    Its run has weights but no configuration, so finishing the run again would not help.
+    """
     run = RunDirectory.create(tmp_path / "run", force=False)
     job = {"model": "mine:build", "data": {"train": "x.txt", "validation": 0.5}}
     run.write_job(Job.from_fields(job))

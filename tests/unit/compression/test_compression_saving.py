@@ -1,4 +1,4 @@
-"""A model that was made smaller, saved, loaded by every way there is, and trained."""
+"""A smaller model, saved, loaded by every method, and trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDS_BT = torch.arange(14).reshape(2, 7)
 
 
 def restructured(model):
-    """A model whose last layer has the parameters of the one before, and whose embedding is two factors."""
+    """Share the parameters of the last two layers of a model, and factor its embedding."""
     is_bert = model.config.model_type == "bert"
     layers, rows = ("bert.encoder.layer", "bert.embeddings.word_embeddings") if is_bert else ("h", "wte")
     layers, rows = (layers, rows) if is_bert else (f"transformer.{layers}", f"transformer.{rows}")
@@ -37,7 +37,7 @@ def restructured(model):
 
 @pytest.fixture(params=["GPT2LMHeadModel", "BertForSequenceClassification"])
 def folder(request, tmp_path):
-    """A saved one of three layers."""
+    """Save a restructured model of three layers."""
     origin = model_folder(tmp_path / "origin", request.param, num_hidden_layers=3)
     model = restructured(load_model(origin).model)
     save_bundle(Bundle(model, tokenizer()), tmp_path / "small", origin)

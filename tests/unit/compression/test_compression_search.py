@@ -1,7 +1,7 @@
-"""The search: what is made, in what order, what is chosen, what is kept; the models are numbers here, see below.
+"""The search: the models it makes, their order, the choice, and the files that are kept.
 
-`MadeUp` answers as the process does that makes models: each method leaves a share of the bytes and adds to the loss.
-Real models are made in tests/end_to_end/test_shrink.py.
+`MadeUp` replaces the process that makes models. Each method leaves a share of the bytes and adds to the loss.
+tests/end_to_end/test_shrink.py makes real models.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_a_chain_is_made_where_its_files_are_no_larger_than_the_target(
 
 def test_where_no_guess_is_small_enough_all_methods_together_are_made(source, tmp_path, monkeypatch):
     def weight_bytes(self, chain, before=MadeUp.weight_bytes):
-        found = before(self, chain)  # three methods remove more than each of them alone promises
+        found = before(self, chain)  # three methods together remove more than the product of their shares
         return found // 2 if found is not None and len(chain) == 3 else found
 
     monkeypatch.setattr(MadeUp, "weight_bytes", weight_bytes)
@@ -188,7 +188,7 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(source, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "goes_on"),
     [
-        ({}, {"budget_bytes": 9, "distills": False}, True),  # of a training, which there is none of
+        ({}, {"budget_bytes": 9, "distills": False}, True),  # these concern the training, and there is no training
         ({"recover_steps": 9}, {"recover_steps": 8}, False),
         ({"recover_steps": 9}, {"recover_steps": 9, "distills": False}, False),
         ({"recover_steps": 9}, {"recover_steps": 9, "budget_bytes": 9}, False),
@@ -257,7 +257,7 @@ def test_all_models_stay_where_that_is_asked_for(source, tmp_path):
 
 @pytest.fixture
 def trained(source, monkeypatch):
-    """A source with a job, whose data and trainings are made up too; returns it and what the training comes to."""
+    """Return a source with a job whose trainings are simulated, and the values that each training gains."""
     gains = {"loss": 0.0}
 
     def train(job, begun, place, cache, num_steps, budget_bytes, teacher):
@@ -277,11 +277,11 @@ def test_a_training_that_helps_is_what_is_written(trained, tmp_path):
     gains["loss"] = 0.2
     options = ShrinkOptions(methods=(Choice(technique="layers"), Choice(technique="int8")), recover_steps=9)
     original, small = shrink(source, tmp_path / "out", options).models
-    # The original is trained as long, from the labels alone, so that like is compared with like.
+    # The original is trained for as many steps, from the labels alone, for a fair comparison.
     assert MadeUp.trainings == [(9, None), (9, source.folder)]
     assert (original.training.peak_bytes, original.recovery_steps) == (5 * BYTES, 9)
     assert original.recovered.loss == pytest.approx(0.2)
-    assert source.folder in MadeUp.teachers  # what is predicted is the training that was done
+    assert source.folder in MadeUp.teachers  # the prediction is of the training that was done
     assert small.quality.loss == pytest.approx(0.41)
     assert small.recovered.loss == pytest.approx(0.21)
     assert (small.recovery_steps, small.training.peak_bytes) == (9, 5 * BYTES)
@@ -297,7 +297,7 @@ def test_a_target_behind_a_survey_makes_nothing_of_it_again(trained, tmp_path):
     found = {one.name: one.model_copy(update={"rejected": ""}) for one in record.models}
     assert all(found[one.name] == one for one in surveyed.models)
     assert found["layers"].recovered is not None
-    assert MadeUp.made == ["heads > int8", "heads", "int8"]  # one chain, and what is trained of it
+    assert MadeUp.made == ["heads > int8", "heads", "int8"]  # one chain, and the models that are trained from it
     assert record.models[record.best].name == "heads > int8"
 
 
@@ -348,7 +348,7 @@ def test_what_the_original_took_is_read_of_its_run(trained, tmp_path, distill):
     trained_record(9.0, 2.5, 3.0, peak_bytes=7 * BYTES, job={"distill": distill}).save(tmp_path / "run.json")
     source = replace(trained[0], trained=tmp_path / "run.json")
     original = shrink(source, tmp_path / "out", ShrinkOptions(recover_steps=9)).models[0]
-    assert [steps for steps, _ in MadeUp.trainings] == [9, 9, 9]  # of the original, of layers and of heads
+    assert [steps for steps, _ in MadeUp.trainings] == [9, 9, 9]  # for the original, layers and heads
     assert (original.training.peak_bytes, original.training.step_seconds) == (7 * BYTES, 2.75)
     assert original.training.has_teacher == bool(distill)
 
@@ -376,7 +376,8 @@ def test_fewer_tokens_to_divide_among_are_no_better_language_model(trained, tmp_
     options = replace(options, recover_steps=9)
     shrink(source, tmp_path / "with-teacher", options, keep_all=True)
     _, (_, teacher) = MadeUp.trainings
-    assert json.loads((teacher / "config.json").read_text()) == {"name": "vocabulary"}  # it reads the same tokens
+    # the teacher reads the same tokens
+    assert json.loads((teacher / "config.json").read_text()) == {"name": "vocabulary"}
 
 
 def test_embeddings_of_fewer_tokens_are_as_near_as_they_are(source, tmp_path, monkeypatch):
@@ -395,7 +396,7 @@ def test_data_that_cannot_be_prepared_are_refused_with_the_code_of_what_refused_
 
 
 def test_models_judged_by_other_texts_are_not_gone_on_with(source, tmp_path, monkeypatch):
-    def prepare_here(directory, cache, quiet):  # as a process of its own does
+    def prepare_here(directory, cache, quiet):  # replaces a separate process
         prepare(Job.from_yaml(directory.job), cache).save(directory.prepared)
         return 0
 
@@ -438,7 +439,7 @@ def test_what_was_found_is_kept_and_said_model_by_model(source, tmp_path):
 
 def test_the_original_is_once_as_fast_as_itself(source, tmp_path, monkeypatch):
     def measured(self, given, before=MadeUp.measured):
-        return before(self, given).model_copy(update={"speed": 1.1})  # what two timings of one model came to
+        return before(self, given).model_copy(update={"speed": 1.1})  # as if two timings of one model differed
 
     monkeypatch.setattr(MadeUp, "measured", measured)
     record = shrink(source, tmp_path / "out", ShrinkOptions())

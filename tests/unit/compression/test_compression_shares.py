@@ -1,4 +1,4 @@
-"""How much a share is, and options that are wrong."""
+"""The option for a share, and invalid options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plimsoll.records.shrink import IMPORTANCES
 def test_without_options_a_quarter_goes_by_magnitude():
     bare = Choice(technique="heads")
     assert (share_of(bare), importance_of(bare)) == (0.25, IMPORTANCES[0])
-    assert share_of(Choice(technique="layers")) == 0.25  # where nothing is taken by default
+    assert share_of(Choice(technique="layers")) == 0.25  # this method has no default share
 
 
 @pytest.mark.parametrize(("num_parts", "share", "removed"), [(12, 0.25, 3), (12, 0.3, 4), (8, 0.05, 0), (3, 0.9, 3)])

@@ -1,4 +1,4 @@
-"""Which tokens a tokenizer needs for those that occur."""
+"""The tokens that a tokenizer needs to produce the tokens that occur."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions and answers over a pipe, with a real process that has answers of its own and no torch."""
+"""Questions and answers over a pipe, with a real process that gives fixed answers without torch."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_the_process_ends_with_the_block(tmp_path):
 def test_a_process_that_ends_with_an_error_has_no_signal_to_tell(process):
     with pytest.raises(KilledError) as raised:
         process.predicted_training(Source(folder="x", tokenizer="y"))
-    assert raised.value.exit_code == 137  # as if it was killed: the same command goes on
-    with pytest.raises(KilledError, match="ended with exit code 1 "):  # also where it is gone before it is asked
+    assert raised.value.exit_code == 137  # as if it was killed, so that the same command continues
+    with pytest.raises(KilledError, match="ended with exit code 1 "):  # also if the process ended before the question
         process.offers()
 
 

@@ -1,4 +1,4 @@
-"""Batches are cut without losing, repeating or copying anything."""
+"""Splitting of batches, which loses, repeats and copies nothing."""
 
 from collections import OrderedDict
 from typing import NamedTuple
@@ -105,7 +105,11 @@ def test_what_cannot_be_cut_is_named():
 
 
 def test_a_list_of_tensors_is_a_list_of_fields():
-    """So tensors of one sample each are refused by their lengths, and where these agree nothing can be noticed."""
+    """Each tensor of a list is a field with all samples.
+
+    A list with one tensor per sample is refused if the lengths differ. If they are equal, the mistake cannot be
+    detected.
+    """
     with pytest.raises(InputError, match="0: 3, 1: 4"):
         split_batch([torch.zeros(3), torch.zeros(4)], 2)
     assert [[len(field) for field in micro_batch] for micro_batch in split_batch([torch.zeros(3)] * 2, 2)] == [

@@ -1,6 +1,6 @@
-"""How large the batches of datasets become: of short texts as long as the longest, else as the job says.
+"""The largest batches of datasets: as long as the longest text if texts are short, else as the job specifies.
 
-The datasets themselves are tested with what prepares them.
+The tests of data preparation cover the datasets themselves.
 """
 
 from pathlib import Path
@@ -41,5 +41,5 @@ def test_rows_are_as_long_as_the_longest(tmp_path: Path, fields: dict, longest: 
     settings |= {} if "batch_tokens" in fields else {"batch_size": 2}
     job = Job.from_fields(settings | fields | {"data": data})
     found = with_rows(prepare(job, tmp_path / "cache"), job)
-    assert found.longest_row in ({longest} if held_out is None else {longest, 3})  # the longest may be held out
+    assert found.longest_row in ({longest} if held_out is None else {longest, 3})  # the longest text may be held out
     assert (found.held_out_batch or (None,))[0] == held_out

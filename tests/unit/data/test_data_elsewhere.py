@@ -1,4 +1,4 @@
-"""A corpus in a store or on a web server is bit for bit what its files are here, in every format and in little room."""
+"""Remote corpora have the same bytes as their local files, in every format and in little memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEXTS = [f"text {number} of the store, with a comma, and ü\n" * (1 + number % 3
 
 
 def contents() -> dict[str, bytes]:
-    """One corpus in each format."""
+    """Return one corpus in each format."""
     rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), sink)
@@ -134,7 +134,7 @@ WAYS = {
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("way", list(WAYS))
 def test_any_number_of_ranks_trains_each_sample_once_in_the_same_batches(tmp_path: Path, way: str):
-    """Also where an epoch goes on with another number of them."""
+    """Any number of ranks trains each sample once in the same batches, even if the number changes within an epoch."""
     numbers = np.random.default_rng(0).integers(0, 50, (90, 12))
     text = "\n".join(" ".join(f"w{number}" for number in row[: 2 + row[0] // 5]) for row in numbers).encode()
     with serving(Site({"a.txt": text, "b.txt": text[:500]})) as site:
@@ -155,7 +155,7 @@ def test_any_number_of_ranks_trains_each_sample_once_in_the_same_batches(tmp_pat
 
 
 def batches_of_ranks(job, samples, world_size, state, most_batches):
-    """The numbers of the samples of each batch of an epoch, and what is predicted, put together of all ranks."""
+    """Return the sample numbers and labels of each batch of an epoch, combined from all ranks."""
     loaders = [loader_of(job, samples, ranks=SimpleNamespace(rank=r, world_size=world_size)) for r in range(world_size)]
     for loader in loaders:
         loader.load_state_dict(state or loader.state_dict())
@@ -181,7 +181,7 @@ def test_how_much_has_come_is_told(tmp_path: Path):
         places = [f"{site.address}/{name}" for name in contents]
         open_corpus(places, Reading(unit="line"), tmp_path, lambda *said: told.append(said))
     copied = [said for said in told if said[0] == "copy"]
-    assert copied == []  # what is small is copied where it is looked at
+    assert copied == []  # a small file is copied when it is inspected
     assert told[-1] == ("index", 210_000, 210_000)
 
 
@@ -199,7 +199,7 @@ def test_how_much_has_come_of_large_files_is_told_and_they_come_once(tmp_path: P
         most = {name: len(content) for name, content in contents.items()}
         assert (
             sum(most.values()) <= site.num_sent_bytes <= sum(most.values()) + 2 * 3 * 8_000
-        )  # and three heads of each
+        )  # plus three file heads for each of two files
     copied = [said for said in told if said[0] == "copy"]
     assert copied[-1] == ("copy", 210_000, 210_000)
     assert [done for _, done, _ in copied] == sorted(done for _, done, _ in copied)
@@ -208,7 +208,7 @@ def test_how_much_has_come_of_large_files_is_told_and_they_come_once(tmp_path: P
 def test_copies_that_had_to_go_are_not_kept_open(tmp_path: Path, memory, monkeypatch):
     for number in range(8):
         memory.pipe(f"/c/{number}.txt", f"line of file {number}\n".encode() * 100)
-    monkeypatch.setenv("PLIMSOLL_COPIES", "4KiB")  # two files
+    monkeypatch.setenv("PLIMSOLL_COPIES", "4KiB")  # enough for two files
     corpus = open_corpus(["memory://c/*.txt"], Reading(unit="line"), tmp_path)
     for number in range(800):
         corpus.texts(np.array([number]))

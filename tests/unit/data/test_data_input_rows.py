@@ -1,4 +1,4 @@
-"""The rows of a file, each of them: formats, faults, columns that are kept, and rows from a number on."""
+"""The rows of an input file, none left out: formats, faults, extra columns, and reading from a given row."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_rows_of_jsonl_that_cannot_be_used_say_why(tmp_path: Path) -> None:
     lines = ['{"text": "ok", "id": 1}', '{"id": 2}', "{", '{"text": null}', "[1]", "", '{"text": ""}', '{"text": 5}']
     path.write_text("\n".join([*lines, '{"text": "\\ud800"}', "[" * 100_000]) + "\n")
     found = rows_of(path, keep=("id",))
-    assert [row.number for row in found] == list(range(9))  # a blank line is no row
+    assert [row.number for row in found] == list(range(9))  # a blank line does not count as a row
     assert [row.text for row in found] == ["ok", *[""] * 8]
     faults = [row.fault or "" for row in found]
     expected = ["", "there is no column 'text'", "it is not JSON", "holds null and no string", "and not an object",

@@ -1,4 +1,4 @@
-"""What is told of a corpus, derived by hand: lengths, padding of each way, what is lost."""
+"""Facts about a corpus, derived by hand: lengths, the padding of each mode, and dropped tokens."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from plimsoll.records.corpus import Inspection
 from plimsoll.records.job import Job
 from tagged_files import conll, sentences_of_names
 
-LENGTHS = [2, 2, 2, 6, 6, 20, 20, 40]  # bytes, which are tokens of a vocabulary of bytes
+LENGTHS = [2, 2, 2, 6, 6, 20, 20, 40]  # in bytes; each byte is a token
 
 
 def job_of(folder: Path, **fields: object) -> Job:
@@ -60,7 +60,7 @@ def test_the_ways_to_fill_batches_of_labelled_texts(tmp_path: Path):
     windows = [2, 2, 2, 6, 6, 16, 4, 16, 4, 16, 16, 8]  # 20 is cut into 16 and 4, 40 into 16, 16 and 8
     assert ways["windows of texts, all of 16"].num_samples == len(windows)
     assert ways["windows of texts, all of 16"].padding_share == pytest.approx(1 - sum(windows) / (12 * 16))
-    # by length, two a batch: 16 16, 16 16, 8 6, 6 4, 4 2, 2 2; rows this short are not rounded up
+    # by length, two per batch: 16 16, 16 16, 8 6, 6 4, 4 2, 2 2; rows this short are not rounded up
     assert ways["windows of texts, by_length"].padding_share == pytest.approx(1 - 98 / (4 * 16 + 2 * (8 + 6 + 4 + 2)))
     assert ways["windows of texts, by_length"].is_this_job
     assert [name for name, filling in ways.items() if filling.is_this_job] == ["windows of texts, by_length"]

@@ -1,4 +1,4 @@
-"""The stages of a job's data: what is kept in the cache under which name, and that what is there is used."""
+"""The stages of a job's data: the cache names of their stores, and the reuse of stores."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ JOBS: dict[str, dict] = {
 
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with texts of all kinds, in which the test runs."""
+    """Create a folder with texts of all kinds, in which the test runs."""
     for folder, nums in (("data", range(8)), ("other", range(8, 12))):
         for label, word in (("ham", "good"), ("spam", "buy")):
             for number in nums:
@@ -91,7 +91,10 @@ def job_of(fields: dict) -> Job:
 
 
 def kept(cache: Path) -> dict[str, dict]:
-    """What every store of a cache is called and holds; index and converted files are named by times and paths, too."""
+    """Return the facts and files of each store of a cache, by name.
+
+    Indexes and converted files have their file lists as names, because their folder names depend on times and paths.
+    """
     stores = {}
     for folder in sorted(cache.iterdir()):
         if folder.is_dir():
@@ -105,8 +108,9 @@ def kept(cache: Path) -> dict[str, dict]:
 
 
 def test_the_cache_has_the_names_and_facts_that_it_always_had(texts: Path, golden, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tokenizers, "__version__", "0")  # a part of the name of what is trained
-    monkeypatch.setattr("plimsoll.data.tokens.given_tokenizer.version", lambda _: "0")  # of what is loaded
+    monkeypatch.setattr(tokenizers, "__version__", "0")  # a part of the name of a trained tokenizer
+    # a part of the name of a loaded tokenizer
+    monkeypatch.setattr("plimsoll.data.tokens.given_tokenizer.version", lambda _: "0")
     found = {}
     for name, fields in JOBS.items():
         cache = texts / f"cache {len(found)}"
@@ -131,7 +135,7 @@ def test_what_is_in_the_cache_is_not_made_again(texts: Path):
     told: list[str] = []
     pipeline = Pipeline(job_of(JOBS["packed"]), texts / "cache", lambda stage, done, total: told.append(stage))
     assert not pipeline.is_there(TOKENS)
-    assert set(told) == {"index", "tokenizer"}  # what tokens are made of tells where they would be
+    assert set(told) == {"index", "tokenizer"}  # the folder name of tokens follows from their inputs
     packs = pipeline.run(PACKS)
     assert list(dict.fromkeys(told)) == ["index", "tokenizer", "tokens", "spans", "packs"]
     assert pipeline.run(PACKS) is packs

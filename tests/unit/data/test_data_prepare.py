@@ -1,4 +1,4 @@
-"""From a job to datasets through the cache, and what the training process does not have to load."""
+"""Preparation of a job's data through the cache, and the modules that the training process does not load."""
 
 import json
 import shutil
@@ -81,7 +81,7 @@ def test_texts_become_words(texts: Path, tmp_path: Path, data: dict):
     prepared = prepare(job, tmp_path / "cache")
     assert (prepared.vocab_size, prepared.special_ids) == (5, (0, 1))
     training, _ = open_datasets(prepared, job)
-    # "good text number 0, with words to train on": the most frequent by count, then by text, are ",", number, on.
+    # "good text number 0, with words to train on": the most frequent words by count, then text, are ",", number, on.
     assert first_tokens(training, 0)[:9] == [1, 1, 3, 1, 2, 1, 1, 1, 1]
 
 
@@ -287,7 +287,7 @@ def test_preparing_loads_no_torch(texts: Path, tmp_path: Path):
 
 @pytest.fixture
 def lost(texts: Path, tmp_path: Path) -> tuple[Job, Prepared]:
-    """Prepared data whose cache was deleted."""
+    """Return prepared data whose cache was deleted."""
     shutil.copytree(texts, tmp_path / "other")
     job = job_of(texts, task="classification", data={"validation": str(tmp_path / "other")})
     prepared = prepare(job, tmp_path / "cache")
@@ -327,7 +327,7 @@ def test_texts_that_are_gone_are_named(lost: tuple[Job, Prepared], texts: Path, 
 
 
 def table_of(folder: Path) -> Path:
-    """Rows of three classes; every tenth text is long."""
+    """Write rows of three classes; every tenth text is long."""
     rows = [
         {"body": f"text {number} of words " * (1 + 9 * (number % 10 == 0)), "stars": number % 3} for number in range(60)
     ]
@@ -344,7 +344,7 @@ def test_labels_are_those_of_a_column(tmp_path: Path):
     prepared = prepare(job, tmp_path / "cache")
     assert prepared.label_names == ("0", "1", "2")
     training, _ = open_datasets(prepared, job)
-    assert len(training) == prepared.train.num_samples > 60  # long texts are windows
+    assert len(training) == prepared.train.num_samples > 60  # long texts become several windows
     assert (prepared.train.num_documents, prepared.train.num_truncated) == (60, 0)
     ids = np.arange(len(training))
     assert training.batch(ids)["labels"].tolist() == (training.parents(ids) % 3).tolist()
@@ -428,12 +428,12 @@ def test_streams_hold_out_the_end_of_the_text_and_begin_where_texts_do(texts: Pa
     prepared = prepare(job, tmp_path / "cache")
     training, validation = open_datasets(prepared, job)
     store = open_tokens(Path(prepared.train.tokens_folder))
-    begin = int(store.ends[14]) + 1  # of the last 5 of 20 texts
+    begin = int(store.ends[14]) + 1  # the last 5 of 20 texts are held out
     assert (training.slots.num_tokens, validation.slots.num_tokens) == (begin, len(store.tokens) - begin)
     assert first_tokens(validation, 0) == store.tokens[begin:][:16].tolist()
     streams = training.batch(np.arange(len(training)))
     assert prepared.train.num_samples >= len(training)
-    marked = streams["input_ids"][streams["resets"] & (streams["labels"] >= 0)].tolist()  # and no padding
+    marked = streams["input_ids"][streams["resets"] & (streams["labels"] >= 0)].tolist()  # padding is excluded
     assert set(marked) <= {int(store.tokens[0]), *(int(store.tokens[end + 1]) for end in store.ends[:-1])}
     whole = prepare(job.model_copy(update={"data": job.data.model_copy(update={"reset": None})}), tmp_path / "cache")
     assert whole.key == prepared.key
@@ -463,7 +463,8 @@ def test_a_text_too_short_for_its_stream_slots_is_refused_during_preparation(tex
 
 def test_words_with_tags_become_samples_with_a_label_for_each_word(tmp_path: Path):
     (tmp_path / "train.conll").write_text(conll(sentences_of_names(40)))
-    (tmp_path / "valid.conll").write_text("Ada I-NAME\n\nslept O\n")  # its tags have other numbers of their own
+    # its tags would be numbered differently without the training file
+    (tmp_path / "valid.conll").write_text("Ada I-NAME\n\nslept O\n")
     job = job_of(
         tmp_path / "train.conll", task="token-classification", sequence_length=6,
         data={"stride": 4, "validation": str(tmp_path / "valid.conll")}, tokenizer={"train": "words"},

@@ -1,4 +1,4 @@
-"""What is known of texts that are not read; where they are read too, both ways agree."""
+"""Facts about texts that are known without reading them; they equal the facts found by reading."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,8 @@ def test_of_much_text_no_tokenizer_is_trained(tmp_path: Path, monkeypatch: pytes
 
 
 def test_of_a_tokenizer_that_exists_the_largest_id_counts(tmp_path: Path):
-    folder = tokenizer_file(tmp_path, {"a": 0, "b": 2, "</s>": 40}, "</s>")  # three tokens, 41 rows
+    # three tokens, but 41 rows, because the largest id is 40
+    folder = tokenizer_file(tmp_path, {"a": 0, "b": 2, "</s>": 40}, "</s>")
     sketch = sketch_texts(job_of(tmp_path / "absent.txt", tokenizer={"path": str(folder)}))
     assert sketch == TextSketch(vocab_size=41, num_labels=None, end_id=40, pad_id=40)
 
@@ -107,7 +108,7 @@ def test_labels_come_from_every_source_and_empty_files_count(tmp_path: Path):
 
 
 def test_a_single_folder_still_makes_a_classifier_of_two(tmp_path: Path):
-    # The training then says that one class is none; a model of one label would be another architecture.
+    # Training then reports the single class as an error. A model with one label would be another architecture.
     assert sketch_texts(job_of(class_files(tmp_path / "data", "1.txt"), "classification")).num_labels == 2
 
 
@@ -118,7 +119,7 @@ def test_classes_cannot_be_counted_without_files(tmp_path: Path):
 
 def test_tags_of_words_are_counted_in_the_heads_of_files(tmp_path: Path):
     text = conll(sentences_of_names(20))
-    (tmp_path / "a.conll").write_text(text[: len(text) - 3])  # cut as a head may be: inside a line
+    (tmp_path / "a.conll").write_text(text[: len(text) - 3])  # cut inside a line, as the head of a file may be
     (tmp_path / "b.txt").write_text("slept VERB\n\n")
     sources = [tmp_path / "a.conll", tmp_path / "b.txt"]
     assert sketch_texts(job_of(sources, "token-classification")).num_labels == 4

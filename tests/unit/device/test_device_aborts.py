@@ -1,4 +1,4 @@
-"""Code in Rust that is refused memory inside a limit: the process ends, and it is said where."""
+"""Rust code that is refused memory under a limit: the process ends, and the place is reported."""
 
 from __future__ import annotations
 

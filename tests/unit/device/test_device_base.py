@@ -1,6 +1,6 @@
-"""A device's name leads to its backend or to a sentence that helps.
+"""The name of a device leads to its backend, or to an error that helps.
 
-The limit by itself, as people use it in a loop of their own.
+Also the limit without a job, as users apply it in their own loop.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Other programs that keep cores busy are found and named; our own are not."""
+"""Other programs that keep cores busy are found and named; processes of Plimsoll are not."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from plimsoll.device.busy_cores import OtherPrograms
 
 @contextmanager
 def spinning() -> Iterator[list[subprocess.Popen]]:
-    """As many processes as there are cores, so that at least one of them runs at any time."""
+    """Yield as many busy processes as there are cores, so that at least one of them runs at any time."""
     started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
         yield started
@@ -29,7 +29,7 @@ def test_a_program_that_keeps_cores_busy_is_named():
         said = others.sentence()
     if len(programs) > 1:
         assert "This machine is busy: " in said
-        # The three that use most are named: on a machine that is busy anyway these may be others.
+        # The three busiest programs are named; on a busy machine these may be others.
         assert any(f"(process {one.pid})" in said for one in programs[1:]) or said.count("(process ") == 3
     assert f"(process {programs[0].pid})" not in said
 

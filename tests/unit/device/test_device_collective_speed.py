@@ -1,4 +1,4 @@
-"""Exchanges of ranks: measured over gloo with none but this process, and assumed for GPUs, by hand."""
+"""The speed of exchanges between ranks: measured over gloo with one process, and assumed for GPUs, by hand."""
 
 import pytest
 import torch.distributed as dist
@@ -39,7 +39,7 @@ def test_a_measurement_is_kept(here):
     for path in cache_folder().glob("exchange-2-*.json"):
         path.write_text("torn")
     measured_exchange(2, said.append)
-    assert said == ["measuring exchanges of 2 ranks, once"]
+    assert said == ["measuring collectives of 2 ranks, once"]
 
 
 def test_three_ranks_meet_too_and_many_are_not_started():
@@ -49,7 +49,7 @@ def test_three_ranks_meet_too_and_many_are_not_started():
 
 
 def test_gpus_without_nvlink_go_through_the_link_of_the_host():
-    """A ring of 4 moves 3/4 of a tensor through a link of 10 GB/s, of which 4 are reached: 16/3 GB/s of the whole."""
+    """A ring of 4 moves 3/4 of a tensor over a 10 GB/s link, which reaches 4 GB/s: 16/3 GB/s for the whole tensor."""
     card = DeviceSpec(
         name="by hand", architecture="8.6", capacity_bytes=1, capacity_high_bytes=1, capacity_source="hand",
         host_link_bytes_per_second=10_000_000_000,

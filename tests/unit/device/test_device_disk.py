@@ -1,4 +1,4 @@
-"""The rate of the disk is a number of a disk, and nothing is left behind."""
+"""The measured rate of the disk is plausible, and no files are left."""
 
 import pytest
 

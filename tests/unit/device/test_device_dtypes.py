@@ -1,4 +1,4 @@
-"""Types of weights by the names that people give them; what is none is refused, never taken for another."""
+"""Types of weights by their usual names; other names are refused, and never taken for another type."""
 
 import pytest
 import torch
@@ -19,6 +19,6 @@ def test_what_is_none_is_refused(given):
     if given is torch.float:
         assert floating_type(given) is torch.float32
         return
-    with pytest.raises(EmbeddingError, match="is no floating-point type: give fp32, bf16"):
+    with pytest.raises(EmbeddingError, match="is not a floating-point type: give fp32, bf16"):
         floating_type(given, EmbeddingError)
     assert issubclass(EmbeddingError, InputError)

@@ -1,4 +1,4 @@
-"""What calls cost is measured on a real model, here on the processor, where a backward calls its ops in this thread."""
+"""The cost of op calls is measured on a real model. On the CPU, backward calls its ops in this thread."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,4 +1,4 @@
-"""Tensors in files: pools of them, and named ones, which are whole or refused with the numbers."""
+"""Tensors in files: pools of them, and named ones, which are complete or refused with the numbers."""
 
 import errno
 import gc
@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_path
     done = run_program(FULL, PLIMSOLL_SCRATCH=str(tmp_path))
     assert done.stdout == (
         f"cannot keep 16.0 MiB of the training in a file in {tmp_path}: File too large; free some space there, or set "
-        "PLIMSOLL_SCRATCH to a folder on a disk that has it\n"
+        "PLIMSOLL_SCRATCH to a folder on a disk with enough space\n"
     ), done.stderr
 
 
@@ -152,7 +152,7 @@ def test_the_folder_is_the_one_that_was_given(tmp_path, monkeypatch):
 def test_a_folder_that_is_memory_is_refused(monkeypatch):
     assert _file_system_of(Path("/dev/shm")) == "tmpfs"
     monkeypatch.setenv("PLIMSOLL_SCRATCH", "/dev/shm")
-    with pytest.raises(OutputError, match=r"/dev/shm: that is no folder, or kept in memory \(tmpfs\)"):
+    with pytest.raises(OutputError, match=r"/dev/shm: it is not a folder, or it is kept in memory \(tmpfs\)"):
         MappedPool().empty_like(torch.empty(3))
 
 

@@ -1,4 +1,4 @@
-"""What is made outside the device is counted apart, in a trace and in a recording of a real run."""
+"""Memory outside the device is counted separately, in a trace and in a recording of a real run."""
 
 import threading
 
@@ -21,7 +21,7 @@ from plimsoll.memory.trace import dry_run
 
 
 def make():
-    """Keep 4000 bytes inside and 8000 outside."""
+    """Return tensors of 4000 bytes on the device and of 8000 bytes outside, and a view of the latter."""
     inside = torch.empty(1000, device="cpu")
     with outside_the_device():
         outside = torch.empty(2000, device="cpu")

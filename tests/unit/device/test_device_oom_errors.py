@@ -1,4 +1,4 @@
-"""Every real text is recognised or refused as its label says, and so is every error that can be made here."""
+"""Every real error text is recognized or not, according to its label, and so is every error that can be raised here."""
 
 import errno
 import json
@@ -54,7 +54,7 @@ def test_a_real_text_is_read_as_its_label_says(label):
 
 
 def _error_of(action):
-    with pytest.raises(BaseException) as caught:  # which type comes is what is being tested
+    with pytest.raises(BaseException) as caught:  # the type of the error is under test
         action()
     return caught.value
 

@@ -1,4 +1,4 @@
-"""The machine as one record."""
+"""The facts about this machine as one record."""
 
 import platform
 

@@ -1,4 +1,4 @@
-"""The counters follow memory that is really taken and given back."""
+"""The counters follow memory that is really allocated and freed."""
 
 import mmap
 import subprocess

@@ -49,7 +49,7 @@ def test_points_of_a_curve_rise(here):
 
 def test_threads_and_random_numbers_are_as_before():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    torch.set_num_threads(2)  # what several gain is measured, too
+    torch.set_num_threads(2)  # the gain of several threads is measured, too
     try:
         speeds.measure_speed()
         assert torch.get_num_threads() == 2

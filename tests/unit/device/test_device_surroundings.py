@@ -1,4 +1,4 @@
-"""What an answer made here depends on beside its job: the same twice, and another where anything of it changes."""
+"""The facts besides the job that determine an answer: the result is equal twice, and changes with each of them."""
 
 import platform
 import sys
@@ -41,7 +41,7 @@ def test_what_is_installed_counts_and_other_files_do_not(monkeypatch, tmp_path, 
 
 
 def test_every_source_of_plimsoll_counts(monkeypatch, tmp_path):
-    """A copy of some sources, then one byte of one of them, then its name."""
+    """The cases are a copy of some sources, a changed byte in one of them, and a changed name."""
     (tmp_path / "records").mkdir()
     for name in ("errors.py", "records/base.py"):
         (tmp_path / name).write_bytes((Path(errors.__file__).parent / name).read_bytes())
@@ -91,7 +91,7 @@ def test_a_driver_is_told_without_torch(monkeypatch, tmp_path):
 
 
 def test_the_machine_counts(monkeypatch, tmp_path):
-    """Each fact of it alone: other limits of a container, another processor, Python, kernel or libc."""
+    """Each fact is changed alone: container limits, processor, Python, kernel and libc."""
     before, probed = surroundings(), backend_for("cpu").probe()
     others = {
         "processor": {"name": "another"}, "cores": {"num_cores": probed.num_cores + 1},

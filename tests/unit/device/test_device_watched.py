@@ -1,4 +1,4 @@
-""""""
+"""Memory use of processes observed from outside, and the limits that apply to them."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Files and folders are checked, comments ignore, and fixes mend without changing anything else."""
+"""Checks of files and folders, comments that ignore findings, and fixes that change nothing else."""
 
 import ast
 import os
@@ -56,8 +56,8 @@ def test_folders_are_walked_without_environments_and_hidden_ones(tmp_path):
     report = check_code([tmp_path])
     assert [Path(one.file).name for one in report.findings] == ["a.py", "c.py"]
     assert (report.num_files, report.num_lines) == (2, 4)
-    assert found(tmp_path / "venv") == [("e.py", 2, "torch_load_without_map_location_or_mmap")]  # as it was given
-    assert len(found(tmp_path / "a.py", tmp_path)) == 2  # each once
+    assert found(tmp_path / "venv") == [("e.py", 2, "torch_load_without_map_location_or_mmap")]  # named by the user
+    assert len(found(tmp_path / "a.py", tmp_path)) == 2  # each finding once
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_link_stays_one(tmp_path):
 def test_rules_can_be_chosen(tmp_path):
     path = write(tmp_path / "a.py", FIXABLE + BAD)
     assert {rule for *_, rule in found(path, rules=["loss_graph_kept"])} == {"loss_graph_kept"}
-    with pytest.raises(InputError, match="no rule 'los_graph'.*choose of.*loss_graph_kept"):
+    with pytest.raises(InputError, match="no rule 'los_graph'.*give one of.*loss_graph_kept"):
         check_code([path], rules=["los_graph"])
 
 

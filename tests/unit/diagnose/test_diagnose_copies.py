@@ -1,4 +1,4 @@
-"""Copies of the weights that variables keep, in every place that a user may keep them in."""
+"""Copies of the weights that variables keep alive, in every place where a user may keep them."""
 
 import copy
 import sys
@@ -18,7 +18,7 @@ def build():
 
 
 class Training:
-    """A model after one step, and what became of it saved and loaded again."""
+    """A model after one step, and a function that returns a saved and loaded copy."""
 
     def __init__(self):
         self.model = build()
@@ -42,16 +42,16 @@ class Training:
 
 
 @pytest.fixture
-def training():  # anew for each test: what is there before one is frozen, which the collector does not list
+def training():  # new for each test: objects from before a test are frozen, and the collector omits them
     return Training()
 
 
 def fail():
-    torch.empty(1 << 60, dtype=torch.uint8)  # which no machine has
+    torch.empty(1 << 60, dtype=torch.uint8)  # no machine has so much memory
 
 
 def copies_at(function, *arguments):
-    """What is found, once the function has raised."""
+    """Return the copies that are found after the function has raised, and the sizes by category."""
     with pytest.raises(RuntimeError) as raised:
         function(*arguments)
     backend, _ = backend_of(raised.value)
@@ -163,7 +163,7 @@ def test_what_the_training_uses_and_what_is_a_batch_is_no_copy(training):
 
 
 def test_a_model_that_runs_with_weights_of_a_dict_has_no_copy(training):
-    """`functional_call` with weights that are trained: they are the model, not a copy of it."""
+    """`functional_call` with trained weights of a dict: they are the model, not a copy."""
     weights = {name: one.detach().clone().requires_grad_() for name, one in training.model.named_parameters()}
     loss = torch.func.functional_call(training.model, weights, (torch.zeros(4, 8, dtype=torch.long),)).sum()
     found, _ = copies_at(fail)

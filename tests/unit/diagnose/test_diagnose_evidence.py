@@ -1,7 +1,4 @@
-"""Which steps of a run are one process.
-
-What is kept, and whether it has grown.
-"""
+"""The evidence of a run: the steps of one process, and tensors that are kept alive and grow."""
 
 import pytest
 import torch
@@ -98,14 +95,14 @@ def test_the_last_error_of_a_run_that_survived_is_no_evidence():
 
 
 def test_what_a_plan_predicted_is_what_the_peak_is_made_of():
-    """1000 MiB in all, half of them activations; what was measured stays the peak of a run that went well."""
+    """The prediction is 1000 MiB, half of it activations. The peak of a successful run is the measured one."""
     plan = run().plan.model_copy(update={"prediction": fitting()})
     seen = evidence_of_run(run(plan=plan))
     assert (seen.shares[0].category, seen.shares[0].num_bytes) == ("activations", 500 * MIB)
     assert sum(share.num_bytes for share in seen.shares) == 1000 * MIB
     assert (seen.peak_bytes, seen.has_run_out) == (2010, False)
     ended = evidence_of_run(run(plan=plan, status="failed", oom_events=(oom(),)))
-    assert not ended.has_run_out  # there was room for it: parts of the peak do not explain the end
+    assert not ended.has_run_out  # memory was sufficient: parts of the peak do not explain the end
 
 
 def test_where_most_of_a_category_was_made():

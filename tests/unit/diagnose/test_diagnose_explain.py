@@ -1,4 +1,4 @@
-"""From a run to a diagnosis."""
+"""The diagnosis of a run."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""From evidence to a diagnosis."""
+"""The diagnosis of evidence."""
 
 from peak_evidence import LOGITS, SCORES, evidence, tried
 from plimsoll.diagnose.findings import diagnosed

@@ -1,4 +1,4 @@
-"""Which remedy is applied, and the job that is written with it."""
+"""The remedy that is applied, and the job file that contains it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A watch is gone through to its end: each sample is written before it is shown, and signals end it in between."""
+"""A watch from begin to end: each sample is written before it is shown, and signals can end it between samples."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Some of the inputs of ``benchmarks/fuzz_explain.py``, which runs a hundred thousand."""
+"""A part of the inputs of `benchmarks/fuzz_explain.py`, which runs a hundred thousand."""
 
 import random
 
@@ -14,7 +14,7 @@ from fuzz_inputs import explained_snapshot, explained_text, fuzz, snapshot_input
 )
 def test_nothing_but_our_errors_is_raised(tmp_path, inputs, explained, number):
     counts = fuzz(inputs(random.Random(0)), explained, number, tmp_path / "input")
-    # Some get through and, of snapshots, most do not; else the inputs would test one thing only.
+    # Some inputs are valid; most snapshots are not. Otherwise the inputs would test only one case.
     assert counts["explained"] > 20
     assert counts["longest message"] < 500
     assert counts["refused"] > 50 or inputs is text_inputs

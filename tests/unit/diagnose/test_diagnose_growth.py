@@ -1,4 +1,4 @@
-"""Growth told from noise: lines by hand, and how often noise is taken for growth."""
+"""Growth and noise: lines calculated by hand, and the rate of false alarms."""
 
 import random
 
@@ -44,7 +44,7 @@ def test_too_few_points_say_nothing(num_points):
         [100.0 + min(step, 7) * 20 for step in range(40)],  # a warm-up
         [100.0 + step for step in range(40)][::-1],
         [10_000.0 + step / 40 for step in range(40)],  # 1 MiB of 10,000: less than 2 %
-        [100.0 + step / 1024 for step in range(40)],  # 40 KiB in all
+        [100.0 + step / 1024 for step in range(40)],  # 40 KiB in total
     ],
     ids=["flat", "jump", "warm-up", "falling", "little of much", "little"],
 )
@@ -54,14 +54,14 @@ def test_what_is_not_steady_growth(used):
 
 @pytest.mark.long
 def test_noise_is_seldom_taken_for_growth():
-    """Independent noise of 20 MiB around 300: of 2,000 runs of 100 steps."""
+    """The noise is independent, 20 MiB around 300 MiB, in 2,000 runs of 100 steps."""
     draw = random.Random(0)
     num_false = sum(growth_of(points(draw.gauss(300, 20) for _ in range(100))).is_steady for _ in range(2000))
     assert num_false <= 20
 
 
 def test_growth_is_found_in_noise():
-    """1 MiB a step in noise of 2 MiB."""
+    """The growth is 1 MiB per step and the noise 2 MiB."""
     draw = random.Random(1)
     grown = [growth_of(points(300 + step + draw.gauss(0, 2) for step in range(100))) for _ in range(200)]
     assert all(growth.is_steady for growth in grown)

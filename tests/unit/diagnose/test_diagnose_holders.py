@@ -1,4 +1,4 @@
-"""What variables keep."""
+"""The variables that keep tensors alive."""
 
 import sys
 from types import SimpleNamespace

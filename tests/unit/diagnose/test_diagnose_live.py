@@ -1,4 +1,4 @@
-"""`plimsoll.explained` around code that runs out of memory, really, in a process of its own."""
+"""`plimsoll.explained` around code that really runs out of memory, in a separate process."""
 
 import io
 import json
@@ -103,7 +103,7 @@ def test_a_decorated_function_may_call_itself_and_is_told_of_once():
 
 
 def test_what_was_refused_is_no_part_of_what_was_in_use(tmp_path):
-    """One request that no limit allows in an otherwise small training: in use is what was, and the line is named."""
+    """One request exceeds every limit in a small training. The used bytes exclude it, and its line is named."""
     program = """
 import torch, plimsoll
 model = torch.nn.Linear(64, 64)

@@ -1,4 +1,4 @@
-"""An exception to its evidence."""
+"""The evidence of an exception."""
 
 import sys
 
@@ -61,7 +61,7 @@ def test_states_that_the_first_update_makes_are_counted():
 
 
 def test_inputs_are_the_batch_and_not_the_data_that_it_is_taken_from():
-    """Known by time: a batch is made in its step. What was there before it counts where a module or a graph has it."""
+    """A batch is created during its step. Older tensors count as inputs only if a module or a graph uses them."""
     data = torch.zeros(1000, 300)
     whole = torch.ones(1, 700)
     layer = torch.nn.Linear(700, 3)

@@ -1,6 +1,6 @@
-"""Jobs before they run, for a GPU that is not here, and runs that ended because memory ran out.
+"""Jobs before they run, for a GPU that is absent, and runs that ran out of memory.
 
-The job is that of tests/unit/planning/test_planning_remedies.py.
+The job is the same as in tests/unit/planning/test_planning_remedies.py.
 """
 
 import shutil
@@ -37,7 +37,7 @@ def too_large(folder):
 
 
 def ended(**changes):
-    """A run of the whole batch that ended in its second step."""
+    """Return a run of the whole batch that ended in its second step."""
     event = OomEvent(step=2, phase="backward", family="cuda", micro_batch=16, fallback=0, survived=False)
     fields = {
         "status": "failed", "message": "memory ran out in the backward phase", "oom_events": (event,),
@@ -47,7 +47,7 @@ def ended(**changes):
 
 
 def test_a_job_that_does_not_fit(too_large):
-    """Logits of 16 x 64 positions and 8000 words: 31 MiB, several times."""
+    """Logits of 16 x 64 positions and 8000 words take 31 MiB, several times."""
     assert too_large.has_answer
     assert (too_large.subject, too_large.num_steps, too_large.limit_bytes) == ("job.yaml", 0, 330 * MIB)
     assert too_large.peak_bytes > 330 * MIB
@@ -75,7 +75,7 @@ def test_a_job_that_fits_has_shares_and_no_findings():
 
 
 def test_a_run_with_memory_for_what_was_predicted_is_not_explained_by_it(folder):
-    """Something grew: the parts of the peak are no cause, and that is said."""
+    """The note reports growth, and the parts of the peak are not causes."""
     diagnosis = diagnosis_of_run(ended(), folder, device="rtx3060", limit_bytes=2000 * MIB)
     assert [finding.cause for finding in diagnosis.findings] == []
     assert "should need" in diagnosis.notes[0]

@@ -1,4 +1,4 @@
-"""The diagnosis of a text: what is said of each likely cause."""
+"""The diagnosis of an error message: the findings for each likely cause."""
 
 import io
 import sys

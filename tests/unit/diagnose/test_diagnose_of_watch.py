@@ -12,7 +12,7 @@ def _causes(record):
 
 
 def _with(record, **changes):
-    """The record with something else in every sample."""
+    """Return the record with some fields replaced in every sample."""
     samples = tuple(sample.model_copy(update=changes) for sample in record.samples)
     return record.model_copy(update={"samples": samples})
 

@@ -1,4 +1,4 @@
-"""The tensor that was asked for, from its size."""
+"""The tensor that was requested, derived from its size."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What is explained comes from a path or from a pipe; a terminal is refused."""
+"""The input of `plimsoll explain`: a path or a pipe; a terminal is refused."""
 
 from pathlib import Path
 

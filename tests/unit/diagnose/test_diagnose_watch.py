@@ -60,7 +60,7 @@ def test_a_warning_ends_where_the_limit_is_raised_to_more_than_two_minutes(limit
 
 
 def test_only_the_last_thirty_samples_count():
-    """Between two samples of a square the slope is their sum, so that the median is the first and the last together."""
+    """In a square function the slope between two samples is their sum, so the median equals first plus last."""
     told = _told([1000 + second * second for second in range(41)], limit_bytes=3000)
     assert told[40] == (3000 - 2600) / (11 + 40)
 
@@ -91,13 +91,13 @@ def test_one_jump_does_not_warn():
 
 def test_a_warning_holds_until_the_limit_is_twice_as_far():
     fast, slow, slower = range(520, 600, 8), range(600, 720, 4), range(720, 750, 1)
-    assert _told([*fast, *slow])[-1] == (1000 - 716) / 4  # 71 s: it stays, but would not begin
+    assert _told([*fast, *slow])[-1] == (1000 - 716) / 4  # 71 s: the warning stays, but would not start
     assert _told(slow)[-1] is None
     assert _told([*fast, *slow, *slower])[-1] is None  # 251 s
 
 
 def test_a_warning_ends_where_no_more_is_used_than_a_plan_predicts():
-    """After it 71 s are no reason to begin, and would hold a warning that was not over."""
+    """Afterwards 71 s do not start a warning, and would only continue an active one."""
     forecast = Forecast()
     uses = [(used, None) for used in range(520, 600, 8)] + [(used, 710) for used in range(600, 712, 4)] + [(716, None)]
     told = [
@@ -153,7 +153,7 @@ def test_a_process_that_was_killed_ends_the_watch_at_once_and_is_called_killed()
 
 def test_the_machine_is_watched_without_a_process():
     with Watch(num_processes=3) as watch:
-        (sample,) = watch.samples(1000.0, 1)  # after the last one nothing is waited for
+        (sample,) = watch.samples(1000.0, 1)  # no wait after the last sample
         assert len(list(watch.samples(0.01, 2))) == 2
         assert watch.head().subject == "this machine"
         assert watch.end().how == "stopped"
@@ -184,7 +184,7 @@ def test_seconds_are_counted_from_the_begin_of_the_watch(monkeypatch):
 
 
 class Counter:
-    """Stands for the kernel's counters: its OOM killer cannot be called here without ending more than this test."""
+    """A stub of the kernel's counters: calling its OOM killer would end more than this test."""
 
     def __init__(self, *readings):
         self.readings = readings
@@ -207,7 +207,7 @@ OURS, MACHINE = partial(OomKills, is_whole_machine=False), partial(OomKills, is_
         (MACHINE(4), MACHINE(4), 0, None),
         (None, OURS(9), None, None),
         (OURS(4), None, None, None),
-        (OURS(4), MACHINE(9), None, None),  # the group went with its last process
+        (OURS(4), MACHINE(9), None, None),  # the group was deleted with its last process
         (MACHINE(4), OURS(9), None, None),
     ],
 )
@@ -219,14 +219,14 @@ def test_a_kill_is_for_memory_where_the_kernel_counts_one(monkeypatch, before, n
         process.wait()
         end = watch.end()
     assert sample.num_kills == num_kills
-    if end.how != "gone":  # known from Linux 6.15 on
+    if end.how != "gone":  # its exit code is readable since Linux 6.15
         assert end.how == ("out_of_memory" if num_kills else "killed")
         assert end.exit_code == -signal.SIGKILL
         assert counted_by is None or f"(counted by {counted_by})" in end.text
 
 
 def _ended(code, run=None):
-    """The end of a watched process that ended with a code, and was not asked how."""
+    """Return the end of a watched process that has exited with `code` and was not waited for."""
     command = [sys.executable, "-c", f"import sys; sys.stdin.read(); sys.exit({code})"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process, Watch(process.pid, run) as watch:
         process.stdin.close()
@@ -279,7 +279,7 @@ def test_the_command_of_a_run_is_found_by_its_claim(tmp_path):
         assert watch.head().subject == "run run"
     assert sample.processes[0].pid == os.getpid()
     assert sample.run.status == "preparing"
-    with directory.locked(), watch_of(directory.path, None) as watch:  # its command is gone
+    with directory.locked(), watch_of(directory.path, None) as watch:  # its command has ended
         (sample,) = watch.samples(1.0, 1)
     assert sample.processes[0].pid == os.getpid()
     with watch_of(None, os.getpid()) as watch:
@@ -291,7 +291,7 @@ GROUPS = Path("/sys/fs/cgroup/memory")
 
 @pytest.fixture
 def group():
-    """A control group of 96 MiB, where this machine lets one be made."""
+    """Yield a control group of 96 MiB, if this machine allows one."""
     folder = GROUPS / f"plimsoll-test-{os.getpid()}"
     try:
         folder.mkdir()
@@ -328,5 +328,5 @@ def test_a_signal_without_a_name_is_told_by_its_number():
         process.send_signal(signal.SIGRTMIN + 1)
         process.wait()
         end = watch.end()
-    assert end.how in {"killed", "gone"}  # known from Linux 6.15 on
+    assert end.how in {"killed", "gone"}  # its exit code is readable since Linux 6.15
     assert end.how == "gone" or f"signal {signal.SIGRTMIN + 1}" in end.text

@@ -1,4 +1,4 @@
-"""Which of the ranks' exit codes is the one of all; the launching itself is in tests/end_to_end/test_rank_jobs.py."""
+"""The exit code that represents all ranks; tests/end_to_end/test_rank_jobs.py tests the launching itself."""
 
 import logging
 import os
@@ -18,9 +18,9 @@ from processes import run_program
         ([77, -signal.SIGKILL, 77], 137),  # the others ended because one was killed
         ([-signal.SIGSEGV], 139),
         ([77, 3], 3),
-        ([3, -signal.SIGKILL], 137),  # an error of another rank came of that, perhaps
+        ([3, -signal.SIGKILL], 137),  # the kill may have caused the error of the other rank
         ([75, 77, 77], 75),
-        ([2, -signal.SIGTERM], 2),  # who was asked to end, since another one had ended, is not why
+        ([2, -signal.SIGTERM], 2),  # a rank that was asked to end after another one ended is not the cause
         ([77, -signal.SIGTERM], 77),
         ([75, -signal.SIGTERM], 75),
         ([-signal.SIGTERM], 143),
@@ -37,7 +37,7 @@ def test_the_rank_that_is_the_cause_counts(codes, expected):
 )
 def test_ranks_share_the_processors_unless_the_environment_says_otherwise(monkeypatch, num_ranks, given, threads):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
-    monkeypatch.setenv("OMP_NUM_THREADS", given or "")  # what the launcher sets is taken back
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")  # restores the variable that the launcher sets
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv(LAUNCHER, "")
@@ -66,8 +66,11 @@ def test_an_agent_that_is_asked_to_end_ends_as_one_that_a_signal_has_ended(monke
 
 
 def test_every_rank_is_started_once_and_the_cause_is_returned():
-    """In a process of its own: torch's launcher keeps its handlers of signals."""
+    """Every rank is started once, and the exit code is the cause's.
+
+    This runs in a subprocess because torch's launcher leaves its signal handlers installed.
+    """
     program = "import sys; from plimsoll.distributed.launch import launch; sys.exit(launch(2, ['no-such-command']))"
     done = run_program(program, OMP_NUM_THREADS="1")
     assert done.returncode == 2, done.stderr
-    assert 1 <= done.stderr.count("no-such-command") <= 2  # the first to end may end the other
+    assert 1 <= done.stderr.count("no-such-command") <= 2  # the first rank to end may end the other

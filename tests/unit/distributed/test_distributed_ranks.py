@@ -1,4 +1,4 @@
-"""Who a process is among several, and what one that is alone answers at once; several are in tests/numerics."""
+"""The identity of a rank among several, and the answers of a single rank; tests/numerics has several ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_alone_is_one_of_one_and_agrees_with_itself():
 
 
 class AtOtherPlace:
-    """An all-reduce in which the other rank is at a place, or has set its flag."""
+    """An all-reduce in which the other rank is at a given place, or has set its flag."""
 
     def __init__(self, place: int, is_set: bool = False) -> None:
         self.numbers = torch.tensor([is_set, place, -place])
@@ -120,19 +120,22 @@ def test_another_ranks_lack_of_memory_is_named_as_such():
 
 
 def met(monkeypatch: pytest.MonkeyPatch, store: HashStore, world_size: int, ranks: range) -> list[Store]:
-    """Meet at a store, each rank in a thread of its own."""
+    """Connect ranks through a store, each in a separate thread."""
     monkeypatch.setattr("plimsoll.distributed.ranks.rendezvous", lambda *_, **__: iter([(store, 0, world_size)]))
     with ThreadPoolExecutor() as pool:
         return [*pool.map(lambda rank: _met(rank, world_size, 2.0), ranks)]
 
 
 def test_ranks_that_are_started_again_meet_where_those_before_them_did(monkeypatch: pytest.MonkeyPatch):
-    """What the ended ones have left in torchrun's store is nobody's; also the last word of one that has not met."""
+    """Restarted ranks meet at the store of the ended ranks.
+
+    Entries of ended ranks in torchrun's store are ignored, also the last entry of a rank that never met the others.
+    """
     meeting = HashStore()
     meeting.set("hello/2", "of a rank that ended before it was answered")
     for number in range(3):
         stores = met(monkeypatch, meeting, 3, range(3))
-        assert not stores[2].check(["told"])  # nothing of the start before
+        assert not stores[2].check(["told"])  # no entry of the previous start
         stores[0].set("told", str(number))
         assert [store.get("told") for store in stores] == [str(number).encode()] * 3
 

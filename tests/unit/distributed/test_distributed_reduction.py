@@ -1,4 +1,4 @@
-"""Gradients of two ranks added up, with a stand-in that doubles; real exchanges are in tests/numerics."""
+"""The sum of the gradients of two ranks, with a stand-in for the exchange; tests/numerics has real exchanges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from plimsoll.memory.recorder import Recorder
 
 
 class WithTwin(Ranks):
-    """One of two, whose peer has the same gradients where ``peer_has`` says so, and the sizes of what was exchanged."""
+    """One of two ranks.
+
+    The other has the same gradients if ``peer_has`` is set. The sizes of exchanges are recorded.
+    """
 
     def __init__(self, peer_has: list[bool]) -> None:
         super().__init__()
@@ -118,7 +121,7 @@ def test_a_gradient_that_only_another_rank_has_is_filled_in_with_zeros():
     assert one.has_gaps
     one.fill()
     assert torch.equal(peers.grad, torch.zeros(3))
-    assert nobodys.grad is None  # the optimizer leaves it alone, as it does with one process
+    assert nobodys.grad is None  # the optimizer skips it, as with one process
 
 
 def test_a_sparse_gradient_is_refused():

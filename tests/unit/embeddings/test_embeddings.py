@@ -1,4 +1,4 @@
-"""The names of the package, found when they are first used."""
+"""The names of the package, which are imported on first use."""
 
 import json
 import subprocess

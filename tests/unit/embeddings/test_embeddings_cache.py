@@ -1,4 +1,4 @@
-"""A subset is kept whole or not at all, under a name made of all that it depends on, and shared by processes."""
+"""Cached subsets: complete or absent, named after all their inputs, and shared by processes."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_another_state_of_the_source_is_another_entry(path: Path, cache: Path):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     touched = take_subset(path, WORDS, cache=cache)
     path.write_bytes(RAW.replace(b"3 4", b"7 8"))  # the same size ...
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # ... and time
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # ... and modification time
     edited = take_subset(path, WORDS, cache=cache)
     assert edited.rows[0].tolist() == [7, 8]
     path.write_bytes(RAW + b"more 1 1\n")
@@ -104,7 +104,7 @@ def places(num_bytes: int) -> Iterator[int]:
 @pytest.mark.parametrize("name", ["table.safetensors", "manifest.json"])
 @pytest.mark.parametrize("num_words", [3, 6000])
 def test_a_damaged_byte_is_found_and_the_entry_is_written_again(cache: Path, tmp_path: Path, name: str, num_words: int):
-    """Also one far behind the head of the file, which is all that a store looks at."""
+    """A damaged byte is found and the entry is written again, also if the byte is far behind the file's head."""
     path = tmp_path / "vectors"
     path.write_bytes(b"".join(b"w%d %d %d\n" % (number, number, -number) for number in range(num_words)))
     words = [f"w{number}" for number in range(num_words)]
@@ -117,7 +117,7 @@ def test_a_damaged_byte_is_found_and_the_entry_is_written_again(cache: Path, tmp
         file.write_bytes(damaged)
         found = take_subset(path, words, cache=cache)
         assert found.table.path.read_bytes() == right
-        other = {"seconds", "is_from_cache"}  # a byte of the time it took spoils nothing
+        other = {"seconds", "is_from_cache"}  # a damaged byte of the recorded duration changes nothing else
         assert found.facts.model_dump(exclude=other) == first.facts.model_dump(exclude=other)
         assert found.digest == first.digest
 
@@ -146,7 +146,7 @@ def test_rows_are_opened_by_their_folder(path: Path, cache: Path):
         open_rows(subset.table.path.parent)
 
 
-# Takes a subset, says when it begins and when it has read the first part, and waits then until it is told to go on.
+# Takes a subset. Reports its start and the first part that it has read, and then waits for a line on standard input.
 TAKER = """
 import json, sys
 from pathlib import Path
@@ -174,7 +174,7 @@ def test_of_two_processes_at_once_one_writes_and_both_have_it(path: Path, cache:
     waiter = start(TAKER, path, cache)
     assert waiter.stdout.readline() == "taking\n"
     (written,) = writer.communicate("go on\n", timeout=LONGEST_SECONDS)[0].splitlines()
-    (waited,) = waiter.communicate("go on\n", timeout=LONGEST_SECONDS)[0].splitlines()  # it did not write
+    (waited,) = waiter.communicate("go on\n", timeout=LONGEST_SECONDS)[0].splitlines()  # this process did not write
     assert json.loads(waited) == json.loads(written)
     assert entries(cache) == [take_subset(path, WORDS, cache=cache).table.path.parent.name]
 
@@ -199,7 +199,7 @@ def test_a_full_disk_is_an_output_error_and_leaves_nothing(path: Path, cache: Pa
     assert entries(cache) == []
 
 
-# Maps a subset as `embeddings.load` does, reads all of it, says so, and how much of it is in memory when asked.
+# Maps a subset like `embeddings.load`, reads all of it, and reports when it is done. Reports its memory on request.
 SHARER = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Vectors made smaller: what is said of them is so, and a factorization is the best of its rank."""
+"""Compressed vectors: their facts are correct, and a factorization is the best of its rank."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from plimsoll.errors import EmbeddingError
 
 
 def vectors(num_rows: int = 600, dimension: int = 12, seed: int = 0) -> np.ndarray:
-    """Rows of a few directions and some noise, as word vectors are."""
+    """Return rows that combine a few directions with some noise, like word vectors."""
     generator = np.random.default_rng(seed)
     directions = generator.normal(size=(4, dimension))
     return (
@@ -35,7 +35,7 @@ def cosines(before: np.ndarray, module: nn.Module) -> np.ndarray:
 def test_the_facts_are_those_that_are_worked_out_again(make, block_rows: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compressed, "_BLOCK_ROWS", block_rows)
     rows = vectors()
-    rows[17] = 0  # which has no cosine and does not count
+    rows[17] = 0  # a zero vector has no cosine and does not count
     module, facts = make(rows)
     expected = cosines(rows, module)
     assert len(expected) == 599

@@ -1,4 +1,4 @@
-"""Vectors written in another format are read back bit for bit, and appear whole or not at all."""
+"""Conversion of vectors: the new file is complete or absent, and is read back bit for bit."""
 
 from pathlib import Path
 
@@ -130,7 +130,9 @@ def test_a_subset_keeps_all_rows_in_a_table_and_an_array_and_those_found_in_othe
 
 @pytest.mark.parametrize("name", ["x", "x.csv", "x.TXT", "x.txt.gz"])
 def test_a_name_that_says_no_format_is_refused_before_anything_is_read(tmp_path: Path, name: str):
-    with pytest.raises(OutputError, match=rf"the suffix of .*{name} is not a known format: give -o a name in .safet"):
+    with pytest.raises(
+        OutputError, match=rf"cannot write .*{name}: its suffix is unknown: give -o a name that ends in .safet"
+    ):
         check_output(tmp_path / name)
     with pytest.raises((OutputError, EmbeddingError)):
         convert(tmp_path / "absent", tmp_path / name)

@@ -1,4 +1,4 @@
-"""What is wrong with a file is counted with examples that say where, or is an error."""
+"""Faults of a file of word vectors: counted, with examples that name their place, or raised as an error."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A table on the host is `nn.Embedding(sparse=True)`: the oracle is plain PyTorch, and the bits are its bits."""
+"""A table in host memory, compared with `nn.Embedding(sparse=True)`: results are bitwise equal."""
 
 import copy
 
@@ -11,7 +11,7 @@ from plimsoll.embeddings import host
 from plimsoll.embeddings.host import HostEmbedding
 from plimsoll.errors import InputError, OutputError
 
-# torch 2.13 says this of every optimizer's own sparse tensors, once in a process.
+# torch 2.13 warns about the sparse tensors of every optimizer, once per process.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 
 ROWS, WIDTH = 60, 5
@@ -20,14 +20,14 @@ OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "sparse_adam": torch.optim.SparseA
 
 
 def pair(padding_idx=None, path=None, dtype=None):
-    """A plain embedding and one on the host, of the same values."""
+    """Return a plain embedding and one in host memory, with equal values."""
     torch.manual_seed(1)
     plain = nn.Embedding(ROWS, WIDTH, padding_idx, sparse=True, dtype=dtype)
     return plain, HostEmbedding.from_rows(plain.weight.detach(), padding_idx=padding_idx, path=path)
 
 
 def gradient_of(embedding, batches, seed=2):
-    """The gradient of a weighted sum of several lookups, and what they gave."""
+    """Return the gradient of a weighted sum of several lookups, and their outputs."""
     generator = torch.Generator().manual_seed(seed)
     outputs = []
     for ids in batches:
@@ -53,7 +53,10 @@ def test_outputs_and_gradients_have_the_bits_of_a_plain_embedding(shape, dtype, 
 
 
 def test_a_single_id_without_a_dimension_is_looked_up():
-    """With a padding row the backward of a plain embedding fails on it (torch 2.13)."""
+    """A single id without a dimension is looked up.
+
+    With a padding row, the backward pass of a plain embedding fails for such an id (torch 2.13).
+    """
     plain, mine = pair(padding_idx=3)
     found, (output,) = gradient_of(mine, [torch.tensor(4)])
     assert torch.equal(output, plain(torch.tensor(4)))
@@ -97,7 +100,7 @@ def test_weights_after_many_steps_are_those_of_plain_pytorch(name, padding_idx, 
             gradient_of(embedding, [ids], seed=step)
             optimizer.step()
         trained.append(embedding.weight.detach())
-    if name == "sgd":  # which adds the parts of a row's gradient to the weight one by one
+    if name == "sgd":  # SGD adds the parts of a row's gradient to the weight one by one
         torch.testing.assert_close(*trained, rtol=0, atol=1e-5)
     else:
         assert torch.equal(*trained)
@@ -200,7 +203,7 @@ def test_what_is_no_matrix_of_floats_is_refused(rows):
 
 def test_a_type_that_there_is_not_is_refused():
     assert HostEmbedding(3, 2, dtype="fp16").weight.dtype == torch.float16
-    with pytest.raises(InputError, match="dtype 'fp33' is no floating-point type: give fp32"):
+    with pytest.raises(InputError, match="dtype 'fp33' is not a floating-point type: give fp32"):
         HostEmbedding(3, 2, dtype="fp33")
 
 
@@ -306,11 +309,11 @@ def test_a_copy_trains_by_itself(tmp_path):
 @pytest.mark.parametrize("padding_idx", [None, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_is_done_for_ids_on_another_device_gives_the_same(shape, padding_idx, monkeypatch):
-    """What a lookup on a GPU does, done on the CPU."""
+    """The lookup for ids on a GPU has the same results when it runs on the CPU."""
     monkeypatch.setattr(host, "_are_on_one_device", lambda *_: False)
     plain, mine = pair(padding_idx)
     ids = torch.randint(0, ROWS, shape)
-    assert host._rows_at(mine.weight.detach(), ids)[2].shape == (len(ids.unique()), WIDTH)  # no row is sent twice
+    assert host._rows_at(mine.weight.detach(), ids)[2].shape == (len(ids.unique()), WIDTH)  # each row is sent once
     expected, (expected_output,) = gradient_of(plain, [ids])
     found, (output,) = gradient_of(mine, [ids])
     assert torch.equal(output, expected_output)

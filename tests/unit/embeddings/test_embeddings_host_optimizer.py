@@ -1,4 +1,4 @@
-"""Torch's own optimizers with states where the table is; the oracle is the same optimizer made in the usual way."""
+"""Torch's own optimizers with states next to the table, compared with the same optimizers created the usual way."""
 
 import os
 
@@ -11,7 +11,7 @@ from plimsoll.embeddings.host_optimizer import optimizer_of
 from plimsoll.errors import InputError
 from processes import run_program
 
-# torch 2.13 says this of every optimizer's own sparse tensors, once in a process.
+# torch 2.13 warns about the sparse tensors of every optimizer, once per process.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 
 ROWS, WIDTH = 50, 4
@@ -66,7 +66,7 @@ def test_a_training_goes_on_from_saved_states(kind, arguments, is_mapped, tmp_pa
     train(first, one, range(5))
     torch.save((first.state_dict(), one.state_dict()), tmp_path / "saved")
     places = [value.data_ptr() for value in two.state[second.weight].values() if torch.is_tensor(value) and value.dim()]
-    for _ in range(2):  # also into a training that has begun
+    for _ in range(2):  # the second time into a training that has begun
         weights, states = torch.load(tmp_path / "saved", mmap=True)
         second.load_state_dict(weights)
         two.load_state_dict(states)

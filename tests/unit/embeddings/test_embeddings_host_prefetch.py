@@ -1,4 +1,4 @@
-"""Rows are read ahead, and nothing else changes: batches, order, errors, and no thread is left."""
+"""Prefetching of rows changes nothing else: batches, order and errors are equal, and no thread is left."""
 
 import ctypes
 import mmap
@@ -20,7 +20,7 @@ def threads():
 
 
 def read_ahead(num_batches, ahead, taken, stop_after=None):
-    """Which batches had been asked of the loader when each was yielded."""
+    """Return each batch with the number of batches requested from the loader when it was yielded."""
     given, seen = [], []
 
     def loader():
@@ -69,7 +69,7 @@ def test_errors_of_the_loader_and_of_the_reading_arrive():
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
-@pytest.mark.parametrize("width", [1, 3, 1500])  # a row of 1500 float32 is on two or three pages
+@pytest.mark.parametrize("width", [1, 3, 1500])  # a row of 1500 float32 lies on two or three pages
 def test_reading_changes_nothing(is_mapped, width, tmp_path):
     table = HostEmbedding(700, width, path=tmp_path / "table" if is_mapped else None)
     before = table.weight.detach().clone()
@@ -88,7 +88,10 @@ def test_an_update_between_reading_and_looking_up_is_seen(tmp_path):
 
 
 def test_every_page_of_the_rows_is_asked_for(monkeypatch):
-    """Rows of 1024 bytes: four on each page of 4096."""
+    """Every page of the rows is requested.
+
+    Rows have 1024 bytes, so four share a page of 4096 bytes.
+    """
     asked = []
 
     def note(address, num_ranges):
@@ -120,13 +123,17 @@ def test_states_are_read_as_well(kind, tmp_path, monkeypatch):
 
 
 def test_pages_that_were_evicted_are_back(tmp_path):
-    """The kernel says of each page whether it is in memory (mincore); where it keeps all, nothing is shown."""
+    """Pages that were evicted are back in memory.
+
+    mincore reports for each page whether it is in memory. If the kernel keeps all pages, the test shows nothing.
+    """
     table = HostEmbedding(4096, 1024, path=tmp_path / "table", initialize=nn.init.zeros_)
     descriptor = os.open(tmp_path / "table", os.O_RDONLY)
     os.fsync(descriptor)
     library = ctypes.CDLL(None)
     address, num_bytes = ctypes.c_void_p(table.weight.data_ptr()), ctypes.c_size_t(table.weight.nbytes)
-    library.madvise(address, num_bytes, mmap.MADV_DONTNEED)  # of a shared file: the mapping lets go, nothing is lost
+    # for a shared file, this drops the mapping's pages and loses no data
+    library.madvise(address, num_bytes, mmap.MADV_DONTNEED)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
 

@@ -1,4 +1,4 @@
-"""A file is read from its begin to its end and what is in it is said."""
+"""Inspection of a file of word vectors, which is read completely."""
 
 from pathlib import Path
 
@@ -31,14 +31,17 @@ def test_everything_is_counted(tmp_path: Path, packing: str):
         ("wrong dimension", ("line 6: 'short 1', 1 numbers, not 2",)),
         ("wrong header", ("it states 5 words, but the file has 6",)),
     ]
-    # The lengths of (0, -1), (3, 4) and (3e38, -3e38), the last of which overflows single precision if squared.
+    # The norms of (0, -1), (3, 4) and (3e38, -3e38). The last overflows in single precision if it is squared.
     assert found.norms == pytest.approx((1, 5, 18**0.5 * 1e38))
     assert found.num_full_bytes == 4 * 3 * 2
     assert stages[-1] == ("vectors", 1)
 
 
 def test_the_words_of_a_faulty_file_are_as_many_whoever_counts_them(tmp_path: Path):
-    """A line is an entry; a word is what has a vector, once."""
+    """All commands count the same words in a faulty file.
+
+    A line is an entry. A word counts once, if it has a vector.
+    """
     (tmp_path / "x").write_bytes(RAW)
     looked = look_at(tmp_path / "x")
     converted = convert(tmp_path / "x", tmp_path / "y.npy")

@@ -1,4 +1,4 @@
-"""Word vectors as an embedding: outputs, gradients and steps are those of PyTorch's, and the file stays as it is."""
+"""Word vectors as an embedding: outputs, gradients and steps equal PyTorch's, and the file stays unchanged."""
 
 import copy
 import gzip
@@ -56,14 +56,14 @@ def test_gradients_are_those_of_an_embedding_in_memory(subset: Subset, sparse: b
         (embedding(IDS) * weights).sum().backward()
     assert ours.weight.grad.is_sparse == theirs.weight.grad.is_sparse == sparse
     assert torch.equal(ours.weight.grad.to_dense(), theirs.weight.grad.to_dense())
-    assert not ours.weight.grad.to_dense()[0].any()  # the row for padding
+    assert not ours.weight.grad.to_dense()[0].any()  # the padding row
 
 
 @pytest.mark.parametrize(
     ("optimizer", "sparse"),
     [(torch.optim.SparseAdam, True), (torch.optim.SGD, True), (torch.optim.Adagrad, True), (torch.optim.Adam, False)],
 )
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # of Adagrad itself
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # a warning of Adagrad itself
 def test_training_gives_the_same_bits_and_leaves_the_file_as_it_is(subset: Subset, optimizer: type, sparse: bool):
     before = subset.table.path.read_bytes()
     ours, theirs = load(subset, trainable=True, sparse=sparse), plain(subset, True, sparse)
@@ -119,7 +119,7 @@ def test_a_tied_output_has_the_same_weight_and_gives_it_its_gradient(subset: Sub
     logits.square().sum().backward()
     assert torch.equal(model(IDS), logits)
     assert torch.equal(embedding.weight.grad, reference.grad)
-    assert embedding.weight.grad[1].any()  # a word that was not in the input has a gradient of the output
+    assert embedding.weight.grad[1].any()  # a word missing from the input has a gradient from the output
 
 
 def test_an_output_cannot_be_tied_to_sparse_gradients(subset: Subset):

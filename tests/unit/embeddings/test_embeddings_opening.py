@@ -1,4 +1,4 @@
-"""A file of word vectors is told by its content, or an error says what could be given."""
+"""Opening of word vectors: the content determines the format, or an error lists the alternatives."""
 
 import os
 import signal
@@ -67,7 +67,7 @@ def test_an_empty_file_is_an_error(tmp_path: Path):
 
 
 class Parts:
-    """Vectors in parts of one word each, not worth a process."""
+    """Vectors in parts of one word each, too few for a process."""
 
     num_parts = 0
 
@@ -114,7 +114,7 @@ def test_an_error_of_a_part_comes_through():
 
 
 class TestForked:
-    """Files of many parts are read by processes."""
+    """Parallel reading of files with many parts."""
 
     @pytest.fixture
     def many_parts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

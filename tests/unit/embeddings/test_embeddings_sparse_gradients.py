@@ -1,4 +1,4 @@
-"""What torch's optimizers do with sparse gradients, and that the same is refused before the first step."""
+"""The optimizers of torch that fail with sparse gradients, which are refused before the first step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = [
 
 
 def fails_in_torch(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """The oracle: plain steps."""
+    """Return whether plain steps fail, as the reference."""
     try:
         for _ in range(2):
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The rows of a vocabulary: which vector each gets, what is said of it, and what stands in the rows without one."""
+"""The rows of a vocabulary: the vector of each word, the facts about the subset, and the rows without a vector."""
 
 import zipfile
 from collections import Counter
@@ -103,7 +103,7 @@ def test_hostile_files_give_the_rows_that_a_slow_reader_gives(
 
 
 def faults_of(lines: list[tuple[bytes, bytes | str]], wanted: set[bytes]) -> dict[str, int]:
-    """Count all short lines, and of wanted words what could not be used before a vector was found."""
+    """Count all short lines, and the faults of wanted words before a vector was found for them."""
     names = {
         "dimension": "wrong dimension",
         "truncated": "cut off",
@@ -130,7 +130,10 @@ def test_the_first_of_equal_words_wins_also_across_parts_and_threads(tmp_path: P
 
 @pytest.mark.parametrize("part_bytes", [16, 1000])
 def test_a_word_without_a_vector_is_a_fault_and_the_next_like_it_is_taken(tmp_path: Path, part_bytes: int):
-    """And what is wrong with a word that was found already is none, whichever part was read first."""
+    """A word with an invalid vector is a fault, and its next valid vector is taken.
+
+    If a word has a vector already, later faults of the word do not count, whichever part was read first.
+    """
     raw = b"a nan 1\nb 1 x\na 1 2\nb 3 4\na inf 1\nshort 1\nthe 5 6\n"
     with small_parts(part_bytes):
         found = take_subset(packed(tmp_path / "x", raw), ["a", "b"])
@@ -151,9 +154,7 @@ def test_strict_the_first_fault_is_an_error_and_nothing_is_kept(tmp_path: Path):
     assert [entry.suffix for entry in (tmp_path / "cache").iterdir()] == [".lock"]
     assert take_subset(path, ["the"], cache=tmp_path / "cache").facts.faults[0].count == 1
     whole = packed(tmp_path / "y", b"the 1 2\na nan 1\n")
-    assert (
-        take_subset(whole, ["the"], strict=True).facts.faults == ()
-    )  # which of the other words can be used is not asked
+    assert take_subset(whole, ["the"], strict=True).facts.faults == ()  # vectors of unwanted words are not checked
     with pytest.raises(EmbeddingError, match="line 2: 'a': number 1 of 2 is nan"):
         take_subset(whole, ["the", "A"], strict=True)
 
@@ -172,7 +173,10 @@ def test_a_file_that_is_cut_off_says_so(tmp_path: Path):
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 @pytest.mark.parametrize("block_bytes", [16, 1 << 20])
 def test_rows_without_a_vector(path: Path, precision: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch):
-    """The mean of the five vectors is (2.4, 8), their deviations are the roots of 3.76 * ... as numpy has them."""
+    """Rows without a vector are filled by the chosen method.
+
+    The mean of the five vectors is (2.4, 8), and numpy computes their standard deviations.
+    """
     monkeypatch.setattr(subsets, "_BLOCK_BYTES", block_bytes)
     words = ["the", "Paris", "usa", ". . .", "last", "p", "x", "y", None, "z"]
     made = {
@@ -214,7 +218,7 @@ def test_rows_that_would_all_be_the_one_that_was_found_are_not_drawn(tmp_path: P
     with pytest.raises(EmbeddingError, match="cannot be drawn from their distribution: set missing to zer"):
         take_subset(path, words, cache=tmp_path)
     assert not [entry for entry in tmp_path.glob("subset-*") if entry.is_dir()]
-    assert take_subset(path, ["the"]).rows.tolist() == [[1, 2]]  # nothing is to be drawn
+    assert take_subset(path, ["the"]).rows.tolist() == [[1, 2]]  # no row needs to be drawn
     assert take_subset(path, words, missing="mean").rows[2].tolist() == [1, 2]
 
 

@@ -1,4 +1,4 @@
-"""A table in one file: filled in place, mapped, read by safetensors too, and refused where it is damaged."""
+"""A table in one file: filled in place, mapped, readable by safetensors, and refused if it is damaged."""
 
 import subprocess
 import sys

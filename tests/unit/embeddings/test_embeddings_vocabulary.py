@@ -1,4 +1,4 @@
-"""The words that rows are for: from files, tokenizers, counts and whatever can be counted through."""
+"""The words that get rows: from files, tokenizers, counts and any iterable."""
 
 from collections import Counter
 from pathlib import Path
@@ -129,7 +129,7 @@ def test_tokens_of_bytes_stand_for_the_words_that_they_spell():
     assert {words.words[ids["Ġthe"]], words.words[ids["ĠcafÃ©"]]} == {"the", "café"}
     assert "東京" in words.words
     assert words.words[ids["<pad>"]] is None
-    assert words.words[ids["e"]] is None  # inside of words
+    assert words.words[ids["e"]] is None  # occurs inside words
     assert words.words[ids["Ġ"]] is None
     assert words.padding is None
     assert of_tokenizer(backend, "mine", "<pad>").padding == ids["<pad>"]

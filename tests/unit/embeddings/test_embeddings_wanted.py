@@ -1,4 +1,4 @@
-"""Rows wait for words: in three forms, the first in the file wins, and what has no vector is passed over."""
+"""Rows that wait for words: in three forms, of which the first in the file wins; words without a vector are skipped."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from plimsoll.embeddings.wanted import CAPITALISED, EXACT, LOWER, MISSING, NO_WO
 
 
 def given_all(wanted: Wanted, *blocks: list[str]) -> dict[int, str]:
-    """Give blocks of words, all of which have vectors; return the word that each row has at the end."""
+    """Give blocks of words that all have vectors, and return the final word of each row."""
     has = {}
     for words in blocks:
         raw = [word.encode() for word in words]
@@ -76,7 +76,7 @@ def test_a_word_without_a_vector_leaves_its_rows_to_the_next_one():
     wanted = Wanted(["a", "b"], None, True)
     pairs = wanted.give([b"a", b"b", b"A", b"a", b"a"], np.array([False, True, True, True, False]))
     assert dict(zip(pairs.rows.tolist(), pairs.indexes.tolist(), strict=True)) == {0: 3, 1: 1}
-    assert pairs.refused == {0}  # the last was not needed: what is wrong with it does not matter
+    assert pairs.refused == {0}  # the last word was not needed, so its fault does not matter
     assert wanted.state.tolist() == [EXACT, EXACT]
 
 
@@ -97,7 +97,7 @@ def test_surrogates_do_not_stop_anything():
 
 
 def slow_rows(vocabulary: list[str], file: list[str]) -> list[int | None]:
-    """Return where the word of each row stands in a file."""
+    """Return the place in the file of the word of each row."""
     return [
         next((file.index(form) for form in (word, word.lower(), word.capitalize()) if form in file), None)
         for word in vocabulary

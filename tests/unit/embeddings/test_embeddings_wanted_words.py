@@ -1,4 +1,4 @@
-"""Which words are wanted, by whichever option names them."""
+"""The wanted words, with each option that can name them."""
 
 from pathlib import Path
 
@@ -16,7 +16,8 @@ def test_words_of_a_file_are_those_of_its_lines(tmp_path: Path):
 def test_words_of_texts_are_counted(tmp_path: Path):
     (tmp_path / "a.txt").write_text("ship line ship\nhull ship line\n")
     wanted = WantedWords(corpus=(str(tmp_path / "a.txt"),), min_count=2)
-    assert list(wanted.vocabulary_in(tmp_path / "cache").words)[2:] == ["ship", "line"]  # after padding and unknown
+    # the first two rows are padding and unknown
+    assert list(wanted.vocabulary_in(tmp_path / "cache").words)[2:] == ["ship", "line"]
 
 
 def test_rows_of_the_words_are_taken_and_written(tmp_path: Path):
@@ -31,8 +32,8 @@ def test_rows_of_the_words_are_taken_and_written(tmp_path: Path):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (WantedWords(), r"0 options name the wanted words \(none\)"),
-        (WantedWords(vocabulary=Path("a"), corpus=("b",)), r"2 options name .* \(--vocabulary, --corpus\)"),
+        (WantedWords(), r"the words must come from one option, not 0 \(none\)"),
+        (WantedWords(vocabulary=Path("a"), corpus=("b",)), r"from one option, not 2 \(--vocabulary, --corpus\)"),
         (WantedWords(vocabulary=Path("a"), max_words=3), "--max-words needs --corpus"),
     ],
 )

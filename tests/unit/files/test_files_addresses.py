@@ -1,4 +1,4 @@
-"""Addresses: shown without secrets, looked at, and read whole whatever a connection does."""
+"""Remote files: shown without secrets, inspected, and read completely despite broken connections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def memory() -> Iterator[fsspec.AbstractFileSystem]:
-    """An empty memory:// file system."""
+    """Return an empty memory:// file system."""
     opened = fsspec.filesystem("memory")
     opened.store.clear()
     opened.pseudo_dirs[:] = [""]
@@ -123,7 +123,7 @@ def test_all_of_a_file_comes_whatever_happens_on_the_way(has_ranges: bool, fault
     content = CONTENT * 1024  # 16 MiB
     with serving(Site({"a.txt": content}, has_ranges, {"a.txt": (fault, 2)} if fault else {})) as site:
         assert b"".join(pieces(f"{site.address}/a.txt?token=1", len(content))) == content
-        # Two cuts: where parts can be asked for, only what was on its way is sent again.
+        # The connection is cut twice. With range requests, only the interrupted part is sent again.
         most_share = 1 if fault != "cut" else 1.7 if has_ranges else 2
         assert len(content) <= site.num_sent_bytes <= most_share * len(content)
 
@@ -135,7 +135,7 @@ def test_what_keeps_failing_is_said():
         pytest.raises(DataError, match="cannot read http://127.*: 5 tries failed, the last with"),
     ):
         list(pieces(f"{site.address}/a.txt", len(CONTENT)))
-    with pytest.raises(DataError, match="5 tries failed, the last with ClientCo"):  # nobody listens any more
+    with pytest.raises(DataError, match="5 tries failed, the last with ClientCo"):  # the server has stopped
         look(f"{site.address}/a.txt")
 
 
@@ -159,7 +159,7 @@ def test_what_a_server_answers_is_said_and_its_secrets_are_not(status: str, word
 
 
 def test_a_server_that_is_back_soon_is_asked_again():
-    with serving(Site({"a.txt": b"x"}, faults={"a.txt!": ("503", 6)})) as site:  # a HEAD and a GET for each try
+    with serving(Site({"a.txt": b"x"}, faults={"a.txt!": ("503", 6)})) as site:  # a HEAD and a GET request per try
         assert look(f"{site.address}/a.txt")[0][0].num_bytes == 1
 
 

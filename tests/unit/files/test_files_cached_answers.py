@@ -1,4 +1,4 @@
-"""Entries of the cache: given back whole under their own facts or not at all, bounded, and cleared."""
+"""Cached results: returned complete for equal inputs or not at all, bounded in size, and cleared."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from plimsoll.errors import OutputError
 from plimsoll.files import cached_answers
 
 FACTS = {"job": {"batch_size": 16}, "versions": ["2.13"]}
-CONTENT = Random(0).randbytes(3000)  # which no compression makes smaller
+CONTENT = Random(0).randbytes(3000)  # incompressible
 
 
 def entries():
@@ -71,8 +71,8 @@ def test_those_that_were_not_read_for_longest_make_room(monkeypatch):
     for number in range(3):
         cached_answers.write("traces", {"number": number}, CONTENT)
         (newest,) = set(entries()) - {path for path in entries() if path.stat().st_mtime < 1000}
-        os.utime(newest, (number, number))  # as if it were long ago
-    assert cached_answers.read("traces", {"number": 0}) == CONTENT  # now it is the one that was used last
+        os.utime(newest, (number, number))  # set a time long ago
+    assert cached_answers.read("traces", {"number": 0}) == CONTENT  # reading makes it the most recently used entry
     cached_answers.write("plans", FACTS, CONTENT)
     assert cached_answers.read("traces", {"number": 1}) is None
     assert [cached_answers.read("traces", {"number": number}) for number in (0, 2)] == [CONTENT] * 2
@@ -100,9 +100,9 @@ def test_where_nothing_can_be_written_nothing_is_kept(monkeypatch, tmp_path):
 
 @pytest.fixture
 def filled():
-    """A cache folder with something of each kind; returns the files that are not entries."""
+    """Fill a cache folder with files of each kind, and return the files that are not entries."""
     folder, others = Path(os.environ["PLIMSOLL_CACHE"]), []
-    shutil.rmtree(folder)  # the speed that other tests have measured
+    shutil.rmtree(folder)  # other tests have stored measured speeds
     for kind in ("predictions", "plans", "baselines", "traces"):
         cached_answers.write(kind, FACTS, CONTENT)
     for name in ("speed-1.json", "exchange-2-1.json", "calibration.json", "data/corpus-1/a", "embeddings/b/c"):

@@ -1,4 +1,4 @@
-"""Damage anywhere in a file of the cache: found when it is read, named, and made anew with the next start."""
+"""Damage anywhere in a cached file: found on reading, named, and repaired at the next start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plimsoll.files.checksums import BLOCK_BYTES, SUMS_FILE, Damaged, blocks_of,
 from plimsoll.files.store import read_facts, stored
 from plimsoll.records.job import Job
 
-NUM = 3 * BLOCK_BYTES // 2 + 5  # numbers of 2 bytes: three blocks and a bit
+NUM = 3 * BLOCK_BYTES // 2 + 5  # numbers of 2 bytes: three blocks and five numbers
 
 
 def store(folder: Path) -> Path:
@@ -35,7 +35,7 @@ def store(folder: Path) -> Path:
 
 
 def damage(path: Path, place: int) -> None:
-    """Change one bit of a file, behind its time."""
+    """Change one bit of a file."""
     raw = bytearray(path.read_bytes())
     raw[place] ^= 1
     path.write_bytes(raw)
@@ -70,7 +70,7 @@ def test_a_block_is_looked_at_when_it_is_read(tmp_path: Path, read):
     path = store(tmp_path / "store") / "z.bin"
     damage(path, 2 * BLOCK_BYTES + 1)
     numbers = checked(path, np.uint16)
-    assert numbers[BLOCK_BYTES - 1] == NUM - BLOCK_BYTES  # of another block
+    assert numbers[BLOCK_BYTES - 1] == NUM - BLOCK_BYTES  # this number lies in an undamaged block
     with pytest.raises(Damaged, match=r"z.bin is damaged: bytes 131,072 to 196,608 .* when you start again"):
         read(numbers)
     assert read_facts(path.parent) is None
@@ -128,7 +128,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def samples(job: Job, cache: Path) -> tuple[str, list[list[int]]]:
-    """What a training reads, in another process than the one before."""
+    """Return the key and the samples of a training, as a new process would read them."""
     checksums._require_file.cache_clear()
     prepared = prepare(job, cache)
     read = []
@@ -168,7 +168,7 @@ def test_damage_anywhere_in_the_cache_of_a_job_is_found_and_mended(texts: Path, 
             found, said = samples(job, cache), None
         except DataError as error:
             found, said = samples(job, cache), str(error)
-        assert found == whole, path  # where nothing was said, it is not read, or was made anew
+        assert found == whole, path  # without an error, the file was not read or was written again
         assert said is None or str(path) in said
         num_found += said is not None
     assert num_found

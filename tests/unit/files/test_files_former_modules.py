@@ -1,4 +1,4 @@
-"""Modules under the names of the release before: what the documentation had users import works, with a warning."""
+"""Former module names that the documentation had users import: they work, with a warning."""
 
 from importlib import import_module
 

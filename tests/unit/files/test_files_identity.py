@@ -1,4 +1,4 @@
-"""The identity of files: what changes it, and how much of them is read for it."""
+"""The identity of files: which changes affect it, and how much of a file is read for it."""
 
 from pathlib import Path
 

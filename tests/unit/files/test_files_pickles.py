@@ -1,4 +1,4 @@
-"""Pickles as plain data and as descriptions; of a hostile one nothing is run, imported or allocated."""
+"""Pickles as plain data and as descriptions. A hostile pickle runs, imports and allocates nothing."""
 
 import io
 import itertools
@@ -43,7 +43,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_plain_data_comes_back(protocol):
-    # Before protocol 3 bytes are written as a call.
+    # Before protocol 3, pickle writes bytes as a call.
     plain = PLAIN if protocol > 2 else PLAIN | {"others": ["text", 1.5, None, True]}
     assert load(pickle.dumps(plain, protocol)) == plain
 
@@ -65,7 +65,7 @@ def test_containers_without_items_as_torch_writes_them_in_cpp():
 
 
 class Runs:
-    """Leaves a file behind when it is unpickled."""
+    """A value that runs a call, such as ``touch``, when it is unpickled."""
 
     def __init__(self, *how):
         self.how = how
@@ -75,7 +75,7 @@ class Runs:
 
 
 def marked(path):
-    """Ways to have ``touch path`` run, or something else that must not be, as pickles."""
+    """Return pickles that run ``touch path`` or another forbidden call, by the opcode they use."""
     command = f"touch {path}"
     text = command.encode()
     name = b"\x8c" + bytes([len(text)]) + text
@@ -112,7 +112,7 @@ def test_nothing_of_a_hostile_pickle_is_run(tmp_path, way):
 
 
 def test_the_payloads_are_live(tmp_path):
-    """What is refused above does run where a pickle is loaded as any other."""
+    """The payloads refused above run if `pickle` loads them."""
     path = tmp_path / "ran"
     for way in ("REDUCE", "GLOBAL", "STACK_GLOBAL", "INST", "OBJ"):
         pickle.loads(marked(path)[way])
@@ -167,8 +167,8 @@ def test_text_protocols_are_refused():
         load(pickle.dumps({"a": 1}, 0))
 
 
-# Deep nesting and shared parts take what the file has in length, and a cycle ends; run apart, as a crash is one of the
-# outcomes that are not wanted.
+# Time and memory for deep nesting and shared parts are proportional to the file, and a cycle ends. This runs in a
+# subprocess because a crash is a possible failure.
 BOMBS = """
 import io, resource, sys
 from plimsoll.diagnose.snapshot.read import snapshot_of
@@ -225,7 +225,7 @@ def test_what_is_sealed_is_so_wherever_it_is_used_again():
 
 
 def test_what_is_put_into_a_seal_is_left_out():
-    # A pickler writes items by the thousand: the second thousand meets the seal.
+    # A pickler writes items in groups of a thousand: the second group meets the seal.
     assert load(pickle.dumps({"x": 1} | {str(number): 0 for number in range(1500)}), Seals()).__class__ is Seal
 
 
@@ -312,7 +312,8 @@ def test_no_bytes_raise_anything_else(raw: bytes):
 
 def test_claims_cost_no_memory():
     claims = [
-        b"\x80\x02Nr\xff\xff\xff\xff.",  # the last of 4 thousand million places of the memo: 64 GiB in Python's own
+        # the last of 4 billion memo entries, for which Python's unpickler would take 64 GiB
+        b"\x80\x02Nr\xff\xff\xff\xff.",
         b"\x80\x04B\xff\xff\xff\xff.",
         b"\x80\x04\x8d\xff\xff\xff\xff\x00\x00\x00\x00.",
         b"\x80\x04\x8b\xff\xff\xff\x7f.",

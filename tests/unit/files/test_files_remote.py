@@ -1,4 +1,4 @@
-"""Files elsewhere: listed, copied whole or not at all, let go and copied again, and refused when they have changed."""
+"""Local copies of remote files: listed, complete or absent, evicted and copied again, and refused after a change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def memory() -> Iterator[fsspec.AbstractFileSystem]:
-    """An empty memory:// file system."""
+    """Return an empty memory:// file system."""
     opened = fsspec.filesystem("memory")
     opened.store.clear()
     opened.pseudo_dirs[:] = [""]
@@ -39,7 +39,7 @@ def memory() -> Iterator[fsspec.AbstractFileSystem]:
 
 
 def present(path: str) -> Path:
-    """Copy a file if it is not there."""
+    """Copy a file unless a copy exists."""
     os.close(descriptor_of(path))
     return Path(path)
 
@@ -102,7 +102,7 @@ def test_copies_that_were_used_longest_ago_make_room_and_come_back(memory, tmp_p
         with open(descriptor_of(place), "rb") as opened:
             os.utime(place, ns=(number * 10**9, os.stat(place).st_mtime_ns))
             assert len(opened.read()) == 100
-    assert [os.path.exists(place) for place in places] == [True, False, True]  # b was used longest ago
+    assert [os.path.exists(place) for place in places] == [True, False, True]  # b is the least recently used
     assert present(places[1]).read_bytes() == b"b" * 100
 
 
@@ -141,7 +141,7 @@ def test_what_is_in_use_stays_and_is_waited_for(memory, tmp_path: Path, monkeypa
     with held(first):
         with pytest.raises(OutputError, match="it has 100 B, but copies in use leave 50 B of 150 B"):
             present(second)
-        with held(first):  # once more
+        with held(first):  # held a second time
             assert Path(first).read_bytes() == b"a" * 100
     present(second)
     assert not os.path.exists(first)
@@ -207,7 +207,7 @@ def test_processes_that_copy_at_once_share_copies_and_the_room(tmp_path: Path):
 
 
 def _taken_bytes(folder: Path) -> int:
-    """What all copies have together; 0 where anything changed while it was read."""
+    """Return the total size of all copies, or 0 if a copy changed during the measurement."""
     before, after = _sizes(folder), _sizes(folder)
     return sum(size for _, _, _, size in before) if before == after else 0
 

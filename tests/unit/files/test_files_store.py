@@ -1,4 +1,4 @@
-"""A store opens whole or not at all: kills, full disks, torn files and two writers at once."""
+"""Stores open complete or not at all: after kills, with full disks and torn files, and with two writers at once."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a killed process leaves in the folder for temporary files is told from what belongs to a living one."""
+"""Leftovers of killed processes in the folder for temporary files, distinguished from files of living processes."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ child.join()
 
 @pytest.fixture
 def folder(monkeypatch):
-    """A folder for temporary files with a short name: paths of sockets must not be long."""
+    """Create a folder for temporary files with a short name, because socket paths must not be long."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
@@ -47,7 +47,8 @@ def folder(monkeypatch):
 def test_children_share_a_folder_that_goes_with_their_parent(folder):
     done = run_program(LEAVES, TMPDIR=str(folder))
     assert (done.returncode, done.stdout) == (0, "True plimsoll-\n"), done.stderr
-    assert [path.is_dir() for path in folder.iterdir()] == [False]  # only the file, which it did not remove
+    # only the file is left, because the process did not remove it
+    assert [path.is_dir() for path in folder.iterdir()] == [False]
     remove_leftovers()
     assert not list(folder.iterdir())
 
@@ -62,7 +63,7 @@ def test_what_a_killed_process_has_left_is_removed_and_nothing_else(folder):
         with own_folder() as own:
             assert own.name.startswith(own_prefix())
             remove_leftovers()
-            assert len(list(folder.iterdir())) == 5  # both are alive
+            assert len(list(folder.iterdir())) == 5  # both processes are alive
             process.send_signal(signal.SIGKILL)
             process.wait()
             remove_leftovers()

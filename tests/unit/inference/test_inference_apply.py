@@ -1,4 +1,4 @@
-"""A model applied to a file: each task against the model called by hand, faults, options, and what is refused."""
+"""A model applied to a file: each task against the model called by hand, faulty rows, options, and refusals."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_rows_that_cannot_be_used_say_why_and_the_others_are_done(gpt2: Path, tm
     out = tmp_path / "y.jsonl"
     facts = apply_model(gpt2, data, out)
     rows = read_rows(out)
-    assert ["error" in row for row in rows] == [False, True, True, True, False, False]  # a blank is [CLS] [SEP]
+    assert ["error" in row for row in rows] == [False, True, True, True, False, False]  # a blank text is [CLS] [SEP]
     assert (facts.num_rows, facts.num_faults, facts.num_new_rows) == (6, 3, 6)
     assert facts.faults[0].startswith("row 1: there is no column 'text'")
     with pytest.raises(DataError, match=r"row 1: .* leave out --strict"):
@@ -153,7 +153,7 @@ def test_of_rows_that_cannot_be_used_all_are_counted_and_the_first_five_told(
 
 
 def told_rows(model: Path, data: Path, **options: Any) -> list[int]:
-    """How many rows were done whenever that changed."""
+    """Return a list that receives the number of finished rows at each change."""
     told: list[int] = []
     out = data.with_name("told.jsonl")
     apply_model(model, data, out, ApplyOptions(**options), force=True, progress=lambda *one: told.append(one[2]))
@@ -161,7 +161,7 @@ def told_rows(model: Path, data: Path, **options: Any) -> list[int]:
 
 
 def test_a_block_ends_with_the_row_that_fills_it(gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 10 tokens a pass a block has 1280 bytes of text."""
+    """With 10 tokens per pass a block has 1280 bytes of text."""
     lengths = [639, 640, 1, 639, 640, 1, 1279]
     data = write_rows(tmp_path / "x.jsonl", ["w" * length for length in lengths])
     options = {"rows_per_pass": 1, "longest_tokens": 10}
@@ -248,11 +248,11 @@ def test_what_a_signal_stops_is_gone_on_with(gpt2: Path, data: Path, monkeypatch
 
     def progress(done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
         told.append((done_bytes, total_bytes, num_rows, num_tokens))
-        if num_rows == 25 and sum(one[2] == 25 for one in told) == 1:  # a second one would end the tests
+        if num_rows == 25 and sum(one[2] == 25 for one in told) == 1:  # a second signal would end the tests
             signal.raise_signal(signal.SIGTERM)
 
     out = data.with_name("z.jsonl")
-    with pytest.raises(Interrupted, match="stopped with 25 rows written: give the same command again") as raised:
+    with pytest.raises(Interrupted, match="stopped with 25 rows written: run the same command again") as raised:
         apply_model(gpt2, data, out, progress=progress)
     assert raised.value.exit_code == 143
     facts = apply_model(gpt2, data, out, progress=progress)
@@ -310,21 +310,21 @@ def test_a_tokenizer_of_another_vocabulary_is_named(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m", vocab_size=50)
     rows = applied(folder, write_rows(tmp_path / "x.jsonl", ["w45", "w46"]))
     assert "error" not in rows[0]
-    assert rows[1]["error"].startswith("its token 50 is none of the 50 that the model has embeddings of")
+    assert rows[1]["error"].startswith("its token 50 is outside the model's vocabulary of 50 tokens")
 
 
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
         ({"task": "generate"}, InputError, "needs --max-new-tokens"),
-        ({"task": "generate", "generation": Generation(64)}, JobError, "leaves nothing of the 64 tokens"),
+        ({"task": "generate", "generation": Generation(64)}, JobError, "leaves no tokens for the prompt"),
         ({"task": "generate", "generation": Generation(8), "longest_tokens": 60}, JobError, "give 56 or less"),
         ({"task": "generate", "generation": Generation(8, cache="offloaded")}, InputError, "--cache offloaded moves"),
         ({"task": "score", "generation": Generation(3)}, InputError, "generates nothing"),
         ({"task": "classify"}, JobError, "use --task score or generate"),
         ({"keep": ("label",)}, InputError, "results have a field of this name"),
         ({"longest_tokens": 0}, InputError, "--max-length 0 leaves nothing"),
-        ({"longest_tokens": 65}, JobError, "more than the 64 tokens"),
+        ({"longest_tokens": 65}, JobError, "more than the 64 positions"),
         ({"rows_per_pass": 0}, InputError, "--batch-size 0"),
         ({"columns": ("body",)}, DataError, "no column 'body'"),
     ],
@@ -334,7 +334,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
 ) -> None:
     with pytest.raises(error, match=said):
         applied(gpt2, data, is_strict=True, **options)
-    if "columns" not in options:  # which is a fault of each row
+    if "columns" not in options:  # a missing column is a fault of each row
         assert not list(data.parent.glob("y*"))
 
 
@@ -348,16 +348,16 @@ def test_another_model_or_other_data_is_refused_where_results_are_begun(
     with pytest.raises(DataError):
         apply_model(gpt2, data, tmp_path / "y.jsonl", strict)
     other = model_folder(tmp_path / "other", n_inner=64)
-    with pytest.raises(OutputError, match=r"another model: config.json \(was .*--force to begin again"):
+    with pytest.raises(OutputError, match=r"different model: config.json \(was .*--force to start over"):
         apply_model(other, data, tmp_path / "y.jsonl", strict)
     before = data.read_bytes()
     (gpt2 / "README.md").write_text("A note changes no result.")
-    data.write_bytes(before)  # nor does another time
+    data.write_bytes(before)  # a new time changes none either
     os.utime(data, ns=(1, 1))
     with pytest.raises(DataError):
         apply_model(gpt2, data, tmp_path / "y.jsonl", strict)
     data.write_text('{"text": "w1 w2"}\n{"text": "w2"}\n')
-    with pytest.raises(OutputError, match="results of another data: num_bytes"):
+    with pytest.raises(OutputError, match="results with a different data: num_bytes"):
         apply_model(gpt2, data, tmp_path / "y.jsonl", strict)
     apply_model(gpt2, data, tmp_path / "y.jsonl", strict, force=True)
     assert len(read_rows(tmp_path / "y.jsonl")) == 2
@@ -391,7 +391,7 @@ def test_of_a_prompt_that_is_too_long_the_end_goes_on(gpt2: Path, tmp_path: Path
     long = " ".join(some_texts(40))
     data = write_rows(tmp_path / "x.jsonl", [long, "w1 w2"])
     rows = applied(gpt2, data, task="generate", generation=Generation(8))
-    ids = [2, *tokenizer()(long)["input_ids"][-55:]]  # the first special token, and what the positions have room for
+    ids = [2, *tokenizer()(long)["input_ids"][-55:]]  # special token, and tokens that fit
     model, _ = by_hand(gpt2, "GPT2LMHeadModel", "w1")
     prompt = torch.tensor([ids])
     whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
@@ -402,7 +402,7 @@ def test_of_a_prompt_that_is_too_long_the_end_goes_on(gpt2: Path, tmp_path: Path
 def test_a_model_that_fails_is_said_and_the_rows_before_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here nothing says how many positions there are, as in architectures that call them by another name."""
+    """The number of positions is unknown, as in architectures that name it differently."""
     folder = model_folder(tmp_path / "m", max_position_embeddings=32)
     monkeypatch.setattr("plimsoll.inference.apply._BLOCK_ROWS", 1)
     monkeypatch.setattr("plimsoll.inference.model._positions", lambda folder: None)
@@ -419,9 +419,9 @@ def test_a_classifier_without_padding_finds_the_end_of_texts_that_have_the_end_t
     fields = {"num_labels": 2, "pad_token_id": None, "vocab_size": num_tokens}
     folder = model_folder(tmp_path / "m", "LlamaForSequenceClassification", **fields)
     names = tokenizer()
-    names.pad_token, names.eos_token = None, "[SEP]"  # with which each text ends
+    names.pad_token, names.eos_token = None, "[SEP]"  # each text ends with it
     names.save_pretrained(folder)
-    texts = ["w0", "w1 w0 w1 w2", "w2 w2", "[UNK] [PAD] w1"]  # of 7 tokens there is none that is not used
+    texts = ["w0", "w1 w0 w1 w2", "w2 w2", "[UNK] [PAD] w1"]  # all 7 tokens are used
     rows = applied(folder, write_rows(tmp_path / "x.jsonl", texts))
     for row, text in zip(rows, texts, strict=True):
         model, ids = by_hand(folder, "LlamaForSequenceClassification", text)
@@ -448,15 +448,15 @@ def test_results_of_columns_that_are_not_there_are_refused(gpt2: Path, tmp_path:
 
 def test_what_would_destroy_data_or_the_model_is_refused(gpt2: Path, data: Path) -> None:
     before = data.read_bytes()
-    with pytest.raises(OutputError, match="which is read"):
+    with pytest.raises(OutputError, match="is the input"):
         apply_model(gpt2, data, data, force=True)
-    with pytest.raises(OutputError, match="is inside of"):
+    with pytest.raises(OutputError, match="is inside the model folder"):
         apply_model(gpt2, data, gpt2 / "config.json", force=True)
     assert data.read_bytes() == before
     assert not list(data.parent.glob("*.part*"))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
 def test_adapters_are_merged_and_are_part_of_what_makes_the_results(
     gpt2: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,7 +472,7 @@ def test_adapters_are_merged_and_are_part_of_what_makes_the_results(
     monkeypatch.setattr("plimsoll.inference.apply._BLOCK_ROWS", 10)
     with pytest.raises(DataError):
         applied(gpt2, data, is_strict=True)
-    with pytest.raises(OutputError, match="another --adapter .was "):
+    with pytest.raises(OutputError, match="different --adapter .was "):
         applied(gpt2, data, adapters=(data.parent / "adapter",))
     plain = applied(gpt2, data)
     found = applied(gpt2, data, force=True, adapters=(data.parent / "adapter",), limit_bytes=8 << 30)

@@ -1,4 +1,4 @@
-"""A dry run of applying a model: the trace is that of the real pass, and what cannot be is said before."""
+"""Dry runs of inference: the trace equals the real pass, and impossible plans are refused before it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONFIGS = {
     "llama": LlamaConfig(**LLAMA, **TOKENS),
     "mistral": MistralConfig(**LLAMA, sliding_window=12, **TOKENS),
 }
-EXPERTS = {  # products of one matrix for each expert, which torch's own rules know in bfloat16 only
+EXPERTS = {  # products with one matrix per expert, which torch's own decompositions support in bfloat16 only
     "mixtral": MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2, **TOKENS),
     "qwen3-moe": Qwen3MoeConfig(
         **LLAMA, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, **TOKENS
@@ -104,7 +104,7 @@ def test_beside_a_gpu_two_blocks_are_copied_at_a_time():
     away = [part for part in parts_of(model) if part.kind == "block"]
     here = traced(model, lowering=CudaLowering((8, 6)))
     there = traced(model, lowering=CudaLowering((8, 6)), outside=[part.name for part in away])
-    assert peak_bytes(here) - peak_bytes(there) == away[0].num_bytes  # of three
+    assert peak_bytes(here) - peak_bytes(there) == away[0].num_bytes  # one of three
     assert live_bytes(there, on_host=True).peak_bytes >= sum(part.num_bytes for part in away)
 
 
@@ -116,12 +116,12 @@ def test_new_tokens_are_a_second_step_with_all_keys_and_values(name):
     assert {step for step in many.ops.step if step} == {1, 2}
     seen = 24 + 60 - 1
     kept = min(seen, getattr(config, "sliding_window", None) or seen)
-    heads = 4 if name == "gpt2" else 2  # of keys: all, or half of them
+    heads = 4 if name == "gpt2" else 2  # key heads: all, or half of them
     found = [text for text in many.texts if text.startswith(f"float32[4, {heads}, ")]
     lengths = {int(text.split(", ")[2]) for text in found if text.endswith(", 8]")}
-    assert max(lengths - {24}) == kept  # those that were kept, and its own
+    assert max(lengths - {24}) == kept  # the cached tokens, and the current one
     assert kept - 1 in lengths
-    assert f"int64[4, {seen}]" in many.texts  # the mask
+    assert f"int64[4, {seen}]" in many.texts  # the attention mask
 
 
 @pytest.mark.parametrize(("new_tokens", "steps"), [(0, {1}), (1, {1}), (2, {1, 2})])
@@ -201,7 +201,7 @@ def test_a_classifier_without_a_token_for_padding_gets_one(tmp_path, padding, ch
 def test_new_tokens_are_passes(folder):
     assert [Applied.open(folder, "generate", None, new).num_passes for new in (0, 1, 7)] == [1, 1, 7]
     with pytest.raises(
-        InputError, match=r"3 new tokens were asked for, and the task `score` makes none: leave them out"
+        InputError, match=r"3 new tokens were requested, but the task `score` generates none: leave them out"
     ):
         Applied.open(folder, "score", None, 3)
 
@@ -209,11 +209,9 @@ def test_new_tokens_are_passes(folder):
 def test_rows_that_the_model_cannot_read_are_refused(folder):
     applied = Applied.open(folder, "generate", None, 5)
     applied.require_length(60)
-    with pytest.raises(
-        InputError, match=r"rows of 61 tokens and 5 new ones are longer than .*, 64 tokens: give shorter"
-    ):
+    with pytest.raises(InputError, match=r"rows of 61 tokens and 5 new ones exceed .* of 64 tokens: give shorter"):
         applied.require_length(61)
-    for new_tokens in (0, 1):  # the first is computed with the row's own
+    for new_tokens in (0, 1):  # the row's own pass computes the first token
         alone = Applied.open(folder, "generate", None, new_tokens)
         alone.require_length(64)
         with pytest.raises(InputError, match=r"rows of 65 tokens"):

@@ -1,4 +1,4 @@
-"""Which folder a model is in, what tells it from another, and what of a text it reads."""
+"""The folder of a model, its fingerprint, and the part of a text that the model reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JOB = "model: {architecture: lstm}\ndata: {train: [x.txt]}\nsequence_length: 24\
 
 
 def run_with_model(run: Path) -> Path:
-    """A run directory as `plimsoll train` leaves it, as far as this matters."""
+    """Create a run directory with the files of `plimsoll train` that matter here."""
     (run / "model").mkdir(parents=True)
     (run / "job.yaml").write_text(JOB)
     (run / ".plimsoll").touch()
@@ -42,9 +42,9 @@ def test_a_run_stands_for_its_model(tmp_path: Path) -> None:
         folder = model_folder(given)
         assert (folder.path, folder.job is not None) == (run / "model", True)
         names = tokenizer_of(folder, None)
-        assert names.longest_tokens == 24  # what it was trained with
-        assert names.read(["w0 w1"])[0].ids == [4, 5]  # and without special tokens, as before a job said so
-        assert tokenizer_of(folder, 200).longest_tokens == 200  # a recurrent model has no end
+        assert names.longest_tokens == 24  # the length in training
+        assert names.read(["w0 w1"])[0].ids == [4, 5]  # without special tokens, the default of old jobs
+        assert tokenizer_of(folder, 200).longest_tokens == 200  # a recurrent model has no maximum length
     assert load_for_inference(run / "model", "language-modeling", torch.float64, "cpu").embedding.weight.dtype == (
         torch.float64
     )
@@ -52,7 +52,7 @@ def test_a_run_stands_for_its_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("special_tokens", [True, False])
 def test_a_run_reads_what_its_tokenizer_puts_around_a_text(tmp_path: Path, special_tokens: bool) -> None:
-    """The tokenizer that is saved with the model puts there what the model was trained with, or nothing."""
+    """The saved tokenizer adds the special tokens that the model was trained with, or none."""
     run = run_with_model(tmp_path / "run")
     said = f"tokenizer: {{path: t, special_tokens: {str(special_tokens).lower()}}}\n"
     (run / "job.yaml").write_text(JOB + said)
@@ -73,8 +73,8 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     ("lacking", "name", "is_of_the_run"),
     [
         ([], "model", True),
-        ([], "adapters", False),  # somebody's own, beside what the run has written
-        ([".plimsoll"], "model", False),  # a job.yaml alone is no run
+        ([], "adapters", False),  # a user's folder next to the files of the run
+        ([".plimsoll"], "model", False),  # job.yaml without .plimsoll does not make a run
         (["job.yaml"], "model", False),
     ],
 )
@@ -128,7 +128,7 @@ def test_new_tokens_have_positions_too(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="--max-length 45 with --max-new-tokens 20 .* give 44 or less"):
         tokenizer_of(folder, 45, new_tokens=20)
     assert tokenizer_of(folder, None, new_tokens=63).longest_tokens == 1
-    with pytest.raises(JobError, match="--max-new-tokens 64 leaves nothing .* give 63 or less"):
+    with pytest.raises(JobError, match="--max-new-tokens 64 leaves no tokens .* give 63 or less"):
         tokenizer_of(folder, None, new_tokens=64)
 
 
@@ -150,7 +150,7 @@ def test_texts_are_truncated_to_the_positions_there_are(
     ("settings", "longest_tokens"),
     [
         (json.dumps({"max_seq_length": 20}), 20),
-        (json.dumps({"max_seq_length": 100}), 64),  # more than there are positions
+        (json.dumps({"max_seq_length": 100}), 64),  # more than the model's positions
         (json.dumps({"max_seq_length": "20"}), 64),
         (json.dumps([20]), 64),
         ("torn", 64),
@@ -237,7 +237,7 @@ def test_a_tagger_is_loaded_as_one(tmp_path: Path) -> None:
         ({"a": torch.zeros(7, dtype=torch.float16), "b": torch.zeros(3)}, torch.float16),
         (
             {"a": torch.zeros(3), "b": torch.zeros(3), "c": torch.zeros(2, dtype=torch.float64)},
-            torch.float32,  # of all of a type together
+            torch.float32,  # the total per dtype counts
         ),
         ({"a": torch.zeros(9, dtype=torch.int64), "b": torch.zeros(1, dtype=torch.float16)}, torch.float16),
         ({"a": torch.zeros(9, dtype=torch.int64)}, torch.float32),

@@ -1,4 +1,4 @@
-"""Options of applying a model that cannot be meant are refused before anything is loaded."""
+"""Invalid options of inference: refused before anything is loaded."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from plimsoll.models.generation import Generation
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("int8", None, "full"), "--dtype int8 is none that weights can have here: give one of stored"),
-        (("stored", "int3", "full"), "--quantize int3 is none that there is"),
-        (("stored", "int4", "small"), "--cache small is none that there is"),
+        (("int8", None, "full"), "--dtype int8 is not supported for weights: give one of stored"),
+        (("stored", "int3", "full"), "--quantize int3 is not supported"),
+        (("stored", "int4", "small"), "--cache small is not supported"),
     ],
 )
 def test_words_that_there_are_not_are_refused(words, message):
@@ -24,19 +24,19 @@ def test_words_that_there_are_not_are_refused(words, message):
 
 
 def test_results_are_not_called_a_table():
-    with pytest.raises(OutputError, match="results are JSON lines, and a.csv is called .csv"):
+    with pytest.raises(OutputError, match="results are JSON lines, but --out a.csv ends in .csv"):
         require_known(Path("a.csv"), "stored", None, "full")
 
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ((None, 0.5, 1.0, 0, "full"), "draws new tokens: give --max-new-tokens too"),
-        ((None, None, 1.0, 0, "offloaded"), "is of new tokens: give --max-new-tokens too"),
+        ((None, 0.5, 1.0, 0, "full"), "needs --max-new-tokens: give that too"),
+        ((None, None, 1.0, 0, "offloaded"), "needs --max-new-tokens: give that too"),
         ((0, None, 1.0, 0, "full"), "generates nothing"),
-        ((5, 0.0, 1.0, 0, "full"), "is no temperature"),
-        ((5, float("inf"), 1.0, 0, "full"), "is no temperature"),
-        ((5, None, 0.0, 0, "full"), "is no share of probability"),
+        ((5, 0.0, 1.0, 0, "full"), "is not a finite number above 0"),
+        ((5, float("inf"), 1.0, 0, "full"), "is not a finite number above 0"),
+        ((5, None, 0.0, 0, "full"), "is not a probability"),
     ],
 )
 def test_numbers_without_a_meaning_are_refused(numbers, message):

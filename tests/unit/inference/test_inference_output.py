@@ -1,4 +1,4 @@
-"""Results that are written once each: begun, gone on with after any end, refused where they would be mixed."""
+"""Results that are written once each: begun, resumed after any kind of end, and refused if runs would be mixed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHOLE = b"".join(BLOCKS)
 
 
 def write(out: Path, num_blocks: int = 3, finish: bool = True) -> None:
-    """Write what is missing of the first blocks."""
+    """Write the missing part of the first blocks."""
     with part_file(out, MADE_FROM) as part:
         before = 0
         for block in BLOCKS[:num_blocks]:
@@ -47,7 +47,7 @@ def test_what_is_behind_the_last_block_is_cut_off(tmp_path: Path, num_blocks: in
     out, generator = tmp_path / "y.jsonl", random.Random(num_blocks)
     write(out, num_blocks, finish=False)
     with (tmp_path / "y.jsonl.part").open("ab") as file:
-        file.write(generator.randbytes(100))  # a block that was torn, by a kill or a loss of power
+        file.write(generator.randbytes(100))  # a block that a kill or a power failure has torn
     write(out)
     assert out.read_bytes() == WHOLE
 
@@ -58,7 +58,7 @@ def test_a_part_file_that_was_changed_or_cut_is_refused(tmp_path: Path) -> None:
     good = part.read_bytes()
     for bad in (good[:-1], good.replace(b"1", b"2"), b""):
         part.write_bytes(bad)
-        with pytest.raises(OutputError, match="is not what was written .* give --force to begin again"):
+        with pytest.raises(OutputError, match="has changed since it was written .* give --force to start over"):
             write(out)
     part.write_bytes(good)
     write(out)
@@ -69,7 +69,7 @@ def test_results_of_something_else_are_not_mixed(tmp_path: Path) -> None:
     out = tmp_path / "y.jsonl"
     write(out, 1, finish=False)
     other = MADE_FROM | {"--max-length": 64, "more": True}
-    said = r"another --max-length \(was 128, is 64\), more \(was none, is true\): give the command as before to go on"
+    said = r"different --max-length \(was 128, is 64\), more \(was none, is true\): run the original command to resume"
     with pytest.raises(OutputError, match=said), part_file(out, other):
         pass
     with part_file(out, other, force=True) as part:
@@ -83,7 +83,7 @@ def test_what_differs_is_named_of_things_with_parts(tmp_path: Path) -> None:
         part.append(BLOCKS[0], 2, {})
     now = {"model": {"config.json": [12, "ab"], "model.safetensors": [900, "ef"], "a": [1, ""]}, "task": "score"}
     said = (
-        r'another model: model.safetensors \(was \[900, "cd"\], is \[900, "ef"\]\), '
+        r'different model: model.safetensors \(was \[900, "cd"\], is \[900, "ef"\]\), '
         r'model: a \(was none, is \[1, ""\]\):'
     )
     with pytest.raises(OutputError, match=said), part_file(tmp_path / "y.jsonl", now):
@@ -91,7 +91,7 @@ def test_what_differs_is_named_of_things_with_parts(tmp_path: Path) -> None:
 
 
 def test_of_what_differs_so_much_is_shown_as_a_line_has_room_for(tmp_path: Path) -> None:
-    """60 characters, with the quotes."""
+    """60 characters, including the quotes."""
     with part_file(tmp_path / "y.jsonl", {"task": "x" * 58}) as part:
         part.append(BLOCKS[0], 2, {})
     said = rf'was "{"x" * 58}", is "{"y" * 59}\.\.\.\)'
@@ -100,14 +100,14 @@ def test_of_what_differs_so_much_is_shown_as_a_line_has_room_for(tmp_path: Path)
 
 
 def test_without_a_row_nothing_was_begun(tmp_path: Path) -> None:
-    """A command that is refused after its first moment leaves nothing that refuses the right one."""
+    """A command that is refused early leaves no file that would refuse a corrected command."""
     out = tmp_path / "y.jsonl"
     with pytest.raises(RuntimeError), part_file(out, {"task": "embed"}):
         raise RuntimeError
     assert not list(tmp_path.iterdir())
     with part_file(out, {"task": "embed"}):
         state = (tmp_path / "y.jsonl.part.json").read_bytes()
-    (tmp_path / "y.jsonl.part.json").write_bytes(state)  # as a kill leaves it
+    (tmp_path / "y.jsonl.part.json").write_bytes(state)  # the state after a kill
     (tmp_path / "y.jsonl.part").touch()
     write(out)
     assert out.read_bytes() == WHOLE
@@ -117,11 +117,11 @@ def test_without_a_row_nothing_was_begun(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", ["", ".part", ".part.json"])
 def test_what_is_no_file_is_not_replaced(tmp_path: Path, force: bool, end: str) -> None:
     os.mkfifo(tmp_path / f"y{end}")
-    with pytest.raises(OutputError, match="is no file that could be replaced"), part_file(tmp_path / "y", {}, force):
+    with pytest.raises(OutputError, match="is not a regular file"), part_file(tmp_path / "y", {}, force):
         pass
     assert (tmp_path / f"y{end}").is_fifo()
     (tmp_path / "folder").mkdir()
-    with pytest.raises(OutputError, match="is no file"), part_file(tmp_path / "folder", {}, force):
+    with pytest.raises(OutputError, match="is not a regular file"), part_file(tmp_path / "folder", {}, force):
         pass
 
 
@@ -131,11 +131,11 @@ def test_what_is_read_is_not_replaced(tmp_path: Path, end: str) -> None:
     data.write_bytes(b"precious")
     (tmp_path / "link").symlink_to(tmp_path / "x.jsonl")
     for out in (tmp_path / "x.jsonl", *([tmp_path / "link"] if not end else [])):
-        with pytest.raises(OutputError, match="which is read: give another --out"):
+        with pytest.raises(OutputError, match="is the input .*: give another --out"):
             check_output(out, True, (data,))
     (tmp_path / "model").mkdir()
     for out in (tmp_path / "model" / "y.jsonl", tmp_path / "model" / ".." / "model" / "y.jsonl"):
-        with pytest.raises(OutputError, match="is inside of .*: give an --out in another folder"):
+        with pytest.raises(OutputError, match="is inside the model folder .*: give an --out in another folder"):
             check_output(out, True, (data,), (tmp_path / "model",))
     check_output(tmp_path / "z.jsonl", True, (data,), (tmp_path / "model",))
 
@@ -146,7 +146,7 @@ def test_an_output_that_is_there_is_overwritten_only_when_forced(tmp_path: Path)
     with pytest.raises(OutputError, match="exists already and is not overwritten"):
         write(out)
     with part_file(out, MADE_FROM, force=True) as part:
-        assert out.read_bytes() == b"precious"  # until the new one is whole
+        assert out.read_bytes() == b"precious"  # until the new file is complete
         part.append(WHOLE, 6, {})
         part.finish()
     assert out.read_bytes() == WHOLE
@@ -164,7 +164,7 @@ def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", ["", "[]", "{}", json.dumps({"version": 99})])
 def test_a_state_that_cannot_be_read_is_refused(tmp_path: Path, state: str) -> None:
     (tmp_path / "y.jsonl.part.json").write_text(state)
-    with pytest.raises(OutputError, match="give --force to begin again"):
+    with pytest.raises(OutputError, match="give --force to start over"):
         write(tmp_path / "y.jsonl")
 
 
@@ -173,7 +173,7 @@ def test_a_state_of_another_version_is_refused(tmp_path: Path, version: int) -> 
     write(tmp_path / "y.jsonl", 1, finish=False)
     path = tmp_path / "y.jsonl.part.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"version": version}))
-    with pytest.raises(OutputError, match=f"is of version {version}, not 2: give --force to begin again"):
+    with pytest.raises(OutputError, match=f"has version {version}, not 2: give --force to start over"):
         write(tmp_path / "y.jsonl")
 
 
@@ -188,7 +188,7 @@ def test_what_was_written_is_checked_to_its_end(
         bad = bytearray(WHOLE)
         bad[changed] ^= 1
         part.write_bytes(bad)
-        with pytest.raises(OutputError, match="is not what was written"):
+        with pytest.raises(OutputError, match="has changed since it was written"):
             write(out)
     part.write_bytes(WHOLE + b"torn")
     with part_file(out, MADE_FROM) as same:
@@ -225,10 +225,10 @@ with part_file(Path(sys.argv[1]), {}) as part:
 
 
 def test_after_a_full_disk_it_goes_on_behind_the_last_whole_block(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE lets some bytes of the second block through and fails the rest, as a full disk does."""
+    """RLIMIT_FSIZE accepts some bytes of the second block and fails the rest, like a full disk."""
     out = tmp_path / "y.jsonl"
     command = [sys.executable, "-c", FULL_DISK, str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    said = f"cannot write {out}: File too large; free some space and give the same command again to go on\n1\n"
+    said = f"cannot write {out}: File too large; free some space and run the same command again to resume\n1\n"
     assert done.stdout == said
     assert out.read_bytes() == b"x" * 4095 + b"\n" + b"z" * 4095 + b"\n"

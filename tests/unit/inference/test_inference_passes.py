@@ -1,4 +1,4 @@
-"""Passes over texts of unequal length: which texts go together, the order of the results, and errors of memory."""
+"""Passes over texts of unequal length: grouping, the order of results, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plimsoll.step.failpoints import armed, exhaust_memory
 
 
 def texts(*lengths: int) -> list[list[int]]:
-    """Texts whose tokens say which they are."""
+    """Return texts whose tokens identify them."""
     return [[number + 1] * length for number, length in enumerate(lengths)]
 
 
@@ -30,7 +30,7 @@ def first_tokens(batch: Batch, _: Sequence[int]) -> list[int]:
 
 
 class Recorded:
-    """Work that keeps the shapes it was given, and may fail for want of memory."""
+    """A task that records the shapes of its batches, and may run out of memory."""
 
     def __init__(self, fails: Callable[[Tensor], bool] = lambda ids: False) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -57,7 +57,7 @@ def test_texts_of_alike_length_go_together_under_the_tokens_of_a_pass() -> None:
     work = Recorded()
     ran = passes(work)
     assert ran.run(texts(1, 6, 2, 5, 20, 3)) == [1, 2, 3, 4, 5, 6]
-    # 20 alone is more than 12 tokens; then 2 of 6 columns; then 4 would fit of 3 columns, and 3 are left.
+    # 20 exceeds 12 tokens and runs alone. Then 2 texts of 6 columns run. Then 4 of 3 columns would fit, and 3 are left.
     assert work.shapes == [(1, 20), (2, 6), (3, 3)]
     assert (ran.counts.num_passes, ran.counts.num_tokens, ran.counts.num_padded_tokens) == (3, 37, 41)
 
@@ -89,7 +89,7 @@ def test_tokens_that_are_generated_count_too() -> None:
     ran = passes(Recorded(lambda ids: ids.numel() > 4), tokens=25, more_tokens=4)
     assert ran.run(texts(2, 2, 2, 2)) == [1, 2, 3, 4]
     assert [event.action for event in ran.counts.oom_events] == ["tokens of a pass 24 -> 13"]
-    with pytest.raises(OutOfMemoryError, match="one text of 5 tokens and 4 more "):
+    with pytest.raises(OutOfMemoryError, match="one text of 5 tokens and 4 new ones "):
         passes(Recorded(lambda ids: True), more_tokens=4).run(texts(5))
 
 
@@ -105,7 +105,7 @@ def test_what_runs_out_of_memory_is_done_in_smaller_passes() -> None:
     work = Recorded(lambda ids: ids.numel() > 6)
     ran = passes(work)
     assert ran.run(texts(*[3] * 8)) == list(range(1, 9))
-    # 12 tokens fail; 6 hold, and nothing larger is tried again.
+    # 12 tokens fail; 6 fit, and no larger pass is tried again.
     assert work.shapes == [(4, 3), (2, 3), (2, 3), (2, 3), (2, 3)]
     (event,) = ran.counts.oom_events
     assert (event.phase, event.micro_batch, event.action) == ("evaluation", 4, "tokens of a pass 12 -> 6")
@@ -120,7 +120,7 @@ def test_a_size_that_fitted_before_gets_one_more_try() -> None:
     ran = passes(Recorded())
     with armed("evaluation", 2):
         ran.run(texts(*[3] * 6))
-    assert [event.action for event in ran.counts.oom_events] == ["tokens of a pass 6 -> 6"]  # the last has but two
+    assert [event.action for event in ran.counts.oom_events] == ["tokens of a pass 6 -> 6"]  # the last has two texts
 
 
 def test_a_single_text_gets_a_last_try() -> None:
@@ -132,7 +132,7 @@ def test_a_single_text_gets_a_last_try() -> None:
 
 
 def test_a_text_that_does_not_fit_by_itself_is_an_error_that_says_its_length() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"one text of 20 tokens .* larger --budget to go on"):
+    with pytest.raises(OutOfMemoryError, match=r"one text of 20 tokens .* larger --budget to resume"):
         passes(Recorded(lambda ids: ids.shape[1] > 10)).run(texts(3, 20, 3))
 
 
@@ -173,7 +173,7 @@ def test_nothing_is_no_pass() -> None:
 
 
 def test_a_free_id_is_a_token_of_none_of_the_texts() -> None:
-    batch = padded([[0, 1, 4], [2]], 3)  # what fills is no token of a text
+    batch = padded([[0, 1, 4], [2]], 3)  # the padding id is not in the texts
     assert free_id(batch, 6) == 3
     assert free_id(padded([[0, 1], [3, 2]], 0), 4) is None
 
@@ -186,7 +186,7 @@ def test_a_classifier_without_padding_says_of_each_text_what_it_says_of_it_alone
     folder = model_folder(tmp_path / "m", "LlamaForSequenceClassification", **fields)
     task = inference_task("classify", folder)
     model: Any = load_model(folder, head="classification").model
-    rows = [[1, 2, 3, 4], [5, 0], [6, 7, 0]]  # what fills is a token of texts, too
+    rows = [[1, 2, 3, 4], [5, 0], [6, 7, 0]]  # the padding id is also a token of texts
     with torch.inference_mode():
         model.config.pad_token_id = None
         alone = [task.compute(model, padded([row], 0)) for row in rows]

@@ -1,4 +1,4 @@
-"""A model gives the same bits wherever its parts lie, and is left as it was loaded where they stay."""
+"""Placed models: the same bits wherever their parts are, and an unchanged model if nothing is offloaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plans(folders):
-    """Plans in which everything stays: of a card, since one of the processor takes a process to measure it."""
+    """Return plans in which every part is resident, for a card, since a plan for the CPU measures a process."""
     return {
         (name, dtype): plan_inference(folder, FAMILIES[name][1], longest_tokens=20, most_rows=2, device="rtx3060")
         .model_copy(update={"device_kind": "cpu"})
@@ -47,7 +47,7 @@ def plans(folders):
 
 
 def with_resident(plan: InferencePlan, *resident: str, **changes: object) -> InferencePlan:
-    """The plan with these parts and the rest in memory, the others on disk."""
+    """Return the plan with these parts in memory and the others on disk."""
     parts = tuple(
         part
         if part.name in (*resident, "the rest")
@@ -82,7 +82,7 @@ def test_where_the_parts_lie_changes_no_bit(folders, plans, name, dtype):
     placements = (
         plan,
         with_resident(plan),
-        with_resident(plan, read_bytes=1, cached_bytes=0),  # every part is dropped
+        with_resident(plan, read_bytes=1, cached_bytes=0),  # every part is dropped from the cache
         with_resident(plan, blocks[1], blocks[3], read_bytes=1, cached_bytes=plan.parts[0].num_bytes),
         with_resident(plan, *blocks),
     )
@@ -129,7 +129,7 @@ def test_only_what_stays_takes_private_memory(tmp_path):
 def test_an_output_layer_that_is_streamed_is_read_after_the_last_block(folders, plans, is_streamed):
     folder, plan = folders["llama", torch.float32], plans["llama", torch.float32]
     blocks = [part for part in plan.parts if part.name[-1].isdigit()]
-    # Of what is streamed the page cache has room for the blocks, and not for the output layer.
+    # The page cache can hold the streamed blocks, and not the output layer.
     free_bytes = sum(part.num_bytes for part in blocks) if is_streamed else 0
     resident = () if is_streamed else [part.name for part in blocks]
     placement = with_resident(plan, *resident, read_bytes=1, cached_bytes=free_bytes)
@@ -147,7 +147,7 @@ def test_an_output_layer_that_is_streamed_is_read_after_the_last_block(folders, 
     [
         (0, 10**9, []),
         (1, 0, [2, 3, 4]),
-        (1, 1, [1, 2, 3]),  # the output layer, which is smaller, fits in what is left
+        (1, 1, [1, 2, 3]),  # the output layer, which is smaller, fits into the rest
     ],
     ids=["nothing is read again", "room for two", "one byte too little for two"],
 )
@@ -168,7 +168,7 @@ def test_quantized_blocks_are_not_copied_to_a_gpu(folders, plans):
     model = AUTO_CLASSES["language-modeling"].from_pretrained(folders["gpt2", torch.float32])
     norm = model.transformer.h[1].ln_1
     norm.weight = torch.nn.Parameter(TwoTensor(norm.weight.detach(), norm.weight.detach()))
-    with pytest.raises(InputError, match="1 weights are quantized, and blocks of such a model are not copied"):
+    with pytest.raises(InputError, match="1 weights are quantized, but blocks of a quantized model cannot be streamed"):
         _over_link(model, parts_of(model), with_resident(plan), torch.device("cpu")).__enter__()
 
 
@@ -181,15 +181,15 @@ def test_a_plan_that_does_not_fit_is_refused(folders, plans):
 def test_a_plan_of_another_model_is_refused(folders, plans, tmp_path):
     wider = saved(tmp_path / "wider", "gpt2", n_embd=96)
     plan = plans["gpt2", torch.float32]
-    with pytest.raises(InputError, match=r"the plan is of another model: its part transformer.h.0 has 1\d+.\d KiB"):
+    with pytest.raises(InputError, match=r"the plan is for another model: its part transformer.h.0 has 1\d+.\d KiB"):
         placed_model(wider, plan).__enter__()
     shorter = plan.model_copy(update={"parts": plan.parts[:-1]})
-    with pytest.raises(InputError, match=r"another model: it has 6 parts, and this one has 7"):
+    with pytest.raises(InputError, match=r"another model: it has 6 parts, but this one has 7"):
         placed_model(folders["gpt2", torch.float32], shorter).__enter__()
 
 
 def test_a_head_that_the_checkpoint_lacks_is_not_drawn(folders, plans, tmp_path):
-    """Results of a head with new random weights look like any others."""
+    """A head with new random weights would give results that look like any others."""
     plan, folder = plans["bert", torch.float32], tmp_path / "m"
     shutil.copytree(folders["bert", torch.float32], folder)
     weights = load_file(folder / "model.safetensors")
@@ -212,7 +212,7 @@ def test_the_remedy_for_a_budget_is_not_rounded_down(folders, plans):
 
 def test_it_is_the_device_that_was_asked_for(folders, plans):
     folder, plan = folders["gpt2", torch.float32], plans["gpt2", torch.float32]
-    with pytest.raises(DeviceError, match="the plan is for cpu, and was to be used on cuda:1: make it again"):
+    with pytest.raises(DeviceError, match="the plan is for cpu, but the device is cuda:1: make it again"):
         placed_model(folder, plan, device="cuda:1").__enter__()
     on_gpu = plan.model_copy(update={"device_kind": "cuda"})
     with pytest.raises(DeviceError, match="cannot use cuda:99"):

@@ -1,4 +1,4 @@
-"""The plan of an application: which length it is made for, and what is said where there is none."""
+"""The plan of an inference command, made in another process: its text length, and errors if no plan fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prediction_records import MIB
 
 
 def _unplanned(why: str) -> InputError:
-    return InputError(f"cannot plan how m is applied ({why}): leave --budget out, or correct that")
+    return InputError(f"cannot plan inference with m ({why}): leave --budget out, or correct the cause")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_it_is_made_for_the_texts_that_were_seen_with_room(
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What a process is asked for that has this plan: of 1016 MiB, or one that fits nowhere."""
+    """Replace the planning process by a stub with a fixed plan, and return the list of its arguments."""
     asked: list[list[str]] = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -106,7 +106,7 @@ def test_what_a_process_says_is_raised_and_its_last_line_where_it_says_nothing(p
 
 
 def test_a_damaged_file_is_named_as_it_is_without_a_budget(tmp_path):
-    """The process that plans says which file is wrong and by how many bytes; nothing is put around that."""
+    """The planning process names the damaged file and the missing bytes, and the message is passed on unchanged."""
     folder = model_folder(tmp_path / "model", "GPT2LMHeadModel")
     weights = folder / "model.safetensors"
     raw = weights.read_bytes()

@@ -1,4 +1,4 @@
-"""Accelerate's loop with our step: the plain loop's weights, also where memory runs out, and its own rules kept."""
+"""Accelerate's loop with Plimsoll's step: the weights of the plain loop, after out-of-memory errors, too."""
 
 import resource
 
@@ -17,10 +17,10 @@ from workloads import mean_square
 
 
 def prepared(num_passes=1, with_scaler=False):
-    """Ten batches of 2, the last window of three passes being short, a schedule, and perhaps fp16's scaler."""
+    """Return Accelerate's objects for ten batches of 2, with a short last window and optionally a scaler for fp16."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_passes)
-    if with_scaler:  # Accelerate itself makes one on a GPU only
+    if with_scaler:  # Accelerate creates one on a GPU only
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -31,7 +31,7 @@ def prepared(num_passes=1, with_scaler=False):
 
 
 def plain(num_passes, with_scaler):
-    """As Accelerate's documentation writes the loop."""
+    """Train with the loop of Accelerate's documentation."""
     accelerator, model, optimizer, loader, schedule = prepared(num_passes, with_scaler)
     losses = []
     for batch in loader:
@@ -107,7 +107,7 @@ def test_the_loss_is_the_models_own_where_none_is_given():
         step({"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[0, 1]])})
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")  # which is what is asked for
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")  # the test does this on purpose
 @pytest.mark.parametrize(("point", "hit"), [("forward", 3), ("backward", 4), ("clip", 3)])
 def test_a_rate_that_the_schedule_has_set_within_a_window_stays(point, hit):
     """A schedule that Accelerate does not tie to the updates changes the rate after each of three batches."""
@@ -181,7 +181,7 @@ def test_an_evaluation_is_cut_and_is_the_whole_ones():
 
 @pytest.fixture
 def _fresh_state():
-    """Of Accelerate, which keeps the precision of a process."""
+    """Reset the state of Accelerate, which keeps the precision of a process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -189,7 +189,7 @@ def _fresh_state():
 
 @pytest.mark.usefixtures("_fresh_state")
 def test_a_contrastive_batch_embedded_in_slices():
-    """Two windows of three whole batches, with Accelerate's own autocast; memory runs out once."""
+    """Two windows of three whole batches use Accelerate's autocast; memory runs out once."""
     found = []
     for fallbacks in (None, gradient_cache_fallbacks(NUM_SAMPLES, 4)):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a plan becomes for DeepSpeed and Accelerate, which read it, and what it cannot become."""
+"""Plans exported to DeepSpeed and Accelerate, which read them, and plans that cannot be exported."""
 
 import json
 
@@ -90,7 +90,7 @@ def sharded(**options):
 
 
 def of_ranks(plan, num_ranks=2):
-    """The same plan, for as many ranks."""
+    """Return the same plan for `num_ranks` ranks."""
     nothing = Estimate(likely_bytes=0, low_bytes=0, high_bytes=0)
     counted = dict.fromkeys(Exchange.model_fields.keys() - {"num_ranks", "kept"}, 0)
     exchange = Exchange(num_ranks=num_ranks, kept=nothing, **counted)

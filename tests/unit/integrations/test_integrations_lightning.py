@@ -1,4 +1,4 @@
-"""Lightning's loop with our callback: what it does by itself, also where memory runs out; logs and metrics are kept."""
+"""Lightning's loop with the callback: unchanged results, logs and metrics, after out-of-memory errors, too."""
 
 import csv
 import logging
@@ -31,7 +31,7 @@ def _quiet():
 
 
 class Module(lightning.LightningModule):
-    """Logs in every way there is, keeps a metric, and notes what hooks were given."""
+    """A module that logs in all ways of Lightning, keeps a metric, and records the arguments of hooks."""
 
     def __init__(self, dropout=0.2):
         super().__init__()
@@ -61,12 +61,12 @@ class Module(lightning.LightningModule):
 
 
 def steady():
-    """A module that draws no numbers, for batches that are cut."""
+    """Return a module without dropout, for batches that are split."""
     return Module(dropout=0.0)
 
 
 def fitted(folder, callback=None, num_passes=1, scaled=False, make=Module, **options):
-    """Two epochs of five batches of 4 samples."""
+    """Train two epochs of five batches of 4 samples, and return the trainer."""
     torch.manual_seed(0)
     module = make()
     samples = [{"x": torch.randn(4), "y": torch.randn(1)} for _ in range(20)]
@@ -115,7 +115,7 @@ def test_a_loss_in_double_precision_stays_one(tmp_path, failing):
 
 
 def rows_of(trainer):
-    """What the logger has: a row with what belongs to a step, and one for each epoch."""
+    """Return the rows of the logger: one per step and one per epoch."""
     trainer.logger.save()
     with open(trainer.logger.experiment.metrics_file_path) as file:
         rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]

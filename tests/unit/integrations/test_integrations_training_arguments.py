@@ -1,4 +1,4 @@
-"""What of a plan `TrainingArguments` can say, and what it cannot."""
+"""Plans exported to `TrainingArguments`, and the parts of plans that it cannot express."""
 
 from __future__ import annotations
 

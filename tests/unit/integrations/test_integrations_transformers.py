@@ -1,7 +1,7 @@
-"""A `Trainer` under the adapter against the plain one: same steps, losses and weights, whatever runs out of memory.
+"""A `Trainer` under the adapter against the plain one: same steps, losses and weights after any out-of-memory error.
 
-The scenario of `auto_find_batch_size` is among them: memory runs out at batch 5 of 8, and each of 64 samples must have
-been trained once.
+One scenario is known from `auto_find_batch_size`: memory runs out at batch 5 of 8. Each of 64 samples must be trained
+once.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from plimsoll.step.failpoints import armed, exhaust_memory
 
 
 def test_memory_that_runs_out_at_batch_5_of_8_costs_no_sample_and_repeats_none(tmp_path: Path):
-    """Where `auto_find_batch_size` trains 32 of 64 samples twice."""
+    """In this situation `auto_find_batch_size` trains 32 of 64 samples twice."""
     undisturbed = trainer_of(language_model(), tmp_path / "a")
     undisturbed.train()
     trainer, seen = trainer_of(language_model(), tmp_path / "b"), Counter[tuple[int, ...]]()
     events: list[OomEvent] = []
     assert trainer.model is not None
     with short_of_memory(trainer.model, [5, 6], seen):
-        plimsoll.transformers.fit(trainer, on_oom=events.append, recut_loss=True)  # of a model with a hook, it is asked
+        plimsoll.transformers.fit(trainer, on_oom=events.append, recut_loss=True)  # for a model with a hook
     assert [(event.step, event.action) for event in events] == [
         (5, "same micro-batch once more"),
         (5, "micro-batch 8 -> 4"),
@@ -181,7 +181,7 @@ def test_the_trainer_is_as_it_was_afterwards(tmp_path: Path):
     plimsoll.transformers.fit(trainer)
     assert_unwrapped(trainer)
     assert names <= set(vars(trainer))
-    trainer.train()  # and goes on without
+    trainer.train()  # and continues without Plimsoll
 
 
 def test_what_the_memory_did_is_in_the_trainers_own_log(tmp_path: Path):
@@ -257,7 +257,7 @@ print(*[round(loss, 5) for loss in losses_of(trainer)], round(total, 4))
 
 
 def test_memory_that_really_runs_out_changes_nothing(tmp_path: Path):
-    """In a process whose allocator is limited: a batch of 32 rows of 128 words with 4,000 logits each does not fit."""
+    """In a process with a limited allocator: a batch of 32 rows of 128 words with 4,000 logits each does not fit."""
     here = Path(__file__).parent
     ends = [
         run_program(REAL, here, here.parents[2], tmp_path / name, name, CUDA_VISIBLE_DEVICES="")

@@ -1,4 +1,4 @@
-"""Traces for the tests of this folder: made by hand, or recorded from a few ops."""
+"""Traces for the tests of this folder, written by hand or recorded from a few ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plimsoll.records.trace import Category, OpTable, Phase, StorageTable, Trace
 
 
 class Storage(NamedTuple):
-    """One storage: its bytes, the rows of the ops at which it is born and dies (-1: never), what it is for."""
+    """One storage: its bytes, the ops of its birth and death (rows; -1: never dies), and its purpose."""
 
     num_bytes: int
     born: int
@@ -22,7 +22,7 @@ class Storage(NamedTuple):
 
 
 def trace_of(ops: list[str], storages: list[Storage], phase: Phase = "forward", module: str = "layer") -> Trace:
-    """A trace of one step; at each op the births come before the deaths."""
+    """Return a trace of one step, in which the births of an op come before its deaths."""
     texts = {"": 0, module: 1}
     names = tuple(texts.setdefault(op, len(texts)) for op in ops)
     shapes = tuple(texts.setdefault(storage.shape, len(texts)) for storage in storages)
@@ -57,7 +57,7 @@ def trace_of(ops: list[str], storages: list[Storage], phase: Phase = "forward", 
 
 
 class Row(NamedTuple):
-    """One storage of a recorded trace, in words."""
+    """One storage of a recorded trace, with names."""
 
     shape: str
     category: Category
@@ -68,12 +68,12 @@ class Row(NamedTuple):
 
 
 class Recorded:
-    """What a block did, once it has ended."""
+    """The record of a block, complete once the block has ended."""
 
     trace: Trace
 
     def rows(self) -> list[Row]:
-        """The storages in the order of their birth."""
+        """Return the storages in the order of their birth."""
         trace, texts = self.trace, self.trace.texts
         names = [texts[name].removeprefix("aten.").partition(".")[0] for name in trace.ops.name]
         table = trace.storages
@@ -86,13 +86,13 @@ class Recorded:
         ]  # fmt: skip
 
     def of(self, category: Category) -> list[str]:
-        """The shapes of the storages of one category."""
+        """Return the shapes of the storages of one category."""
         return [row.shape for row in self.rows() if row.category == category]
 
 
 @contextmanager
 def recorded(prepare: Callable[[Recorder], None] = lambda recorder: None) -> Iterator[Recorded]:
-    """Record what the block does on real tensors, as the first step."""
+    """Record the ops of the block on real tensors, as the first step."""
     found, recorder = Recorded(), Recorder()
     recorder.step, recorder.counts_steps = 1, True
     with recorder:

@@ -1,4 +1,4 @@
-"""The benchmark against measured GPUs, on one of its runs; with the library that is installed, so less exactly.
+"""The benchmark against measured GPUs, on one of its runs, with the installed library and thus less exactly.
 
 The full check needs the records and transformers 4.51.3: ``python benchmarks/predict_gpu_measured.py --records ...``.
 """

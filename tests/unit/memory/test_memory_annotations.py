@@ -1,4 +1,4 @@
-"""Ops of a graph, and copies beside the computation, are told from others: in a trace, in the allocator."""
+"""Ops of a graph and asynchronous copies are annotated in a trace, and the simulated allocator treats them apart."""
 
 import torch
 
@@ -48,7 +48,7 @@ def test_a_recorder_notes_the_ops_of_the_block_and_their_storages():
 
 
 def two_steps(captured):
-    """An eager step of 32 MiB of activations, one whose 32 MiB are a graph's, and an update that needs 24."""
+    """Return a trace of an eager step with 32 MiB of activations, and a captured one with an update of 24 MiB."""
     return trace_of(
         ("setup", 0, f"+w parameters {16 * MIB}"),
         ("forward", 1, f"+h activations {32 * MIB} -h"),
@@ -59,10 +59,10 @@ def two_steps(captured):
 
 
 def test_the_memory_of_a_graph_is_its_own_and_stays():
-    """Without it the temporaries go where the activations were; with it there is no room for them there."""
+    """Without a graph the temporaries reuse the memory of activations; with one they cannot."""
     plain, graph = (count_on_cuda(two_steps(captured), CARD) for captured in ((), ((2, 4),)))
     assert plain.reserved.max() == (16 + 32) * MIB
-    assert graph.reserved.max() == (16 + 32 + 24) * MIB  # and not 32 more: what was cached was given back before
+    assert graph.reserved.max() == (16 + 32 + 24) * MIB  # and not 32 more: cached memory was freed before
 
 
 def test_a_limit_counts_the_pool():

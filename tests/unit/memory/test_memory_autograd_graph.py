@@ -1,4 +1,4 @@
-"""Autograd's graph: sizes counted by hand, and its nodes told op by op: how many are made, and when they are gone."""
+"""Autograd's graph: sizes by hand, and how many nodes each op creates and frees."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def leaf():
 
 
 def test_a_graph_is_its_operations_and_what_they_save(leaf):
-    """tanh and exp save their results, 1 KiB each; with the leaf's own node these are three."""
+    """tanh and exp save their results of 1 KiB each; with the node of the leaf, there are three nodes."""
     result = torch.exp(torch.tanh(leaf))
     assert graph_size([result]) == (3, 2048)
     assert graph_size([result], without=[result]) == (3, 1024)
@@ -101,7 +101,7 @@ def traced(train) -> Trace:
 
 
 def phases_of(trace: Trace) -> list[tuple[str, str, int]]:
-    """In which phase nodes were made, in which they were gone, and how many."""
+    """Return the number of nodes by the phases in which they were created and freed."""
     phases = trace.ops.phase
     found: dict[tuple[str, str], int] = {}
     for made, gone, number in trace.nodes:
@@ -123,7 +123,7 @@ def training(model: nn.Module, shape: tuple[int, ...], num_steps: int = 1):
 
 
 def test_a_chain_of_ops_makes_a_node_each_which_are_gone_after_backward():
-    """Two linear layers transpose their weights and multiply: 4 nodes; tanh and sum: 2. Gone at the next op."""
+    """Two linear layers have 4 nodes (transposition and product); tanh and sum have 2. The next op frees them."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     trace = traced(training(model, (2, 3)))
     assert sum(number for *_, number in trace.nodes) == 6

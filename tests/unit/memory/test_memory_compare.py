@@ -1,4 +1,4 @@
-"""Two traces against each other: ops paired, the peaks, the first difference, and what is learned of it."""
+"""Comparison of two traces: paired ops, the peaks, the first difference, and calibration."""
 
 import pytest
 import torch

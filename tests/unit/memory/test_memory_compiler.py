@@ -1,4 +1,4 @@
-"""torch's compiler runs when it is needed, and whatever was asked of it before holds then."""
+"""torch's compiler is loaded only when it is needed, and earlier settings for it then hold."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from tests.processes import environment
 
 @pytest.fixture(scope="module")
 def late():
-    """What a process says that puts the compiler off."""
+    """Return the output of a process that defers the compiler."""
     command = [sys.executable, compiler_program.__file__]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What a dispatch mode changes or does not see: sums of gradients in place, and storages that are resized."""
+"""Effects that a dispatch mode changes or does not see: in-place sums of gradients, and resized storages."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from plimsoll.memory.trace import trace_training
 
 
 class Residual(nn.Module):
-    """Residual connections, an RMS norm and a tied output: what gives a node several gradients."""
+    """A model with residual connections, an RMS norm and a tied output, so that nodes get several gradients."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ def sums_of_real_engine():
 
 
 def sums_of_trace(model_class):
-    """How many sums in backward were in place, and how many made a tensor."""
+    """Return how many sums in backward were in place, and how many made a tensor."""
 
     def train(place):
         model_class()(place.fake_batch(torch.randint(0, 20, (3, 7)))).backward()
@@ -88,7 +88,7 @@ def test_a_sum_in_a_backward_of_the_users_own_makes_a_tensor():
     ],
 )
 def test_what_a_backward_formula_fills_is_filled_in_place(pick):
-    """One tensor of the input's size for the gradient, as on real tensors: not the zeros and their filled copy."""
+    """The gradient is one tensor of the input's size, as on real tensors, instead of zeros and a filled copy."""
 
     def train(place):
         x = torch.zeros(6, 8, requires_grad=True)

@@ -1,4 +1,4 @@
-"""A trace in several heaps: each is as a replay of its own would have it, and none is replayed without need."""
+"""A trace in several heaps: each result equals a separate replay, and no heap is replayed without need."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ RULES = [DEFAULT_HEAP, FAST_HEAP, TIGHT_HEAP, KEPT_HEAP, FROM_32_MIB, TRIMMED, B
 
 
 def training(place: DryRun) -> None:
-    """Two steps and the passes of a third; blocks from a few bytes to 6 MiB."""
+    """Run two steps and the passes of a third, with blocks from a few bytes to 6 MiB."""
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.LayerNorm(512), nn.Linear(512, 3000))
     optimizer = torch.optim.Adam(model.parameters())
     place.recorder.know_model(model)
@@ -43,7 +43,7 @@ def trace() -> Trace:
 
 @pytest.fixture
 def listed(monkeypatch) -> list[tuple]:
-    """What has been asked of heaps."""
+    """Return the list of calls of `heap_calls`."""
     calls: list[tuple] = []
     real = heaps.heap_calls
 
@@ -57,7 +57,7 @@ def listed(monkeypatch) -> list[tuple]:
 
 @pytest.fixture
 def replayed(monkeypatch) -> list[tuple]:
-    """The rules of the heaps that have been replayed."""
+    """Return the rules of the replayed heaps."""
     rules: list = []
     real = heaps.replay
     monkeypatch.setattr(heaps, "replay", lambda calls, one: (rules.append(one), real(calls, one))[1])
@@ -86,7 +86,7 @@ def test_what_is_never_written_is_left_out(trace):
 def test_a_trace_is_listed_once_and_replayed_where_another_heap_would_do_otherwise(trace, listed, replayed):
     kept = Heaps()
     found = [kept.replay(trace, rules) for rules in RULES * 2]
-    assert len(listed) == 3  # with trims, and with what is built apart, other things are asked
+    assert len(listed) == 3  # trims, and parts that are built separately, need other calls
     assert replayed == [one for one in RULES if one != FROM_32_MIB]  # no block is as large, so none is mapped
     for rules, one in zip(RULES * 2, found, strict=True):
         alone = Heaps().replay(trace, rules)

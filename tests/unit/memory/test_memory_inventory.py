@@ -1,4 +1,4 @@
-"""Who owns the storages of this process, and which lines made them."""
+"""The owners of the storages of this process, and the lines that created them."""
 
 from mmap import PAGESIZE
 
@@ -29,7 +29,7 @@ def test_each_category_is_told_by_who_has_it():
     assert found["optimizer states", (17, 1031)] == 17 * 1031 * 4
     assert found["buffers", (1033,)] == 1033 * 4
     assert found["temporaries", (1039,)] == free.nbytes
-    assert found["activations", (1049,)] == kept.nbytes  # the result of exp is what its gradient needs
+    assert found["activations", (1049,)] == kept.nbytes  # the gradient of exp needs its result
 
 
 def test_a_storage_counts_once_and_for_who_is_named():

@@ -1,4 +1,4 @@
-"""Values beside fake tensors: what is known, what is forgotten, and what is assumed and said."""
+"""Values of fake tensors: which are known, forgotten, or assumed with a note."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_positions_are_known_without_a_batch():
 
 
 class Doubling(Tensor):
-    """Integers whose every sum is doubled by a dispatch of their own."""
+    """A tensor class whose dispatch doubles every sum."""
 
     @classmethod
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
@@ -106,7 +106,7 @@ def test_how_much_less_it_is_where_nothing_is_kept_is_found_by_tracing_again():
         return kept * 2, kept
 
     (assumption,) = trace_training(train, CpuLowering()).assumptions
-    # 100 numbers three times (the data, what is kept, its double), or the data, the mask of bytes and one number.
+    # 100 numbers three times (the data, the selection, its double), or the data, the mask of bytes and one number.
     assert assumption.low_bytes == (100 * 4 + 100 + 4) - 3 * 100 * 4
 
 
@@ -117,7 +117,7 @@ def test_floating_point_values_of_a_few_elements_are_known():
 
 
 def unknown(place: DryRun, *shape: int) -> Tensor:
-    """A tensor whose values nobody knows."""
+    """Return a tensor with unknown values."""
     return place.fake_batch(torch.empty(*shape))
 
 

@@ -1,4 +1,4 @@
-"""The largest size that fits: compared with trying every size, and with few tries."""
+"""The largest size that fits, compared with trying every size, and found with few tries."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What ops give: the same as torch says, asked of it once; products in groups as real ones, in every type."""
+"""Results of ops: equal to the results of torch, computed once; grouped products as real ones, in every type."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ MODES = [CpuLowering(), CudaLowering((8, 0))]
 @pytest.mark.parametrize("lowering", MODES, ids=["cpu", "cuda"])
 @pytest.mark.parametrize("case", [one for one in CASES if not one.has_batch_norm], ids=lambda case: case.name)
 def test_a_training_is_the_same_where_torch_is_asked_each_time(case, lowering, monkeypatch):
-    """Shapes, strides by their effects, and when each storage is born and dies."""
+    """Traces show shapes, effects of strides, and the birth and death of each storage."""
 
     def traced(*choices):
         model, optimizer = case.fresh()
@@ -41,7 +41,7 @@ def test_a_training_is_the_same_where_torch_is_asked_each_time(case, lowering, m
 
 
 def num_asked() -> int:
-    """How often torch was asked what an op gives."""
+    """Return how often torch computed the result of an op."""
     info = FakeTensorMode.cache_info()
     return info.hits + info.misses + sum(info.bypasses.values())
 
@@ -92,7 +92,7 @@ def test_numbers_that_are_made_a_tensor_are_not_asked_of_torch_and_stay_known():
         with _disable_current_modes():
             part = torch.arange(4)[1:]
         assert num_asked() == num_before
-        assert torch.ops.aten.lift_fresh(part).untyped_storage().nbytes() == 32  # with what is beside it
+        assert torch.ops.aten.lift_fresh(part).untyped_storage().nbytes() == 32  # the whole storage counts
         assert num_asked() > num_before
 
 
@@ -173,7 +173,7 @@ def test_of_a_result_with_one_tensor_twice_there_is_one_each_time():
 
 
 OFFSETS = torch.tensor([2, 5, 5, 12], dtype=torch.int32)
-SHAPES = {  # of groups along rows, what is summed over, none, and columns
+SHAPES = {  # of groups along rows, along the summed dimension, along no dimension, and along columns
     "rows": ((12, 8), (4, 8, 9), (12, 9)),
     "sums": ((16, 12), (12, 24), (4, 16, 24)),
     "none": ((4, 16, 8), (4, 8, 9), (4, 16, 9)),

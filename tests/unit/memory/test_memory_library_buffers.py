@@ -1,4 +1,4 @@
-"""cuBLAS's buffers in the sequence of allocations, and what is exchanged in a trace whose ops are named by hand."""
+"""cuBLAS's buffers in the sequence of allocations, and communication in a trace whose ops are named by hand."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ def traced():
 
 
 def added(trace, **options):
-    """What is not in the trace, with the number of the trace's own events before it."""
+    """Return the events that are not in the trace, each with the number of trace events before it."""
     own = [(storage, num_bytes) for _, storage, num_bytes in trace.deltas()]
     found, seen = [], 0
     for delta in deltas_with_workspaces(trace, **options):
@@ -50,7 +50,7 @@ def test_one_thread_has_one_workspace():
 
 
 def test_a_layer_with_a_bias_keeps_cublaslt_s_workspace():
-    """As events of torch 2.11 show: the first such layer takes it, and those after it do not."""
+    """Events of torch 2.11 show that only the first such layer allocates it."""
     assert [num_bytes for _, _, num_bytes in added(traced(), workspace_bytes=0)] == [LT_BYTES]
 
 

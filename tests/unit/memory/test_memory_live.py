@@ -1,4 +1,4 @@
-"""Live bytes added up by hand: totals, categories, places, and what is alive at the peak."""
+"""Live bytes added up by hand: totals, categories, places, and the storages at the peak."""
 
 from memory_traces import Storage, trace_of
 

@@ -1,4 +1,4 @@
-"""A training that runs for real is recorded and counted."""
+"""A real training is recorded, and its memory counted."""
 
 import pytest
 import torch

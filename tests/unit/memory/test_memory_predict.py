@@ -1,7 +1,8 @@
-"""Traces written by hand, counted by the allocators: every number is worked out in MiB.
+"""Traces written by hand and counted by the allocators: every number is computed in MiB.
 
-torch's caching allocator takes a segment of 2 MiB for requests up to 1 MiB, of 20 MiB for those below 10 MiB, and the
-next multiple of 2 MiB for larger ones. glibc's heap maps a block from 128 KiB on, with 112 bytes of its own, in pages.
+torch's caching allocator takes a segment of 2 MiB for requests up to 1 MiB, and of 20 MiB for requests below 10 MiB.
+Larger requests take the next multiple of 2 MiB. glibc's heap maps blocks from 128 KiB on, in pages, with a header and
+padding of 112 bytes.
 """
 
 from math import ceil
@@ -35,7 +36,7 @@ def mib(column) -> list[float]:
 
 
 def step_trace(**fields):
-    """16 of weights; 12 of activations; 16 of gradients; 3 for a moment; 12 of states where the activations were."""
+    """Return a trace, in MiB: 16 weights, 12 activations, 16 gradients, 3 temporaries, 12 states in freed memory."""
     return trace_of(
         ("setup", 0, f"+w parameters {16 * MIB}"),
         ("forward", 1, f"+h activations {12 * MIB}"),
@@ -92,7 +93,7 @@ def test_the_workspace_of_cublas_is_of_the_context_and_counted_as_torch_counts_i
     counted = count_on_cuda(with_product, card)
     assert mib(counted.reserved) == [448, 460, 476, 496, 496, 496, 496]
     assert counted.parts()["context"] == 432 * MIB
-    # torch's own counters have the workspace, so that what is predicted can be held against them.
+    # torch's own counters include the workspace, so the prediction can be compared with them.
     assert (counted.fixed_part.likely_bytes, counted.fixed_part.modelled_bytes) == (400 * MIB, 0)
     assert (counted.most_reserved.likely_bytes, counted.most_allocated.likely_bytes) == (96 * MIB, 79 * MIB)
     assert sum(counted.parts().values()) == counted.peak.likely_bytes == 496 * MIB
@@ -110,7 +111,7 @@ def test_memory_of_the_host_is_not_the_cards():
 
 
 def test_what_finds_no_free_block_is_said_with_its_moment():
-    counted = count_on_cuda(step_trace(), CARD, limit_bytes=440 * MIB)  # 40 beside the context; the gradients need 44
+    counted = count_on_cuda(step_trace(), CARD, limit_bytes=440 * MIB)  # 40 without the context; the gradients need 44
     assert counted.oom_row == 2
     moment = counted.oom_moment()
     assert moment is not None
@@ -118,7 +119,7 @@ def test_what_finds_no_free_block_is_said_with_its_moment():
         *(1, "backward", "op2"),
         *("layer2", "train.py:2"),
     )
-    assert counted.peak.likely_bytes == 464 * MIB  # what it would take
+    assert counted.peak.likely_bytes == 464 * MIB  # the peak without a limit
 
 
 def test_a_context_that_leaves_nothing_runs_out_at_the_first_event():
@@ -172,7 +173,7 @@ def test_on_the_cpu_a_hole_below_a_live_block_stays_resident():
 
 
 def test_a_limit_holds_what_an_lstm_asks_for_and_never_writes():
-    """Two workspaces of 30, of which 10 are written; the most is asked for in forward, the most written in update."""
+    """Each of two workspaces of 30 has 10 written. Requests peak in forward, written memory in the update."""
     trace = trace_of(
         ("forward", 1, f"+first activations {30 * MIB} +second activations {30 * MIB}"),
         ("backward", 1, "-first -second"),
@@ -184,16 +185,16 @@ def test_a_limit_holds_what_an_lstm_asks_for_and_never_writes():
     assert without.unwritten_bytes == 0
     assert limited.unwritten_bytes == pytest.approx(
         (60 - 25) * MIB, abs=256 << 10
-    )  # and what the heap grows by at once
+    )  # the tolerance is the growth step of the heap
     assert limited.peak.likely_bytes == without.peak.likely_bytes
     assert limited.peak.high_bytes == without.peak.high_bytes + limited.unwritten_bytes
 
 
 def test_the_nodes_of_a_graph_take_memory_of_the_heap_from_their_op_to_the_end_of_backward():
-    """9,999 nodes are made before the second op's storage and are gone before the fourth's.
+    """9,999 nodes are made before the second op's storage and freed before the fourth's.
 
-    Four nodes take thirteen chunks of 32 bytes (blocks of 16 and 24), two of 48 (of 32) and 192 (of 176 and 184), and
-    one each of 80, 320, 480, 496, 560 and 656 (of 64, 312, 464, 488, 552 and 640): 3,488 bytes.
+    Four nodes take 3,488 bytes: thirteen chunks of 32 bytes (blocks of 16 and 24), and two of 48 (of 32). Two more have
+    192 (of 176 and 184). One each has 80, 320, 480, 496, 560 and 656 (of 64, 312, 464, 488, 552 and 640).
     """
     nodes_bytes = 2500 * 3488
     small = 64 << 10
@@ -211,7 +212,7 @@ def test_the_nodes_of_a_graph_take_memory_of_the_heap_from_their_op_to_the_end_o
 
 
 def test_where_large_blocks_are_kept_the_steps_that_follow_the_traced_ones_count():
-    """Each step leaves a hole of 6 MiB that its first block, of 8, does not fit; what was built stays as it was."""
+    """Each step leaves a hole of 6 MiB, too small for its block of 8. Memory of the setup does not change."""
     trace = trace_of(
         ("setup", 0, f"+w parameters {MIB}"),
         ("forward", 1, f"+a activations {6 * MIB} +b activations {MIB} -a -b"),
@@ -227,7 +228,7 @@ def test_where_large_blocks_are_kept_the_steps_that_follow_the_traced_ones_count
 
 
 def test_what_a_model_is_built_of_goes_back_where_its_blocks_are_mapped_until_the_first_step():
-    """Four parameters of 1 MiB are built, and shared out: the last stays, above the holes of the others."""
+    """Four parameters of 1 MiB are built, then all but the last are freed, which leaves holes below it."""
     names = "abcd"
     trace = trace_of(
         *(("setup", 0, f"+{name} parameters {MIB}") for name in names),
@@ -244,7 +245,7 @@ def test_what_a_model_is_built_of_goes_back_where_its_blocks_are_mapped_until_th
 
 
 def test_the_largest_are_those_alive_at_the_peak_with_where_they_were_made():
-    sizes = list(range(11, 31))  # 20 storages, and one that is gone at the peak
+    sizes = list(range(11, 31))  # 20 storages; one more is freed before the peak
     births = " ".join(f"+x{size} activations {size * MIB}" for size in sizes)
     trace = trace_of(("setup", 0, f"+gone temporaries {99 * MIB} -gone"), ("forward", 1, births))
     largest = count_on_cuda(trace, CARD).largest()
@@ -293,7 +294,7 @@ def test_a_short_timeline_has_every_event():
 
 
 def sawtooth(num_events: int, peak_at: int) -> Counted:
-    """Births and deaths of storages of all sizes; one is larger than every other."""
+    """Count a trace of births and deaths of storages of all sizes, with one largest storage."""
     script = []
     for pair in range(num_events // 2):
         num_bytes = 100 * MIB if pair == peak_at // 2 else (pair * 7919) % MIB + 1
@@ -312,7 +313,7 @@ def test_a_long_timeline_is_thinned_and_keeps_the_peak(num_events: int, peak_at:
 
 
 def test_a_thinned_timeline_keeps_the_most_that_is_reserved():
-    # On the CPU the heap may be at its largest when little is alive, and gives it back.
+    # On the CPU the heap may be largest when few bytes are alive, and then shrink.
     counted = sawtooth(30_000, 17_354)
     stretch = counted.live.total[101:115]
     row = 101 + int(np.argsort(stretch)[len(stretch) // 2])

@@ -1,4 +1,4 @@
-"""What is recorded of small trainings: births, deaths, categories, modules, lines and phases, by hand."""
+"""Records of small trainings: births, deaths, categories, modules, lines and phases, by hand."""
 
 import re
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Square(torch.autograd.Function):
-    """A custom function: gradients are off while its forward runs."""
+    """A custom function, whose forward runs with gradients disabled."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ class Square(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Two layers, the first squared or recomputed if asked for."""
+    """Two layers, with `function` between them."""
 
     def __init__(self, function: Any = torch.relu) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_every_storage_has_its_purpose():
     assert sorted(found.of("gradients")) == ["float32[1, 2]", "float32[1, 6]", "float32[2, 6]", "float32[6, 4]"]
     # Adam's step count and two averages for each parameter
     assert sorted(found.of("optimizer states")) == sorted([*weights, *weights, *["float32[]"] * 4])
-    # What relu gave, the scores, the loss and its own gradient. What relu was given dies in the forward pass.
+    # The output of relu, the scores, the loss and its gradient. The input of relu dies in the forward pass.
     assert found.of("activations") == ["float32[3, 6]", "float32[3, 2]", "float32[]", "float32[]"]
 
 

@@ -1,4 +1,4 @@
-"""A pass that stands for several has their time, and the memory of one."""
+"""A pass that stands for several passes has the time of all of them, and the memory of one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_without_a_recorder_it_does_nothing():
 
 
 def trained(work, num_times, is_noted_again):
-    """The record of so many times the same work on one weight, which is run each time or once."""
+    """Return the trace of `num_times` times the same work on one weight, which runs each time or once."""
     with dry_run(CpuLowering(), lambda: "forward", keeps_all=True) as stage:
         stage.recorder.step = 1
         weight = torch.ones(SIDE, SIDE, requires_grad=True)
@@ -49,7 +49,7 @@ def trained(work, num_times, is_noted_again):
         made = work(weight)
         stretch = Stretch(stage.recorder, begin, made)
         for _ in range(num_times - 1):
-            made = None  # what the time before has made goes first
+            made = None  # the tensors of the previous time are freed first
             made = stretch.again() if is_noted_again else work(weight)
         sum(one.sum() for one in made).item()
         del made
@@ -63,7 +63,7 @@ def forward_and_backward(weight):
 
 
 def test_a_stretch_that_is_noted_again_is_as_if_it_had_run():
-    """Ops, events, storages and the nodes of autograd; what comes after meets its tensors."""
+    """Ops, events, storages and autograd nodes are equal, and later ops can use its tensors."""
     run, is_closed = trained(forward_and_backward, 3, is_noted_again=False)
     noted, _ = trained(forward_and_backward, 3, is_noted_again=True)
     assert is_closed
@@ -93,7 +93,7 @@ def test_a_stretch_that_leaves_or_ends_something_else_is_not_closed():
 
 
 def test_older_storages_that_end_have_others_in_their_place():
-    """And what is noted of a tensor, such as its value, is noted of the one in its place."""
+    """Notes about a tensor, such as its value, pass to the tensor in its place."""
 
     def consumed(is_noted_again):
         with dry_run(CpuLowering(), lambda: "forward", keeps_all=True) as stage:

@@ -1,11 +1,11 @@
-"""The allocator's own record, read from a snapshot as torch makes it; without CUDA there is none."""
+"""The allocator's event record, read from a snapshot in torch's format. Without CUDA the record does not exist."""
 
 import pytest
 import torch
 
 from plimsoll.memory.snapshot import AllocatorEvent, events_of, recorded
 
-# What torch 2.11 writes for one block of 512 bytes and one that another stream still uses when it is freed.
+# The record of torch 2.11 for a block of 512 bytes, and for a block that another stream uses when it is freed.
 TRACE = [
     {"action": "segment_alloc", "addr": 4096, "size": 2097152, "stream": 0, "frames": []},
     {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "frames": []},

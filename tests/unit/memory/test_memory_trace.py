@@ -1,4 +1,4 @@
-"""Trainings of all kinds, traced: what they would allocate, and that nothing of theirs or of torch's is changed."""
+"""Traces of trainings of all kinds: their predicted allocations, and the unchanged training and torch."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def few_steps(
     model: nn.Module, batch: dict[str, Tensor], lowering: Lowering, loss_of: Callable = lambda out: out.loss
 ) -> Trace:
-    """Train as a user would, with what they have: a real model, a real optimizer and a real batch."""
+    """Trace a training as a user would, from a real model, a real optimizer and a real batch."""
     optimizer = torch.optim.AdamW(model.parameters())
 
     def train(place: DryRun) -> None:
@@ -64,11 +64,11 @@ def test_a_linear_layer_is_counted_to_the_byte(lowering: Lowering):
     trace = few_steps(nn.Linear(64, 32), {"input": torch.zeros(4, 64)}, lowering, loss_of=Tensor.sum)
     live = live_bytes(trace)
     assert live.by_category["parameters"].max() == live.by_category["gradients"].max() == 8192 + 128
-    # Two moments of each, and on the CPU, where everything is in one place, two counts of steps of 4 bytes.
+    # Two moments of each parameter, and on the CPU two step counts of 4 bytes. On CUDA these are on the host.
     assert live.by_category["optimizer states"].max() == 2 * (8192 + 128) + (8 if lowering.kind == "cpu" else 0)
     assert live.by_category["inputs"].max() == 1024
     assert trace.lowered_to == lowering.name
-    assert max(trace.ops.step) == 4  # what comes after the third update
+    assert max(trace.ops.step) == 4  # ops after the third update
 
 
 def test_a_batch_on_its_way_to_the_device_is_an_input_in_every_step():
@@ -395,8 +395,8 @@ def test_as_many_elements_as_there_can_be_are_assumed_of_nonzero():
     (assumption,) = trace_training(train, cuda()).assumptions
     assert assumption.text.startswith("aten.nonzero.default was assumed to keep every element at ")
     assert assumption.text.endswith(f"test_memory_trace.py:{line}")
-    assert shapes == [(20_000, 2), (1, 2)]  # it is traced again, to see how much less it may be
-    # With all of them the peak is beside the truth values, with one where those are made of the numbers.
+    assert shapes == [(20_000, 2), (1, 2)]  # the second trace shows how much less it may need
+    # With all elements, the peak holds the mask and the indices; with one, the numbers and the mask.
     assert assumption.low_bytes == (20_000 * 4 + 20_000) - (20_000 + 20_000 * 2 * 8)
     assert assumption.high_bytes == 0
 
@@ -471,7 +471,7 @@ def test_fake_tensors_pass_for_real_ones_inside_the_block_only():
 
 
 def test_a_model_without_padding_builds_no_mask_although_its_tensors_are_fake():
-    """Positions that a caller gives are where GPT-2 looks for packed sequences."""
+    """GPT-2 searches given positions for packed sequences."""
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=4, n_head=2, n_layer=1, n_positions=8))
     model.config.use_cache = False
 

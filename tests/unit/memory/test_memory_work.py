@@ -94,7 +94,7 @@ def test_attention_on_the_processor_is_two_products_and_five_for_its_gradients()
 
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
 def test_attention_with_shared_keys_is_counted_by_the_heads_of_the_query(kind):
-    """torch 2.11 refuses to count where there are fewer heads of keys, as in every Llama, Qwen and Mistral."""
+    """torch 2.11 refuses to count attention with fewer key heads, as in every Llama, Qwen and Mistral."""
     query, key = torch.zeros(2, 4, 8, 16, device="meta"), torch.zeros(2, 2, 8, 16, device="meta")
     counter, product = WorkCounter(lambda tensor: False), 2 * 2 * 4 * 8 * 8 * 16
     forward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention").default

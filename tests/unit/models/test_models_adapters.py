@@ -1,4 +1,4 @@
-"""Adapters of peft, merged while a model is loaded: bitwise what peft makes of it."""
+"""Adapters of peft, merged while a model is loaded: bitwise equal to peft's own merge."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An adaptive softmax: torch's own mathematics, whatever it is cut into, and a prediction that holds for every text."""
+"""An adaptive softmax: equal to torch's for every cut, and a prediction that holds for every text."""
 
 import pytest
 import torch
@@ -113,7 +113,7 @@ def test_clusters_by_default_are_some(vocab_size):
 
 
 def peaks(labels_BT):
-    """Of live tensors in the second step: predicted, and recorded in a real one."""
+    """Return the predicted trace and the measured peak of live tensors in the second step."""
     torch.manual_seed(0)
     fields = {"architecture": "lstm", "vocab_size": 3000, "embedding_size": 8, "hidden_size": 64}
     model = build_recurrent(fields | {"adaptive_cutoffs": [100, 500]})
@@ -136,7 +136,7 @@ def peaks(labels_BT):
 
 @pytest.mark.parametrize("first", [0, 100, 500], ids=["frequent", "rare", "rarest"])
 def test_a_prediction_holds_for_texts_of_any_words(first, monkeypatch):
-    """Also where the batch it is made with has other words than those to come: it is the same for all."""
+    """The batch of the prediction may have other words than later batches: the prediction is equal for all."""
     monkeypatch.setattr(adaptive, "MOST_OUTPUTS", 200 * 2500)
     end = {0: 100, 100: 500, 500: 3000}[first]
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""A job becomes live objects, and is refused where its budget cannot hold them; an LSTM small enough to count."""
+"""A job becomes live objects, or is refused if its budget cannot hold them. The LSTM is small enough to count."""
 
 import json
 import random
@@ -84,7 +84,7 @@ def test_the_exported_pair_says_what_the_model_said_in_training(tmp_path, kind, 
 
 
 class Slow:
-    """Samples that are worth workers."""
+    """Samples that make worker processes worthwhile."""
 
     def __len__(self) -> int:
         return 100
@@ -110,7 +110,7 @@ def test_workers_take_what_the_host_has_left(host, are_there):
     ids=lambda value: str(value),
 )
 def test_what_is_there_before_the_first_activation_must_fit(prepared, optimizer, copies):
-    """Parameters, gradients and the optimizer's states, besides what the process uses already."""
+    """Parameters, gradients and optimizer states count, besides the memory that the process uses already."""
     need_bytes = 1000 + copies * PARAMETER_BYTES
     require_memory(job(optimizer=optimizer), prepared, lambda: 1000, need_bytes)
     with pytest.raises(BudgetError):
@@ -170,7 +170,7 @@ def test_what_changes_what_is_learned_changes_its_mark_and_no_other(prepared, ch
 
 
 def test_where_a_state_begins_anew_is_a_mark_of_streams_alone(prepared):
-    """Without it there is no such mark, so that checkpoints from before there were streams are as good."""
+    """Without streams the fingerprint lacks this entry, so older checkpoints stay valid."""
     streams = {"train": "a.txt", "order": "streams"}
     marks, reset = (fingerprint(job(data=data), prepared) for data in (streams, streams | {"reset": "texts"}))
     assert differences(marks, reset) == ["data.reset"]
@@ -192,7 +192,7 @@ def test_every_field_of_a_job_is_in_one_of_the_lists():
 
 
 def test_word_vectors_are_known_by_their_bits(prepared):
-    """Where their file is does not matter, but what is in it does, and whether they are trained."""
+    """The fingerprint depends on their contents and on whether they are trained, but not on the path."""
     with_vectors = prepared.model_copy(update={"vectors_folder": "a", "vectors_digest": "d1"})
     marks = fingerprint(job(embeddings="a.txt"), with_vectors)
     assert differences(fingerprint(job(), prepared), marks) == ["embeddings.trainable", "embeddings.vectors"]
@@ -205,7 +205,7 @@ def test_word_vectors_are_known_by_their_bits(prepared):
 
 
 def test_a_teacher_is_known_by_what_it_is_and_by_its_numbers(prepared, tmp_path):
-    """Where its folder and its weights are does not matter, but for codes of 8 bits."""
+    """The place of its folder and weights does not matter, except for 8-bit codes."""
     marks = []
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         torch.manual_seed(seed)
@@ -223,7 +223,7 @@ def test_a_teacher_is_known_by_what_it_is_and_by_its_numbers(prepared, tmp_path)
 
 
 def test_the_data_are_known_by_their_key(prepared):
-    """Where they are and what the job calls them does not matter."""
+    """Their path, and their name in the job, do not matter."""
     moved = job(data={"train": "/elsewhere"})
     assert fingerprint(moved, prepared) == fingerprint(job(), prepared)
     other = prepared.model_copy(update={"key": "k2"})
@@ -262,7 +262,7 @@ def test_otherwise_it_is_the_one_there_is():
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """Some 400 windows of 16 tokens."""
+    """Return the fields of a job and its prepared data, about 400 windows of 16 tokens."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "text.txt").write_text("\n".join(f"line {i} of the text" for i in range(1000)))
     source = {"data": {"train": str(folder / "text.txt"), "validation": 0.1}, "tokenizer": {"vocab_size": 300}}

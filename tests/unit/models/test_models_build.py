@@ -1,4 +1,4 @@
-"""From a job to a model and to a folder, for every way to name one."""
+"""From a job to a model and to a folder, for every way to name a model."""
 
 import subprocess
 import sys
@@ -77,7 +77,7 @@ def test_the_loss_is_the_models_own_and_the_mean_over_its_units(model, task):
     [
         # embedding 50 x 4; four gates of 4 x 4 twice and 4 twice; head 50 x 4 + 50
         (LSTM, 200 + 4 * (16 + 16 + 4 + 4) + 250),
-        # tokens 50 x 8 (tied), positions 1024 x 8; one block: two norms 2 x 16, attention 8 x 24 + 24 + 8 x 8 + 8,
+        # tokens 50 x 8 (tied); positions 1024 x 8; two norms of one block 2 x 16; attention 8 x 24 + 24 + 8 x 8 + 8;
         # feed-forward 8 x 32 + 32 + 32 x 8 + 8; the last norm 16
         (GPT2, 400 + 8192 + 32 + 288 + 552 + 16),
     ],

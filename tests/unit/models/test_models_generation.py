@@ -1,4 +1,4 @@
-"""Continuations: greedy as transformers has it, draws of the right distribution that belong to their row."""
+"""Continuations: greedy ones equal transformers', and draws have the right distribution and depend on their row."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_continuation_ends_before_its_end_token() -> None:
 
 
 def test_draws_have_the_probabilities_of_the_softmax() -> None:
-    """20,000 rows draw one of four tokens each: every share is within four standard deviations of its probability."""
+    """20,000 rows draw one of four tokens: each share is within four standard deviations of its probability."""
     probabilities, num_draws = torch.tensor([0.5, 0.3, 0.15, 0.05]), 20_000
     draws = _Draws(range(num_draws), Generation(1, temperature=1.0, seed=5), num_prompt_tokens=1)
     scores = draws(torch.zeros((num_draws, 1), dtype=torch.long), probabilities.log().expand(num_draws, 4))

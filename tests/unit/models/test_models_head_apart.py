@@ -1,4 +1,4 @@
-"""A language model in two parts: the head, over some positions, gives what the whole model does."""
+"""A language model in two parts: the head over some positions gives the logits of the whole model."""
 
 from __future__ import annotations
 

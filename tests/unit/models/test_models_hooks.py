@@ -1,4 +1,4 @@
-"""The defaults of the hooks are what a plain training does."""
+"""The defaults of the hooks give a plain training."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Hugging Face models: the right objective and length, faults by name, checkpoints that fit, nothing printed."""
+"""Hugging Face models: the right objective and length, faults by name, matching checkpoints, and no output."""
 
 import pytest
 import torch

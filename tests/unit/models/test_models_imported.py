@@ -1,4 +1,4 @@
-"""Models of the user's own functions, from a real module on the path."""
+"""Models of a user's functions, from a real module on the path."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A model built in files has the bits of one built in memory, and its weights are never in private memory."""
+"""A model built in files has the bits of a model built in memory, and its weights are never in private memory."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def lstm():
 
 
 class OwnWay(nn.Module):
-    """Makes its weights in all the ways there are."""
+    """A model that creates its weights in every way."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The tasks a model can be applied for: what each computes, which one a folder is for, and what is refused."""
+"""The inference tasks: the result of each, the task that a folder is for, and refusals."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_score_that_is_no_number_is_none() -> None:
     fields = Score().fields((torch.tensor([float("nan"), float("-inf"), -1e6]), torch.tensor([2, 2, 1])))
     assert [entry["log_probability"] for entry in fields] == [None, None, -1e6]
     assert ["error" in entry for entry in fields] == [True, True, False]
-    assert [entry["perplexity"] for entry in fields] == [None, None, None]  # e to the 10^6 is no float
+    assert [entry["perplexity"] for entry in fields] == [None, None, None]  # e to the power of 10^6 overflows a float
 
 
 @pytest.mark.parametrize(

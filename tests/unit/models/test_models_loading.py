@@ -1,4 +1,4 @@
-"""Loading tensor by tensor: the weights are bitwise those of ``from_pretrained``, in little memory, or in none."""
+"""Loading tensor by tensor: the weights equal ``from_pretrained`` bitwise, in little memory or none."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from processes import environment
 
 
 def assert_same(loaded: Loaded, plain: torch.nn.Module) -> None:
-    """The same names, types and bits; also of buffers that are not saved."""
+    """Assert equal names, types and bits, including buffers that are not saved."""
     assert type(loaded.model) is type(plain)
     for mine, theirs in (
         (loaded.model.state_dict(), plain.state_dict()),
@@ -174,7 +174,7 @@ def test_what_cannot_be_is_refused(tmp_path):
     saved("gpt2", tmp_path)
     with pytest.raises(WeightsError, match="place mapped keeps weights in files, which device meta cannot"):
         load_model(tmp_path, place="mapped", device="meta")
-    with pytest.raises(WeightsError, match="dtype torch.int8 is no floating-point type: give fp32"):
+    with pytest.raises(WeightsError, match="dtype torch.int8 is not a floating-point type: give fp32"):
         load_model(tmp_path, dtype=torch.int8)
     with pytest.raises(WeightsError, match="not together with quantize int8: load with 1 adapters, save"):
         load_model(tmp_path, quantize="int8", adapters=[tmp_path])
@@ -187,7 +187,7 @@ def test_what_cannot_be_is_refused(tmp_path):
         load_model(tmp_path)
 
 
-# Each case in a process of its own, forked from one that has loaded a small model: a limit stays where it was set.
+# Each case forks a process that has loaded a small model, because a limit cannot be taken back.
 LIMITED = """
 import gc, json, os, resource, sys, torch, transformers
 from plimsoll.device import process
@@ -217,7 +217,7 @@ for how, dtype, room in map(json.loads, cases):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> tuple[Path, Path, int, int]:
-    """A folder with some 150 MiB of weights, a small one, the bytes of all weights and of the largest."""
+    """Return a folder with about 150 MiB of weights, a small one, and the bytes of all weights and of the largest."""
     folder, small = tmp_path_factory.mktemp("large"), tmp_path_factory.mktemp("small")
     fields = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 2000}
     config = transformers.LlamaConfig(**fields, num_attention_heads=4)
@@ -230,7 +230,7 @@ def large(tmp_path_factory) -> tuple[Path, Path, int, int]:
 
 
 def outcomes(large: tuple[Path, Path, int, int], *cases: tuple[str, str | None, int]) -> list[str]:
-    """What comes of loading, in each case a place, a type and the bytes of room."""
+    """Return the outcome of loading for each case: a place, a dtype and the available bytes."""
     folder, small, _, _ = large
     command = [sys.executable, "-c", LIMITED, str(folder), str(small), *map(json.dumps, cases)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250)
@@ -239,7 +239,7 @@ def outcomes(large: tuple[Path, Path, int, int], *cases: tuple[str, str | None, 
 
 
 def trained(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The weights after two steps of AdamW, and after what peft's merging and ``.data`` do to them."""
+    """Return the weights after two steps of AdamW, and after in-place changes as by ``.data`` and peft's merging."""
     model.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(2):
@@ -303,7 +303,7 @@ def test_the_peak_is_the_model_and_its_largest_tensor_and_weights_that_are_mappe
     [
         ({"quantize": "int3"}, WeightsError, "quantize is 'int3', which is not known: give one of None, int8, int4"),
         ({"place": "disk"}, WeightsError, "place is 'disk', which is not known: give one of memory, mapped, read-only"),
-        ({"dtype": "fp33"}, WeightsError, "dtype 'fp33' is no floating-point type: give fp32, bf16, fp16, fp64, or"),
+        ({"dtype": "fp33"}, WeightsError, "dtype 'fp33' is not a floating-point type: give fp32, bf16, fp16, fp64, or"),
         ({"head": "lm"}, WeightsError, "head is 'lm', which is not known: give one of None, language-modeling"),
         ({"vocab_size": 0}, WeightsError, "vocab_size is 0, but must be at least 1: give"),
         ({"device": "tpu"}, DeviceError, "no device 'tpu'"),

@@ -1,4 +1,4 @@
-"""What sources say there is, is what there is: torch and transformers themselves are the oracle."""
+"""Names read from sources are the real ones: torch and transformers themselves are the oracle."""
 
 import dataclasses
 import inspect
@@ -51,7 +51,7 @@ def test_what_a_technique_advises_is_read_from_its_source_as_its_class_has_it(na
 
 @pytest.fixture(params=[True, False], ids=["sources", "imported"])
 def has_sources(request, monkeypatch):
-    """With the sources of torch and transformers as they are, and laid out in a way that is not known."""
+    """Run with the real sources of torch and transformers, and with sources in an unknown layout."""
     if not request.param:
         monkeypatch.setattr(named, "_statements", lambda package, file: [])
     for function in (architectures, optimizer_arguments):
@@ -76,7 +76,7 @@ def test_optimizers_and_their_arguments_are_those_of_torch():
 
 @pytest.mark.parametrize("part", [slice(None, None, 20), pytest.param(slice(None), marks=pytest.mark.long)], ids=str)
 def test_fields_are_those_of_the_configurations_of_transformers(part):
-    """Of all architectures of language models and classifiers but two, whose configurations are named elsewhere."""
+    """This covers all architectures of language models and classifiers but two, which name their fields elsewhere."""
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     unknown = set()
     for name in sorted({name for names in MAPPINGS.values() for name in names})[part]:

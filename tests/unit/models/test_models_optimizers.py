@@ -60,7 +60,7 @@ def test_faults_are_named(choice, message):
 
 
 def factors(steps, **choice):
-    """The learning rates of all steps, for a base rate of 1, and the one after the last."""
+    """Return the learning rates of all steps and of the one after the last, for a base rate of 1."""
     optimizer = build_optimizer(OptimizerChoice(name="sgd", lr=1.0), [parameter()])
     schedule = build_schedule(OptimizerChoice(**choice), optimizer, steps)
     rates = []

@@ -1,4 +1,4 @@
-"""Pooling: each mode by hand, and as sentence-transformers has it; what a folder asks for, or why it is refused."""
+"""Pooling: each mode by hand and as in sentence-transformers, and the mode of a folder or the reason for a refusal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from plimsoll.errors import JobError
 from plimsoll.models.pooling import Pooling, pool, pooling_of
 
-# Two texts: three tokens and one; what is behind the mask is large, so that it would be seen.
+# Two texts, of three tokens and one. Masked values are large, so that a leak would be noticed.
 HIDDEN_BTD = torch.tensor([[[1.0, 2.0], [3.0, -4.0], [5.0, 6.0]], [[7.0, 8.0], [99.0, 99.0], [99.0, 99.0]]])
 MASK_BT = torch.tensor([[1, 1, 1], [1, 0, 0]])
 

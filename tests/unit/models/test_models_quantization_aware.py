@@ -1,4 +1,4 @@
-"""Training for integers: what the training's evaluation sees is what the quantized model gives."""
+"""Quantization-aware training: an evaluation during training gives the results of the quantized model."""
 
 import pytest
 import torch

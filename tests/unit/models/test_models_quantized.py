@@ -1,4 +1,4 @@
-"""Weights of integers: quantized as they are read, and read as they were saved."""
+"""Integer weights: quantized while they are read, and loaded as they were saved."""
 
 import subprocess
 import sys

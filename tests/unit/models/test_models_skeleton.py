@@ -1,4 +1,4 @@
-"""A model without memory, of which each weight knows where it is."""
+"""A model without memory, in which each weight knows its checkpoint entry."""
 
 import pytest
 import torch

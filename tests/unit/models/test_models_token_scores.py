@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: those of the whole logits, whatever the head does, with few logits at once."""
+"""Log-probabilities of tokens equal the result of all logits, for every head, with few logits at once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SIZES = {
     "eos_token_id": 2,
 }
 
-# What each does beside a matrix: nothing; a projection in the body; a transform before the head; a soft cap; a scale;
-# a bias; experts; a body that is not told apart (llama4) or gives what cannot be cut (prophetnet).
+# The heads differ from a plain matrix by: nothing; a projection in the body; a transform before the head; a soft cap;
+# a scale; a bias; experts; a body that cannot be separated (llama4), or whose output cannot be cut (prophetnet).
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {},
@@ -141,7 +141,7 @@ def test_it_is_traced_on_fake_tensors() -> None:
 
 
 class heads_called:
-    """The shapes of the logits that a model's head makes while the block runs."""
+    """A context that records the shapes of the logits that the head computes in the block."""
 
     def __init__(self, model: nn.Module) -> None:
         self._shapes: list[tuple[int, ...]] = []
@@ -155,7 +155,7 @@ class heads_called:
 
 
 def test_the_head_s_weights_are_not_copied_for_a_part_of_the_texts():
-    """Hidden states that lie apart would be multiplied text by text, in bfloat16 with a copy of the weights each."""
+    """Non-contiguous hidden states would be multiplied text by text, in bfloat16 each time with copied weights."""
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=300, n_positions=32))
     model = model.to(torch.bfloat16).eval()
     seen = []

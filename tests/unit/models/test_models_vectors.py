@@ -1,4 +1,4 @@
-"""Word vectors in models: where they go, whether they fit, and whether they are trained."""
+"""Word vectors in models: the module that receives them, checks that they fit, and whether they are trained."""
 
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def test_rows_are_copied_and_those_beyond_the_words_stay(vectors, tmp_path):
 
 
 class Pair(nn.Module):
-    """Two embeddings that could both be of words."""
+    """A model with two embeddings, either of which could be the word embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Pair(nn.Module):
 
 
 class Asked(Pair):
-    """It says which."""
+    """A model that names its word embedding."""
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.others

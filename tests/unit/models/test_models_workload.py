@@ -1,4 +1,4 @@
-"""Hooks go as they came, and the bytes that stay are those of real tensors."""
+"""Hooks are removed as they were added, and the counted bytes equal real tensors."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from plimsoll.records.job import OptimizerChoice
 
 
 class Tied(nn.Module):
-    """Parameters in float32: a 10 x 4 table used twice, a 4 x 4 map, and a frozen vector of 4."""
+    """A model with float32 parameters: a tied 10 x 4 table, a 4 x 4 layer, and a frozen vector of 4."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a process takes before it has a model, read from one that is started or forked for it."""
+"""The memory of a process before it has a model, measured in a process that is started or forked for it."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def test_a_model_that_cannot_be_is_the_job_s_fault_and_not_the_process_s():
 
 @pytest.mark.slow
 def test_the_baseline_has_what_a_function_of_the_users_imports(tmp_path, monkeypatch):
-    """Inside itself, where looking for the function does not import it."""
+    """The baseline includes imports inside the function, which looking up the function does not execute."""
     (tmp_path / "large_library.py").write_text("DATA = bytearray(100 << 20)\n")
     function = "import torch\n\n\ndef model(vocab_size):\n{}    return torch.nn.Linear(1, 1)\n"
     (tmp_path / "own_model.py").write_text(function.format("    import large_library\n"))
@@ -85,7 +85,7 @@ def test_a_fork_takes_what_a_process_takes_that_is_started_anew():
     assert done.returncode == 0, done.stderr
     forked, again, *started = map(int, done.stdout.split())
     assert forked == again
-    assert measured(min(started)).low_bytes <= forked <= measured(max(started)).high_bytes  # which differ by a MiB
+    assert measured(min(started)).low_bytes <= forked <= measured(max(started)).high_bytes  # they differ by a MiB
 
 
 THREADED = """

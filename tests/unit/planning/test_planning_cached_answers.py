@@ -1,4 +1,4 @@
-"""A prediction or a plan made before is given back exactly where nothing that it depends on has changed."""
+"""Cached predictions and plans: they are reused only if nothing that they depend on has changed."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def job(**changes):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Return the list of what was made anew, where both kinds of answers are made by hand."""
+    """Return the list of answers that were computed, with stubs for both kinds of answers."""
     asked = []
 
     def standing_in(answer):
@@ -65,7 +65,7 @@ def test_a_real_prediction_is_the_same_again_and_is_not_made_again(monkeypatch):
 
 
 def test_a_kept_prediction_is_found_without_torch():
-    """In a process of its own, with what this one has kept."""
+    """A separate process finds the prediction that this process has cached."""
     first, _ = prediction_of(job(), device="rtx3060")
     lines = f"""
         import sys
@@ -164,7 +164,7 @@ def test_a_technique_of_another_package_counts_by_its_source(made, monkeypatch, 
     for text in (source.read_text(), None, source.read_text() + "# another\n", None):
         if text is not None:
             source.write_text(text)
-        _sources_of_others.cache_clear()  # as another command has it
+        _sources_of_others.cache_clear()  # as in another command
         known.append(is_known(job()))
     _sources_of_others.cache_clear()
     assert known == [False, True, False, True]
@@ -177,7 +177,7 @@ def test_texts_that_are_prepared_count_by_what_is_known_of_them(made):
 
 
 def test_where_texts_are_does_not_count_and_how_large_their_vocabulary_is_does(made, tmp_path):
-    """A tokenizer is trained on them, to 257 and to some more tokens."""
+    """A tokenizer is trained on the texts, with 257 tokens and with some more."""
     folders = [tmp_path / name for name in "abc"]
     for folder, text in zip(folders, ("a a", "a a", "the cat sat on the mat, the cat sat"), strict=True):
         folder.mkdir()
@@ -188,7 +188,7 @@ def test_where_texts_are_does_not_count_and_how_large_their_vocabulary_is_does(m
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of a model."""
+    """Return the folder of a model."""
     path = tmp_path / "model"
     path.mkdir()
     (path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -199,7 +199,7 @@ def folder(tmp_path):
 def test_a_folder_counts_by_what_is_in_it(made, folder):
     assert not is_known(job(model=str(folder)))
     moved = folder.rename(folder.with_name("moved"))
-    assert not is_known(job(model=str(moved)))  # whose name the answer says
+    assert not is_known(job(model=str(moved)))  # the answer contains the name of the folder
     for name in ("config.json", "model.safetensors"):
         stat, content = (moved / name).stat(), (moved / name).read_bytes()
         (moved / name).write_bytes(content[:-1] + b"!")
@@ -256,7 +256,7 @@ def test_vectors_from_an_address_are_looked_at_each_time(made):
 
 def test_what_is_wrong_with_a_job_is_said_as_ever_and_not_kept(made, monkeypatch, tmp_path):
     wrong = job(tokenizer=str(tmp_path / "nothing"))
-    assert [is_known(wrong) for _ in range(2)] == [False, False]  # a real one says that there is no tokenizer
+    assert [is_known(wrong) for _ in range(2)] == [False, False]  # the real one raises: no tokenizer
 
 
 @pytest.mark.parametrize("content", [b"{}", b'{"record": "prediction", "schema": 1}', b"\xff"])
@@ -273,7 +273,7 @@ def test_without_a_cache_all_is_made_each_time(made, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("device", [None, "local", "cuda", "cuda:0"])
 def test_a_gpu_that_may_be_here_is_looked_at(made, monkeypatch, device):
-    """Its driver and its facts; what torch cannot use is no GPU."""
+    """The driver and the properties of the GPU are part of the key, unless torch cannot use the device."""
     monkeypatch.setattr(module, "may_have_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     known = [is_known(job(), device=device) for _ in range(2)]

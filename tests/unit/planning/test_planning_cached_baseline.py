@@ -1,4 +1,4 @@
-"""A baseline is read of a process once for all jobs that import the same."""
+"""Cached baselines: one process is measured for all jobs with the same imports."""
 
 from contextlib import nullcontext
 

@@ -1,6 +1,6 @@
-"""Traces that were made before: the same event by event, of the same training only.
+"""Cached traces: equal event by event, and reused for the same training only.
 
-What else an answer for a job depends on is tested with whole answers (`test_run_asked_again`).
+Whole answers test the other dependencies of a job (`test_run_asked_again`).
 """
 
 import pytest
@@ -24,7 +24,7 @@ def job(**changes):
 
 
 def traced(of, *choices, capability=(8, 6), **options):
-    """A trace, and whether it was known."""
+    """Return a trace, and whether it was cached."""
     texts = TextSketch(1000, None, 0)
     return trace_of(of, texts, CudaLowering(capability), (micro_batch_choice(4), *choices), **options)
 

@@ -1,4 +1,4 @@
-"""What a run teaches the next plan."""
+"""Calibration: measurements of a run that improve the next plan."""
 
 import pytest
 
@@ -87,7 +87,7 @@ def test_a_plan_that_predicts_only_one_of_the_two_teaches_nothing(unknown):
 
 
 def test_a_run_that_went_on_teaches_what_its_last_process_did():
-    """Not the peaks under an earlier plan, nor the two steps with which a process begins."""
+    """The peaks under an earlier plan and the first two steps of a process do not count."""
     went_on = [*STEPS[:5], step(6, 99, 300), step(7, 50, 300), step(8, 4.0, 110)]
     learned = learned_from(Calibration(), plan(), went_on, begun_at=5)
     assert learned_ratio(learned, "cpu", ["checkpointing"]).mean == pytest.approx(2.0)

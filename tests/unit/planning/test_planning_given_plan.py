@@ -1,4 +1,4 @@
-"""Whether a run can have a plan that was made before."""
+"""The check whether a run can use an existing plan."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def job(**changes):
 
 @pytest.fixture(scope="module")
 def made():
-    """A plan of this job for 1 GiB, as if made for this processor."""
+    """Return a plan of this job for 1 GiB, as if made for this CPU."""
     plan = plan_job(job(pin=["micro_batch=16"]), device="rtx3060", limit_bytes=1024 * MIB)
     facts = JobInput(job()).facts("cpu")
     return plan.model_copy(update={"made_for": facts})

@@ -1,4 +1,4 @@
-"""A plan for a model in a program of one's own, and the training that it is."""
+"""Plans for a model in a user's program, and the training that results."""
 
 import copy
 import itertools
@@ -163,7 +163,7 @@ OF_LABELS: list[dict[str, Any]] = [
 
 
 def jobs_of(folder: Path) -> Iterable[Job]:
-    """Many small jobs, of which most have less of something than their fields ask for."""
+    """Yield many small jobs; most of them have fewer samples, tokens or steps than their fields ask for."""
     for name, texts in TEXTS.items():
         (folder / f"{name}.txt").write_text("\n".join(texts))
         rows = [{"text": text, "label": f"class {number % 3}"} for number, text in enumerate(texts)]
@@ -203,7 +203,7 @@ def shapes_of(model: nn.Module) -> dict[str, Any]:
 
 
 def widest(batches: Iterable[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """The fields of batches, with the most that each dimension has in one of them."""
+    """Return the fields of batches, each dimension with its maximum over them."""
     found: dict[str, Any] = {}
     for batch in batches:
         for name, value in batch.items():
@@ -213,7 +213,7 @@ def widest(batches: Iterable[dict[str, torch.Tensor]]) -> dict[str, Any]:
 
 
 def verdicts(workload: Workload, setting: Any) -> dict[str, Any]:
-    """What each technique offers for a workload, or why it does not, and whether each offer can be installed."""
+    """Return the choices of each technique for a workload, or its reason against them, and their conflicts."""
     offered = {name: technique.choices(workload, setting) for name, technique in TECHNIQUES.items()}
     return {
         name: choices
@@ -240,7 +240,7 @@ def assert_planned_is_built(job: Job, cache: Path) -> TextSketch:
     )
     batches = [fields for _, fields in zip(range(len(parts.loader)), parts.loader, strict=False)]
     planned = widest([_batch(job, texts, job.batch_size, texts.longest)])
-    if job.data.on_the_fly or job.batch_tokens:  # their rows are known only when they are read; as long as any can be
+    if job.data.on_the_fly or job.batch_tokens:  # rows are known only when they are read; they may have any length
         assert texts.longest == job.sequence_length
         assert {name: value[0] for name, value in planned.items()} == {
             name: value[0] for name, value in widest(batches).items()
@@ -262,4 +262,4 @@ def test_what_is_planned_is_what_is_built_over_many_small_jobs(tmp_path: Path) -
     assert len(found) > 60
     smaller = [job for job, texts in found if texts.vocab_size < job.tokenizer.vocab_size]
     shorter = [job for job, texts in found if texts.longest < job.sequence_length]
-    assert min(len(smaller), len(shorter)) > 5  # else it shows nothing
+    assert min(len(smaller), len(shorter)) > 5  # otherwise the test shows nothing

@@ -1,4 +1,4 @@
-"""All that is wrong with a job is said at once, in the words that would refuse it later, and without torch."""
+"""Checks of a job: they report all its faults at once, in the messages of later refusals, and without torch."""
 
 import re
 import subprocess
@@ -45,13 +45,17 @@ FAULTS = {
     "labels": ({"task": "classification"}, JobError, "at least 2 labels, but the data have 1"),
     "column": ({"task": "classification", "data": {"train": "rows.jsonl", "label": "clas"}}, DataError, "clas"),
     "pin": ({"pin": "heeap=never"}, InputError, "no technique `heeap`; did you mean `heap`"),
-    "budget": ({"budget": "100MiB", "device": "cpu"}, BudgetError, "a budget of 100.0 MiB cannot hold any training"),
+    "budget": (
+        {"budget": "100MiB", "device": "cpu"},
+        BudgetError,
+        "a budget of 100.0 MiB is too small for any training",
+    ),
 }
 
 
 @pytest.fixture
 def job(tmp_path):
-    """Return ``job(**changes)``, a job with nothing wrong but the changes."""
+    """Return `job(**changes)`, which is valid except for the changes."""
     (tmp_path / "text.txt").write_text("A text.\nAnother one.\n")
     (tmp_path / "rows.jsonl").write_text('{"text": "One.", "class": "a"}\n{"text": "Two.", "class": "b"}\n')
 

@@ -1,4 +1,4 @@
-"""A command's process imports what its job uses, and does the same with it as one that imports all."""
+"""Lean imports: a command imports only the modules that its job uses, and behaves as if it imported all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIELDS = {"model": "gpt2", "data": {"train": "nowhere.txt", "on_the_fly": True, 
 
 @pytest.fixture(scope="module")
 def lean():
-    """What a process of its own says that leaves out what its job does not use."""
+    """Return the results of a separate process that leaves out the modules that its job does not use."""
     done = subprocess.run(
         [sys.executable, lean_program.__file__], env=environment(), capture_output=True, text=True, check=False
     )
@@ -60,13 +60,13 @@ PLAN = ["plan", "job.yaml", "--device", "rtx3060"]
         (["--help"], NET, 460),  # measured: 416
         (["predict", "job.yaml", "--set", "optimizer.l=3"], GPT, 660),  # 583
         pytest.param(ON_CARD, NET, 2600, marks=pytest.mark.long),  # 2313; 2593 with the compiler
-        pytest.param(ON_CARD, GPT, 3000, marks=pytest.mark.long),  # 2673; 3591 with all that transformers takes along
+        pytest.param(ON_CARD, GPT, 3000, marks=pytest.mark.long),  # 2673; 3591 with all imports of transformers
         pytest.param(PLAN, NET, 2600, marks=pytest.mark.long),  # 2361; 2741 with scipy
     ],
     ids=["help", "refusal", "lstm", "gpt2", "plan"],
 )
 def test_a_command_imports_no_more_than_so_many_modules(tmp_path, arguments, model, ceiling):
-    """With an eighth of headroom, for other versions of libraries; Python's own modules count too."""
+    """The limit has an eighth of headroom for other versions of libraries; the standard library counts, too."""
     (tmp_path / "text.txt").write_text("A few words. " * 99)
     job = {"model": model, "data": "text.txt", "tokenizer": {"vocab_size": 300}, "sequence_length": 8, "batch_size": 2}
     (tmp_path / "job.yaml").write_text(json.dumps(job))
@@ -137,7 +137,7 @@ def test_what_transformers_reads_of_its_files_is_the_same_from_the_end():
 
 @pytest.fixture
 def num_finders(monkeypatch):
-    """How many finders a job has a command's process add."""
+    """Return how many import finders a job adds to the process of a command."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(sys.modules["__main__"], "main", main, raising=False)
 

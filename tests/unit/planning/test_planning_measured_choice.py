@@ -1,4 +1,4 @@
-"""Candidates of a plan, run before a training: what is measured of them, and that the training is as without them."""
+"""Trials of a plan's candidates before training: their measurements, and a training that is as without them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def trained(
 
 
 class Remembering(torch.optim.Optimizer):
-    """One of the user's own, which keeps what it likes where it likes."""
+    """A user-defined optimizer that keeps its state in attributes."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
@@ -100,7 +100,7 @@ CUT = (
     ids=["gpt2", "lstm", "cnn", "nesterov", "adagrad", "own"],
 )
 def test_a_training_has_the_same_bits_as_without_a_trial(case, make, tried, num_before):
-    """Before the first step, and in the middle, where states exist."""
+    """The trial runs before the first step, or in the middle, when states exist."""
     first, *others = (one for one in tried if make is None or FUSED not in one.choices)
     step = step_of(case, (first,), make)
     for batch in case.batches()[:num_before]:
@@ -205,7 +205,7 @@ def test_what_would_not_be_worth_it_is_left_out(changes, num_steps, reason):
 
 
 def test_a_model_whose_state_cannot_be_put_back_is_not_tried():
-    """No pass is made: one would move an iterator for good."""
+    """No pass is run: one pass would advance an iterator for good."""
     rows = iter(range(1000))
 
     class Reading(Paced):
@@ -289,7 +289,7 @@ print(json.dumps({
 
 
 def test_what_runs_out_of_memory_is_struck_before_the_training_with_what_would_need_too_much_as_well():
-    """In a process whose allocator is limited. By the shortage of the first a second would need too much."""
+    """The allocator of the process is limited. From the shortage of the first, a second would need too much as well."""
     done = run_program(RUNS_OUT, Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -300,7 +300,7 @@ def test_what_runs_out_of_memory_is_struck_before_the_training_with_what_would_n
 
 
 def made_up(*found: tuple[float | None, float, str]) -> list[measured_choice._Found]:
-    """Seconds, noise and outcome of candidates."""
+    """Return the seconds, noise and outcome of candidates."""
     return [
         measured_choice._Found(Candidate(configuration=configuration(number + 1)), outcome, seconds, noise)
         for number, (seconds, noise, outcome) in enumerate(found)
@@ -311,7 +311,7 @@ def made_up(*found: tuple[float | None, float, str]) -> list[measured_choice._Fo
     ("found", "fastest"),
     [
         ([(1.0, 0.01, "slower"), (0.9, 0.01, "slower"), (0.95, 0.01, "slower")], 1),
-        ([(1.0, 0.01, "slower"), (0.9, 0.2, "slower")], 0),  # passes of the second differ by more
+        ([(1.0, 0.01, "slower"), (0.9, 0.2, "slower")], 0),  # passes of the second vary by more
         ([(1.0, 0.2, "slower"), (0.9, 0.01, "slower")], 0),
         ([(1.0, 0.01, "slower"), (0.5, 0.0, "too near"), (None, 0.0, "not tried")], 0),
         ([(None, 0.0, "ran out"), (None, 0.0, "struck"), (3.0, 0.0, "slower")], 2),
@@ -326,18 +326,18 @@ def test_the_plan_stays_unless_another_is_faster_by_more_than_noise(found, faste
 
 @pytest.mark.parametrize(("seconds", "one", "expected"), [(5.0, 3.0, 17.0), (5.0, 5.5, 20.0), (5.0, 5.0, 20.0)])
 def test_one_pass_that_was_held_up_makes_no_step_shorter(seconds, one, expected):
-    """Two of 8 passes of 2 s with an update of 1 s. Where one took longer than both, nothing is known of either."""
+    """Two of 8 passes of 2 s are measured, with an update of 1 s. If one takes longer than both, nothing is known."""
     assert measured_choice._of_all_chunks(8, 2, seconds, one) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("held_up", [0, 1, 2, 3, 4])
 def test_a_pass_that_is_held_up_hardly_changes_the_time_of_a_step(monkeypatch, held_up):
-    """The least of several measurements counts, of one pass and of several: an update of 1 s and 8 passes of 2 s."""
+    """The minimum of several measurements counts, for one pass and for several. An update takes 1 s and a pass 2 s."""
     done = []
 
     def seconds_of(_tries, _fallback, num_micro_batches, is_first=False):
         done.append(num_micro_batches)
-        return 1.0 + 2.0 * num_micro_batches + 10.0 * (len(done) - 2 == held_up)  # the first one warms up
+        return 1.0 + 2.0 * num_micro_batches + 10.0 * (len(done) - 2 == held_up)  # the first one is a warm-up
 
     monkeypatch.setattr(measured_choice._Tries, "_seconds_of", seconds_of)
     monkeypatch.setattr(measured_choice._Tries, "_undone", lambda _tries: nullcontext())
@@ -351,7 +351,7 @@ def test_a_pass_that_is_held_up_hardly_changes_the_time_of_a_step(monkeypatch, h
 
 @pytest.mark.parametrize(("left_seconds", "most"), [(1e6, 8), (100.0, 4), (9.0, 2), (0.0, 2)])
 def test_the_time_of_a_whole_step_follows_from_that_of_a_part(monkeypatch, left_seconds, most):
-    """An update of 1 s and 8 passes of 2 s each: 17 s, however little time is left for trials."""
+    """An update of 1 s and 8 passes of 2 s take 17 s, however little time remains for trials."""
     done = []
 
     def seconds_of(_tries, _fallback, num_micro_batches, is_first=False):
@@ -397,12 +397,12 @@ def test_where_nothing_holds_the_training_begins_with_a_fallback():
         plan = try_plan(step, plan, BATCH)
     assert {one.outcome for one in plan.trial.tried} <= {"ran out", "struck"}
     assert set(plan.fallbacks) <= set(behind)
-    assert (plan.prediction, plan.time_factor, plan.off_device) == (None, 1.0, None)  # not those of the first
+    assert (plan.prediction, plan.time_factor, plan.off_device) == (None, 1.0, None)  # not the values of the first
     assert step(BATCH).micro_batch == plan.fallbacks[0].micro_batch
 
 
 def run_of(new_run, *candidates: Configuration, **changes: object):
-    """A run directory whose plan has the whole batch in force."""
+    """Return a run directory whose plan uses the whole batch."""
     directory = new_run(**({"steps": 3} | changes))
     plan_of(configuration(8), *candidates, fallbacks=(configuration(2, mib=50),)).save(directory.plan)
     return directory
@@ -410,10 +410,10 @@ def run_of(new_run, *candidates: Configuration, **changes: object):
 
 def test_a_run_tries_its_plan_before_the_first_step_and_keeps_what_it_found(new_run, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PLIMSOLL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(measured_choice, "_LEAST_GAIN", 1e9)  # so that 3 steps are worth it
+    monkeypatch.setattr(measured_choice, "_LEAST_GAIN", 1e9)  # so that 3 steps are worth a trial
     monkeypatch.setattr(
         calibration, "_MOST_RATIO", 1e9
-    )  # and a step of a millisecond is learned where 1 s was predicted
+    )  # and a step takes a millisecond instead of the predicted second
     directory = run_of(new_run, configuration(4, mib=80), configuration(8, FUSED, mib=90))
     train_here(directory, quiet=False)
     plan = Plan.load(directory.plan)
@@ -432,7 +432,7 @@ def test_a_run_tries_its_plan_before_the_first_step_and_keeps_what_it_found(new_
 
 @pytest.mark.parametrize("options", [{"trial": False}, {"restarts": 1, "resume_newest": True}, {}])
 def test_a_run_that_is_not_to_be_tried_begins_with_its_plan(new_run, options):
-    """As it was told, after the death of its process, and where it has too few steps."""
+    """This holds if trials are disabled, after the death of the process, and for a training with too few steps."""
     directory = run_of(new_run, configuration(4))
     train_here(directory, **options)
     plan = Plan.load(directory.plan)

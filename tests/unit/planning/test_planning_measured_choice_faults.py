@@ -1,4 +1,4 @@
-"""What goes wrong in a trial of plans: it ends no training that would run, and leaves each as it was."""
+"""Faults during a trial of plans: they end no training that would run, and leave every training unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT = Choice(technique="heap", options={"mapped_from": "never"})
 
 
 class Fussy(Paced):
-    """Which takes only so many samples, and tells others with such an error."""
+    """A model that accepts `num_samples` samples and raises `error` for other numbers."""
 
     def __init__(self, num_samples, error):
         super().__init__()
@@ -68,7 +68,7 @@ def test_where_all_fail_without_a_shortage_the_plan_stays_and_the_training_says_
 
 
 def test_a_loss_that_an_update_made_infinite_counts_against_no_candidate():
-    """A batch is trained on again and again, as no training does it."""
+    """One batch is trained on again and again, which no training does."""
     torch.manual_seed(0)
     model = nn.Linear(16, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
@@ -84,7 +84,7 @@ def test_a_loss_that_an_update_made_infinite_counts_against_no_candidate():
 
 
 class Stubborn:
-    """State of the user's own that cannot be put back."""
+    """User-defined state that cannot be restored."""
 
     def state_dict(self):
         return {}
@@ -100,7 +100,7 @@ def test_a_candidate_that_cannot_be_undone_does_not_count_as_failed():
 
 
 def test_what_the_undo_could_not_put_back_is_named(monkeypatch):
-    """As far as it is not among what a trial has copied."""
+    """This covers the state that a trial has not copied."""
     step = paced(fallbacks=(configuration(8),))
     monkeypatch.setattr(step._retry.undo, "moved_iterators", lambda: ["model.rows"])
     monkeypatch.setattr(step._retry, "observed", step._retry.undo.observed)
@@ -130,7 +130,7 @@ def test_a_step_of_another_training_is_refused():
 
 
 class Rare(nn.Module):
-    """Which writes a large table for some samples only."""
+    """A model that writes a large table for some samples only."""
 
     def __init__(self):
         super().__init__()
@@ -144,7 +144,7 @@ class Rare(nn.Module):
 
 
 def test_the_first_step_is_observed_as_without_a_trial():
-    """So that it survives running out of memory after a sample that writes what none of the trial's has."""
+    """The step survives running out of memory after a sample that writes state which no sample of the trial writes."""
     torch.manual_seed(0)
     model, fallbacks = Rare(), (configuration(2), configuration(1, mib=30))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -158,11 +158,11 @@ def test_the_first_step_is_observed_as_without_a_trial():
     with armed("backward", 4):
         result = step(rare)
     assert len(result.oom_events) == 1
-    assert model.table[0, 0] == 0.5  # once
+    assert model.table[0, 0] == 0.5  # written once
 
 
 def test_nothing_that_replays_have_learned_outlives_a_candidate(monkeypatch):
-    """On a tape of operators in place of a graph; what is not replayed says so."""
+    """A tape of ops replaces the graph. Steps that are not replayed report a reason."""
     monkeypatch.setitem(capture.GRAPHS, "cpu", OpTape)
     monkeypatch.setattr(cuda_graph, "_obstacle", lambda workload, setting: None)
     graph = Choice(technique="cuda_graph")

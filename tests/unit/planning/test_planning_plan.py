@@ -1,7 +1,7 @@
-"""Plans of small real jobs: what is chosen, what is behind it, and what else a plan says; and which plan is refused.
+"""Plans of small real jobs: the choice, its reasons, the rest of a plan, and refused plans.
 
-Most are for a GPU that is not here, by its name: nothing is measured for it, so a plan is the same on every machine.
-Its context alone takes some 120 MiB, and the training here 436 MiB as a plain loop.
+Most are for a named GPU that is absent: nothing is measured for it, so a plan is the same on every machine. The context
+alone takes some 120 MiB there, and the training as a plain loop 436 MiB.
 """
 
 import re
@@ -28,7 +28,7 @@ LOSSY = ["adaptive_softmax", "adafactor", "low_bit_optimizer"]
 
 
 def job(**changes):
-    """8000 words and a batch of 16: the logits and their gradient are most of what it needs, and then the states."""
+    """Return a job with 8000 words and a batch of 16, dominated by logits and their gradient, then by states."""
     fields = {"model": LSTM, "data": "nowhere.txt", "tokenizer": {"vocab_size": 8000}}
     return Job.from_fields(fields | {"sequence_length": 64, "batch_size": 16} | changes)
 
@@ -55,13 +55,13 @@ def tight():
 
 @pytest.fixture(scope="module")
 def impossible():
-    """States and gradients stay on the device, whatever the plan does."""
+    """Return a plan that keeps states and gradients on the device."""
     return planned(IMPOSSIBLE_MIB, forbids=NOT_THE_UPDATE)
 
 
 @pytest.fixture(scope="module")
 def on_cpu():
-    """A plan for this machine."""
+    """Return a plan for this machine."""
     return plan_job(job(budget={"device": "1GiB"}), device="cpu")
 
 
@@ -130,7 +130,7 @@ def test_where_nothing_fits_what_changes_the_training_is_offered_and_does_what_i
 
 
 def test_what_none_of_its_parts_could_do_alone_is_found():
-    """Neither the logits nor the states may be on the device whole: each alone leaves 320 MiB or more."""
+    """Neither all logits nor all states fit on the device: each technique alone leaves 320 MiB or more."""
     plan = planned(250)
     assert plan.fits
     assert plan.fallbacks[0].peak.high_bytes <= 250 * MIB
@@ -171,7 +171,7 @@ def test_what_is_pinned_is_in_every_fallback_and_what_is_forbidden_in_none():
 def test_a_technique_that_is_pinned_by_its_name_is_used_with_the_best_options():
     plan = planned(AMPLE_MIB, pins=["chunked_loss"])
     assert "chunked_loss" in names(plan.choices)
-    assert plan.pinned == ()  # the option was the plan's
+    assert plan.pinned == ()  # the plan has chosen the option
 
 
 def test_the_same_job_has_the_same_plan(tight):
@@ -215,7 +215,7 @@ def test_what_cannot_be_allowed_is_refused_and_not_taken_for_nothing(allow):
 @pytest.mark.parametrize("case", CONSTRAINTS)
 def test_what_cannot_be_asked_for_is_refused_before_anything_is_done(case, golden, monkeypatch):
     if case == "constraint-lora-without-peft":
-        monkeypatch.setitem(sys.modules, "peft", None)  # Python's own way to say that there is no such module
+        monkeypatch.setitem(sys.modules, "peft", None)  # makes Python raise ImportError for the module
 
     def refuse(text):
         raise AssertionError(f"it did this first: {text}")
@@ -246,7 +246,7 @@ def test_more_than_the_device_has_is_refused_before_anything_is_traced():
 def test_a_plan_of_this_job_gives_its_budget_to_a_run_without_one(on_cpu):
     assert require_same(on_cpu, job(), "plan.json").budget.device_bytes == 1 << 30
     assert require_same(on_cpu, job(budget={"device": "2GiB"}), "plan.json").budget.device_bytes == 2 << 30
-    assert require_same(on_cpu, job(steps=7, seed=3), "plan.json").steps == 7  # which change nothing in a step
+    assert require_same(on_cpu, job(steps=7, seed=3), "plan.json").steps == 7  # these change nothing in a step
 
 
 def code_of(name):
@@ -295,8 +295,8 @@ def test_a_training_too_long_for_cudnn_is_planned_where_segments_are_pinned(tech
     assert technique in names(plan.choices)
 
 
-# 13 million parameters of four blocks, of which four ranks need 910 MiB each as they are and up to 1,196 for what is
-# assumed of NCCL; shared out, 604 (up to 884) where blocks are gathered once, and 580 (859) where they are twice.
+# 13 million parameters in four blocks. Each of four ranks needs 910 MiB, up to 1,196 with the assumed memory of NCCL.
+# Sharded, each needs 604 MiB (up to 884) if blocks are gathered once, and 580 (859) if they are gathered twice.
 FOUR_RANKS = {
     "model": {"architecture": "gpt2", "n_layer": 4, "n_embd": 512, "n_head": 2}, "tokenizer": {"vocab_size": 1000},
     "sequence_length": 16, "batch_size": 4, "ranks": 4,
@@ -320,11 +320,11 @@ def test_ranks_that_fit_a_whole_model_do_not_shard_it():
     plan = planned(2000, forbids=OFF_THE_DEVICE, **FOUR_RANKS)
     assert "fully_shard" not in names(plan.choices)
     assert plan.prediction.exchange.gathered_bytes == 0
-    assert plan.prediction.exchange.added_up_bytes > 4 * 12 * 4 * 512**2  # the blocks' gradients, of 4 bytes
+    assert plan.prediction.exchange.added_up_bytes > 4 * 12 * 4 * 512**2  # the gradients of the blocks, 4 bytes each
 
 
 def test_a_plan_for_this_process_counts_what_planning_leaves_in_it(monkeypatch):
-    """Imports, and a heap with holes: the training that follows has so much less of its budget."""
+    """Imports and a heap with holes take that much from the budget of the training that follows."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     read, real = [], inputs.own_baseline
 

@@ -1,6 +1,6 @@
-"""What a planner says of one combination, and how it comes to its choice: of small real jobs for a GPU by its name.
+"""Evaluations of a planner for one combination, and its choice: small real jobs for a named GPU.
 
-On the CPU it plans for a model of a program of one's own, whose baseline is this process's.
+On the CPU it plans for a model of a user's program, whose baseline is this process.
 """
 
 import sys
@@ -23,7 +23,7 @@ MIB = 1 << 20
 SMALL = {"architecture": "lstm", "embedding_size": 32, "hidden_size": 32}
 EVALUATING = {"data": {"train": "nowhere.txt", "validation": 0.1}, "evaluate_every": 5}
 WHOLE = (micro_batch_choice(16),)
-MANY_WORDS = {"tokenizer": {"vocab_size": 8000}}  # the logits are then most of the peak, and not cuDNN's workspace
+MANY_WORDS = {"tokenizer": {"vocab_size": 8000}}  # the logits are then most of the peak, not cuDNN's workspace
 
 
 def job(**changes):
@@ -40,7 +40,7 @@ def planned(of, limit_bytes, **options):
 
 
 class Net(nn.Module):
-    """Whose Adam's moments take twice 40 MiB and a little more."""
+    """A model whose Adam moments take twice 40 MiB and a little more."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def on_cpu(limit_bytes=4096 * MIB, pins=()):
-    """A planner for this processor of a model without memory."""
+    """Return a planner for this CPU and a model without memory."""
     with torch.device("meta"):
         model = Net()
     batch = torch.zeros(8, 16, dtype=torch.long)
@@ -88,7 +88,7 @@ def test_a_combination_within_half_a_percent_of_the_limit_is_not_chosen():
 
 
 def test_a_larger_peak_in_evaluation_is_seen_and_another_combination_chosen():
-    """Between its steps; what short evaluations choose does not fit it, the final choice does."""
+    """The evaluation runs between steps. The choice of short evaluations does not fit it, and the final choice does."""
     evaluating = job(
         **EVALUATING, model=SMALL | {"embedding_size": 256, "hidden_size": 256}, tokenizer={"vocab_size": 8000},
         pin=["micro_batch=1"],
@@ -148,7 +148,7 @@ def test_what_calibration_knows_of_a_combination_is_in_its_time_and_its_range():
 
 @pytest.mark.long
 def test_what_is_kept_beside_the_gpu_is_said_where_it_is_worth_a_word():
-    """Two tables of 256 numbers a word, twice, as Adam's moments."""
+    """Two tables of 256 numbers per word, for both of Adam's moments."""
     wide = {"model": SMALL | {"embedding_size": 256, "hidden_size": 256}, "optimizer": {"name": "adamw"}}
     pins = ["micro_batch=8", "optimizer_offload=host"]
     large = planned(job(**wide, tokenizer={"vocab_size": 40_000}, pin=pins), 4000 * MIB)
@@ -167,7 +167,7 @@ def test_a_file_that_memory_can_keep_waits_for_no_disk():
 
 
 def test_a_long_run_on_the_processor_may_need_more_and_most_in_a_heap_that_keeps_large_blocks():
-    """A block of the table's size, 40 MiB, is mapped by itself in the usual heap and leaves no hole there."""
+    """In the usual heap a block of the table's size, 40 MiB, is mapped on its own and leaves no hole."""
     looking = on_cpu()
     usual, kept = (
         looking.evaluate((micro_batch_choice(8), *heap), is_short=True).peak

@@ -1,4 +1,4 @@
-"""Plans of applying small models, on targets that need no process: what they keep, what they say, what they refuse."""
+"""Inference plans of small models, on targets that need no process: placement, messages and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def least(folders):
-    """The smallest budget of the wide model on a card, from a plan that does not fit."""
+    """Return the smallest budget of the wide model on a card, from a plan that does not fit."""
     plan = plan_inference(folders["wide"], "score", longest_tokens=32, limit_bytes=1, device=CARD)
     assert not plan.fits
     return plan.smallest_budget_bytes
@@ -58,7 +58,7 @@ def test_what_does_not_fit_says_what_would_and_that_does(folders, least):
 
 @pytest.mark.long
 def test_whatever_is_more_than_the_least_fits(folders, least):
-    """Also where none of the plans that were guessed to fit does, when it is traced."""
+    """This also holds if every plan that was guessed to fit turns out not to fit when traced."""
     assert all(planned(folders["wide"], least + more * MIB // 2).fits for more in range(1, 12, 2))
 
 
@@ -88,7 +88,7 @@ def test_what_the_host_of_a_card_by_name_needs_is_said_as_not_checked(folders, l
 
 
 def test_a_host_that_is_too_small_does_not_fit_and_what_would_does(folders, least, monkeypatch):
-    # A machine with so little memory cannot be had here: what it has for weights is set, one block of four.
+    # No test machine has so little memory. Set the memory for weights to one block of four.
     block_bytes = next(part.num_bytes for part in planned(folders["wide"]).parts if part.name == "model.layers.0")
     monkeypatch.setattr("plimsoll.planning.plan_inference._host_free_bytes", lambda device: block_bytes)
     below = planned(folders["wide"], least)
@@ -164,7 +164,7 @@ def test_the_host_of_a_gpu_that_is_here_has_what_the_process_leaves_of_it(device
 
 
 def test_on_the_processor_what_does_not_fit_is_on_disk_and_read_once_for_each_new_token(folders, monkeypatch):
-    """As on a machine whose page cache has room for nothing."""
+    """The page cache of the machine can hold nothing."""
     monkeypatch.setattr("plimsoll.planning.plan_inference._free_bytes", lambda: 0)
     plan = planned(folders["gpt2"], 1, task="generate", new_tokens=3, device="cpu")
     assert (plan.fits, plan.device_kind, plan.rate_source) == (False, "cpu", "measured")
@@ -193,8 +193,8 @@ def test_what_was_not_taken_is_told_with_numbers(folders, least):
         ({"longest_tokens": 0}, "rows of 0 tokens"),
         ({"most_rows": 0}, "at most 0 at once"),
         ({"new_tokens": -1}, "-1 new ones"),
-        ({"longest_tokens": 65}, "longer than the model can read, 64 tokens: give shorter ones"),
-        ({"new_tokens": 4}, "the task `score` makes none"),
+        ({"longest_tokens": 65}, "exceed the model's maximum of 64 tokens: give shorter ones"),
+        ({"new_tokens": 4}, "the task `score` generates none"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(folders, options, message):

@@ -1,4 +1,4 @@
-"""What a plan is made for, and what is said where something differs."""
+"""The facts that a plan is made for, and the messages for differences."""
 
 import contextlib
 import itertools
@@ -62,7 +62,7 @@ KINDS_OF_DATA = [
 
 
 def tensors_of(job):
-    """The fields of a batch and their shapes, and which of them are one tensor."""
+    """Return the fields of a batch with their shapes, and the fields that are one tensor."""
     batch = _batch(job, TEXTS._replace(num_labels=2 if job.is_labelled else None), 2, 8)
     same = {name: min(other for other, value in batch.items() if value is batch[name]) for name in batch}
     return {name: (value.shape, value.dtype, same[name]) for name, value in batch.items()}, bool(job.data.validation)
@@ -70,10 +70,10 @@ def tensors_of(job):
 
 @pytest.mark.parametrize("task", ["language-modeling", "classification"])
 def test_data_have_the_same_facts_exactly_where_a_dry_run_has_the_same_tensors(task):
-    """A plan of one would else be taken for the other, or made anew for nothing."""
+    """Otherwise a plan would be used for different data, or made again for no reason."""
     jobs = []
     for kind in KINDS_OF_DATA:
-        with contextlib.suppress(JobError):  # not every kind is for every task
+        with contextlib.suppress(JobError):  # not every kind of data suits every task
             jobs.append(Job.from_fields(FIELDS | {"task": task, "data": {"train": "nowhere.txt"} | kind}))
     assert len(jobs) > 4
     for one, other in itertools.combinations(jobs, 2):
@@ -83,7 +83,7 @@ def test_data_have_the_same_facts_exactly_where_a_dry_run_has_the_same_tensors(t
 
 def test_an_evaluation_between_steps_is_a_fact():
     data = {"train": "nowhere.txt", "validation": 0.1}
-    assert not list(differences(facts(), facts(evaluate_every=5)))  # there is nothing to evaluate
+    assert not list(differences(facts(), facts(evaluate_every=5)))  # there is no evaluation
     assert not list(differences(facts(data=data, evaluate_every=7), facts(data=data, evaluate_every=5)))
     assert list(differences(facts(data=data), facts(data=data, evaluate_every=5))) == [
         "evaluates was True, is between steps"
@@ -100,7 +100,7 @@ def test_each_difference_is_said_with_both_values():
 
 def test_what_is_guessed_is_no_difference_and_a_plan_for_more_is_good_for_less():
     known = TEXTS._replace(longest=40, held_out=(8, 64))
-    assert not list(differences(facts(TEXTS), facts(known)))  # a plan that does not say is for the most there can be
+    assert not list(differences(facts(TEXTS), facts(known)))  # a plan without these facts is for the maximum
     assert not list(differences(facts(known), facts(known._replace(longest=16, held_out=(2, 8)))))
     assert list(differences(facts(known), facts(known._replace(longest=48, held_out=(9, 64))))) == [
         "tokens of the longest row was 40, is 48", "samples of an evaluation batch was 8, is 9",
@@ -108,7 +108,7 @@ def test_what_is_guessed_is_no_difference_and_a_plan_for_more_is_good_for_less()
     other = TEXTS._replace(vocab_size=261)
     assert list(differences(facts(), facts(other))) == ["vocabulary was 300, is 261"]
     guess, guessed = TEXTS._replace(vocab_size=8000, num_labels=2), frozenset({"vocabulary", "labels"})
-    assert not list(differences(facts(), facts(guess), guessed))  # 300 of 8,000 that are asked for
+    assert not list(differences(facts(), facts(guess), guessed))  # 300 of the 8,000 that the job asks for
     assert list(differences(facts(guess), facts(), guessed)) == ["vocabulary was 8000, is 300"]
 
 
@@ -116,7 +116,7 @@ def test_a_plan_is_refused_where_the_texts_came_out_otherwise_than_it_has_them()
     texts = TEXTS._replace(longest=40)
     plan = micro_batch_plan(Budget(), (8,)).model_copy(update={"made_for": facts(texts)})
     require_prepared_for(plan, texts._replace(longest=16))
-    require_prepared_for(plan.model_copy(update={"made_for": {}}), texts._replace(vocab_size=261))  # it is of any job
+    require_prepared_for(plan.model_copy(update={"made_for": {}}), texts._replace(vocab_size=261))  # a plan for any job
     with pytest.raises(InputError, match="vocabulary was 300, is 261; leave --plan out"):
         require_prepared_for(plan, texts._replace(vocab_size=261))
 

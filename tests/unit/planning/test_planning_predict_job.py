@@ -1,4 +1,4 @@
-"""Predictions of a job: verdicts, what would fit, and other sizes."""
+"""Predictions of a job: verdicts, other sizes, and changes that would make it fit."""
 
 from contextlib import nullcontext
 
@@ -68,7 +68,7 @@ def test_all_three_questions_are_answered():
 
 
 def test_other_sizes_are_predicted_and_grow():
-    """Passes of 2,048 tokens and more: of fewer, what is reserved falls where a block gets a segment of its own."""
+    """Passes have 2,048 tokens or more: below that, a block with a segment of its own reduces the reserved memory."""
     prediction = predict_job(job(batch_size=64, sequence_length=64), device="t4", what_if=True)
     peaks = {(one.micro_batch, one.sequence_length): one.peak.likely_bytes for one in prediction.what_ifs}
     assert sorted(peaks) == [(size, length) for size in (32, 64, 128) for length in (32, 64, 128)]
@@ -94,7 +94,7 @@ def test_other_sizes_are_no_smaller_than_one_sample_of_two_tokens():
 
 @pytest.mark.long
 def test_a_model_with_places_for_so_many_tokens_is_not_predicted_beyond_them():
-    """100 places are enough for twice the job's 32 tokens and not for four times as many."""
+    """100 positions are enough for twice the job's 32 tokens, and too few for four times as many."""
     gpt2 = {"architecture": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 100}
     prediction = predict_job(job(model=gpt2, batch_size=1), device="h200", search=True)
     answers = {answer.question: answer for answer in prediction.answers}
@@ -170,7 +170,7 @@ def test_batches_are_as_long_as_their_longest_text():
 
 @pytest.mark.parametrize("counter", ["reserved", "allocated"])
 def test_calibration_by_measured_runs_widens_the_range_and_leaves_the_answer(counter, tmp_path):
-    """The range of what the trace has: cuBLAS's workspaces are of a known size."""
+    """Only the range of the traced part changes: cuBLAS's workspaces have a known size."""
     learned = Learned(num_runs=2, mean=1.1, low=0.9, high=1.3)
     path = tmp_path / "calibration.json"
     Calibration(targets={"cuda 7.5": LearnedTarget(live_ratio=learned)}).save(path)
@@ -192,13 +192,13 @@ def test_calibration_by_measured_runs_widens_the_range_and_leaves_the_answer(cou
 
 @pytest.mark.long
 def test_what_a_job_pins_is_predicted_and_so_is_what_its_ranks_exchange():
-    """The two blocks are of 198,272 parameters each, and rank 0 of 4 gathers one at a time."""
+    """Each of the two blocks has 198,272 parameters, and rank 0 of 4 gathers one at a time."""
     gpt2 = {"architecture": "gpt2", "n_layer": 2, "n_embd": 128, "n_head": 2}
     plain, sharded = (
         predict_job(job(model=gpt2, ranks=4, pin=pin), device="a100-pcie-40gb")
         for pin in ([], ["fully_shard=twice", "micro_batch=1"])
     )
-    assert plain.micro_batch == sharded.micro_batch == 4  # of a rank: a prediction has its own
+    assert plain.micro_batch == sharded.micro_batch == 4  # per rank: each prediction has its own size
     assert plain.exchange.gathered_bytes == 0 < plain.exchange.added_up_bytes
     assert sharded.exchange.added_up_bytes == 0
     assert sharded.exchange.largest_gathered_bytes >= 4 * 198_272
@@ -226,7 +226,7 @@ print(first.ops.name == second.ops.name, first.storages.num_bytes == second.stor
 @pytest.mark.cold
 @pytest.mark.long
 def test_the_first_prediction_of_a_process_is_that_of_the_second(tmp_path):
-    """What is imported in a dry run would not be told that it is none, and GPT-2 would build a mask."""
+    """Modules that are imported in a dry run would not see its stubs, and GPT-2 would build a mask."""
     text = tmp_path / "text.txt"
     text.write_text("a ship sails on the sea " * 200)
     done = run_program(TWICE, text)
@@ -234,7 +234,7 @@ def test_the_first_prediction_of_a_process_is_that_of_the_second(tmp_path):
 
 
 def test_the_size_below_the_first_guess_is_supposed_and_says_the_same(monkeypatch):
-    """Only of the job as it is: larger batches are of another job."""
+    """Only for the unchanged job: larger batches belong to another job."""
     supposed, taken = [], []
 
     class Fake(Tracers):

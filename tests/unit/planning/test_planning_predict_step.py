@@ -1,4 +1,4 @@
-"""Predictions in a program of one's own: a model that exists, and a function that trains."""
+"""Predictions in a user's program: an existing model and a function that trains it."""
 
 import threading
 
@@ -193,13 +193,13 @@ def test_a_model_and_its_states_are_counted_once_and_only_what_is_in_the_host_s_
     assert model_bytes(model, optimizer) == own_bytes
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
-    assert model_bytes(model, optimizer) == own_bytes + 2 * 4 * (8 * 8 + 4 * 8) + 5 * 4  # and five counts of steps
+    assert model_bytes(model, optimizer) == own_bytes + 2 * 4 * (8 * 8 + 4 * 8) + 5 * 4  # and five step counts
     shapes = nn.Linear(8, 8, device="meta")
     assert model_bytes(shapes, torch.optim.SGD(shapes.parameters())) == 0
 
 
 class Experts(nn.Module):
-    """Each of 4 experts gets the tokens that chose it."""
+    """A layer of 4 experts; each gets the tokens that chose it."""
 
     def __init__(self):
         super().__init__()

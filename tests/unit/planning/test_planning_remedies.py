@@ -1,6 +1,6 @@
-"""Remedies of a small job for a GPU that is not here, by its name: 8000 words, of which the logits are most.
+"""Remedies of a small job for a named GPU that is absent: 8000 words, whose logits are most of the peak.
 
-Its context takes some 140 MiB and the plain loop at most 430 MiB.
+The context takes some 140 MiB and the plain loop at most 430 MiB.
 """
 
 import sys
@@ -43,7 +43,7 @@ def test_a_job_that_fits_is_only_predicted():
 
 @pytest.mark.parametrize("free_bytes", [0, -1])
 def test_a_job_fits_where_the_most_that_it_may_need_does(free_bytes):
-    """Its likely peak is far below both limits."""
+    """The likely peak is far below both limits; the upper estimate decides."""
     need_bytes = find_remedies(job(), device="rtx3060", limit_bytes=1000 * MIB).prediction.peak.high_bytes
     found = find_remedies(job(), device="rtx3060", limit_bytes=need_bytes + free_bytes, most_seconds=-1.0)
     assert bool(found.notes) == (free_bytes < 0)
@@ -70,7 +70,7 @@ def test_every_saving_is_predicted_and_lies_in_its_range(found):
         assert one.saving_low_bytes <= one.saving_bytes <= one.saving_high_bytes
         after_bytes = before.high_bytes - one.saving_high_bytes
         assert one.fits == (after_bytes <= TIGHT_BYTES)
-        assert one.saving_bytes >= before.likely_bytes // 100  # others are not worth a word: activation_offload is one
+        assert one.saving_bytes >= before.likely_bytes // 100  # others are left out
 
 
 def test_the_combination_of_the_plan_is_offered_with_what_it_saves_and_what_it_costs(found):
@@ -123,7 +123,7 @@ def test_a_budget_that_is_not_the_job_s_is_said_to_it(limit_bytes, settings):
 
 
 def test_what_cannot_make_the_peak_smaller_is_not_tried():
-    """Of one sample the activations are a hundredth of what the context takes; an LSTM has cuDNN's workspace, too."""
+    """With one sample, activations are a hundredth of the context; an LSTM also has cuDNN's workspace."""
     gpt2 = {"architecture": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}
     of_one = job(**SMALL | {"model": gpt2}, tokenizer={"vocab_size": 1000}, batch_size=1)
     found = find_remedies(of_one, device="rtx3060", limit_bytes=110 * MIB, most_seconds=-1.0)
@@ -145,7 +145,7 @@ def test_what_cannot_fit_names_the_smallest_budget_of_a_plan():
 
 @pytest.fixture
 def searching():
-    """Return a function that makes the search for remedies of a combination that is in force, inside a limit."""
+    """Return a function that creates the search for remedies of a combination inside a limit."""
     with ExitStack() as stack:
 
         def begin(of, limit_bytes, *in_force):

@@ -1,4 +1,4 @@
-"""What `plimsoll plan` is asked for: which options go together. What it answers is tested with the command."""
+"""The options of `plimsoll plan` and their valid combinations. The tests of the command cover its answers."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_options_of_a_training_go_together_and_pins_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("pins", "message"),
-    [(("micro batch",), "--pin: cannot read"), (("heap", "micro_batch=4", "micro_batch=8"), "are both pinned")],
+    [(("micro batch",), "--pin: cannot read"), (("heap", "micro_batch=4", "micro_batch=8"), "cannot both be pinned")],
 )
 def test_pins_that_cannot_be_are_refused(pins: tuple[str, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):

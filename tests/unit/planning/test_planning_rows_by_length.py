@@ -1,4 +1,4 @@
-"""Batches sized by predicted memory: each entry fits, and one sample more does not."""
+"""Batches sized by predicted memory: each entry fits, and one more sample does not."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Fine-tuning strategies of small real jobs on a GPU that is not here: what each needs, and which cannot be had."""
+"""Fine-tuning strategies of small real jobs on an absent GPU: their needs, and the unavailable ones."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Where a training is to run: devices by name, limits, and what a process takes without a model."""
+"""Targets of a training: devices by name, limits, and the memory of a process without a model."""
 
 import time
 from dataclasses import replace
@@ -92,7 +92,7 @@ def test_local_is_the_processor_where_there_is_no_gpu():
     for name in ("cuda", "CUDA:0"):
         with pytest.raises(DeviceError) as caught:
             find_target(name, None, nothing)
-        assert "in the table" not in str(caught.value)  # it is the device that is asked for, not a card by its name
+        assert "in the table" not in str(caught.value)  # the device is requested, not a card by name
 
 
 def test_a_process_is_not_known_to_the_byte():
@@ -106,7 +106,7 @@ HELD = trace_of(("forward", 1, f"+a activations {40 * MIB} +b@host inputs {3 * M
 
 
 def on_cpu(limit_bytes=None):
-    """A target of which the process takes nothing."""
+    """Return a target whose process takes no memory."""
     target = find_target("cpu", None, nothing)
     return target if limit_bytes is None else replace(target, limit_bytes=limit_bytes)
 
@@ -160,7 +160,7 @@ def test_a_plan_says_how_the_heap_is_counted(budget_bytes, held_mib):
     target = find_target("cpu", budget_bytes, lambda: Estimate(likely_bytes=0, low_bytes=0, high_bytes=0))
     tightened = (Choice(technique="heap", options={"mapped_from": "128KiB"}),)
     usual, tight = (target.count(trace, choices).peak.likely_bytes for choices in ((), tightened))
-    assert round((usual - tight) / mib) == held_mib  # 3 MiB are below glibc's threshold inside a budget only
+    assert round((usual - tight) / mib) == held_mib  # 3 MiB are below glibc's threshold only inside a budget
 
 
 def test_a_budget_below_what_is_kept_back_leaves_nothing():

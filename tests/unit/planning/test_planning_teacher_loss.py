@@ -1,4 +1,4 @@
-"""The loss of a job with a teacher: where its weights are, what is refused, and that a step with it can be undone."""
+"""The loss of a job with a teacher: the place of its weights, refusals, and steps that can be undone."""
 
 from __future__ import annotations
 
@@ -108,18 +108,18 @@ def test_a_teacher_reads_the_tokens_of_the_job_where_its_folder_says_which(
 ) -> None:
     folder = tmp_path / "teacher"
     save_model(model_of("gpt2", 1), folder)
-    # Without it transformers would take GPT-2's class, which adds a token of its own.
+    # Without it transformers would use GPT-2's tokenizer class, which adds a token.
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     (tmp_path / "same").mkdir()
     write_tokenizer(tmp_path / "same" / "tokenizer.json", "a", "b")
     job = job_of(folder, tokenizer={"path": str(tmp_path / "same")})
-    require_teacher(job, TEXTS["language-modeling"])  # it may have been saved without its tokenizer
+    require_teacher(job, TEXTS["language-modeling"])  # a teacher may be saved without its tokenizer
     write_tokenizer(folder / "tokenizer.json", "a", "b")
     require_teacher(job, TEXTS["language-modeling"])
     write_tokenizer(folder / "tokenizer.json", "b", "a")
     with pytest.raises(JobError, match="token"):
         require_teacher(job, TEXTS["language-modeling"])
-    require_teacher(job_of(folder), TEXTS["language-modeling"])  # of a tokenizer that is not made yet
+    require_teacher(job_of(folder), TEXTS["language-modeling"])  # for a tokenizer that does not exist yet
 
 
 def test_packed_rows_need_a_teacher_that_can_tell_texts_apart(folders: dict[str, Path]) -> None:
@@ -132,7 +132,7 @@ def test_packed_rows_need_a_teacher_that_can_tell_texts_apart(folders: dict[str,
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert classifier"])
 def test_codes_are_within_half_a_step_of_the_weights(folders: dict[str, Path], kind: str) -> None:
-    """Of ``Conv1D`` as of ``nn.Linear``; what is tied to the embeddings stays as it is."""
+    """This holds for `Conv1D` and `nn.Linear`; weights tied to the embeddings stay unchanged."""
     job = job_of(folders[kind], task_of(kind), distill={"form": "int8"})
     coded, dense = teacher_of(job), dict(model_of(kind, 1).named_modules())
     names = [name for name, module in coded.named_modules() if isinstance(module, CodedLinear)]
@@ -186,7 +186,7 @@ def step_with(kind: str, *sizes: int, choices: tuple[Choice, ...] = (), **fields
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_out_of_memory_in_a_step_changes_nothing(kind: str, phase: str) -> None:
-    """The next smaller cut has the bits that it has without what happened, an update is done again as it is."""
+    """A smaller micro-batch gives the same bits as without the error, and an update is repeated unchanged."""
     quiet, disturbed, batch = step_with(kind, 3 if phase == "optimizer" else 2), step_with(kind, 3, 2), batch_of(kind)
     with armed(phase, 1):
         first = disturbed(batch)
@@ -239,7 +239,7 @@ def traced(job: Job, lowering: Any) -> Trace:
 
 
 def teachers_bytes(trace: Trace) -> tuple[int, int]:
-    """Of parameters of the teacher on the device, and beside it."""
+    """Return the bytes of the teacher's parameters on the device and in host memory."""
     table, found = trace.storages, [0, 0]
     for number, name in enumerate(table.name):
         if trace.texts[name].startswith("teacher.") and table.category[number] == "parameters":

@@ -1,4 +1,4 @@
-"""State that a later pass of a trial is the first to write: as it was when the training begins, or nothing is tried."""
+"""State that only a later pass of a trial writes: it is restored for the training, or nothing is tried."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from plimsoll.step.train_step import TrainStep
 pytestmark = pytest.mark.usefixtures("all_candidates_run")
 
 BATCH = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
-LATE = 3  # the call that writes: the first one warms up
+LATE = 3  # the call that writes; the first one is a warm-up
 
 
 class Writing(nn.Module):
-    """Which writes something in one late call with so many samples, as a target network is refreshed now and then."""
+    """A model that writes state in one late call with `num_samples`, as a target network is updated now and then."""
 
     def __init__(self, kind, num_samples):
         super().__init__()
         self.head, self.kind, self.num_samples, self.num_calls = nn.Linear(64, 64), kind, num_samples, 0
-        table = torch.ones(4096 + 1, 64)  # more than what is copied in every step
+        table = torch.ones(4096 + 1, 64)  # more than the undo copies in every step
         if kind == "buffer":
             self.register_buffer("table", table)
         else:
@@ -105,7 +105,7 @@ def test_what_a_late_pass_writes_is_put_back(kind, num_samples):
 @pytest.mark.parametrize("num_samples", [8, 4], ids=["the first candidate", "a later one"])
 @pytest.mark.parametrize("kind", ["iterator", "large array"])
 def test_what_could_not_be_put_back_is_not_tried(kind, num_samples):
-    """Although a step before has left it as it was."""
+    """Not even if an earlier step has left it unchanged."""
     step = step_of(kind, num_samples, (configuration(8),))
     step(BATCH)
     before = step.workload.model.state()

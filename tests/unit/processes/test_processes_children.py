@@ -1,4 +1,4 @@
-"""Processes that are forked or watched end with their parent."""
+"""Forked or watched processes end with their parent."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def kept() -> tuple[object, int]:
 def test_what_a_process_begins_with_is_inherited_and_need_not_be_sent():
     secret = object()
     with ExitStack() as stack:
-        pool = forked_pool(stack, 2, begin, lambda: repr(secret))  # which cannot be pickled
+        pool = forked_pool(stack, 2, begin, lambda: repr(secret))  # this lambda cannot be pickled
         assert pool is not None
         value, process = pool.submit(kept).result()
         assert (value, process != os.getpid()) == (repr(secret), True)
@@ -97,7 +97,7 @@ def test_a_command_that_was_started_so_ends_with_the_one_that_did(tmp_path):
     script = tmp_path / "started.py"
     script.write_text(STARTED)
     parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment())
-    number, said = sorted(parent.stdout.readline() for _ in range(2))  # whose come in any order
+    number, said = sorted(parent.stdout.readline() for _ in range(2))  # their lines come in any order
     child = psutil.Process(int(number))
     assert said == "ready\n"
     parent.kill()
@@ -106,12 +106,15 @@ def test_a_command_that_was_started_so_ends_with_the_one_that_did(tmp_path):
 
 
 def test_ctrl_c_waits_for_a_fork_and_is_not_lost():
-    """What is called at a fork raises it where Python ignores it."""
+    """Ctrl-C waits for a fork and is not lost.
+
+    Python ignores exceptions in functions that are called at a fork.
+    """
     reached = []
 
     def fork():
         with uninterrupted():
-            signal.raise_signal(signal.SIGINT)  # to this thread; a command has no other yet
+            signal.raise_signal(signal.SIGINT)  # sent to this thread, the only one of a command at this time
             reached.append(True)
 
     with pytest.raises(KeyboardInterrupt):
@@ -120,7 +123,7 @@ def test_ctrl_c_waits_for_a_fork_and_is_not_lost():
 
 
 def test_every_fork_of_a_command_has_ctrl_c_wait():
-    """Each of them, in the order of the calls: a signal that comes while it forks is raised afterwards."""
+    """Every fork of a command delays Ctrl-C: a signal that arrives during the fork is raised afterwards."""
     source = Path(plimsoll.__file__).parent
     forks = {str(path.relative_to(source)) for path in source.rglob("*.py") if FORK.search(path.read_text("utf-8"))}
     assert forks == {
@@ -170,7 +173,7 @@ def test_what_starts_the_ranks_ends_with_the_supervisor(tmp_path):
         [sys.executable, "-c", LAUNCHER, str(fifo)], env=environment(), stdout=subprocess.PIPE, text=True
     ) as supervisor:
         launcher = int(supervisor.stdout.readline())
-        os.kill(launcher, signal.SIGSTOP)  # before it has asked to be told
+        os.kill(launcher, signal.SIGSTOP)  # before it has requested a signal at its parent's death
         supervisor.kill()
     os.kill(launcher, signal.SIGCONT)
     until = time.monotonic() + LONGEST_SECONDS

@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has loaded everything: children of who asks, and alone in the world."""
+"""Processes forked from a server that has loaded everything: children of the requester, isolated from each other."""
 
 import ctypes
 import json
@@ -48,7 +48,7 @@ def test_a_fork_is_a_child_of_who_asks_and_has_nothing_of_the_servers(tmp_path: 
             assert (process.wait(), process.wait()) == (7, 7)
             found.append(json.loads((tmp_path / name).read_text()))
             assert found[-1]["pid"] == found[-1]["group"] == process.pid
-            process.terminate()  # which is nothing to a process that has ended
+            process.terminate()  # has no effect on a process that has ended
     for name, one in zip("ab", found, strict=True):
         assert (one["parent"], one["variable"], one["input"]) == (os.getpid(), name, "")
         assert one["arguments"] == [str(tmp_path / name), "x y"]
@@ -108,7 +108,7 @@ def test_a_server_ends_when_who_asks_is_killed():
     asking.kill()
     asking.wait()
     server.wait(LONGEST_SECONDS)
-    process.kill()  # a process of a run asks the kernel to end with who watches it (`files.child_processes`)
+    process.kill()  # a process of a run would ask the kernel to end it with its supervisor (`processes.children`)
     asking.stdout.close()
 
 
@@ -126,13 +126,13 @@ if (number := _fork_for(-1 if sys.argv[1] == "other parent" else os.getppid(), g
 
 @pytest.mark.parametrize("case", ["no go", "other parent"])
 def test_a_fork_that_nobody_knows_of_ends(case: str):
-    """As where the server or who asks is killed between the fork and the answer."""
+    """A fork that nobody knows of ends, for example if the server or the requester is killed before the answer."""
     done = run_program(UNKNOWN, case)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 class Driver:
-    """CUDA's driver as `ctypes` shows it."""
+    """A stand-in for the CUDA driver in `ctypes`."""
 
     def __init__(self, status: int) -> None:
         self.cuDeviceGetCount = lambda number: status

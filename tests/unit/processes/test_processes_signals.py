@@ -42,7 +42,7 @@ def test_the_first_signal_is_told_of_where_there_is_memory_to_tell(error):
 def test_a_parent_that_is_gone_asks_to_stop_without_a_signal():
     with stop_on_signal(parent=os.getppid()) as request:
         assert request.signal_number is None
-        request.parent = os.getpid()  # which is not its own parent
+        request.parent = os.getpid()  # no process is its own parent, so the parent seems to have changed
         assert request.signal_number == signal.SIGTERM
         os.kill(os.getpid(), signal.SIGINT)
         assert request.signal_number == signal.SIGINT

@@ -1,4 +1,4 @@
-"""Where the seconds of a command went, in all its processes."""
+"""The elapsed time of a command, by stage, in all its processes."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def test_the_seconds_of_a_stage_are_summed_under_what_is_before_its_colon(monkey
     assert head == "seconds  where"
     assert lines[0].endswith("  plimsoll plan")
     assert lines[1:] == ["    3.2    tracing", "    0.5    searching", "    0.0    building"]
-    end()  # all is said
+    end()  # everything is printed already
     assert capsys.readouterr().err == ""
 
 

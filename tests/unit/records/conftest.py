@@ -58,7 +58,10 @@ def head(job: Job, device: Device) -> RunHead:
 
 @pytest.fixture
 def lines() -> tuple[Line, ...]:
-    """A run of three steps: 10, 20 and 20 units in 4, 2 and 3 seconds; step 2 met an OOM and a death was survived."""
+    """Return the lines of a run of three steps: 10, 20 and 20 units in 4, 2 and 3 seconds.
+
+    Step 2 had an OOM, and the run survived the death of a process.
+    """
 
     def step(number: int, num_units: int, seconds: float, memory: tuple[tuple[float, int], ...]) -> StepLine:
         return StepLine(

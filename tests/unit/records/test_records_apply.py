@@ -1,4 +1,4 @@
-"""What `plimsoll apply` did, as a record: its counts are of all rows, its measurements of one process."""
+"""The record of `plimsoll apply`: it counts all rows, and its measurements are of one process."""
 
 from apply_records import apply_facts
 from plimsoll.records.apply import ApplyFacts

@@ -1,4 +1,4 @@
-"""What `augment:` of a job may say."""
+"""The values that `augment:` of a job accepts."""
 
 import pytest
 from pydantic import ValidationError

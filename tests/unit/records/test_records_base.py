@@ -1,4 +1,4 @@
-"""Every record comes back from its JSON as it was; what is not that record is refused by name; writing is atomic."""
+"""Every record is restored unchanged from its JSON; other records are refused by name; writing is atomic."""
 
 import importlib
 import json
@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_read_is_a_record_error(tmp_path: Path):
 def test_the_cache_is_in_the_temporary_folder_of_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch):
     for name in ("PLIMSOLL_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 54321)  # of whom there is no entry, as in many containers
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # a user without a password entry, as in many containers
     assert cache_folder() == Path(tempfile.gettempdir(), "plimsoll-54321")
 
 
@@ -193,7 +193,10 @@ def test_parts_that_cannot_be_made_leave_the_old_file_and_no_other(tmp_path):
 
 
 def test_a_write_that_fails_half_way_keeps_the_old_content(tmp_path: Path):
-    """RLIMIT_FSIZE lets the first 4096 bytes through and fails the rest, as a full disk does."""
+    """A write that fails half way keeps the old content.
+
+    RLIMIT_FSIZE permits the first 4096 bytes and fails the rest, like a full disk.
+    """
     path = tmp_path / "record.json"
     path.write_bytes(b"old")
     done = subprocess.run(
@@ -213,6 +216,9 @@ def test_a_folder_that_does_not_exist_or_is_a_file_is_an_output_error(tmp_path: 
 
 
 def test_a_folder_that_cannot_be_written_is_an_output_error():
-    """`/proc` refuses new files to everybody, also to root."""
+    """A folder that cannot be written is an output error.
+
+    `/proc` refuses new files to every user, also to root.
+    """
     with pytest.raises(OutputError, match="cannot write /proc/record.json"):
         write_atomically(Path("/proc/record.json"), b"")

@@ -1,4 +1,4 @@
-"""What lies in a cache folder, as a file."""
+"""The record of the content of a cache folder."""
 
 from cache_records import cache_contents
 from plimsoll.records.cache import CacheContents

@@ -1,4 +1,4 @@
-"""A comparison's derived numbers, and what is learned of runs, by hand."""
+"""A comparison's derived numbers, and its conclusions about runs, by hand."""
 
 from plimsoll.records.comparison import Comparison, Group, Learned, Side
 from plimsoll.records.prediction import Moment

@@ -1,4 +1,4 @@
-"""What is said of a corpus comes back from JSON as the same values, tuples included."""
+"""Facts about a corpus, restored unchanged from JSON, tuples included."""
 
 import corpus_records
 from plimsoll.records.corpus import FeedRates, Inspection

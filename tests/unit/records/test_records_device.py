@@ -1,4 +1,4 @@
-"""A budget is a number of bytes, however it was written; what is not known of a GPU is None."""
+"""A budget is a number of bytes for any notation; unknown facts about a GPU are None."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""A diagnosis is a value with JSON, also of what is not known."""
+"""A diagnosis in JSON, also with unknown values."""
 
 import pytest
 from pydantic import ValidationError

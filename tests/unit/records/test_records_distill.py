@@ -1,4 +1,4 @@
-"""What a job says of a teacher: values, and what they cannot go with."""
+"""A job's settings of a teacher: valid values, and settings that exclude a teacher."""
 
 import pytest
 

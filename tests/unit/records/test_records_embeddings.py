@@ -1,4 +1,4 @@
-"""What follows from the counts of word vectors."""
+"""Numbers derived from the counts of word vectors."""
 
 import vector_records
 

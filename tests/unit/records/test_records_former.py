@@ -1,4 +1,4 @@
-"""What was written and called by the names of the release before is read, and works with a warning."""
+"""Names of the previous release: files with them are read, and code with them works with a warning."""
 
 import json
 
@@ -21,7 +21,7 @@ NEW_TO_OLD = {
 
 
 def as_before(value):
-    """A record's fields by the names of the release before."""
+    """Return a record's fields with the names of the previous release."""
     if isinstance(value, dict):
         return {NEW_TO_OLD.get(name, name): as_before(one) for name, one in value.items()}
     return [as_before(one) for one in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The heap's settings: glibc's own numbers, and those that Plimsoll sets."""
+"""The heap's settings: glibc's own numbers, and the numbers that Plimsoll sets."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""What a person may write in job.yaml and after --set, and what is said about every fault in it, at once."""
+"""The values that job.yaml and --set accept, and an error that reports all faults at once."""
 
 from pathlib import Path
 

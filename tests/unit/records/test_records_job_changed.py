@@ -1,4 +1,4 @@
-"""The text of a changed job, beside the job it is of and elsewhere."""
+"""The text of a changed job, written in the folder of its original and elsewhere."""
 
 import pytest
 

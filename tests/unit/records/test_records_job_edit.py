@@ -1,4 +1,4 @@
-"""Job files changed in place: what is not changed stays as it was written."""
+"""Edits of job files: unchanged fields stay as they were written."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""What a job file says, before it is checked; what is wrong with whole files is tested with jobs."""
+"""The content of a job file, before it is validated. The tests of jobs cover faults of whole files."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a plan to apply a model says of itself, in whole numbers."""
+"""The properties of a plan for inference, in whole numbers."""
 
 from placement_records import impossible_plan, linked_plan, resident_plan, streamed_plan
 from prediction_records import MIB

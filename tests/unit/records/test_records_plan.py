@@ -1,4 +1,4 @@
-"""The fallback schedule of a plan, how a choice is written, what may be pinned, and when a batch may be cut."""
+"""The fallback schedule of a plan, the notation of a choice, valid pins, and the batches that may be split."""
 
 import pytest
 
@@ -106,9 +106,7 @@ def test_pins_that_contradict_each_other_are_refused(texts):
     with pytest.raises(InputError) as caught:
         check_pins(pins(*texts), ())
     first, second = texts
-    assert str(caught.value) == (
-        f"`{first}` and `{second}` are both pinned, and a plan can have only one of them: leave one out"
-    )
+    assert str(caught.value) == (f"`{first}` and `{second}` cannot both be pinned: leave one of them out")
 
 
 def test_what_is_pinned_cannot_be_forbidden():

@@ -1,4 +1,4 @@
-"""What a prediction says of itself."""
+"""The properties of a prediction."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The record of prepared data: which folders training reads, and what follows from what it says."""
+"""The record of prepared data: the folders that training reads, and the properties that follow from its fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run directory is read as far as it got: finished, running, killed in the middle of a line, damaged."""
+"""A run directory is read up to its last complete line: finished, running, killed in mid-line or damaged."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_graphs_that_were_alive_are_in_the_record(run_directory: Path):
 
 def test_the_figures_of_a_run(run_record: RunRecord):
     assert run_record.limit_bytes == 4_000
-    assert run_record.peak_bytes == 3_500  # between steps: the steps themselves saw 3000
+    assert run_record.peak_bytes == 3_500  # this peak lies between steps; the steps themselves reached 3000
     assert run_record.units_per_second == 8.0  # (20 + 20) units in 2 + 3 seconds: the first step is warm-up
 
 
@@ -46,7 +46,7 @@ def test_a_run_of_one_step_counts_it(run_record: RunRecord):
 
 
 def keep(directory: Path, num_lines: int, tail: bytes = b"") -> None:
-    """Cut the metrics after so many lines and put ``tail`` there."""
+    """Keep the first `num_lines` lines of the metrics and append ``tail``."""
     metrics = directory / "metrics.jsonl"
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:num_lines]) + tail)
 

@@ -1,4 +1,4 @@
-"""Two runs compared, by hand."""
+"""The comparison of two runs, by hand."""
 
 import evidence_records
 import prediction_records
@@ -7,7 +7,7 @@ from plimsoll.records.run_comparison import JobDifference, Place, RunComparison,
 
 
 def run(**changes) -> RunRecord:
-    """Three steps of 2, 1 and 3 s, 10 units each."""
+    """Return a run of three steps of 2, 1 and 3 s, with 10 units each."""
     steps = tuple(
         evidence_records.step_line(step, step_seconds=seconds, num_units=10, loss=4.0 - step, peak_bytes=step * 100)
         for step, seconds in ((1, 2.0), (2, 1.0), (3, 3.0))
@@ -17,7 +17,7 @@ def run(**changes) -> RunRecord:
 
 def test_a_side_says_what_was_measured_without_the_first_step():
     side = RunSide.of(run())
-    assert (side.step_seconds, side.units_per_second) == (2.0, 5.0)  # of steps 2 and 3: 4 s, 20 units
+    assert (side.step_seconds, side.units_per_second) == (2.0, 5.0)  # steps 2 and 3 took 4 s for 20 units
     assert (side.steps, side.losses, side.peaks_bytes) == ((1, 2, 3), (3.0, 2.0, 1.0), (100, 200, 300))
     assert (side.peak_bytes, side.choices) == (300, ("micro_batch=1",))
     assert (side.parts, side.predicted_peak_bytes) == ({}, None)

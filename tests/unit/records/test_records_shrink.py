@@ -1,4 +1,4 @@
-"""Which of the models that were made no other beats."""
+"""The front of a search: the models that no other model beats in both size and quality."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from shrink_records import quality, shrunk
 
 
 def test_the_front_has_the_smallest_and_whatever_is_better_than_all_smaller_ones():
-    # 3 MiB: 176 right, 5 MiB: 179, 8 MiB: 160, 16 MiB: 180; the one of 8 MiB is beaten by both that are smaller
+    # Correct answers: 176 at 3 MiB, 179 at 5 MiB, 160 at 8 MiB, 180 at 16 MiB. Both smaller models beat the one of 8
+    # MiB.
     assert shrunk().front == (3, 2, 0)
 
 

@@ -1,4 +1,4 @@
-"""What is asked of methods that make a model smaller, and what is wrong with it, before there is a model."""
+"""Choices of compression methods and their faults, checked without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a strategy fits, and when one of several does."""
+"""A strategy that fits, and several strategies of which one fits."""
 
 from strategy_records import none_fits, strategies
 

@@ -1,4 +1,4 @@
-"""Which tokenizer a job may ask for."""
+"""The tokenizers that a job may request."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""A trace is read back as it was written, and says what each event adds or takes away."""
+"""A trace is read back unchanged, and each event reports the bytes that it adds or frees."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""Sizes and durations as text, both ways; every expected value is worked out by hand."""
+"""Sizes and durations to text and back; every expected value is computed by hand."""
 
 import pytest
 
@@ -24,7 +24,7 @@ from plimsoll.records.units import format_bytes, format_seconds, format_share, p
         ("2PiB", 2_251_799_813_685_248),
         ("2pb", 2_000_000_000_000_000),
         ("0.1GiB", 107_374_182),  # 107374182.4
-        ("9007199254740993", 9_007_199_254_740_993),  # 2**53 + 1, which no float holds
+        ("9007199254740993", 9_007_199_254_740_993),  # 2**53 + 1 has no exact float
         (2e9, 2_000_000_000),
     ],
 )

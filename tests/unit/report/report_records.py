@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def step_line(step: int, **changes: object) -> StepLine:
-    """Each step is 2 s of 64 samples and 1000 tokens (500 tokens/s); the loss is 8, 4, 2, 1, ..."""
+    """Return a step of 2 s with 64 samples and 1000 tokens (500 tokens/s); the losses are 8, 4, 2, 1, ..."""
     fields: dict[str, object] = {
         "time_seconds": 2.0 * step,
         "step": step,
@@ -37,7 +37,7 @@ def step_line(step: int, **changes: object) -> StepLine:
 
 
 def cpu() -> Device:
-    """8 GiB of memory of which a cgroup leaves 4 GiB, 3 GiB of them free."""
+    """Return a CPU with 8 GiB of memory, of which a cgroup permits 4 GiB, and 3 GiB are free."""
     return Device(
         name="Example CPU",
         kind="cpu",
@@ -53,7 +53,7 @@ def cpu() -> Device:
 
 
 def gpu() -> Device:
-    """A card of 24 GiB, 20 GiB free, with no limit."""
+    """Return a GPU of 24 GiB without a limit, 20 GiB free."""
     return Device(
         name="Example GPU",
         kind="cuda",
@@ -66,17 +66,17 @@ def gpu() -> Device:
 
 
 def machine() -> Machine:
-    """The CPU and the GPU of this module."""
+    """Return a machine with the CPU and the GPU of this module."""
     return Machine(devices=(cpu(), gpu()), versions={"torch": "2.13.0", "plimsoll": "0.1.0"})
 
 
 def plan() -> Plan:
-    """Micro-batches 64, 32 and 16 under 1 GiB on the device and 4 GiB on the host."""
+    """Return a plan of micro-batches 64, 32 and 16 under 1 GiB on the device and 4 GiB on the host."""
     return micro_batch_plan(Budget(device_bytes=1024 * MIB, host_bytes=4096 * MIB), (64, 32, 16))
 
 
 def empty_run(**changes: object) -> RunRecord:
-    """A run of which nothing has happened yet."""
+    """Return a run without any step or event."""
     fields: dict[str, object] = {
         "name": "tiny",
         "job": {"model": {"architecture": "gpt2"}, "task": "language-modeling", "batch_size": 64, "steps": 4},
@@ -88,9 +88,10 @@ def empty_run(**changes: object) -> RunRecord:
 
 
 def eventful_run(**changes: object) -> RunRecord:
-    """Four steps; out of memory in step 2 (64 to 32); killed after step 3, which is repeated from a checkpoint.
+    """Return a run of four steps that runs out of memory in step 2 and is killed after step 3.
 
-    The loss is 8, 4, 2, 1, the highest memory 768 of 1024 MiB (75 %), two micro-batches of 64 and two of 32.
+    Step 2 reduces the micro-batch from 64 to 32, and step 3 is repeated from a checkpoint. The losses are 8, 4, 2, 1
+    and the peak is 768 of 1024 MiB (75 %). Two micro-batches have 64 samples, two have 32.
     """
     fields: dict[str, object] = {
         "status": "finished",

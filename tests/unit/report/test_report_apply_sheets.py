@@ -1,4 +1,4 @@
-"""The sheets of a model applied to a file: counts, rates by hand, and what is left out where there is nothing."""
+"""The sheets of a model applied to a file: counts, rates by hand, and omitted rows without a value."""
 
 from apply_records import apply_facts, plain_apply_facts
 from plimsoll.report.apply_sheets import apply_sheets

@@ -1,4 +1,4 @@
-"""The page of a run: complete, self-contained, escaped, and well-formed whatever the run looked like."""
+"""The page of a run: complete, self-contained, escaped, and well-formed for any run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOSTILE = "</script><script>alert(1)</script> \"'&"
 
 
 class Page(HTMLParser):
-    """Reads a page, insists that every element is closed in order, and keeps what the tests ask for."""
+    """A parser of a page that requires every element to be closed in order, and collects facts for the tests."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -94,8 +94,8 @@ def test_text_of_a_record_is_escaped_everywhere():
     text = as_html.run_page(record)
     assert "alert(1)</script>" not in text
     page = Page(text)
-    assert page.tags.count("script") == 4 + 3  # four figures, the scheme, plotly, and the script that draws
-    assert page.words.count(HOSTILE.strip()) == 9  # name, message, 3 of the event, evidence, device, 2 of versions
+    assert page.tags.count("script") == 4 + 3  # four figures, the colour scheme, plotly, and the drawing script
+    assert page.words.count(HOSTILE.strip()) == 9  # name, message, 3 of the event, evidence, device, 2 versions
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_text_of_a_prediction_is_escaped_everywhere():
     )
     text = as_html.prediction_page(prediction)
     assert "alert(1)</script>" not in text
-    assert Page(text).tags.count("script") == 1 + 3  # the figure, the scheme, plotly, and the script that draws
+    assert Page(text).tags.count("script") == 1 + 3  # the figure, the colour scheme, plotly, and the drawing script
 
 
 def test_the_page_of_a_prediction_is_one_file_with_its_colours_in_light_and_in_dark():
@@ -279,7 +279,7 @@ def test_text_of_a_plan_is_escaped_everywhere():
     )
     text = as_html.plan_page(shown)
     assert "alert(1)</script>" not in text
-    assert Page(text).tags.count("script") == 2 + 3  # the figures, the scheme, plotly, and the script that draws
+    assert Page(text).tags.count("script") == 2 + 3  # the figures, the colour scheme, plotly, and the drawing script
 
 
 def test_shares_of_a_diagnosis_are_bars_with_their_numbers():
@@ -312,5 +312,5 @@ def test_a_page_is_reached_by_keys_and_read_on_a_phone_and_on_paper():
     for text in (as_html.run_page(eventful_run()), as_html.device_page(gpu())):
         assert 'name="viewport" content="width=device-width, initial-scale=1"' in text
         assert text.index('class="skip" href="#content"') < text.index('<main id="content"')
-        assert '<button class="scheme" type="button" hidden>' in text  # shown by the script, which it needs
+        assert '<button class="scheme" type="button" hidden>' in text  # the script shows it
         assert "@media print" in text

@@ -1,4 +1,4 @@
-"""The screens of the terminal, against golden files, and what no width or text may break."""
+"""The screens of the terminal, compared with golden files, and intact at any width and with any text."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_progress_line_says_what_is_left_until_nothing_is():
 
 @pytest.mark.parametrize(("used_mib", "colour"), [(972, "cyan"), (973, "red")])
 def test_a_memory_bar_turns_red_at_95_percent_of_the_limit(used_mib, colour):
-    """95 % of 1024 MiB is 972.8 MiB."""
+    """A memory bar turns red at 95 % of the limit, which is 972.8 of 1024 MiB."""
     console = Console(file=StringIO(), width=80, force_terminal=True, color_system="standard")
     panel = as_text.live_panel("tiny", None, 200, {"device": use(used_mib, 1024)}, None)
     colours = {

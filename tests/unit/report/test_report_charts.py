@@ -1,4 +1,4 @@
-"""The figures of a run: what is drawn, in which unit, and what is never lost."""
+"""The figures of a run: the values drawn, their units, and the values that thinning keeps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def test_few_points_are_drawn_as_they_are():
 
 
 def test_thinned_points_keep_the_extremes_of_each_stretch_and_both_ends():
-    """Eight points to about four: 9 and 1 are the extremes of the first four, 8 and 2 of the last four."""
+    """Thinning keeps the extremes of each stretch and both ends.
+
+    Of eight points about four remain: 9 and 1 are the extremes of the first four, 8 and 2 of the last four.
+    """
     points = [(float(x), float(y)) for x, y in enumerate([5, 9, 1, 5, 8, 2, 5, 5])]
     assert [y for _, y in charts.thinned(points, 4)] == [5, 9, 1, 8, 2, 5]
 

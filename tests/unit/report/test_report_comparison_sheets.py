@@ -1,4 +1,4 @@
-"""The words of two runs side by side."""
+"""The text of a comparison of two runs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A reader of standard error that goes away does not end the work."""
+"""A command finishes its work even if the reader of standard error goes away."""
 
 import pytest
 from tests.processes import run_program

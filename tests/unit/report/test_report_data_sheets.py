@@ -1,4 +1,4 @@
-"""The sheets of a corpus: what is shown of much, and what of nothing."""
+"""The sheets of a corpus: the shortening of long lists, and empty values."""
 
 import corpus_records
 from plimsoll.records.corpus import LabelCount, TagCount

@@ -1,4 +1,4 @@
-"""The words of a diagnosis."""
+"""The text of a diagnosis."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The sheets of word vectors: what is shown of counts, of none, and of faults."""
+"""The sheets of word vectors: counts, zero counts and faults."""
 
 import vector_records
 from plimsoll.report import embedding_sheets

@@ -1,4 +1,4 @@
-"""A check's report in every form."""
+"""The report of a check in every format."""
 
 import json
 

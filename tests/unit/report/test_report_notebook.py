@@ -1,4 +1,4 @@
-"""What a cell of a notebook shows."""
+"""The output of a notebook cell."""
 
 import pytest
 from report_records import empty_run, eventful_run, machine

@@ -1,4 +1,4 @@
-"""What is said of a plan to apply a model; the whole screens are golden files."""
+"""The sheets of a plan for inference; golden files hold the whole screens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chart of a plan: every configuration that has numbers, and the limit."""
+"""The chart of a plan: every configuration with predicted numbers, and the limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def points(trace):
 
 
 def test_every_configuration_is_a_point_of_its_kind():
-    """The unit is that of the largest, GiB: 5120 MiB are 5, 1000 MiB are 0.9766."""
+    """Every configuration is a point of its kind.
+
+    The unit is the largest value's, GiB: 5120 MiB is drawn as 5, and 1000 MiB as 0.9766.
+    """
     found = traces(fallback_chart(fitting_plan()))
     assert list(found) == ["rejected, too large", "rejected", "no technique", "plan and fallbacks"]
     assert points(found["rejected, too large"]) == [(2.5, 1.6), (3.0, 1.75)]

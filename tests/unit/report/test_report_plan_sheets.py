@@ -1,4 +1,4 @@
-"""The sentences and tables of a plan, against the hand-built plans of `plan_records`."""
+"""The sentences and tables of a plan, compared with the hand-built plans of `plan_records`."""
 
 from __future__ import annotations
 
@@ -250,7 +250,10 @@ def test_rejected_is_what_fits_fastest_first_then_what_is_nearly_small_enough_th
 
 
 def test_of_many_rejected_each_kind_has_its_share():
-    """100 that fit, 100 too large and 1 impossible: of 12 rows the last kind has 1, the others 6 and 5."""
+    """If many combinations are rejected, each kind has its share of the rows.
+
+    100 are slow, 100 are too large and 1 is impossible. Of 12 rows, the last kind gets 1, the others get 6 and 5.
+    """
     fits = [rejected(micro_batch_choice(i), reason="slow", mib=i, seconds=3 + i) for i in range(100, 0, -1)]
     large = [rejected(CHECKPOINTS, reason="large", mib=2048 + i, seconds=1) for i in range(100, 0, -1)]
     no = rejected(ADAFACTOR, reason="no")
@@ -261,7 +264,10 @@ def test_of_many_rejected_each_kind_has_its_share():
 
 
 def test_other_techniques_are_more_telling_than_other_options():
-    """Three sizes of micro-batches are alike; the offload, although slower, is shown before the second of them."""
+    """Other techniques are shown before further options of the same technique.
+
+    The three micro-batch sizes are alike, so the slower offload comes before the second or third of them.
+    """
     alike = [rejected(micro_batch_choice(size), reason="", mib=100, seconds=10 - size) for size in (4, 2, 1)]
     other = rejected(OFFLOAD, reason="", mib=100, seconds=20)
     shown = [plan_sheets.rejected_sheet(fitting_plan(rejected=(*alike, other)), most).rows for most in (2, 3, 4)]
@@ -291,7 +297,10 @@ def test_a_run_shows_how_many_steps_each_fallback_was_in_force():
 
 
 def test_fallbacks_are_told_by_their_number_and_not_by_their_micro_batch():
-    """The smaller last batch of an epoch is no fallback, and two fallbacks may have the same micro-batch."""
+    """Steps are assigned to fallbacks by number, not by micro-batch.
+
+    The smaller last batch of an epoch does not count as a fallback, and two fallbacks may have the same micro-batch.
+    """
     steps = (step_line(1, num_samples=16, micro_batch=16), step_line(2, micro_batch=16, fallback=1))
     sheet = plan_sheets.plan_in_force_sheet(eventful_run(plan=fitting_plan(), steps=steps))
     assert [row[-1] for row in sheet.rows] == ["1", "1", "0"]
@@ -299,7 +308,10 @@ def test_fallbacks_are_told_by_their_number_and_not_by_their_micro_batch():
 
 
 def test_after_a_resume_only_the_steps_since_then_are_counted_and_a_restart_is_none():
-    """A resume may have planned again; a process that was killed is followed by one with the same plan."""
+    """Only the steps since the last resume are counted, and a restart does not count as a resume.
+
+    A resume may use a new plan, but a process that replaces a killed one has the same plan.
+    """
     steps = tuple(step_line(number, micro_batch=16, fallback=number % 2) for number in range(1, 8))
     begun = eventful_run().starts[0]
     starts = (begun, begun.model_copy(update={"step": 2}), begun.model_copy(update={"step": 4, "restarts": 1}))

@@ -1,4 +1,4 @@
-"""The script of the charts is the one that is said, and can draw what the charts are made of."""
+"""The script of the charts has the declared version, and can draw all types of charts in use."""
 
 import hashlib
 import re
@@ -16,7 +16,7 @@ def test_it_is_the_file_that_its_authors_gave_out():
     text = str(plotly_js())
     assert hashlib.sha256(text.encode()).hexdigest() == SHA_256
     assert f"plotly.js (basic - minified) v{VERSION}" in text[:100]
-    assert "</script" not in text.lower()  # it would end the element it is in
+    assert "</script" not in text.lower()  # this text would end the script element
     assert "MIT License" in files("plimsoll.report").joinpath("vendor/LICENSE").read_text()
 
 

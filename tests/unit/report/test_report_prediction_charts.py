@@ -1,4 +1,4 @@
-"""The figure of a prediction: what is stacked, what is marked, and what is never lost."""
+"""The figure of a prediction: stacked values, marks, and values that thinning keeps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def test_a_point_says_what_ran_with_its_brackets_escaped():
 
 
 def test_the_peak_the_steps_and_the_phases_are_marked():
-    """Of rows 0 to 5, step 1 begins at 1 and step 2 at 3; each phase has one row, its name in the middle of it."""
+    """The peak, the steps and the phases are marked.
+
+    Of rows 0 to 5, step 1 begins at 1 and step 2 at 3. Each phase has one row, with its name in the middle.
+    """
     chart = prediction_chart(fitting())
     peak, layout = traces(chart)["peak"], chart.figure["layout"]
     assert (list(peak["x"]), list(peak["y"])) == ([4], [800])
@@ -49,7 +52,10 @@ def test_the_peak_the_steps_and_the_phases_are_marked():
 
 @pytest.mark.parametrize(("limit_mib", "is_drawn"), [(512, True), (3000, True), (3001, False)])
 def test_the_limit_is_a_line_unless_it_would_leave_the_chart_flat(limit_mib, is_drawn):
-    """The highest is the peak, 1000 MiB; up to three times that is drawn."""
+    """The limit is a line unless it would make the chart flat.
+
+    The highest value is the peak, 1000 MiB. A limit of up to three times the peak is drawn.
+    """
     chart = prediction_chart(fitting(limit_bytes=limit_mib * MIB))
     lines = [shape for shape in chart.figure["layout"]["shapes"] if shape.get("y0") == limit_mib]
     assert len(lines) == is_drawn

@@ -1,4 +1,4 @@
-"""The sentences and tables of a prediction, against the hand-built ones of `prediction_records`."""
+"""The sentences and tables of a prediction, compared with the hand-built predictions of `prediction_records`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_moment_without_op_or_module_leaves_them_out():
     [
         ("train.py:12", "train.py:12"),
         (f"/opt/venv/{GPT2}", "…/models/gpt2/modeling_gpt2.py:97"),
-        ("a/" * 19 + "b.py:1", "…/" + "a/" * 16 + "b.py:1"),  # 44 characters; with "…/" 40 are left
+        ("a/" * 19 + "b.py:1", "…/" + "a/" * 16 + "b.py:1"),  # 44 characters are shortened to 40 and "…/"
         (f"/opt/{'x' * 50}.py:7", f"…/{'x' * 50}.py:7"),
         ("C:\\Users\\somebody\\projects\\training\\run\\train.py:3", "…/projects/training/run/train.py:3"),
         ("", ""),

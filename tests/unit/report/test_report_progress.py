@@ -1,4 +1,4 @@
-"""Progress bars of long work go to standard error, or nowhere."""
+"""Progress bars of long work are drawn on standard error, or not at all."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_quiet_draws_nothing(capsys):
 
 
 def test_a_spinner_says_what_is_done_on_a_terminal_and_nothing_else(capfd, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat this as a terminal
     monkeypatch.setenv("TERM", "xterm")
     text = ""
     with spinner(quiet=False) as say:
@@ -35,7 +35,7 @@ def test_a_spinner_says_what_is_done_on_a_terminal_and_nothing_else(capfd, monke
             output = capfd.readouterr()
             assert output.out == ""
             text += output.err
-    assert capfd.readouterr().err.endswith("\x1b[J")  # the line is gone
+    assert capfd.readouterr().err.endswith("\x1b[J")  # the line is erased
 
 
 def test_without_a_process_to_draw_it_there_is_no_line(capfd, monkeypatch):
@@ -107,5 +107,5 @@ def test_quiet_draws_no_rates(capsys):
         report(50, 100, 1, 1)
         loading("loading weights", 1, 2)
     with row_rates("x.jsonl", quiet=False):
-        pass  # what is refused has no bar
+        pass  # a refused command has no bar
     assert capsys.readouterr().err == ""

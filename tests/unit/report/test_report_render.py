@@ -1,4 +1,4 @@
-"""The one way to a report."""
+"""The single entry point to reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sentences and tables of a report, against the hand-built runs of `report_records`."""
+"""The sentences and tables of a report, compared with the hand-built runs of `report_records`."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ def test_an_oom_event_that_nothing_is_known_of_says_so():
 
 
 def test_of_several_ranks_the_least_and_the_most_are_named_and_where_memory_ran_out():
-    """Only steps of the number that trained last count: those of three ranks took more."""
+    """The lowest and the highest peak of several ranks are named.
+
+    Only steps with the final number of ranks count. The step with three ranks had a higher peak.
+    """
     steps = (
         step_line(1, peak_bytes=900 * MIB, peak_bytes_of_ranks=(900 * MIB, 700 * MIB, 500 * MIB)),
         step_line(2, peak_bytes=650 * MIB, peak_bytes_of_ranks=(600 * MIB, 650 * MIB)),
@@ -134,7 +137,10 @@ def test_an_oom_event_shows_what_was_done():
 
 
 def test_what_the_plan_said_stands_beside_what_was_measured():
-    """The steps after the first take 2 s each; those of another fallback do not count."""
+    """The predicted values are shown next to the measured values.
+
+    The steps after the first take 2 s each. Steps of another fallback do not count.
+    """
     numbers = dict(sheets.key_numbers(eventful_run(plan=fitting_plan())))
     assert (numbers["Predicted peak"], numbers["Predicted step time"]) == ("1000.0 MiB", "1.9 s, measured 2.0 s")
     steps = (step_line(1), step_line(2, fallback=1))
@@ -143,7 +149,10 @@ def test_what_the_plan_said_stands_beside_what_was_measured():
 
 @pytest.mark.parametrize(("num_steps", "shown"), [(0, 0), (1, 1), (20, 20), (21, 11), (1000, 21)])
 def test_the_table_of_steps_is_thinned_and_keeps_first_and_last(num_steps, shown):
-    """21 steps are shown every second one, 1, 3, ... 19, and the last; 1000 every 50th, and the last."""
+    """The table of steps is thinned, and keeps the first and the last step.
+
+    Of 21 steps every second is shown, 1, 3, ... 19, and the last. Of 1000 steps every 50th is shown, and the last.
+    """
     rows = sheets.step_sheet(empty_run(steps=tuple(step_line(step) for step in range(1, num_steps + 1)))).rows
     steps = [int(row[0].replace(",", "")) for row in rows]
     assert len(steps) == len(set(steps)) == shown

@@ -1,4 +1,4 @@
-"""The chart of quality against size: which points are joined, and where the line is."""
+"""The chart of quality against size: the connected points, and the line of the target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Smaller models in words: what was chosen, what each takes and is worth, and why not the others."""
+"""The text about smaller models: the chosen model, the size and quality of each, and why the others were rejected."""
 
 from __future__ import annotations
 

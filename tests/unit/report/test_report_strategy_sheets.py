@@ -1,4 +1,4 @@
-"""Fine-tuning strategies in words: which fit, what each needs, what it changes."""
+"""The text about fine-tuning strategies: which fit, which memory each needs, and which change the training."""
 
 import shlex
 

@@ -1,4 +1,4 @@
-"""The line that says what is being done and for how long, drawn by a program of its own."""
+"""The line with the current stage and its duration, drawn by a separate program."""
 
 import re
 import subprocess
@@ -35,7 +35,7 @@ def started():
 
 
 def seconds_said(process, stage):
-    """The seconds of a stage, as they are drawn, and what else was drawn until then."""
+    """Return the first seconds drawn for a stage, and all text drawn so far."""
     text = ""
     while len(found := re.findall(rf"{stage}  (\d+\.\d) s", text)) < 3:
         text += process.stderr.read1().decode()
@@ -70,6 +70,6 @@ def test_ctrl_c_is_for_the_process_that_works(started):
 def test_a_terminal_that_is_gone_is_no_error(started):
     started.stderr.read1()
     started.stderr.close()
-    time.sleep(0.3)  # it draws
+    time.sleep(0.3)  # long enough for the line to be drawn
     started.stdin.close()
     assert started.wait(LONGEST_SECONDS) == 0

@@ -1,4 +1,4 @@
-"""What a step refuses, and what it does not."""
+"""Trainings that a step refuses, and trainings that it accepts."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_optimizer_of_a_part_of_the_model_or_of_more_than_it_passes():
 
 @pytest.mark.parametrize(("precision", "kind"), [("bf16", "cpu"), ("fp16", "cpu"), ("fp32", "cpu"), ("bf16", "cuda")])
 def test_where_autocast_runs_no_lstm_half_precision_is_refused(precision, kind, monkeypatch):
-    """As on processors without AVX-512."""
+    """Processors without AVX-512 behave like this."""
     monkeypatch.setattr("plimsoll.step.checks.lstm_fault", lambda model, dtype: f"no {dtype} kernels")
     model = nn.LSTM(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
@@ -151,7 +151,7 @@ def test_a_loss_of_the_users_needs_units():
 
 
 def test_under_fp16_an_optimizer_of_some_parameters_is_refused():
-    """The others' gradients would stay scaled by up to 2^16, and be clipped together with the unscaled ones."""
+    """Gradients of other parameters would stay scaled by up to 2^16, and be clipped together with unscaled ones."""
     some = torch.optim.SGD([MODEL.weight], lr=0.1)
     refuse(MODEL, some, "fp32", None)
     refuse(MODEL, some, "bf16", None)
@@ -180,7 +180,7 @@ def test_distributed_data_parallel_is_refused_with_the_reason():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_loss_that_is_no_number_is_of_the_step_that_was_begun(value):
-    """The rate that is told is that of the first group."""
+    """The error reports the learning rate of the first parameter group."""
     groups = [{"params": [MODEL.weight], "lr": 0.1}, {"params": [MODEL.bias], "lr": 0.3}]
     workload = Workload(MODEL, torch.optim.SGD(groups, lr=0.2), lambda *_: None, "samples")
     refuse_non_finite("loss", 1e30, workload, Position(step=5))
@@ -195,7 +195,7 @@ def test_a_batch_without_a_target_is_refused():
 
 
 class OfTwo(Ranks):
-    """One of two ranks, as far as it is asked here."""
+    """One of two ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""What all do or none: here one process, and a stand-in for a rank whose peer failed; real ranks in tests/numerics."""
+"""Work that all ranks complete, or none.
+
+Here a stand-in plays a rank whose peer failed; tests/numerics has real ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from plimsoll.step.oom_boundary import Position
 
 
 class WithPeer(Ranks):
-    """The first of several, whose peers' memory has run out or not."""
+    """The first of several ranks, whose peers ran out of memory or did not."""
 
     def __init__(self, *peer_events: OomEvent | None) -> None:
         super().__init__()

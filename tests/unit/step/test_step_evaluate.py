@@ -1,4 +1,4 @@
-"""An evaluation counts each sample once, in as large micro-batches as fit, and leaves the training as it was."""
+"""An evaluation counts each sample once, in micro-batches as large as fit, and does not change the training."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from workloads import mean_square
 
 
 def line_through(num_samples):
-    """y = 2x for x = 1, 2, ...: with the weight 0 the losses of the samples are 4, 16, 36, 64, 100."""
+    """Return samples of y = 2x for x = 1, 2, ...: with weight 0 their losses are 4, 16, 36, 64, 100."""
     x = torch.arange(1.0, num_samples + 1).unsqueeze(1)
     return {"x": x, "y": 2 * x}
 
@@ -25,7 +25,7 @@ def step_of(**options):
 
 
 def test_evaluation_by_hand():
-    """The mean of the five is 44, however they are batched."""
+    """The mean of the five losses is 44 for all batch sizes."""
     step = step_of()
     data = line_through(5)
     batches = [{name: values[start : start + 2] for name, values in data.items()} for start in (0, 2, 4)]
@@ -51,7 +51,7 @@ def test_there_must_be_something_to_evaluate():
 
 
 def test_a_batch_that_runs_out_of_memory_is_evaluated_again_in_micro_batches():
-    """8 samples fail, of the two micro-batches of 4 the second fails, then four of 2 go through."""
+    """A batch of 8 samples fails, then the second micro-batch of 4; four micro-batches of 2 succeed."""
     step = step_of()
     with armed("evaluation", 1, 3):
         evaluation = step.evaluate([line_through(8)])
@@ -139,7 +139,7 @@ def test_memory_that_runs_out_below_the_bound_is_cut_further():
 
 
 class Masked(nn.Module):
-    """Makes a mask in its first forward, and keeps it: as many modules do."""
+    """A module that makes a mask in its first forward and keeps it, as many modules do."""
 
     def __init__(self):
         super().__init__()

@@ -54,7 +54,7 @@ def test_the_environment_counts_from_the_first_passage(monkeypatch):
 
 def test_the_environment_arms_several_points(monkeypatch):
     monkeypatch.setenv("PLIMSOLL_FAILPOINTS", "copy@1,copy@3,clip@2")
-    with armed("copy"), armed("clip"):  # disarms what the environment adds
+    with armed("copy"), armed("clip"):  # disarms the points that the environment adds
         arm_from_environment()
         assert passages_that_fail("copy", 4) == [1, 3]
         assert passages_that_fail("clip", 4) == [2]
@@ -75,6 +75,6 @@ def test_an_entry_of_another_form_is_refused(monkeypatch, entry):
 
 @pytest.mark.long
 def test_a_training_process_is_armed_by_its_environment(finished):
-    """The run was started with ``backward@2``; each of its two steps passes there once."""
+    """The run was started with ``backward@2``, and each of its two steps passes this point once."""
     events = [line for line in RunDirectory(finished.path).lines() if isinstance(line, OomEvent)]
     assert [(event.phase, event.step, event.requested_bytes) for event in events] == [("backward", 2, 1 << 60)]

@@ -1,4 +1,4 @@
-"""The fallbacks of a plan on a live training: which techniques are installed, and what an OOM changes."""
+"""The fallbacks of a plan on a live training: the installed techniques, and the effect of an OOM."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ CASE, WITH_BATCH_NORM = CASES[0], CASES[3]
 
 
 class Noted(Technique):
-    """A technique that writes down what is done with it, and runs out of memory as often as it is told."""
+    """A technique that records its calls, and runs out of memory `num_failures` times."""
 
     numerics = "bitwise"
 
@@ -51,7 +51,7 @@ class Noted(Technique):
 
 @pytest.fixture
 def notes(monkeypatch):
-    """What was done with the techniques `noted` and `lasting`; the latter is for the run."""
+    """Return the list of calls of the techniques `noted` and `lasting`; the latter is for the whole run."""
     found = []
     for name in ("lasting", "noted"):
         monkeypatch.setitem(TECHNIQUES, name, Noted(name, found, is_for_the_run=name == "lasting"))
@@ -171,7 +171,7 @@ def test_out_of_memory_installs_the_next_level_and_loses_nothing(notes, phase, c
 
 
 def test_out_of_memory_in_the_update_takes_another_level_and_not_another_micro_batch(notes):
-    """At once, then in pieces, which are halved to one parameter that fails twice; then all of it once more."""
+    """The whole update fails, then halved chunks down to one parameter, which fails twice; then all of it again."""
     step = step_with(configuration(8, 0), configuration(4, 0), configuration(8, 1))
     with armed("optimizer", *range(1, 17)):  # 28 parameters at once, then 28, 14, 7, 4, 2, 1, 1; twice
         results = run(step)
@@ -188,9 +188,13 @@ def test_out_of_memory_in_the_update_takes_another_level_and_not_another_micro_b
     ("failed", "changes", "is_last_resort"),
     [
         (0, {}, False),
-        (1, {}, True),  # what follows is the last
+        (1, {}, True),  # the next fallback is the last
         (0, {"phase": "optimizer"}, True),  # no smaller micro-batch would help
-        (0, {"family": "cuda", "requested_bytes": 2, "live_bytes": 3, "reserved_bytes": 5}, True),  # there, in holes
+        (
+            0,
+            {"family": "cuda", "requested_bytes": 2, "live_bytes": 3, "reserved_bytes": 5},
+            True,
+        ),  # the memory is free, but fragmented
     ],
 )
 def test_the_device_gives_back_all_it_can_where_less_would_not_help(failed, changes, is_last_resort):
@@ -341,7 +345,7 @@ FALLING = [
 
 
 def large_states(step):
-    """The tensors of the optimizer's states that are worth moving: objects, kept alive."""
+    """Return the optimizer's state tensors with more than one element."""
     states = step.workload.optimizer.state.values()
     return [value for state in states for value in state.values() if value.numel() > 1]
 
@@ -353,7 +357,7 @@ def require_the_same_objects(some, others):
 
 @contextmanager
 def failing(name, num_times):
-    """Memory runs out in the next installations of a technique, when it has done its work."""
+    """Make the next installations of a technique run out of memory at their end."""
     technique, left = TECHNIQUES[name], [None] * num_times
 
     class Failing:
@@ -380,7 +384,7 @@ def test_states_in_a_file_stay_there_from_level_to_level_and_back():
     step(CASE.batches()[0])
     states = large_states(step)
     for fallen_to, batch in zip((1, 2), CASE.batches()[1:NUM_STEPS], strict=True):
-        with armed("forward", 1, 2):  # what held is tried once more
+        with armed("forward", 1, 2):  # the size that fitted is tried once more
             assert step(batch).fallback == fallen_to
         require_the_same_objects(states, large_states(step))
     require_plain_weights(step)
@@ -395,7 +399,7 @@ def test_states_in_a_file_stay_there_from_level_to_level_and_back():
 @pytest.mark.parametrize("name", ["checkpointing", "parameter_offload"])
 @pytest.mark.parametrize("num_failures", [1, 2])
 def test_memory_that_runs_out_while_levels_change_moves_no_states_and_loses_nothing(name, num_failures):
-    """Once: the level is tried again. Twice: the next is taken, and the last has no next."""
+    """After one failure the level is tried again; after two, the next level is used, unless it is the last."""
     step = step_with(*FALLING, (micro_batch_choice(8), OFFLOAD, PARAMETERS))
     step(CASE.batches()[0])
     states = large_states(step)

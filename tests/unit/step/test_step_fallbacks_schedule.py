@@ -1,6 +1,4 @@
-"""The fallback schedule that a batch gets: of the fallbacks of a plan, or of its own samples, with what is known of
-limits.
-"""
+"""The fallback schedule of a batch: from the fallbacks of a plan, or from its samples and the known limits."""
 
 from __future__ import annotations
 

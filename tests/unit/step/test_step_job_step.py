@@ -1,4 +1,4 @@
-"""The step of a job: what it takes over from the job."""
+"""The step of a job, and the settings that it takes from the job."""
 
 from contextlib import nullcontext
 
@@ -49,7 +49,7 @@ def test_ranks_share_the_batch_and_the_first_has_most():
 
 
 def test_what_is_given_takes_the_place_of_what_the_job_would_make():
-    """A loss, as that of a teacher is one, and where it stands."""
+    """A given loss (such as one with a teacher), position and backend replace the defaults of the job."""
     job = Job.from_fields({"model": "lstm", "data": "nowhere.txt", "sequence_length": 64})
     model, position = nn.Linear(2, 2), Position(step=7)
     optimizer = torch.optim.SGD(model.parameters())

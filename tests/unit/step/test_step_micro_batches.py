@@ -58,7 +58,7 @@ def test_a_part_without_a_target_has_no_micro_batches(micro_batch):
 
 
 def texts_of(*lengths):
-    """Texts of so many tokens in 16 columns; the one in the third place, if there is one, has no target."""
+    """Return texts of the given lengths in tokens, in 16 columns. The third text, if any, has no target."""
     mask = torch.arange(16).expand(len(lengths), 16) < torch.tensor(lengths)[:, None]
     labels = torch.where(mask, 1, -100)
     labels[2:3] = -100
@@ -76,7 +76,7 @@ def texts_of(*lengths):
 def test_texts_of_alike_length_are_a_micro_batch_without_the_padding_of_longer_ones(
     lengths, micro_batch, shares, numbers, columns
 ):
-    """Of 64 tokens that all ranks have."""
+    """All ranks together have 64 tokens."""
     workload, batch = replace(WORKLOAD, hooks=BY_LENGTH), texts_of(*lengths)
     micro_batches = list(
         weighted_micro_batches(batch, micro_batch, shape_of(batch, workload), workload, total_units=64)
@@ -98,11 +98,11 @@ def test_texts_of_alike_length_are_a_micro_batch_without_the_padding_of_longer_o
 def test_where_more_short_texts_make_a_pass_each_counts_as_a_full_one(changes, elements_per_sample):
     workload = replace(WORKLOAD, **changes)
     assert shape_of(texts_of(16, 8, 16), workload) == Shape(3, 24, elements_per_sample)
-    assert shape_of({"labels": LABELS}, workload) == Shape(3, 3, 2)  # nothing says how long these are
+    assert shape_of({"labels": LABELS}, workload) == Shape(3, 3, 2)  # the lengths of these are unknown
 
 
 class Of(Ranks):
-    """One of two, of which the other has this shape."""
+    """One of two ranks; the other one has the given shape."""
 
     def __init__(self, other):
         super().__init__()
@@ -127,7 +127,7 @@ def test_a_pass_computes_in_the_precision_of_the_workload(precision, dtype):
 
 
 class Lending(Ranks):
-    """One of two, of which the other has this sample."""
+    """One of two ranks; the other one has the given sample."""
 
     def __init__(self, other: object) -> None:
         super().__init__()

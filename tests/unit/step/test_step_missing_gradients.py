@@ -1,4 +1,4 @@
-"""Parameters that no gradient reaches are said with their cause, and those that only wait are not."""
+"""Parameters that no gradient reaches are reported with the cause; parameters that only wait for one are not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plimsoll.step.failpoints import armed
 
 
 class Net(nn.Module):
-    """Two blocks and a head over an embedding that is not trained; ``how`` is how the blocks are run."""
+    """Two blocks and a head on a frozen embedding; ``how`` runs the blocks."""
 
     def __init__(self, how: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_a_training_in_which_all_get_gradients_is_left_alone(micro_batch: int | 
 
 
 def test_a_branch_that_is_not_taken_yet_has_more_time_than_a_head_that_nothing_uses():
-    """An expert without tokens, beside one that has had some."""
+    """The case is an expert that has no tokens yet, while another expert has some."""
     taken = [0]
 
     class Experts(Net):

@@ -48,7 +48,7 @@ def test_numpy_and_python_run_out_of_memory_too():
 
 @pytest.fixture
 def without_collector():
-    """So that nothing but the boundary can free what the failed frames held."""
+    """Disable the garbage collector, so that only the boundary can free the tensors of the failed frames."""
     gc.disable()
     yield
     gc.enable()

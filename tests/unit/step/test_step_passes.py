@@ -1,4 +1,4 @@
-"""Micro-batches add their parts to the gradients, phase by phase."""
+"""Micro-batches accumulate their parts of the gradients, phase by phase."""
 
 import pytest
 import torch

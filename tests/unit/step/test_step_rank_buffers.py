@@ -1,4 +1,4 @@
-"""What ranks tell each other of their buffers; that streams go on so is in `tests/end_to_end/test_rank_jobs.py`."""
+"""Buffers that ranks exchange. `tests/end_to_end/test_rank_jobs.py` tests that streams continue with them."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from plimsoll.step.rank_buffers import own_slots, share_slots, share_statistics
 
 
 class OfThree(Ranks):
-    """One of three, of which the first says 7 and the others together add 100."""
+    """One of three ranks; the first one broadcasts 7, and the others together add 100."""
 
     def __init__(self, rank):
         super().__init__()
@@ -29,9 +29,7 @@ class OfThree(Ranks):
 
 
 def test_each_stream_slot_is_given_by_the_rank_that_has_it():
-    """Two windows of five stream slots; every rank has something in every stream slot, also in those that it had
-    before.
-    """
+    """There are two windows of five stream slots, and every rank has old values in all slots."""
     states = torch.arange(1.0, 11.0).reshape(2, 5, 1)
     parts = [own_slots(states * (rank + 1), OfThree(rank)) for rank in range(3)]
     assert parts[1][0, :, 0].tolist() == [0, 4, 0, 0, 10]
@@ -39,7 +37,7 @@ def test_each_stream_slot_is_given_by_the_rank_that_has_it():
 
 
 def model_with_buffers():
-    """All its buffers are 3."""
+    """Return a model with all buffers filled with 3."""
     model = nn.Sequential(nn.BatchNorm1d(2), CarriedState(nn.GRU(1, 1), 4))
     model.register_buffer("ramp", torch.ones(2))
     model[0].after = nn.Module()  # somebody's own, below BatchNorm's
@@ -64,7 +62,7 @@ def test_running_statistics_become_those_of_the_first_rank_and_no_other_buffer_d
 
 
 def test_the_state_of_one_stream_is_spread_to_all_slots():
-    """The second of three has the second of four stream slots."""
+    """The second of three ranks owns the second of four stream slots."""
     model = model_with_buffers()
     share_slots(model, OfThree(1))
     assert model[1].training_state[:, :, 0, 0, 0].tolist() == [[100, 103, 100, 100]] * 2

@@ -1,4 +1,7 @@
-"""The fallback schedule, step by step and by hand; ten elements per sample unless a test says otherwise."""
+"""The fallback schedule, step by step, with hand-computed values.
+
+Samples have ten elements unless a test sets another number.
+"""
 
 import json
 
@@ -53,7 +56,7 @@ def test_sizes_that_do_not_go_down_are_refused(sizes):
 
 
 def in_force_of(fallback_schedule):
-    """In samples, as is what the functions below take and return: these schedules have one level."""
+    """Return the current size in samples. The functions below use samples, too: these schedules have one level."""
     return fallback_schedule.sizes[fallback_schedule.in_force].samples
 
 
@@ -75,7 +78,7 @@ def choose(fallback_schedule, elements_per_sample):
 
 
 def descended(grow_after=3):
-    """A fallback schedule that failed at 8 samples (80 elements) in its first step and stands at 4."""
+    """Return a fallback schedule that failed at 8 samples (80 elements) in its first step and now uses 4."""
     fallback_schedule = FallbackSchedule((8, 4, 2, 1), grow_after)
     assert failed(fallback_schedule, 8, 80) == 4
     return fallback_schedule
@@ -115,7 +118,7 @@ def test_the_known_limit_counts_elements_and_not_samples():
     fallback_schedule = descended(grow_after=1)
     held(fallback_schedule, 40)
     assert choose(fallback_schedule, 10) == 4  # 8 x 10 failed
-    assert choose(fallback_schedule, 9.9) == 8  # 79.2 elements are less than what failed
+    assert choose(fallback_schedule, 9.9) == 8  # 79.2 elements are fewer than the 80 that failed
 
 
 def test_the_next_larger_size_is_taken_after_clean_steps_one_fallback_at_a_time():
@@ -141,7 +144,7 @@ def test_a_failure_begins_the_count_of_clean_steps_anew():
 
 
 def test_a_limit_at_which_a_step_holds_after_all_was_none():
-    """The smallest size failed twice while something else had the memory; it is not the size for good."""
+    """The smallest size failed twice while another program used the memory; later steps use larger sizes again."""
     fallback_schedule = FallbackSchedule((2, 1), grow_after=1)
     assert [failed(fallback_schedule, 2, 20), failed(fallback_schedule, 1, 10), failed(fallback_schedule, 1, 10)] == [
         1,
@@ -184,7 +187,7 @@ def test_a_failure_of_a_later_fallback_leaves_the_one_in_force():
     held(fallback_schedule, 8)
     failed(fallback_schedule, 8, 240)
     fallback_schedule.start_at(8)
-    assert choose(fallback_schedule, 60) == 2  # 4 x 60 is what failed
+    assert choose(fallback_schedule, 60) == 2  # 4 x 60 elements have failed
     assert failed(fallback_schedule, 2, 120) == 1
     assert in_force_of(fallback_schedule) == 8
 
@@ -267,7 +270,7 @@ def test_what_killed_is_not_forgotten_before_the_first_batch():
 
 
 def test_a_checkpoint_from_before_deaths_were_kept_can_be_read():
-    """And from before there were levels: then one number was the limit of all."""
+    """This includes checkpoints from before levels existed, with one limit for all of them."""
     state = {"size": 4, "num_clean_steps": 0, "held_elements": 0, "failed_elements": 80}
     fallback_schedule = FallbackSchedule((8, 4, 2, 1))
     fallback_schedule.load_state_dict(state)
@@ -308,7 +311,7 @@ def test_it_goes_from_fallback_to_fallback_and_on_to_the_next_level():
 
 
 def test_a_small_batch_skips_fallbacks_that_would_not_cut_it():
-    """3 samples: a pass of 4 or 8 has them all; of level 1 and 2 both fallbacks are new."""
+    """A pass of 4 or 8 holds all 3 samples, so only the other fallbacks change anything."""
     fallback_schedule = FallbackSchedule(LEVELS)
     assert [
         fallback_schedule.failed(0, 3, 30),
@@ -413,9 +416,7 @@ def test_the_state_of_a_plan_with_other_levels_is_taken_as_far_as_it_goes():
 
 
 def test_after_a_death_at_a_fallback_no_earlier_one_is_taken_with_as_much():
-    """Configuration 2 killed at 10 elements a sample: fallbacks 0 and 1 need more than it, also where nothing is known
-    of them.
-    """
+    """Fallback 2 was killed at 10 elements per sample. Fallbacks 0 and 1 need more, even without records of them."""
     fallback_schedule = FallbackSchedule(LEVELS, grow_after=1)
     fallback_schedule.load_state_dict(json.loads(json.dumps(state_after_death(None, LEVELS[3], too_large_fallback=2))))
     chosen = []
@@ -452,7 +453,7 @@ NEEDS = tuple(FIXED + size.samples * 10 * (1, 0.1, 0.05)[size.level] for size in
 
 
 def steps_with(fallback_schedule, lengths, limit_bytes, spoiled=(), real=1.0):
-    """The fallbacks with which steps went through; a spoiled one runs out of memory once though there is room."""
+    """Return the fallbacks of successful steps; steps in `spoiled` run out of memory once although it suffices."""
     done = []
     for number, length in enumerate(lengths):
         fallback, fails = fallback_schedule.choose(length), number in spoiled
@@ -471,7 +472,7 @@ def steps_with(fallback_schedule, lengths, limit_bytes, spoiled=(), real=1.0):
 
 
 def test_after_an_event_the_fastest_fallback_that_fits_by_what_was_measured_is_taken():
-    """The first needs 1.5 times its growth: 190 where there are 150, so that of 160 x 150 / 190 is left."""
+    """The first needs 1.5 times its growth, which is 190 of 150 bytes, so the fallback for 160 x 150 / 190 is taken."""
     fallback_schedule = FallbackSchedule(OF_A_PLAN, needs=NEEDS)
     assert steps_with(fallback_schedule, [10], limit_bytes=150, real=1.5) == [1]
     far_over = FallbackSchedule(OF_A_PLAN, needs=NEEDS)
@@ -486,7 +487,7 @@ def test_after_an_event_the_fastest_fallback_that_fits_by_what_was_measured_is_t
 
 @pytest.mark.parametrize("needs", [NEEDS, ()])
 def test_after_one_event_the_size_is_back_within_ten_steps(needs):
-    """Something else took the memory for a moment: by the measured peaks there is room for the first fallback."""
+    """Another program took memory for a moment: by the measured peaks, the first fallback fits."""
     sizes = OF_A_PLAN if needs else (16, 8, 4)
     done = steps_with(FallbackSchedule(sizes, needs=needs), [10] * 12, limit_bytes=300, spoiled=[0])
     assert done[0] > 0
@@ -499,7 +500,7 @@ def test_where_there_is_no_room_the_size_that_failed_is_left_alone():
 
 
 def test_a_larger_size_that_was_tried_in_vain_waits_four_times_as_long():
-    """Measured peaks say that there is room, and each time there is none: after 3, 12 and 48 more clean steps."""
+    """Measured peaks promise enough memory, but each try fails: after 3, 12 and 48 more clean steps."""
     fallback_schedule, tries = FallbackSchedule((16, 8), grow_after=1000), []
     fallback_schedule.failed(0, 16, 160, ran_out=RanOut(1000, 900))
     for number in range(70):
@@ -512,7 +513,7 @@ def test_a_larger_size_that_was_tried_in_vain_waits_four_times_as_long():
 
 
 def test_a_batch_of_long_texts_that_comes_first_does_not_bind_short_ones():
-    """8 samples of 256 tokens hold, so 16 of 32 do: they are whole at once, and the next long batch is cut."""
+    """8 samples of 256 tokens fit, so 16 of 32 do: these stay whole at once, and the next long batch is cut."""
     fallback_schedule = FallbackSchedule((16, 8, 4), grow_after=1000)
     done = steps_with(fallback_schedule, [256, *[32] * 5, 256, 32], limit_bytes=FIXED + 8 * 256)
     assert done == [1, *[0] * 5, 1, 0]
@@ -527,6 +528,6 @@ def test_free_memory_is_asked_for_only_after_an_event_and_below_the_first_fallba
     fallback_schedule = FallbackSchedule((16, 8))
     assert not fallback_schedule.is_lowered
     fallback_schedule.start_at(8)
-    assert not fallback_schedule.is_lowered  # that is what was begun with
+    assert not fallback_schedule.is_lowered  # this is the size that training started with
     fallback_schedule.failed(1, 8, 80, ran_out=RanOut(100, 100))
     assert fallback_schedule.is_lowered

@@ -1,4 +1,4 @@
-"""What a step says of itself, and of what it met on its way."""
+"""The result of a step, and the events that it records."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A step is done again only where that is the same step: two passes from the same state must come to the same."""
+"""A step is only retried if the retry is the same step: two passes from the same state must give the same result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_out():
 
 
 class Net(nn.Module):
-    """Adds to its output what ``noise`` returns."""
+    """A network that adds the value of ``noise()`` to its output."""
 
     def __init__(self, noise=lambda: 0.0):
         super().__init__()
@@ -38,12 +38,12 @@ def batch_of(seed=0, num_samples=8):
 
 
 def step_of(model, fails=(), **options):
-    """A step whose loss runs out of memory in those of its calls that are not from a check (they have 8 samples)."""
+    """Return a step whose loss runs out of memory in the calls `fails`; calls without 8 samples are checks."""
     calls = itertools.count()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     class Loss:
-        __module__ = "torch"  # not looked into: what it counts stays
+        __module__ = "torch"  # objects of torch are not searched, so its counter is not restored
 
         def __call__(self, model, batch):
             loss = nn.functional.cross_entropy(model(batch["x"]), batch["y"])
@@ -55,7 +55,7 @@ def step_of(model, fails=(), **options):
 
 
 class Hidden:
-    """Counts where nothing looks: in the length of a file in memory."""
+    """An object that counts in the length of an in-memory file, where no search looks."""
 
     def __init__(self):
         self._file = io.BytesIO()
@@ -82,7 +82,7 @@ def test_a_model_whose_state_is_seen_is_retried_without_a_word():
 
 
 def test_the_check_leaves_nothing_behind():
-    """Weights are those of the plain loop, dropout's masks included."""
+    """The weights equal the weights of a plain loop, so the dropout masks are equal, too."""
 
     def trained(train):
         torch.manual_seed(0)
@@ -274,7 +274,7 @@ def test_state_that_passes_change_is_put_back_although_failures_changed_it():
 
 
 def test_where_there_was_no_memory_to_compare_it_is_said_and_done_in_the_next_step():
-    """The state that the first pass has moved by then cannot be named yet."""
+    """The state that the first pass has changed cannot be named at that time."""
     torch.manual_seed(0)
     hidden, fails = Hidden(), [True]
 
@@ -303,7 +303,7 @@ def test_a_failed_undo_is_tried_again_and_then_says_that_the_step_is_torn():
 
 
 def test_gradients_that_are_not_the_steps_stay_as_they_are():
-    """Of a tensor that a loop updates by itself, for example."""
+    """An example is a tensor that the user's loop updates."""
     torch.manual_seed(0)
     model, delta = Net(), torch.zeros(4, requires_grad=True)
     delta.grad = torch.ones(4)

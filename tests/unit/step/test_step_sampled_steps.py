@@ -1,4 +1,4 @@
-"""Steps are checked ever more rarely."""
+"""Steps are checked at growing intervals."""
 
 from plimsoll.step.sampled_steps import SampledSteps
 

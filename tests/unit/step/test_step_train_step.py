@@ -1,4 +1,7 @@
-"""What a step returns, refuses and remembers; that it is a transaction is in tests/numerics/test_transaction.py."""
+"""The results and errors of a step, and its state from step to step.
+
+tests/numerics/test_transaction.py tests that a step is a transaction.
+"""
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from workloads import mean_square
 
 
 def line_through(num_samples=4):
-    """y = 2x for x = 1, 2, ...: with the weight 0 and no bias the loss is the mean of (2x)^2."""
+    """Return samples of y = 2x for x = 1, 2, ...: with weight 0 and no bias, the loss is the mean of (2x)^2."""
     x = torch.arange(1.0, num_samples + 1).unsqueeze(1)
     return {"x": x, "y": 2 * x}
 
@@ -111,7 +114,7 @@ def test_unless_it_is_said_a_cut_batch_grows_again_after_50_clean_steps():
 
 
 def test_a_batch_that_was_cut_for_one_event_is_whole_again_after_three_clean_steps():
-    """The measured peak of the smaller micro-batches leaves memory free: what was asked for once was absurd."""
+    """The measured peak of the smaller micro-batches leaves memory free, so the one huge request is ignored."""
     step = step_of(lr=0.0)
     with armed("forward", 1):
         step(line_through())
@@ -190,7 +193,7 @@ def test_schedule_and_scaler_go_on_where_both_have_one(before, after):
 
 
 def infinite_for(num_steps):
-    """A loss whose gradients are not finite in the first steps, while it is finite itself."""
+    """Return a finite loss with non-finite gradients in the first steps."""
     passes = []
 
     def loss(model, batch):
@@ -202,7 +205,7 @@ def infinite_for(num_steps):
 
 
 def test_an_update_that_a_scaler_skips_is_a_step_without_one():
-    """The learning rate of the schedule stays for the one that is done."""
+    """The schedule keeps its learning rate for the next update that happens."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -216,7 +219,7 @@ def test_an_update_that_a_scaler_skips_is_a_step_without_one():
 
 
 def test_gradients_that_no_scale_makes_finite_end_the_training():
-    """From 65536 the scale is halved until it is less than 1, which is after 17 steps; in fp32 there is none."""
+    """From 65536 the scale is halved until it is less than 1, which takes 17 steps. fp32 has no scale."""
     for precision, num_steps in (("fp32", 0), ("fp16", 17)):
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -1,4 +1,4 @@
-"""The registry and how a set of techniques is put to work: in order, and wholly or not at all."""
+"""The registry, and the installation of a set of techniques: in order, and completely or not at all."""
 
 import sys
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ SETTING = Setting("cpu", batch_size=4)
 
 
 class Noted(Technique):
-    """A technique that writes down what is done with it."""
+    """A technique that records its calls."""
 
     def __init__(self, name, notes, fails=False):
         self.name, self.notes, self.fails = name, notes, fails
@@ -47,7 +47,7 @@ def workload():
 
 @pytest.fixture
 def notes(monkeypatch):
-    """What was done with `first`, `second` and `failing`, which are registered in this order."""
+    """Register `first`, `second` and `failing`, in this order, and return the list of their calls."""
     found = []
     for name in ("first", "second", "failing"):
         monkeypatch.setitem(TECHNIQUES, name, Noted(name, found, fails=name == "failing"))
@@ -84,7 +84,7 @@ def test_they_are_taken_back_where_the_block_fails(workload, notes):
 
 
 def test_a_technique_that_does_not_exist_is_named_before_anything_is_installed(workload, notes):
-    """As in a plan that another version wrote."""
+    """A plan of another version may contain one."""
     with pytest.raises(InputError, match="there is no technique `fist`"), installed(workload, choices("first", "fist")):
         raise AssertionError("it was installed")
     assert notes == []
@@ -101,7 +101,7 @@ def test_the_first_conflict_names_its_choice(workload, notes):
 
 @pytest.fixture
 def brought(tmp_path, monkeypatch):
-    """Have another package bring a technique by some lines of Python; what there is, is then looked for again."""
+    """Return a function that installs a package whose program provides a technique; the registry is then rebuilt."""
 
     def bring(program, entry="rests = brought_by_a_test:Rests"):
         monkeypatch.syspath_prepend(tmp_path)

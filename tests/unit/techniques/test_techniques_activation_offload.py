@@ -1,4 +1,4 @@
-"""What backward needs off the device: the same bits, less memory, and nothing left of it."""
+"""Offloaded activations: the same bits, less memory, and no trace afterwards."""
 
 import gc
 import weakref
@@ -29,12 +29,12 @@ BOTH = pytest.mark.parametrize("choice", [DISK, HOST], ids=str)
 
 @pytest.fixture
 def all_sizes(monkeypatch):
-    """Small models have small activations."""
+    """Offload tensors of all sizes, because small models have small activations."""
     monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1)
 
 
 class Kept:
-    """Counts what is kept away, as it is made."""
+    """A record of all offloaded tensors as they are created."""
 
     def __init__(self, monkeypatch):
         self.made, original = [], activation_offload._Kept.__init__
@@ -81,7 +81,7 @@ def test_three_steps_are_those_of_plain_pytorch(case, choice, monkeypatch):
 
 
 class Net(nn.Module):
-    """Saves the input of each layer and of each tanh; 64 x 256 floats are 64 KiB."""
+    """A model that saves the input of each layer and tanh: 64 x 256 floats, which are 64 KiB."""
 
     def __init__(self, checkpointed=False, num_layers=6):
         super().__init__()
@@ -102,7 +102,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
 @pytest.mark.usefixtures("all_sizes")
 def test_gates_that_are_changed_in_place_one_by_one_are_kept_as_they_are(layer, choice):
-    """torch's cells on the CPU chunk the gates so that each counts its own versions."""
+    """CPU cells of torch split the gates into chunks with separate version counters."""
     torch.manual_seed(0)
     model, x = layer(6, 8), torch.randn(9, 3, 6)
     packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([9, 5, 2]))
@@ -328,7 +328,7 @@ def test_a_sentence_says_why_not():
 
 
 def one_pass(choice, place, model, x):
-    """Forward and backward, recorded."""
+    """Record a forward and backward pass."""
     workload = workload_of(model, loss=net_loss)
     place.know_model(model)
     place.step = 1

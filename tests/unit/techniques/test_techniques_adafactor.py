@@ -1,4 +1,4 @@
-"""Adafactor: the plain PyTorch training with it, nearly no states, and the user's optimizer back afterwards."""
+"""Adafactor: the same training as in plain PyTorch, tiny states, and the user's optimizer restored afterwards."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_there_is_a_choice_also_where_it_is_not_allowed():
     assert "allow: [adafactor]" in adafactor.conflicts(CHOICE, (), workload, forbidden)
     assert adafactor.conflicts(CHOICE, (), workload, ALLOWED) is None
     workload.optimizer = torch.optim.SGD(model.parameters())
-    assert "stands in for Adam and AdamW" in adafactor.choices(workload, ALLOWED)
+    assert "replaces Adam and AdamW" in adafactor.choices(workload, ALLOWED)
 
 
 @pytest.mark.parametrize("fails", [(), (1,), (40,)])
@@ -45,7 +45,7 @@ def test_a_training_with_it_is_the_plain_one_with_it_also_after_an_oom_in_the_up
         for batch in case.batches():
             step(batch)
     plain_model, _ = case.fresh()
-    # The absolute step that `eps` gives is Adam's meaning of the learning rate.
+    # With this `eps` the learning rate is an absolute step, as in Adam.
     plain = torch.optim.Adafactor(plain_model.parameters(), lr=1e-2, weight_decay=1e-2, eps=(None, 1.0))
     plain_loop(case, plain_model, plain, [8] * 4)
     found = weights_of(model, step.workload.optimizer)
@@ -55,7 +55,7 @@ def test_a_training_with_it_is_the_plain_one_with_it_also_after_an_oom_in_the_up
 
 @pytest.mark.parametrize("rms", [1e-4, 0.02, 1.0])
 def test_a_step_is_as_long_as_adams_whatever_the_size_of_the_weights(rms):
-    """The first step of either is the learning rate times the sign of the gradient, whose moments are its square."""
+    """The first step of both optimizers is the learning rate times the sign of the gradient."""
     moved = []
     for choices in ([], [CHOICE]):
         weight = nn.Parameter(torch.full((4, 4), rms))
@@ -95,7 +95,7 @@ def state_bytes(trace):
 
 @pytest.mark.parametrize("lowering", [CpuLowering(), CudaLowering((8, 6))], ids=lambda one: one.name)
 def test_its_states_are_as_large_as_predicted(lowering):
-    """A matrix of n x m has n + m numbers, a vector its own size; counts of steps are 4 bytes each, on the host."""
+    """An n x m matrix has n + m elements of state, a vector its own size. Step counts have 4 bytes, on the host."""
     texts = TextSketch(vocab_size=300, num_labels=None, end_id=0)
     trace = dry_run_job(job(allow="adafactor"), texts, lowering, FALLBACK)
     case = CASES[2]

@@ -1,4 +1,4 @@
-"""An adaptive softmax for the run: what is trained and saved meanwhile, what is refused, and that all is put back."""
+"""An adaptive softmax for the run: the trained and saved weights, refused models, and restoration."""
 
 import pytest
 import torch
@@ -164,7 +164,7 @@ def test_what_is_saved_meanwhile_is_loaded_as_it_then_is(tmp_path):
 
 
 def test_the_loss_does_not_depend_on_the_cut():
-    """Also where a micro-batch has no rare word, and a sample no label."""
+    """This includes a micro-batch without rare words, and a sample without labels."""
     batch = batch_of()
     batch["input_ids"][:2] %= 40
     batch["labels"] = batch["input_ids"].clone()

@@ -1,4 +1,4 @@
-"""The CUDA allocator's settings: what is offered, what clashes, and that the prediction counts them."""
+"""The settings of the CUDA allocator: choices, conflicts, and their part in the prediction."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_what_cannot_be_is_refused(asked, setting, reason):
 
 
 def test_what_is_simulated_with_them_reserves_less():
-    """Of 20 MiB two blocks of 7 fill 14: twelve take six allocator_settings, or 84 MiB of pages of 20."""
+    """Two blocks of 7 MiB fill 14 of a 20 MiB segment: twelve need six segments, or 84 MiB in pages of 20 MiB."""
     deltas = [(number, 7 * MIB) for number in range(12)]
     plain, grown = (replay(deltas, CachingAllocator(allocator_rules(one))) for one in ((), (GROWS,)))
     assert (plain.peak_reserved_bytes, grown.peak_reserved_bytes) == (120 * MIB, 100 * MIB)

@@ -1,4 +1,4 @@
-"""Eager attention is exchanged, agrees, keeps no scores, and comes back."""
+"""Eager attention is replaced, gives the same results without saving scores, and is restored."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_loss_and_gradients_agree(name, is_padded):
 
 
 def test_the_scores_of_a_long_sequence_are_gone():
-    """2 samples, 2 heads, 2 layers of 256 x 256 floats: each tensor of scores is 1 MiB, and eager keeps some."""
+    """2 samples, 2 heads and 256 x 256 floats: each tensor of scores has 1 MiB, and eager attention saves several."""
     model, batch = long_gpt2()
     peaks = []
     for choices in ((), SDPA):

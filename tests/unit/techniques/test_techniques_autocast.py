@@ -1,4 +1,4 @@
-"""Which precisions are offered, and that the step computes in the chosen one."""
+"""The offered precisions, and steps that compute in the chosen one."""
 
 import pytest
 import torch

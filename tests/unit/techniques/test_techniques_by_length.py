@@ -1,4 +1,4 @@
-"""Loss and gradients of a batch cut by length are those of the batch with its padding."""
+"""Loss and gradients of a batch cut by length equal the results of the padded batch."""
 
 import pytest
 import torch
@@ -124,7 +124,7 @@ def test_a_batch_of_short_samples_goes_in_as_few_passes_as_have_the_elements_of_
     assert [tuple(one["input_ids"].shape) for one in micro_batches] == [(4, 3)]
     assert len(list(weighted_micro_batches(short, micro_batch, shape_of(short, cut()), cut()))) == 4 // micro_batch
     long = padded("samples")
-    assert shape_of(long, cut(full_length=8)).elements_per_sample == 2 * 12 + 1  # longer than was said
+    assert shape_of(long, cut(full_length=8)).elements_per_sample == 2 * 12 + 1  # longer than the declared full length
 
 
 def test_a_training_step_and_an_evaluation_do_it():

@@ -1,4 +1,4 @@
-"""The allocator's cache: only on CUDA, only above the line that was given, only after a step."""
+"""The allocator's cache: emptied only on CUDA, only above the given line, and only after a step."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_where_there_is_no_cuda_nothing_is_done():
 def test_what_is_reserved_goes_back_above_the_line_only(line_bytes, is_emptied):
     made = workload("cuda")
     step = TrainStep(made.model, made.optimizer, lambda model, batch: model(batch).sum(), units="samples")
-    step(torch.ones(4, 2))  # what cuBLAS keeps is taken before, and not from the block that is to go back
+    step(torch.ones(4, 2))  # cuBLAS allocates its workspace now, and not from the block that is to be freed
     torch.empty(256 << 20, device="cuda")
     before = torch.cuda.memory_reserved()
     with installed(step.workload, [choice(line_bytes=line_bytes)]):

@@ -1,4 +1,4 @@
-"""Checkpointed blocks compute the same bits, keep nothing, and are themselves again afterwards."""
+"""Checkpointed blocks compute the same bits, save nothing, and are restored afterwards."""
 
 import copy
 import gc
@@ -36,7 +36,7 @@ ALL = checkpointing_choice("all")
 
 
 def bits_of(name, choices, dtype=None):
-    """What one pass forward and backward leaves: loss, gradients, buffers, random numbers."""
+    """Return the loss, gradients, buffers and random state after one forward and backward pass."""
     model, batch = fresh(name)
     torch.manual_seed(1)
     with installed(workload_of(model), choices):
@@ -67,7 +67,7 @@ def test_what_is_predicted_is_what_is_needed_and_less_than_plain(name):
     peaks = []
     for choices in ((), (ALL,)):
         predicted = live_bytes(dry_run(model, batch, choices)).peak_bytes
-        if name != "lstms":  # oneDNN's recurrent layers keep what a recorder cannot see
+        if name != "lstms":  # oneDNN's recurrent layers save tensors that a recorder cannot see
             assert predicted == live_bytes(recorded(model, batch, choices)).peak_bytes
         peaks.append(predicted)
     assert peaks[1] < peaks[0]
@@ -100,7 +100,7 @@ def test_nothing_is_kept_after_backward(name):
 
 
 def test_a_cache_that_is_given_is_read_and_filled_as_without():
-    """Two layers of a prefix: each block reads its own, and the caller's cache grows once."""
+    """The prefix has two layers: each block reads its layer, and the caller's cache grows once."""
     from transformers import DynamicCache
 
     def filled(choices):
@@ -183,7 +183,7 @@ def test_a_step_that_fails_is_done_again(phase):
 
 
 def test_memory_that_runs_out_while_recomputing():
-    """The first call of a part of a block is in forward, the second when backward computes it again."""
+    """A part of a block is first called in forward, and again when backward recomputes it."""
     results = []
     for fails in (False, True):
         model, batch = fresh("bert")
@@ -313,7 +313,7 @@ def test_a_block_that_changes_a_buffer_is_refused():
 
 
 class Square(nn.Module):
-    """Keeps two tensors of its input's size for backward (of exp its result, of the product exp's), and a result."""
+    """A block that saves the results of exp and tanh for backward, and returns a third tensor."""
 
     def __init__(self):
         super().__init__()
@@ -337,7 +337,7 @@ class Squares(nn.Module):
 
 
 def test_what_blocks_keep_by_hand():
-    """Of 8 x 10 floats: exp, tanh and the result; the product with the weight dies. The result is what must stay."""
+    """Each block saves exp, tanh and the result, of 8 x 10 floats; the product with the weight is freed."""
     model = Squares()
     batch = {"x": torch.rand(8, 10), "labels": torch.zeros(8)}
     names = tuple(name for name, _ in blocks_of(model))
@@ -348,7 +348,7 @@ def test_what_blocks_keep_by_hand():
 
 
 def test_the_largest_of_several_passes_counts():
-    """A layer norm makes its statistics after its result: BERT's blocks keep what has the hidden states' size."""
+    """A layer norm makes its statistics after its result; BERT's blocks keep tensors of the size of hidden states."""
     model, batch = fresh("bert")
     names = tuple(name for name, _ in blocks_of(model))
     kept = [block.kept_bytes for block in saved_per_block(dry_run(model, batch), names)]
@@ -356,7 +356,7 @@ def test_the_largest_of_several_passes_counts():
 
 
 def test_tensors_given_by_keyword_are_seen_by_torch(monkeypatch):
-    """It keeps the random numbers of the devices of positional tensors only."""
+    """torch saves the random state only for devices of positional tensors."""
     seen = []
     real = torch.utils.checkpoint.checkpoint
 
@@ -368,4 +368,8 @@ def test_tensors_given_by_keyword_are_seen_by_torch(monkeypatch):
     model, batch = fresh("blocks")
     with installed(workload_of(model), (ALL,)):
         model_loss(model, batch).backward()
-    assert seen == [[0, 3], [0, 0, 3], [0, 0, 3]]  # the scale, what was seen, hidden states
+    assert seen == [
+        [0, 3],
+        [0, 0, 3],
+        [0, 0, 3],
+    ]  # the dimensions of the scale, of the tensors in `seen`, and of hidden states

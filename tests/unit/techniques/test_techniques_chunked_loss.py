@@ -84,7 +84,7 @@ def weighed_per_token(model, batch):
 
 
 def z_loss(model, batch):
-    """Part of it needs all logits."""
+    """Return a loss of which a part needs all logits."""
     logits = model(**batch)
     loss = functional.cross_entropy(logits.view(-1, VOCABULARY), batch["labels"].view(-1))
     return loss + 0.1 * logits.logsumexp(-1).square().mean()
@@ -115,7 +115,7 @@ def workload_of(model, loss=model_loss):
 
 
 def gradients(workload, batches):
-    """The losses and the sum of the gradients over the batches."""
+    """Return the losses, and the gradients summed over the batches."""
     for parameter in workload.model.parameters():
         parameter.grad = None
     losses = []
@@ -282,7 +282,7 @@ def choices_of(workload, setting=SETTING):
 
 
 def test_the_choices_have_few_sizes_weakest_first():
-    """On a CPU 1024 is no faster than 256 and needs more."""
+    """On a CPU, 1024 is as fast as 256 and needs more memory."""
     offered = [
         [str(choice) for choice in choices_of(workload_of(gpt2()), Setting(device, 4))] for device in ("cpu", "cuda")
     ]

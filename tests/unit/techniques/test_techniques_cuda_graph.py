@@ -1,4 +1,4 @@
-"""CUDA graphs are offered where passes have one shape and nothing but kernels, and are counted in time and memory."""
+"""CUDA graphs are offered if passes have one shape and only kernels, and count in predicted time and memory."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_exit_gives_back_what_was_captured():
 
 @pytest.fixture(scope="module")
 def traces():
-    """Traces of three steps of micro-batches of 3 of 8 samples, without a graph and with one."""
+    """Return traces of three steps, 8 samples in micro-batches of 3, without a graph and with one."""
     found = {}
     for more in ((), (GRAPH,)):
         choices = (micro_batch_choice(3), *more)
@@ -110,7 +110,7 @@ def test_whole_micro_batches_are_a_graphs_from_the_second_step_on(traces):
 
 
 def test_a_pass_that_reads_its_masks_is_not_predicted_as_a_graphs():
-    """So that a plan does not count on what the run will refuse."""
+    """A plan must not count on a graph that the run will refuse."""
     fields = {"architecture": "bert", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
     job = JOB.model_copy(update={"model": {**fields, "intermediate_size": 32}, "task": "classification"})
     lowering, texts = gpu_target(CARD, None).lowering(), TextSketch(500, 3, 0)
@@ -150,7 +150,7 @@ def test_it_takes_more_memory_and_less_time(traces):
 
 
 def recorded():
-    """What a card has done with graphs, and was timed in."""
+    """Return the recorded results and times of steps with graphs on a real GPU."""
     path = Path(__file__).parents[3] / "benchmarks" / "recorded" / "h200-cuda-graph-torch2.11.0.json.gz"
     return [row for row in json.loads(gzip.decompress(path.read_bytes()))["rows"] if row["replays"]]
 
@@ -164,7 +164,7 @@ def test_recorded_steps_were_those_of_the_eager_ones_to_the_bit():
 @pytest.mark.long
 @pytest.mark.parametrize("row", recorded(), ids=lambda row: f"{row['choices']} of {row['batch']}")
 def test_recorded_memory_and_replays_are_as_predicted(row):
-    """Within 1 % of memory and 5 % of time; deterministic kernels take a fifth longer, and some need more."""
+    """Memory is within 1 % and time within 5 %. Deterministic kernels are a fifth slower; some need more memory."""
     job = JOB.model_copy(update={"batch_size": row["batch"], "sequence_length": row["length"]})
     job = job.model_copy(update={"model": {"architecture": "gpt2", "n_positions": 512}})
     choices = tuple(

@@ -47,7 +47,7 @@ def test_training_has_the_same_bits_and_the_evaluation_the_same_mean():
 
 @pytest.mark.parametrize("trace_of", [dry_run, recorded])
 def test_smaller_passes_need_less(trace_of):
-    """The logits of a sample are 12 x 50 floats; with those of log_softmax and their copies, several of them."""
+    """The logits of a sample are 12 x 50 floats; with log_softmax and copies, several such tensors are alive."""
     model, batch = fresh("gpt2")
     peaks = []
     for choices in ((), (passes_of(4),), (passes_of(1),)):

@@ -1,4 +1,4 @@
-"""What is offered of shards, and why not; what they train is in `tests/numerics/test_shards.py`."""
+"""Shards that are offered, and reasons for refusals. `tests/numerics/test_shards.py` tests training with them."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def test_parameters_are_gathered_in_the_precision_of_the_job():
 
 
 class Single(Stack):
-    """A model with a number that has no rows."""
+    """A model with a scalar parameter, which has no rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_one_rank_cannot_share_a_model_out():
 
 
 def live_peak(precision: str, **options: str) -> int:
-    """Bytes of live tensors of one of two ranks, in a dry run; most of the model is its blocks."""
+    """Return the peak of live bytes on one of two ranks, in a dry run; most of the model is its blocks."""
     model = {"architecture": "gpt2", "n_layer": NUM_BLOCKS, "n_embd": 256, "n_head": 4}
     fields = {"model": model, "data": "nowhere.txt", "sequence_length": 16, "batch_size": 2, "ranks": 2}
     job = Job.from_fields(fields | {"precision": precision})

@@ -1,4 +1,4 @@
-"""A batch embedded in slices: loss, gradients and weights are those of plain PyTorch with the whole batch."""
+"""A batch embedded in slices: loss, gradients and weights equal plain PyTorch with the whole batch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_several_steps_are_those_of_plain_pytorch(name):
 
 @every_case
 def test_dropout_is_drawn_once(name):
-    """As plain PyTorch with a graph of all slices: the second pass draws what the first one drew."""
+    """The results equal plain PyTorch with a graph of all slices: the second pass draws the same numbers again."""
     batch = batches(1)[0]
     workload = workload_of(name, dropout=0.3)
     with installed(workload, [gradient_cache_choice(4)]):
@@ -94,7 +94,7 @@ def test_dropout_is_drawn_once(name):
 
 
 class in_slices_with_a_graph:
-    """What embeds, called by hand with a few rows at a time; all graphs stay."""
+    """A context in which embedding modules run on a few rows at a time, and all graphs stay."""
 
     def __init__(self, model, num_rows):
         self.parts = [one for one in model.modules() if isinstance(one, (Encoder, CASES["dicts"].build))]
@@ -175,7 +175,7 @@ def test_evaluation_is_in_slices_too():
 
 @pytest.mark.long
 def test_what_is_predicted_falls_with_the_slices_and_is_traced_in_a_few_of_them():
-    """A quarter of the rows needs little more than a quarter of the activations; 32 slices are no longer to trace."""
+    """A quarter of the rows needs little more than a quarter of the activations. 32 slices make the trace no longer."""
     model = fresh(CASES["one encoder, two calls"])
     optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), batches(1, num_samples=128, length=40)[0]
     peaks, ops = {}, {}
@@ -242,7 +242,7 @@ def test_why_nothing_applies():
 
 
 def test_the_model_itself_embeds_but_where_it_returns_its_loss():
-    """In a loop that is someone else's the loss is not known: what the model takes says it."""
+    """In a user's own loop the loss is unknown, so the arguments of the model decide."""
     for build, embeds in ((Encoder, True), (Classified, False)):
         model = build()
         workload = Workload(model, torch.optim.SGD(model.parameters()), model_loss, "samples")
@@ -252,7 +252,7 @@ def test_the_model_itself_embeds_but_where_it_returns_its_loss():
 
 
 class Classified(Encoder):
-    """Returns a loss."""
+    """A model that returns a loss."""
 
     def forward(self, ids, labels):
         return nn.functional.cross_entropy(super().forward(ids), labels)
@@ -296,7 +296,7 @@ def test_a_part_can_be_named():
 
 
 def test_it_says_that_it_saved_nothing():
-    """Of a model that returns similarities; not where all rows are in one slice."""
+    """The warning comes for a model that returns similarities, but not if all rows fit in one slice."""
     workload = workload_of("similarities")
     named = Choice(technique="gradient_cache", options={"samples": 4, "part": ""})
     with (

@@ -1,4 +1,4 @@
-"""The heap of a process: what is set, what is put back, and what the predictor counts with."""
+"""The heap of a process: the settings, their restoration, and the predicted memory."""
 
 import subprocess
 import sys
@@ -143,7 +143,7 @@ def test_blocks_are_mapped_from_there_on_and_afterwards_as_before():
 
 
 def test_a_trim_between_steps_is_in_the_prediction():
-    """Step 1 leaves a hole of 3 MiB below a live block; step 2 takes a mapping, and the hole only counts untrimmed."""
+    """Step 1 leaves a hole of 3 MiB below a live block. Step 2 maps its block, so the hole only counts untrimmed."""
     mib = 1 << 20
     trace = trace_of(
         ("forward", 1, f"+a activations {3 * mib} +b gradients {mib} -a"),
@@ -155,7 +155,7 @@ def test_a_trim_between_steps_is_in_the_prediction():
 
 
 def test_the_largest_block_that_leaves_a_hole_is_counted():
-    """Not what was there before the first step, what stays, nor what is a mapping of its own."""
+    """Blocks from before the first step, blocks that stay, and separate mappings do not count."""
     mib = 1 << 20
     trace = trace_of(
         ("setup", 0, f"+a parameters {9 * mib} -a"),

@@ -1,6 +1,6 @@
-"""Weights of blocks on the host: the same training, what belongs to them moves with them, and less is on the device.
+"""Weights of blocks on the host: the training is the same, and the device holds less.
 
-There is no GPU in most places: the CPU stands in for one, and copies are made all the same.
+There is rarely a GPU: the CPU stands in for one, and copies are made nevertheless.
 """
 
 from contextlib import nullcontext
@@ -122,7 +122,7 @@ def test_a_dry_run_for_cuda_counts_two_blocks_and_not_the_model():
 
     plain_bytes, streamed_bytes = peak_bytes(), peak_bytes(ALL)
     assert plain_bytes >= 4 * 8 * block_bytes
-    # The model is there when the technique is installed, as it is in a program of one's own.
+    # The model exists before the technique is installed, as in a user's program.
     assert streamed_bytes <= 9 * block_bytes + 8 * others_bytes
     assert peak_bytes(ALL, on_host=True) >= 4 * 8 * block_bytes
 

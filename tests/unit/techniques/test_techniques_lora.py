@@ -1,4 +1,4 @@
-"""Adapters of a frozen model: what is trained, what is saved, and that nothing is left behind."""
+"""Adapters of a frozen model: the trained and saved parameters, and complete restoration."""
 
 import importlib.util
 import sys
@@ -44,7 +44,7 @@ def made(name="gpt2"):
 
 
 def test_without_peft_it_says_what_to_type(monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)  # Python's own way to say that there is no such module
+    monkeypatch.setitem(sys.modules, "peft", None)  # marks the module as missing
     assert Lora().choices(made(), ALLOWED) == "peft is not installed: `pip install torch-plimsoll[lora]`"
 
 

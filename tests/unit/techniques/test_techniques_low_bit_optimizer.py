@@ -1,4 +1,4 @@
-"""Moments of few bits: which choices there are, the user's optimizer back afterwards, and steps that can be undone."""
+"""Low-bit moments: the choices, the user's optimizer restored afterwards, and steps that can be undone."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_there_is_a_choice_also_where_it_is_not_allowed():
 @pytest.mark.parametrize(
     ("workload", "reason"),
     [
-        (workload_of(torch.optim.SGD), "stands in for Adam and AdamW"),
+        (workload_of(torch.optim.SGD), "replaces Adam and AdamW"),
         (workload_of(amsgrad=True), "amsgrad keeps a third moment"),
         (workload_of(model=nn.Linear(63, 64)), "no parameter has 4096 numbers or more"),
     ],
@@ -110,7 +110,7 @@ def trained(choice, fails=(), chunk_bytes=1):
 @BOTH
 @pytest.mark.parametrize("fails", [(1,), (2,), (40,)])
 def test_an_oom_in_the_update_leaves_nothing_behind(choice, fails):
-    """In the first step, with no states yet, and in a later one: the update is done again in the same step."""
+    """The OOM is in the first step, without states, or in a later one. The update is retried in the same step."""
     losses, weights = trained(choice, fails)
     expected_losses, expected = trained(choice)
     assert losses == expected_losses
@@ -154,7 +154,7 @@ def test_an_oom_in_the_middle_of_a_parameter_undoes_all_of_it(choice, num_before
 
 @BOTH
 def test_the_first_step_reserves_just_the_memory_that_is_to_come(choice, monkeypatch):
-    """States, of the largest parameter 1/4 or 1/8 of Adam's, of the small ones not; and what the next takes."""
+    """The reserve covers the states (low-bit only for the largest parameter) and the temporaries of the next update."""
     proven = []
     monkeypatch.setattr("plimsoll.step.update.commit.prove_room", lambda blocks, device: proven.append(sum(blocks)))
     workload = workload_of(model=nn.Sequential(nn.Linear(64, 100), nn.Linear(100, 40), nn.Linear(40, 50)))
@@ -201,7 +201,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(choice, others, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        ([EIGHT], [FOUR], "an optimizer of 8 bits, and this one has 4"),
+        ([EIGHT], [FOUR], "states of 8 bits, but this optimizer needs 4"),
         ([EIGHT], [], "another optimizer than AdamW, with bits in place of amsgrad(?!.*bits)"),
         ([], [EIGHT], "another optimizer than LowBitAdam, with amsgrad"),
         ([Choice(technique="adafactor")], [], "another optimizer than AdamW, with beta2_decay"),
@@ -209,7 +209,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(choice, others, tmp_path):
     ids=str,
 )
 def test_states_of_another_optimizer_are_refused(before, after, reason, tmp_path):
-    """Which a plan for another budget may have; with a step on them it would be a KeyError, or plain Adam."""
+    """A plan for another budget may use one. A step on its states would raise a KeyError, or be plain Adam."""
     one, other = workload_of(), workload_of()
     with installed(one, before), installed(other, after):
         progress = {"fingerprint": {}}
@@ -230,7 +230,7 @@ def train_on(step, batches, numbers):
 
 
 def states_of(shapes, bits):
-    """Codes and a scale of 4 bytes a block for both moments; less than 4096 numbers: 8 bytes each; a count each."""
+    """Return the bytes of both moments: codes and a 4-byte scale per block; small tensors stay in float32."""
     block = {8: 256, 4: 128}[bits]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     return sum(2 * (n * bits // 8 + 4 * -(-n // block)) if n >= 4096 else 8 * n for n in sizes)

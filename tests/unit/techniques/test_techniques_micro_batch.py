@@ -1,4 +1,4 @@
-"""The sizes of micro-batches, and what they are impossible with."""
+"""The sizes of micro-batches, and the conditions that rule them out."""
 
 import pytest
 from torch import nn

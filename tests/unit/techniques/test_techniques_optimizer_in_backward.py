@@ -1,4 +1,4 @@
-"""Gradient release: the bits of plain PyTorch, also after memory ran out in the middle of it, with fewer gradients."""
+"""Gradient release: the bits of plain PyTorch, even if memory runs out in the middle, with fewer gradients alive."""
 
 import os
 
@@ -76,7 +76,7 @@ def test_a_tied_weight_is_updated_once():
 @pytest.mark.parametrize("phase", ["copy", "forward", "loss", "backward", "clip", "optimizer"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_oom_in_any_phase_is_undone_and_done_again_with_the_same_bits(case, phase, at_step):
-    """``backward`` and ``clip`` fail when every parameter is updated; of two fallbacks with the same cut."""
+    """``backward`` and ``clip`` fail after all parameters are updated. The two fallbacks have the same cut."""
     step = made(case, fallbacks=[WHOLE, [Choice(technique="optimizer_kernel", options={"kernel": "loop"}), *WHOLE]])
     batches = case.batches()
     for batch in batches[: at_step - 1]:
@@ -93,7 +93,7 @@ def test_an_oom_in_any_phase_is_undone_and_done_again_with_the_same_bits(case, p
 @pytest.mark.parametrize("at_step", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_oom_in_the_middle_of_backward_puts_back_what_was_updated(case, at_step, monkeypatch):
-    """Parameters are updated one by one, and memory runs out at the gradient of the one in the middle."""
+    """Parameters are updated one by one, and memory runs out at the gradient of the middle one."""
     monkeypatch.setattr("plimsoll.step.update.gradient_release._CHUNK_BYTES", {"cpu": 1})
     step = made(case, fallbacks=[WHOLE])
     for batch in case.batches()[: at_step - 1]:
@@ -143,7 +143,7 @@ def test_a_loss_that_is_not_finite_is_found_before_anything_is_updated():
 
 
 class Twice(nn.Module):
-    """One layer used in two blocks that are checkpointed the old way: its gradient comes in two parts."""
+    """A model that uses a layer in two reentrantly checkpointed blocks, so that its gradient comes in two parts."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -235,7 +235,7 @@ def test_nothing_stays_behind():
 
 
 def wide():
-    """Eight layers of 256 KiB, of which a batch of four samples needs little memory."""
+    """Return eight layers of 256 KiB; the activations of four samples are small."""
     return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
 
 
@@ -288,7 +288,7 @@ def predicted(chosen, lowering):
 
 
 def test_gradients_fall_as_predicted(monkeypatch):
-    """Eight gradients of 256 KiB, of which one is there at a time."""
+    """Of eight gradients of 256 KiB, only one is alive at a time."""
     monkeypatch.setattr("plimsoll.step.update.gradient_release._CHUNK_BYTES", {"cpu": 1, "cuda": 1})
     layer_bytes = 256 * 256 * 4
     whole, whole_gradients = measured([])

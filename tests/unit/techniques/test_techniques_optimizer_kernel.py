@@ -1,4 +1,4 @@
-"""Kernels of the update: the same training in another rounding, and an optimizer that is as it was afterwards."""
+"""Kernels of the update: the same training with different rounding, and the optimizer restored afterwards."""
 
 import copy
 
@@ -98,7 +98,7 @@ def test_what_a_kernel_cannot_do_is_a_conflict():
 @pytest.mark.parametrize("chosen", ["foreach", "loop", "fused"])
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}, {"foreach": True}, {"fused": True}])
 def test_a_training_goes_on_in_another_kernel_and_back(chosen, options):
-    """The states of steps 1 and 2 are those of the kernel before; step 5 goes on with what the other one left."""
+    """The original kernel makes the states of steps 1 and 2; step 5 continues from the states of the other kernel."""
     torch.manual_seed(0)
     optimizer = made(size=20, **options)
     other = copy.deepcopy(optimizer)
@@ -149,7 +149,7 @@ def test_a_checkpoint_says_the_kernel_that_was_given_and_one_can_be_loaded_meanw
 
 
 def test_the_count_of_steps_is_of_the_kind_the_kernel_wants():
-    """In training of double precision `fused` counts in float32, the others in float64."""
+    """In double precision, `fused` counts steps in float32, and the other kernels count in float64."""
     torch.set_default_dtype(torch.float64)
     try:
         optimizer = made()
@@ -216,7 +216,7 @@ def test_a_step_with_another_kernel_is_the_plain_one_and_survives_an_oom_in_the_
 
 
 def test_the_temporaries_of_an_update_are_as_predicted():
-    """AdamW of 4 MiB: `foreach` and `loop` make intermediates, `fused` none; a dry run says so to the byte."""
+    """AdamW of 4 MiB: `foreach` and `loop` make intermediates, `fused` none; a dry run predicts it to the byte."""
 
     def train(place, name, device="cpu"):
         model = nn.ParameterList([nn.Parameter(torch.zeros(256, 1024, device=device)) for _ in range(4)])

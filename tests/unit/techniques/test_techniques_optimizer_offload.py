@@ -1,4 +1,4 @@
-"""Optimizer states off the device: the same bits, less memory, and everything as before afterwards."""
+"""Optimizer states off the device: the same bits, less memory, and everything restored afterwards."""
 
 import copy
 import io
@@ -55,7 +55,7 @@ def workload_of(model, optimizer):
 
 
 def train(case, model, optimizer, num_steps=3):
-    """Plain PyTorch."""
+    """Train in plain PyTorch."""
     losses = []
     for batch in case.batches()[:num_steps]:
         optimizer.zero_grad()
@@ -82,7 +82,7 @@ def large_states(optimizer):
 
 
 def is_mapped(tensor):
-    """Whether a tensor lies in a file, as the kernel says."""
+    """Return whether a tensor is in a mapped file, according to the kernel."""
     address = tensor.data_ptr()
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -152,7 +152,7 @@ def test_afterwards_the_optimizer_is_an_ordinary_one(choice):
 
 @BOTH
 def test_an_exit_that_runs_out_of_memory_leaves_states_that_train_on(choice, monkeypatch):
-    """The first three states come back; on CUDA the others do with the next updates, of which one fails."""
+    """The first three states return at once; on CUDA the others return in the next updates, one of which fails."""
     model, optimizer = fresh()
     room_for, num_calls = offload._room_for, []
 
@@ -224,7 +224,7 @@ def test_a_checkpoint_is_an_ordinary_one_and_goes_where_states_are(choice):
         assert all(map(is_mapped, large_states(resumed[1]))) == (choice is DISK)
         assert len(large_states(resumed[1])) == len(large_states(plain[1]))
         torch.testing.assert_close(resumed[1].state_dict(), kept, rtol=0, atol=0)
-    torch.testing.assert_close(loaded, kept, rtol=0, atol=0)  # what was given stays as it was
+    torch.testing.assert_close(loaded, kept, rtol=0, atol=0)  # the loaded state is unchanged
 
 
 def test_a_run_goes_on_from_its_checkpoint_with_states_in_a_file_again(tmp_path):
@@ -239,7 +239,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_states_in_a_file_again(tmp_path)
         )  # fmt: skip
     with installed(workload_of(*resumed), [DISK]):
         checkpoint.load(tmp_path, {}).restore(*resumed)
-        assert "optimizer.pt" not in Path("/proc/self/maps").read_text()  # what is updated is a copy
+        assert "optimizer.pt" not in Path("/proc/self/maps").read_text()  # the update changes a copy
         for state in resumed[1].state.values():
             state["exp_avg"].add_(0)
         assert all(map(is_mapped, large_states(resumed[1])))
@@ -268,7 +268,7 @@ WHOLE = micro_batch_choice(4)
 
 
 def recorded(choices):
-    """What three real steps of the job allocate."""
+    """Return the trace of three real steps of the job."""
     model = build_model(JOB, *TEXTS.of_model)
     optimizer = build_optimizer(JOB.optimizer, model.parameters())
     position = Position()
@@ -310,7 +310,7 @@ def test_a_trace_has_the_states_outside(choice, lowering):
     state_bytes = 2 * sum(parameter.nbytes for parameter in build_model(JOB, *TEXTS.of_model).parameters())
     assert (states_at_the_end(plain, False), states_at_the_end(plain, True)) == (state_bytes, 0)
     assert (states_at_the_end(offloaded, False), states_at_the_end(offloaded, True)) == (0, state_bytes)
-    # So small a training has its peak in the update, which is done at once only where states are on the device.
+    # A training this small peaks in the update, which is a single chunk only if states are on the device.
 
 
 MEASURED = """

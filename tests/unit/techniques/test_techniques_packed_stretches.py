@@ -1,4 +1,4 @@
-"""Packed sequences in stretches against torch's own layers: outputs, states, gradients, memory; and what is offered."""
+"""Packed sequences in stretches against the layers of torch: outputs, states, gradients, memory and choices."""
 
 import copy
 import re
@@ -38,7 +38,7 @@ VARYING = Setting("cpu", 4, lengths_vary=True)
 
 
 def twins(name, dtype=torch.float64, **options):
-    """A layer, and its copy in stretches."""
+    """Return a layer, and its copy that runs in stretches."""
     torch.manual_seed(0)
     plain = LAYERS[name](INPUTS, HIDDEN, **options).to(dtype)
     stretched = copy.deepcopy(plain)
@@ -93,7 +93,7 @@ def test_any_lengths(name, lengths, num_layers, bidirectional, has_state, is_sor
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_dropout_draws_between_layers_and_only_in_training(bidirectional):
-    """All of the first layer is dropped: what the second gives is what it gives for zeros."""
+    """All outputs of the first layer are dropped, so the second layer computes its result for zeros."""
     plain, stretched = twins("gru", num_layers=2, dropout=1.0, bidirectional=bidirectional)
     inputs, lengths = tensors((13, 4, INPUTS), torch.float64, 1), torch.tensor([13, 9, 5, 5])
     require_alike(everything(stretched, inputs, lengths), everything(plain, inputs, lengths))
@@ -101,7 +101,7 @@ def test_dropout_draws_between_layers_and_only_in_training(bidirectional):
 
 
 def test_dropout_drops_its_share_of_what_the_first_layer_gives():
-    """A first layer that gives ones, a second that adds them up: the outputs count what was kept."""
+    """The first layer returns ones and the second adds them up, so the outputs count the values that were kept."""
     torch.manual_seed(0)
     layer = nn.RNN(1, 400, num_layers=2, nonlinearity="relu", dropout=0.25).double()
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_dropout_drops_its_share_of_what_the_first_layer_gives():
         layer.weight_ih_l1.fill_(1.0)
     packed = pack_padded_sequence(torch.zeros(9, 3, 1).double(), torch.tensor([9, 6, 2]))
     sums = StretchedLayer(layer)(packed)[0].data.detach()
-    kept_NH = sums * 0.75  # what is kept is divided by the share that is
+    kept_NH = sums * 0.75  # dropout divides the kept values by the share that it keeps
     assert len(kept_NH[:, 0].unique()) > 1
     torch.testing.assert_close(kept_NH, kept_NH.round())
     assert float(kept_NH.mean()) == pytest.approx(300, rel=0.05)
@@ -130,7 +130,7 @@ def test_under_autocast(name):
 
 
 def test_weights_are_those_of_now():
-    """Also of a parametrization, and those that `functional_call` puts there; and hooks see a gradient once."""
+    """Current weights include parametrized ones, and weights set by `functional_call`. Hooks see a gradient once."""
     plain, stretched = twins("lstm")
     inputs, lengths = tensors((7, 3, INPUTS), torch.float64, 1), torch.tensor([7, 4, 2])
     seen = []
@@ -175,7 +175,7 @@ def test_a_wrong_first_state_is_refused_as_torch_does():
 
 
 class Names(TorchDispatchMode):
-    """The names of the ops that are called."""
+    """A mode that records the names of the called ops."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ class Names(TorchDispatchMode):
 
 @pytest.mark.parametrize(("bidirectional", "calls"), [(False, 1), (True, 4)])
 def test_there_is_a_call_for_each_length(bidirectional, calls, monkeypatch):
-    """In two directions for each layer and direction."""
+    """A bidirectional layer has such calls for each layer and direction."""
     shapes, together = [], StretchedLayer._together
 
     def noted(layer, part, *rest):

@@ -21,7 +21,7 @@ BOTH = pytest.mark.parametrize("choice", [ALONE, WITH_GRADIENTS], ids=str)
 
 
 def is_mapped(tensor):
-    """Whether a tensor lies in a file, as the kernel says."""
+    """Return whether a tensor is in a mapped file, according to the kernel."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             begin, end = (int(part, 16) for part in line.split()[0].split("-"))
@@ -89,7 +89,7 @@ def test_what_shares_memory_still_does():
 
 
 def test_an_exit_that_runs_out_of_memory_leaves_parameters_that_train_on(monkeypatch):
-    """Two storages come back, one of them tied."""
+    """Two storages return to memory, one of them tied."""
     case = CASES[0]
     model, optimizer = case.fresh()
     parameters, clone, num_clones = list(model.parameters()), torch.Tensor.clone, []
@@ -123,7 +123,7 @@ def test_a_sentence_says_why_not():
 
 
 def test_a_model_that_was_built_in_files_is_taken_over_and_stays_there():
-    """Nothing is copied in either direction; what was not built there comes back."""
+    """Nothing is copied in either direction; only parameters that were not built in files return to memory."""
     pool = MappedPool()
     with made_in(pool):
         model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 2))

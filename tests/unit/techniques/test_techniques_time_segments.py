@@ -1,4 +1,4 @@
-"""Exact backpropagation through time: what is cut, what is offered, what is refused, and what is kept."""
+"""Exact backpropagation through time: the cut layers, the choices, refusals, and saved tensors."""
 
 import copy
 from math import isqrt
@@ -33,7 +33,7 @@ def workload_of(model, units="next-tokens"):
 
 
 class Mixed(nn.Module):
-    """Layers of all kinds that can be cut, and some that cannot."""
+    """A model with all kinds of layers that can be cut, and some that cannot."""
 
     def __init__(self):
         super().__init__()
@@ -237,7 +237,7 @@ def test_a_cell_that_keeps_its_state_elsewhere_is_refused_with_the_line(cell, me
 
 
 class Decoder(nn.Module):
-    """Reads a summary that an encoder made of the whole sequence, beside each step."""
+    """A model that adds to each step a summary of the whole sequence by an encoder."""
 
     def __init__(self, hands_on):
         super().__init__()
@@ -274,7 +274,7 @@ def test_what_a_segment_uses_from_outside_is_refused_and_right_as_a_part_of_the_
     model.hands_on = False
     with installed(workload_of(model), [choice]):
         loss = model(inputs)
-        with pytest.raises(InputError, match=r"computed before it, by `\w+`, .*: give it to `unroll` as one of the"):
+        with pytest.raises(InputError, match=r"that `\w+` computed before .*: give it to `unroll` as one of the"):
             loss.backward()
 
 
@@ -290,7 +290,7 @@ class Dropping(nn.Module):
 
 
 def test_what_draws_in_evaluation_mode_draws_the_same_again():
-    """The gradient is that of a function whose masks are what they were: finite differences with the same seed."""
+    """The gradient equals finite differences with the same seed, that is, with the same masks."""
     torch.manual_seed(0)
     layer = UnrolledCell(Dropping()).double().eval()
     inputs = torch.randn(9, 2, 8, dtype=torch.float64)
@@ -320,7 +320,7 @@ def peak_bytes(num_steps, choices, lowering=None):
 
 @pytest.mark.long
 def test_what_is_kept_grows_with_the_square_root():
-    """Four times the steps: plainly four times as much, in segments of the square root about twice."""
+    """16 times the steps save about 16 times as much, but in segments of the square root about four times."""
     few, many = (peak_bytes(steps, [time_segments_choice(isqrt(steps))]) for steps in (256, 4096))
     plain_few, plain_many = (peak_bytes(steps, []) for steps in (256, 4096))
     least_bytes = peak_bytes(16, [time_segments_choice(0)])  # parameters, gradients and the like
@@ -337,10 +337,10 @@ def test_fewer_states_are_less_memory():
 
 
 def test_on_cuda_too():
-    """cuDNN's layers keep a reserve of each segment only."""
+    """cuDNN's layers hold the reserve of one segment at a time."""
     lowering = CudaLowering((8, 6))
     plain, segmented = (peak_bytes(1024, choices, lowering) for choices in ([], [time_segments_choice(64)]))
-    assert segmented < 0.4 * plain  # both have cuDNN's workspaces, whose size is that of the layers
+    assert segmented < 0.4 * plain  # both have cuDNN's workspaces, whose size depends on the layers only
 
 
 @pytest.mark.long
@@ -354,7 +354,7 @@ def test_on_cuda_too():
     ],
 )
 def test_a_dry_run_allocates_what_a_run_does(choice, num_steps, num_samples):
-    """Also where the last segment is of a single token: of one row torch says that it is coalesced."""
+    """This also holds if the last segment has a single token, for which torch treats the gradient as coalesced."""
     model = build_recurrent(FIELDS | {"architecture": "gru"})
     predicted = live_bytes(dry_run(model, batch(num_steps, num_samples), [choice])).peak_bytes
     assert live_bytes(recorded(model, batch(num_steps, num_samples), [choice])).peak_bytes == predicted

@@ -1,4 +1,4 @@
-"""Truncated backpropagation through time is the textbook's loop, and is refused where it would be something else."""
+"""Truncated backpropagation through time equals the textbook loop, and is refused if it would not."""
 
 import copy
 
@@ -30,7 +30,7 @@ def choice_of(steps):
 
 
 def textbook(model, ids, steps):
-    """The hidden state goes on, detached."""
+    """Return the loss of the textbook loop, which passes on the detached hidden state."""
     state, total = None, 0.0
     targets = functional.pad(ids[:, 1:], (0, 1), value=-100)
     for start in range(0, ids.shape[1], steps):
@@ -60,10 +60,10 @@ def test_it_is_the_textbooks_loop(architecture, steps):
 @pytest.mark.parametrize("architecture", ["lstm", "gru", "rnn"])
 @pytest.mark.parametrize("steps", [1, 5, 23])
 def test_it_is_bitwise_the_loop_that_adds_up_gradients_as_it_goes(architecture, steps):
-    """Each segment's gradients are made and added in turn, of the sum, and scaled last.
+    """The gradients of the summed loss of each segment are added in turn, and scaled at the end.
 
-    One backward through the mean of all (`textbook`) adds the same numbers in another order, and rounds otherwise; so
-    does the embedding here, to which each segment adds the rows it has read alone.
+    One backward through the mean of all segments (`textbook`) adds the same numbers in another order, and thus rounds
+    differently. So does the embedding here, to which each segment adds only the rows that it has read.
     """
     torch.manual_seed(0)
     model = build_recurrent(FIELDS | {"architecture": architecture})
@@ -152,7 +152,7 @@ def test_a_model_without_a_loss_for_each_stretch_is_refused(model, reason):
 
 
 class Ending(nn.Module):
-    """A user's own model of one answer to a sequence."""
+    """A user's model with one result for a sequence."""
 
     def __init__(self):
         super().__init__()

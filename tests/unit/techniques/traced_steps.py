@@ -1,4 +1,4 @@
-"""A training step with techniques, dry-run on fake tensors and run for real, both recorded op by op."""
+"""Training steps with techniques: a dry run on fake tensors and a real run, both recorded op by op."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dry_run(
     *,
     evaluates: bool = False,
 ) -> Trace:
-    """Three steps of SGD on copies without memory."""
+    """Trace three steps of SGD on fake tensors."""
     lowering, position = lowering or CpuLowering(), Position()
     with _stage(lowering, position, keeps_all=True) as stage:
         fake, optimizer = stage.fake_training(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False))
@@ -63,9 +63,9 @@ def recorded(
     *,
     evaluates: bool = False,
 ) -> Trace:
-    """Three steps of SGD, for real."""
+    """Record three real steps of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    # No rows are compared: what that takes is not of the steps.
+    # `recut_loss` skips the check of the loss, whose memory does not belong to the steps.
     step = TrainStep(model, optimizer, loss, units="samples", precision=precision, recut_loss=True)
     recorder = Recorder(phase=lambda: phase_of(step.position))
     with recorder, installed(step.workload, choices):

@@ -1,4 +1,4 @@
-"""The accuracy of a classifier that answers what it is given, so that every share is known by hand."""
+"""The accuracy of a classifier that repeats its input as its answer, so that each share is known by hand."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from plimsoll.training.accuracy import Accuracy
 
 
 class Parrot(nn.Module):
-    """Answers with the class that its input names."""
+    """A model that answers with the class that its input names."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ def batch(answers, labels, first=0):
     return fields, np.arange(first, first + len(answers))
 
 
-# 3 of 4 right, then 0 of 2: half of the six.
+# 3 of 4 are right, then 0 of 2: half of the six.
 BATCHES = [batch([0, 1, 2, 0], [0, 1, 2, 2]), batch([1, 1], [0, 2])]
 
 
@@ -56,7 +56,7 @@ def test_a_batch_that_was_cut_after_an_oom_counts_once(call):
 
 
 def test_passes_of_a_try_that_failed_do_not_count():
-    """The first try dies in its second piece, after the first has been seen."""
+    """The first attempt fails in its second micro-batch, after the first has been counted."""
     with armed("evaluation", 1, 3):
         evaluation, share = evaluated(Parrot(), BATCHES)
     assert [event.next_micro_batch for event in evaluation.oom_events] == [2, 1]
@@ -72,7 +72,7 @@ def test_without_logits_it_is_unknown():
 
 
 class Texts:
-    """Text 0 has samples 0 to 2, text 1 samples 3 and 4, text 2 sample 5."""
+    """Positions of samples: text 0 has samples 0 to 2, text 1 samples 3 and 4, and text 2 sample 5."""
 
     def parents(self, ids):
         return np.array([0, 0, 0, 1, 1, 2])[ids]
@@ -83,8 +83,8 @@ class Texts:
 
 @pytest.mark.parametrize("failing", [(), (1,), (1, 3), (2,)])
 def test_of_windows_the_texts_are_counted_by_the_mean_of_their_logits(failing):
-    # text 0: two windows of three say 1, which is right; text 1: one says 0 and one 2, a tie that the first class wins,
-    # which is wrong; text 2: right
+    # Text 0: two of three windows vote for 1, which is right. Text 1: the votes for 0 and 2 are a tie, which the first
+    # class wins, and it is wrong. Text 2 is right.
     batches = [batch([1, 1, 0, 2], [1, 1, 1, 2]), batch([0, 0], [2, 0], first=4)]
     with armed("evaluation", *failing):
         assert evaluated(Parrot(), batches, Texts())[1] == 2 / 3
@@ -97,7 +97,7 @@ def test_a_text_of_which_windows_are_missing_is_not_counted_yet():
 
 
 def test_samples_that_a_pass_has_in_another_order_are_told_apart():
-    """As `by_length` has them: the longest first."""
+    """The order is as in `by_length`: the longest first."""
     texts = Texts()
     ids = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [2, 1, 1, 1]])
     mask = (torch.arange(4) < torch.tensor([[1], [2], [3], [4]])).long()

@@ -1,4 +1,4 @@
-"""What an evaluation sees of a model's answers: by sample, once, and of logits only."""
+"""The model's answers during an evaluation: recorded by sample, once, and for logits only."""
 
 import pickle
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from plimsoll.training.answers import Answers
 
 
 class Noted(Answers):
-    """Keeps what it is told to count."""
+    """Answers that record the batches to be counted."""
 
     def __init__(self, model, position, ranks=None):
         super().__init__(model, position, ranks)
@@ -37,7 +37,7 @@ def test_the_last_answer_to_each_sample_counts_in_the_order_of_the_batch():
     noted = Noted(model, position)
     batch = {"labels": torch.tensor([7, 8])}
     with noted:
-        for _ in noted.counted([(batch, np.array([4, 5, 6]))]):  # the last id is of a sample beyond the batch
+        for _ in noted.counted([(batch, np.array([4, 5, 6]))]):  # the last id has no sample in the batch
             for samples, answers in (([0, 1], [1.0, 2.0]), ([1], [3.0]), ([0], [4.0])):
                 position.samples = samples
                 model(torch.tensor(answers))
@@ -55,7 +55,7 @@ def test_without_logits_nothing_is_counted():
 
 
 class OfTwo(Ranks):
-    """One of two, which keeps what it tells the other."""
+    """One of two ranks, which records the bytes that it sends to the other."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class OfTwo(Ranks):
 
 
 def test_what_is_told_to_other_ranks_grows_with_the_samples_and_not_with_their_square():
-    """512 samples of 100 numbers are 200 KiB; each of them as a row of its batch would bring all of it along."""
+    """512 samples of 100 numbers are 200 KiB. A row that is a view of its batch would send the whole batch."""
     model, position, ranks = Echo(), Position(), OfTwo()
     noted = Noted(model, position, ranks)
     with noted:
@@ -82,7 +82,7 @@ def test_what_is_told_to_other_ranks_grows_with_the_samples_and_not_with_their_s
 
 
 def test_passes_that_are_no_evaluation_are_not_counted():
-    """As a model that is called beside it: no samples of the batch are being evaluated."""
+    """A model that is called outside the evaluation adds no answers."""
     model = Echo()
     noted = Noted(model, Position())
     with noted:

@@ -1,4 +1,4 @@
-"""What the process prints that has loaded a training and no model."""
+"""The baseline report of a process that has loaded a training without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints on a real disk: whole, torn, foreign, half written by a process that was killed."""
+"""Checkpoints on a real disk: complete, torn, from another job, and half written by a killed process."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ MARKS = {"model": "gru", "seed": "0"}
 
 
 def training(seed=0):
-    """A model with a buffer, and AdamW after one step, so that it has states."""
+    """Return a model with a buffer, and AdamW after one step, so that it has states."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
@@ -50,7 +50,7 @@ def steps(root):
 
 
 def flat(state):
-    """The tensors and numbers of a nested state, in order."""
+    """Yield the tensors and numbers of a nested state, in order."""
     if isinstance(state, dict):
         return [leaf for value in state.values() for leaf in flat(value)]
     if isinstance(state, list | tuple):
@@ -86,7 +86,7 @@ def test_the_same_random_numbers_follow(tmp_path):
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 4, 5, 6])
 def test_the_last_ones_are_kept(tmp_path, keep):
-    """Also on the way there, when there are fewer."""
+    """This also holds while there are fewer checkpoints than `keep`."""
     saved = []
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, step, keep=keep)
@@ -157,18 +157,18 @@ def test_a_torn_checkpoint_is_refused_and_the_good_one_named(tmp_path, name, dam
     save(tmp_path, 10)
     save(tmp_path, 20)
     damage(tmp_path / "step-00000020" / name)
-    with pytest.raises(CheckpointError, match=r"step 20 .* is torn .* step 10 is good: .* --from-step 10"):
+    with pytest.raises(CheckpointError, match=r"step 20 .* is damaged .* step 10 is intact: .* --from-step 10"):
         checkpoint.load(tmp_path, MARKS)
     assert checkpoint.newest_good(tmp_path, MARKS).step == 10
     assert checkpoint.load(tmp_path, MARKS, step=10).step == 10
 
 
 def test_in_place_of_a_torn_one_no_later_one_is_named(tmp_path):
-    """It is of what was to be done anew."""
+    """A later checkpoint contains the steps that were to be repeated."""
     save(tmp_path, 10)
     save(tmp_path, 20)
     remove(tmp_path / "step-00000010" / "model.pt")
-    with pytest.raises(CheckpointError, match=r"step 10 .* is torn .*start anew in another --out"):
+    with pytest.raises(CheckpointError, match=r"step 10 .* is damaged .*start again with another --out"):
         checkpoint.load(tmp_path, MARKS, step=10)
 
 
@@ -177,7 +177,7 @@ def test_in_place_of_a_torn_one_no_later_one_is_named(tmp_path):
     [
         ({}, False),
         ({"newer": 1}, False),  # a newer torch adds settings
-        ({"lr": None}, False),  # and what is not there any more is left out
+        ({"lr": None}, False),  # and removes others
         ({"newer": 1, "lr": None}, True),
     ],
 )
@@ -214,8 +214,8 @@ def test_a_flipped_byte_is_shown_in_numbers(tmp_path):
     save(tmp_path, 10)
     flip_byte(tmp_path / "step-00000010" / "model.pt")
     num_bytes = (tmp_path / "step-00000010" / "model.pt").stat().st_size
-    expected = rf"is torn \(model.pt has {num_bytes} bytes and CRC [0-9a-f]{{8}}, written were {num_bytes} and "
-    with pytest.raises(CheckpointError, match=expected + r"[0-9a-f]{8}\); start anew in another --out"):
+    expected = rf"is damaged \(model.pt has {num_bytes} bytes and CRC [0-9a-f]{{8}}, expected {num_bytes} and "
+    with pytest.raises(CheckpointError, match=expected + r"[0-9a-f]{8}\); start again with another --out"):
         checkpoint.load(tmp_path, MARKS)
 
 
@@ -228,11 +228,11 @@ def test_a_checkpoint_of_another_job_is_refused_with_what_differs(tmp_path):
         ({"model": "gru"}, "seed was 0, is not set"),
     ]:
         assert checkpoint.newest_good(tmp_path, marks) is None
-        with pytest.raises(CheckpointError, match=rf"belongs to another job \({difference}\); start anew"):
+        with pytest.raises(CheckpointError, match=rf"belongs to another job \({difference}\); start again"):
             checkpoint.load(tmp_path, marks)
 
 
-# Pickling `Killer` ends a process: in the middle of writing the file that holds it.
+# Pickling `Killer` ends a process while it writes the file that contains the object.
 KILL = """
 import os, signal, sys
 from pathlib import Path
@@ -266,7 +266,7 @@ def test_a_kill_while_any_file_is_written_leaves_the_last_checkpoint_and_nothing
     assert run_program(KILL, tmp_path).stdout.split() == [str(-signal.SIGKILL)] * 3
     assert steps(tmp_path) == [10]
     assert checkpoint.load(tmp_path, MARKS).step == 10
-    assert [path.name[:18] for path in tmp_path.glob(".*")] == [".step-00000013.tmp"]  # a save removes earlier ones
+    assert [path.name[:18] for path in tmp_path.glob(".*")] == [".step-00000013.tmp"]
     save(tmp_path, 30, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000030"]
 
@@ -299,7 +299,7 @@ assert len(os.listdir("/proc/self/fd")) == num_open
 def test_a_full_disk_is_said_and_leaves_the_earlier_checkpoint(tmp_path):
     done = run_program(FULL_DISK, tmp_path)
     assert "cannot write the checkpoint of step 20" in done.stdout, done.stderr
-    assert "File too large; earlier checkpoints are intact: free some space and go on with --resume" in done.stdout
+    assert "File too large; earlier checkpoints are intact: free some space and continue with --resume" in done.stdout
     assert done.stderr == ""
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     assert checkpoint.load(tmp_path, {}).step == 10
@@ -340,7 +340,7 @@ def test_saving_and_checking_make_no_second_copy(tmp_path):
     assert while_checking_bytes < 4 << 20
 
 
-# "os.rename" is told to an audit hook before it happens: there the process is killed, or the rename refused.
+# An audit hook sees "os.rename" before it happens. There the process is killed, or the rename is refused.
 IN_THE_WINDOW = """
 import os, signal, sys
 from pathlib import Path
@@ -404,7 +404,7 @@ def test_what_was_aside_when_the_new_one_was_in_place_is_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 
-# The second file that is removed ends the process.
+# Removing the second file ends the process.
 KILL_IN_REMOVAL = """
 import os, signal, sys
 from pathlib import Path
@@ -430,14 +430,14 @@ def test_a_kill_in_the_removal_leaves_no_half_of_one_under_a_good_name(tmp_path)
     assert checkpoint.load(tmp_path, MARKS).step == 10
     (leftover,) = tmp_path.glob(".step-*")
     save(tmp_path, 20)
-    leftover.mkdir()  # left by a process that had this one's number, as in another container
+    leftover.mkdir()  # left by a process with the same id, as in another container
     leftover.rename(tmp_path / f".step-00000020.tmp-{os.getpid()}").joinpath("model.pt").touch()
     checkpoint.remove_later(tmp_path, 10)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 
 def test_what_was_just_saved_is_never_removed_for_later_steps(tmp_path):
-    """Torn checkpoints of later steps would otherwise count as the newest and displace every new one."""
+    """Otherwise torn checkpoints of later steps would count as the newest and displace every new one."""
     for step in (90, 100, 10, 20):
         save(tmp_path, step, keep=2)
     assert steps(tmp_path) == [20, 100]

@@ -1,4 +1,4 @@
-"""The speed of each stage is told; a corpus that is large and not tokenized is not fed."""
+"""The measured speed of each stage of reading data; a large corpus that is not tokenized is not read."""
 
 import itertools
 import re
@@ -35,7 +35,7 @@ def test_every_stage_has_a_rate_and_feeding_its_memory(job: Job, tmp_path: Path)
 
 
 def test_a_rate_is_what_was_done_in_a_second_and_ends_after_some(monkeypatch: pytest.MonkeyPatch):
-    """Six a second, looked at for more than a second."""
+    """The rate is six per second, measured for more than a second."""
     monkeypatch.setattr(plimsoll.training.feed_speed, "_SECONDS", 1.0)
     clock = [10.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
@@ -52,7 +52,7 @@ def test_a_rate_is_what_was_done_in_a_second_and_ends_after_some(monkeypatch: py
 def test_by_a_clock_that_ticks_at_each_look_the_rates_are_known(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Each stage is over at the third look, and the clock is read once more; batches are looked at every 16th time."""
+    """Each stage ends at the third reading of the clock, which is read once more. Batches read it every 16th time."""
     monkeypatch.setattr(plimsoll.training.feed_speed, "_SECONDS", 2.0)
     ticks = itertools.count(100)
     monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))

@@ -1,4 +1,4 @@
-"""The loop, with a tiny LSTM in this process: what it writes, where it stops, how it goes on."""
+"""The training loop with a tiny LSTM in this process: its output, where it stops and how it resumes."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def of_kind(directory, kind):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, text, cache):
-    """A run of six steps that nothing disturbs."""
+    """Return a run of six undisturbed steps."""
     directory = make_run(tmp_path_factory.mktemp("runs") / "whole", small_job(text), cache)
     train_here(directory)
     return directory
@@ -93,7 +93,7 @@ def test_without_texts_to_validate_with_nothing_is_evaluated(new_run, text):
 
 
 def test_a_classifier_says_how_often_it_is_right(tmp_path, new_run, capsys):
-    """Two classes that one word tells apart, learned to the end."""
+    """One word decides between two classes, which the model learns completely."""
     for label, word in (("ham", "ship"), ("spam", "coin")):
         (tmp_path / "texts" / label).mkdir(parents=True)
         for number in range(20):
@@ -212,13 +212,13 @@ def test_memory_that_stays_away_ends_the_run_with_its_checkpoints(new_run):
 
 
 def test_with_no_fallback_left_after_others_failed_it_saves_and_asks_for_a_new_process(new_run, whole, monkeypatch):
-    """Every pass of the fourth step fails, down to single samples, twice; the third has not been saved yet."""
+    """Every pass of the fourth step fails twice, down to single samples, before the third step has been saved."""
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run()
     with armed("forward", *range(4, 30)), pytest.raises(FragmentedHeapError, match="start a new process"):
         train_here(directory)
     events = of_kind(directory, OomEvent)
-    assert [event.next_fallback for event in events] == [0, 1, 1, 2, 2, 3, 3, None]  # each once more, as all had held
+    assert [event.next_fallback for event in events] == [0, 1, 1, 2, 2, 3, 3, None]  # all had fitted: two tries
     assert (events[-1].survived, events[-1].action[:13]) == (True, "a new process")
     assert of_kind(directory, CheckpointLine)[-1].step == 3
     train_here(directory, resume_newest=True, fallback=3, restarts=1)
@@ -226,7 +226,7 @@ def test_with_no_fallback_left_after_others_failed_it_saves_and_asks_for_a_new_p
     assert [(step.step, step.micro_batch) for step in record.steps] == [(1, 8), (2, 8), (3, 8), (4, 1), (5, 1), (6, 1)]
     assert [start.step for start in record.starts] == [0, 3]
     losses = [[step.loss for step in record_of(one).steps] for one in (directory, whole)]
-    assert losses[0][:3] == losses[1][:3]  # later ones have other dropout masks
+    assert losses[0][:3] == losses[1][:3]  # later steps have other dropout masks
 
 
 @pytest.mark.parametrize("options", [{"fallback": 3}, {}], ids=["one fallback", "no supervisor"])
@@ -241,7 +241,7 @@ def test_otherwise_there_is_nothing_to_hope_for_from_a_new_process(options, new_
 
 
 def test_a_step_that_has_held_is_tried_again_after_a_pause_where_nothing_smaller_is_left(new_run, monkeypatch):
-    """The first step of a process on the last fallback runs out in two phases; in every other process it would, too."""
+    """The first step, on the last fallback, runs out of memory in two phases, as it would in every other process."""
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run()
     with armed("forward", *range(4, 30)), pytest.raises(FragmentedHeapError):
@@ -282,7 +282,7 @@ def test_pauses_end_where_memory_stays_away_and_where_somebody_asks_to_stop(new_
 def test_a_process_that_has_done_steps_and_has_no_fallback_left_asks_for_a_new_process(
     phase, passages, new_run, monkeypatch
 ):
-    """It began at the last fallback, eight passes a step; the third step is the first that finds no room."""
+    """The process starts at the last fallback, with eight passes per step, and its third step runs out of memory."""
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run()
     with armed(phase, *passages), pytest.raises(FragmentedHeapError, match="start a new process"):
@@ -311,12 +311,12 @@ def test_a_record_without_room_is_left_to_the_supervisor(new_run, monkeypatch):
     directory = new_run()
     train_here(directory)
     assert (record_of(directory).status, directory.has_its_record()) == ("finished", False)
-    assert (directory.model / "tokenizer_config.json").is_file()  # which is written after it
+    assert (directory.model / "tokenizer_config.json").is_file()  # it is written after the model
 
 
 @pytest.mark.parametrize("every", [None, 3], ids=["at the end", "between steps"])
 def test_an_evaluation_that_finds_no_room_is_done_in_a_new_process(every, new_run, whole, monkeypatch):
-    """What steps have left in the heap is in its way: a new kernel needs pages of its own."""
+    """Fragmentation by training steps is in the way: a new kernel needs pages of its own."""
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     directory = new_run(evaluate_every=every)
     with armed("evaluation", *range(1, 30)), pytest.raises(FragmentedHeapError, match="start a new process"):
@@ -330,7 +330,7 @@ def test_an_evaluation_that_finds_no_room_is_done_in_a_new_process(every, new_ru
 
 
 def test_texts_that_find_no_room_to_be_read_for_an_evaluation_are_tried_three_times(new_run, monkeypatch):
-    """Only after what has been done is saved a new process is asked for, which may have room."""
+    """Finished steps are saved before the request for a new process, which may have enough memory."""
     monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
     monkeypatch.setattr(plimsoll.training.loop, "iterate_once", lambda *_: exhaust_memory())
     directory = new_run(evaluate_every=3)
@@ -453,7 +453,7 @@ def test_a_signal_in_a_step_stops_after_it_and_saves_it_once_and_after_the_last_
 
 
 def test_a_loss_that_is_not_finite_names_the_checkpoint_to_go_back_to(new_run):
-    # The first update makes weights whose products are beyond what float32 can hold.
+    # The first update makes weights whose products overflow float32.
     directory = new_run(optimizer={"name": "sgd", "lr": 1e38}, checkpoint={"every": 1})
     with pytest.raises(NonFiniteLossError, match=r"the step was undone.*the last good checkpoint is .*step-0000000"):
         train_here(directory)

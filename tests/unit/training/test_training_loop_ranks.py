@@ -1,4 +1,4 @@
-"""The loop of several ranks: all stop after the step in which one is asked to, and the first records for all."""
+"""The loop of several ranks: all stop after the step in which one is asked to stop, and rank 0 records for all."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def weights_of(directory: RunDirectory) -> dict[str, torch.Tensor]:
 def test_a_signal_to_one_rank_stops_all_after_its_step_and_they_go_on_from_what_the_first_saved(
     new_run: Callable[..., RunDirectory],
 ) -> None:
-    model = MODEL | {"dropout": 0.0}  # of which each rank has its own
+    model = MODEL | {"dropout": 0.0}  # each rank has its own dropout masks
     alone, shared = (new_run(f"of-{number}", model=model, ranks=number, evaluate_every=2) for number in (1, 2))
     train_here(alone)
     ranks = start_ranks(2, ["-c", PROGRAM, shared.path])
@@ -87,7 +87,7 @@ def test_a_signal_to_one_rank_stops_all_after_its_step_and_they_go_on_from_what_
 
 
 class FirstOfTwo(Ranks):
-    """The first of two, of which the other has survived something in its update."""
+    """Rank 0 of two; rank 1 has survived an out-of-memory error in its update."""
 
     def __init__(self, event):
         super().__init__()
@@ -109,7 +109,7 @@ def test_what_a_rank_alone_has_survived_is_written_down_with_its_rank():
         directory=SimpleNamespace(append=written.append), sampler=SimpleNamespace(seconds=lambda: 0.0),
         view=SimpleNamespace(say=said.append),
     )  # fmt: skip
-    for event in (of_all, own):  # as the step tells of them
+    for event in (of_all, own):  # in the order of the step
         _note_oom(training, event)
     assert _told_after_step(training, 5, [of_all, own]) == (5, 7)
     assert [(event.rank, event.phase, event.live_bytes) for event in written] == [

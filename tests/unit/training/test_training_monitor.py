@@ -1,4 +1,4 @@
-"""Memory sampled beside a run, and the view of where it is."""
+"""Memory sampled during a run, and the display of its progress."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ def test_few_samples_are_all_kept():
 
 def test_of_many_samples_the_highest_of_each_part_stays():
     samples = [(0.0, 1), (0.1, 9), (0.2, 2), (0.3, 4), (0.4, 3), (0.5, 8), (0.6, 8)]
-    # seven in three parts: [0, 2), [2, 4), [4, 7); the first of two equal ones
+    # Seven samples in three parts: [0, 2), [2, 4), [4, 7). Of two equal maxima the first one counts.
     assert thinned(samples, 3) == ((0.1, 9), (0.3, 4), (0.5, 8))
 
 
@@ -46,7 +46,7 @@ def test_the_samples_show_a_real_allocation():
     with sampler.running():
         sampler.sample()
         held = torch.ones(64 * MIB // 4)
-        while len(sampler._samples) < 4:  # the thread takes them
+        while len(sampler._samples) < 4:  # the thread adds samples
             time.sleep(0.01)
     samples = sampler.drain()
     assert len(samples) >= 4
@@ -72,7 +72,7 @@ def test_of_a_step_eight_samples_are_kept():
     assert len(sampler.drain()) == 8
 
 
-# The thread samples while the main thread holds every small block that the limit leaves.
+# The thread samples while the main thread holds every small block that the limit allows.
 FULL = """
 import time
 from plimsoll.device.base import backend_for
@@ -123,7 +123,7 @@ MEMORY = {"device": MemoryUse(used_bytes=512 * MIB, peak_bytes=512 * MIB, reserv
 
 
 def test_a_log_gets_the_first_and_the_last_step_and_not_each_of_many(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "30")  # of no matter to a log
+    monkeypatch.setenv("COLUMNS", "30")  # the width does not matter for a log
     view = View("tiny", num_steps=50, unit_name="tokens")
     with view.shown():
         for step in range(1, 51):

@@ -1,4 +1,4 @@
-"""When a step is worth waiting for, and how long."""
+"""When and how long a step waits for memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plimsoll.training.run_directory import RunDirectory
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
-    """A run of one step, which held with the second fallback."""
+    """Return the directory of a run of one step, which fitted with the second fallback."""
     directory = RunDirectory.create(tmp_path / "run", False)
     directory.append(
         StepLine(
@@ -41,7 +41,7 @@ def directory(tmp_path: Path) -> RunDirectory:
 def test_only_a_step_that_has_held_with_as_much_is_waited_for_and_each_time_longer(directory, monkeypatch) -> None:
     monkeypatch.setattr(pauses, "_SECONDS", (0.0, 0.01))
     found = Pauses()
-    assert found.next_seconds(directory, 0) is None  # it needs more than what held
+    assert found.next_seconds(directory, 0) is None  # it needs more than the fallback that fitted
     for seconds in (0.0, 0.01, None):
         assert found.next_seconds(directory, 1) == found.next_seconds(directory, 2) == seconds
         if seconds is not None:

@@ -1,4 +1,4 @@
-"""The plan of a run: given, made, kept, and made again."""
+"""The plan of a run: given, made, reused and made again."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def plan_again(directory, quiet=True, keep=True):
 
 @pytest.fixture
 def planned_run(new_run):
-    """A run of 2 steps under 1 GiB, with a plan that was made for it; other budgets no machine has."""
-    directory = new_run(steps=2, budget={"device": "4GiB"})  # of this process, which runs many tests
+    """Return a run of 2 steps with a plan that was made for its budget of 1 GiB. No machine has the other budgets."""
+    directory = new_run(steps=2, budget={"device": "4GiB"})  # the budget of this process, which runs many tests
     job = Job.from_yaml(directory.job)
     facts = facts_of(job, sketch_texts(job), CpuLowering().name)
     made = Plan.load(directory.plan).model_copy(update={"made_for": facts, "limit_bytes": 4 << 30})
@@ -40,7 +40,7 @@ def planned_run(new_run):
 
 
 def too_much(directory):
-    """Give a run a budget that no machine has, which is refused where a plan is made, and only there."""
+    """Give a run a budget that no machine has; only making a plan refuses it."""
     job = Job.from_yaml(directory.job)
     directory.write_job(job.model_copy(update={"budget": Budget(device_bytes=1 << 52)}))
     return pytest.raises(BudgetError, match=r"a budget of 4\.0 PiB is more than")
@@ -60,7 +60,7 @@ def test_a_run_that_goes_on_keeps_its_plan_and_of_other_code_or_for_another_budg
         plan_again(planned_run, quiet=False)
     assert "no longer holds: the budget was 8.0 PiB, is 4.0 PiB; planning again" in capsys.readouterr().err
     plan.save(planned_run.plan)
-    plan_again(planned_run)  # for less than there is now
+    plan_again(planned_run)  # with less free memory than now
     assert Plan.load(planned_run.plan) == plan
 
 
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_looked_for_before_a_plan_is_made(planned_run):
 def test_a_plan_is_of_what_was_prepared_also_one_that_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job asks for 8,000 tokens, and its text gives 261, which only who reads it knows."""
+    """The job asks for 8,000 tokens, but its text has only 261, which is known after reading it."""
     monkeypatch.setattr("plimsoll.data.quick_facts.FEW_BYTES", 0)
     (tmp_path / "text.txt").write_text("word " * 800)
     job = small_job(tmp_path / "text.txt", tokenizer={}, budget={"device": "2GiB"})
@@ -95,7 +95,7 @@ def test_a_plan_is_of_what_was_prepared_also_one_that_was_given(
 
 
 def given_plan(directory: RunDirectory, path: Path) -> Plan:
-    """Write a plan of two fallbacks that was made for the job of a run, under a budget that the job does not name."""
+    """Write a plan with two fallbacks for the job of a run, under a budget that the job does not set."""
     job = Job.from_yaml(directory.job)
     fallbacks = tuple(Configuration(choices=(micro_batch_choice(size),)) for size in (4, 2))
     changes = {"made_for": facts_of(job, sketch_texts(job), CpuLowering().name), "fallbacks": fallbacks}

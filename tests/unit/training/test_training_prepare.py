@@ -1,4 +1,4 @@
-"""The process that prepares data: what it refuses before and after, and what it says of them."""
+"""The process that prepares data: its refusals before and after reading, and its report."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ PLAIN = "data: 1,234 texts; 2,345 samples"
         (prepared_of(num_tokens=34_567), "data: 1,234 texts; 34,567 tokens; 2,345 samples"),
         (prepared_of(labels=("a", "b", "c"), labels_folder="l"), f"{PLAIN}; 3 classes"),
         (prepared_of(labels=("O", "B-PER", "I-PER")), f"{PLAIN}; 3 tags"),
-        (prepared_of(labels=("B-PER", "PER"), labels_folder="l"), f"{PLAIN}; 2 classes"),  # which have no entities
+        (prepared_of(labels=("B-PER", "PER"), labels_folder="l"), f"{PLAIN}; 2 classes"),  # no tags, but classes
         (prepared_of(num_long_texts=1111), f"{PLAIN}; 1,111 texts longer than a sample, cut into windows"),
         (
             prepared_of(num_long_texts=1111, num_truncated=1111, num_dropped_tokens=5678),
@@ -141,7 +141,7 @@ def test_word_vectors_must_be_the_same_when_a_run_goes_on(
     assert [line[:5] for line in capsys.readouterr().err.splitlines()[-2:]] == ["data:", "vecto"]
     prepare_run(directory.path, tmp_path / "cache", quiet=True, again=True)
     again = Prepared.load(directory.prepared)
-    assert again.model_copy(update={"peak_bytes": first.peak_bytes}) == first  # which is measured
+    assert again.model_copy(update={"peak_bytes": first.peak_bytes}) == first  # the peak is measured
     vectors.write_text("ship 2 2 3 4 5 6 7 8\nline 8 7 6 5 4 3 2 1\n")
     with pytest.raises(EmbeddingError, match=rf"then {first.vectors_digest}\) are not what they were: put the file"):
         prepare_run(directory.path, tmp_path / "cache", quiet=True, again=True)

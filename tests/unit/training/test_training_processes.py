@@ -1,4 +1,4 @@
-"""The processes of a run: forked from one that has loaded what they need, or started anew."""
+"""The processes of a run: forked from a process that has loaded their imports, or started anew."""
 
 import contextlib
 import signal
@@ -27,7 +27,7 @@ with loading_once(directory):
 
 @pytest.fixture
 def supervisor(new_run):
-    """A run that goes on until it is stopped, in a process of its own; nothing of it is left when the test ends."""
+    """Yield the process of a run that trains until it is stopped, and kill all its children after the test."""
     directory = new_run(steps=100_000, checkpoint={"every": 20})
     command = [sys.executable, "-c", SUPERVISE, str(directory.path)]
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
@@ -39,7 +39,7 @@ def supervisor(new_run):
 
 
 def below(process, name):
-    """The process below another that runs this command, once it is there."""
+    """Wait for the descendant of a process that runs this command, and return it."""
     while process.poll() is None:
         for child in psutil.Process(process.pid).children():
             with contextlib.suppress(psutil.Error):
@@ -49,7 +49,7 @@ def below(process, name):
 
 
 def caught_by(process):
-    """The signals that a process has handlers for, see proc(5)."""
+    """Return the signals that a process has handlers for, see proc(5)."""
     (line,) = (line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigCgt" in line)
     return int(line.split()[1], 16)
 
@@ -70,7 +70,7 @@ def test_kills_of_server_and_worker_lose_nothing(supervisor):
     wait_for(supervisor, CheckpointLine, 1 + len(supervisor.directory.lines()) // 100)
     assert second.is_running()
     second.kill()
-    wait_for(supervisor, StartLine, 3)  # started anew, as nothing can fork it
+    wait_for(supervisor, StartLine, 3)  # started anew, because no process can fork it
     third = below(supervisor, "train-worker")
     supervisor.send_signal(signal.SIGINT)
     _, errors = supervisor.communicate(timeout=LONGEST_SECONDS)

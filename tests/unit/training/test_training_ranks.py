@@ -1,4 +1,4 @@
-"""What ranks settle before the first step: device, sameness, checkpoint, random numbers."""
+"""The agreement of ranks before the first step: device, equality of jobs, checkpoint, random numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BACKEND = backend_for("cpu")
 
 
 class Of(Ranks):
-    """One of several, with what the others say."""
+    """One of several ranks, with the values of the others."""
 
     def __init__(self, rank: int, others: list[object]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_ranks_on_the_cpu_need_nothing_and_mixed_ones_are_refused_by_name():
 )
 def test_a_rank_has_the_gpu_of_its_number_on_its_machine(monkeypatch, local_rank, num_gpus, expected):
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
-    rank = Of(2, ["cuda:0", "cuda:1"])  # of the second machine
+    rank = Of(2, ["cuda:0", "cuda:1"])  # on the second machine
     rank.local_rank = local_rank
     assert device_of_rank("cuda", rank) == expected
     assert device_of_rank("cuda", Ranks()) == "cuda"
@@ -142,7 +142,7 @@ def test_each_file_of_the_run_is_compared_by_what_is_in_it(directory, file, name
     assert [one for one in before if before[one] != after[one]] == [name]
     assert re.fullmatch("[0-9a-f]{12}", after[name])
     assert {"torch", "transformers", "the code of plimsoll"} <= before.keys()
-    assert "python" not in before  # of another one the numbers are the same
+    assert "python" not in before  # random numbers do not depend on it
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_model_that_is_not_made_by_a_file_of_ones_own_has_no_code(directory, t
 
 
 def test_all_ranks_go_on_from_the_checkpoint_that_the_first_has_found(tmp_path):
-    """Which need not be the newest: that one may be torn."""
+    """It may be older than the newest checkpoint, which may be torn."""
     model = torch.nn.Linear(1, 1)
     fields = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "random_state": None, "keep": 3}
     for step in (10, 20):
@@ -185,7 +185,7 @@ def test_a_ranks_seed_is_the_same_in_every_start(seed, rank, of_torch, of_numpy)
 
 def test_random_numbers_are_a_ranks_own_and_come_back():
     torch.manual_seed(0)
-    seed_rank(0, Ranks())  # the first draws what one process draws
+    seed_rank(0, Ranks())  # rank 0 draws the numbers of a single process
     first = torch.rand(3)
     torch.manual_seed(0)
     assert torch.equal(first, torch.rand(3))
@@ -232,14 +232,14 @@ def started(**changes: object) -> StartLine:
 
 
 def test_a_restart_is_known_by_what_has_begun_since(directory):
-    """Not by torchrun's count, which is each agent's own and leaves out restarts for another number of agents."""
+    """torchrun's count does not help: each agent has its own, which omits restarts for another number of agents."""
     assert starts_since(directory.path, BEGUN_AT - 1) == 0
     directory.append(started())
-    assert starts_since(directory.path, BEGUN_AT + 0.5) == 0  # what began was an earlier run in this directory
+    assert starts_since(directory.path, BEGUN_AT + 0.5) == 0  # an earlier run in this directory
     assert starts_since(directory.path, BEGUN_AT) == starts_since(directory.path, BEGUN_AT - 0.5) == 1
     directory.append(started(restarts=1))
     assert starts_since(directory.path, BEGUN_AT - 0.5) == 2
-    directory.prepared.unlink()  # another command has begun here, and nothing is ready
+    directory.prepared.unlink()  # another command has started here, and nothing is ready
     assert starts_since(directory.path, BEGUN_AT - 0.5) == 0
 
 
@@ -254,7 +254,7 @@ def test_who_may_be_started_again(monkeypatch):
     assert may_begin_anew()
 
 
-# As a script does that torchrun starts, and that starts the rank.
+# Like a script that torchrun starts and that starts the rank.
 BETWEEN = "import subprocess, sys; print(subprocess.run(sys.argv[1:], capture_output=True, text=True).stdout)"
 
 
@@ -269,7 +269,7 @@ def test_a_launcher_is_as_old_as_what_has_started_the_rank(between):
         check=True,
         env=environment(TORCHELASTIC_RUN_ID="1"),
     )
-    # psutil knows the second in which the machine was started, and not the part of it.
+    # psutil knows the boot time of the machine in whole seconds only.
     assert 0 <= float(found.stdout) - psutil.Process().create_time() < 1.1
 
 
@@ -321,7 +321,7 @@ def test_after_a_kill_for_memory_all_ranks_begin_with_the_next_fallback(
     assert isinstance(death, DeathLine)
     assert death.evidence.startswith(evidence)
     assert death.next_fallback == (fallbacks[0] or 0)
-    assert begun_again(Of(1, [fallbacks[0]]), directory) == fallbacks  # the first rank has read what happened
+    assert begun_again(Of(1, [fallbacks[0]]), directory) == fallbacks  # rank 0 has read the record of the death
 
 
 @pytest.mark.parametrize(
@@ -329,8 +329,8 @@ def test_after_a_kill_for_memory_all_ranks_begin_with_the_next_fallback(
     [
         (0, (1, 0), 4),
         (1, (2, 1), 2),
-        (2, (2, 1), 2),  # there is no further one
-        (7, (2, 1), 2),  # of an earlier plan that had more
+        (2, (2, 1), 2),  # there is no further fallback
+        (7, (2, 1), 2),  # of an earlier plan with more fallbacks
     ],
 )
 def test_after_a_kill_the_ranks_leave_the_fallback_in_force(
@@ -374,7 +374,7 @@ def test_each_machine_that_counts_kills_says_how_many(monkeypatch, count, here):
 
 
 def prepared(ranks, directory, codes=(0, 0)):
-    """What all ranks are told, and which of both works was done."""
+    """Return the exit codes that all ranks receive, and the functions that were called."""
     calls = []
     works = [lambda name=name, code=code: calls.append(name) or code for name, code in zip("pa", codes, strict=True)]
     return prepared_by_first(ranks, directory.path, *works), calls
@@ -396,7 +396,7 @@ def test_where_no_training_has_begun_the_first_rank_prepares_it_and_all_hear_how
 
 
 def test_a_training_goes_on_that_has_begun_since_the_first_agent_was_started(directory):
-    """Agents of other machines may be older, or younger: one that was lost is replaced."""
+    """Agents of other machines may be older or younger, because a lost agent is replaced."""
     began = time.time() - launcher_age_seconds()
     directory.append(started(wall_time=datetime.fromtimestamp(began - 50, UTC).isoformat()))
     directory.write_job(job().model_copy(update={"ranks": 2}))
@@ -404,7 +404,7 @@ def test_a_training_goes_on_that_has_begun_since_the_first_agent_was_started(dir
 
 
 class Two(Ranks):
-    """The first of two, of which the other says the same, but for how much older its agent is."""
+    """Rank 0 of two; rank 1 sends the same values, but its agent is older by `older_seconds`."""
 
     def __init__(self, older_seconds=0):
         super().__init__()

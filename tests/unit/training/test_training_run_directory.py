@@ -1,4 +1,4 @@
-"""The run directory: what is made, refused, appended and taken out again."""
+"""The run directory: creation, refusals, appended lines and removed files."""
 
 import os
 import shutil
@@ -75,7 +75,7 @@ def test_nothing_is_overwritten_without_force(directory):
     (directory.checkpoints / "step-00000001").mkdir(parents=True)
     RunDirectory.create(directory.path, force=True)
     assert not directory.checkpoints.exists()
-    assert (directory.path / "notes.txt").read_text() == "mine"  # which no run wrote
+    assert (directory.path / "notes.txt").read_text() == "mine"  # no run wrote this file
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_nothing_is_overwritten_without_force(directory):
 )
 def test_a_run_in_which_no_step_was_done_is_begun_again_with_what_is_there(directory, line, is_refused):
     directory.append(line)
-    with pytest.raises(OutputError, match="exists already"):  # it has no job
+    with pytest.raises(OutputError, match="exists already"):  # it contains no job
         RunDirectory.create(directory.path, force=False)
     directory.job.write_text("of before")
     if is_refused:
@@ -187,7 +187,7 @@ def test_the_job_is_kept_whole(directory):
     with pytest.raises(OutputError, match=r"is not a run directory \(it has no plan.json\): give the --out"):
         RunDirectory.open(directory.path)
     text = directory.job.read_text()
-    assert text.startswith("model:")  # in the order of the fields, as a person would write it
+    assert text.startswith("model:")  # in the order of the fields, as a person would write them
     assert "/data/ä.txt" in text
     assert "null" not in text
     directory.plan.write_text("{}")
@@ -222,15 +222,15 @@ def test_what_will_happen_again_is_taken_out_and_nothing_else(directory):
         ([], None),
         ([start(fallback=0)], 0),
         ([start(fallback=0), step(1, 1)], 1),
-        ([start(fallback=2), step(1, 1)], 1),  # it grew
+        ([start(fallback=2), step(1, 1)], 1),  # the micro-batch has grown
         ([start(fallback=2)], 2),
         ([step(1, 1)], 1),
-        ([start(), step(1, 1), oom(2)], 2),  # it died in the step that was being done again
+        ([start(), step(1, 1), oom(2)], 2),  # the process died while it repeated the step
         ([start(), step(1, 1), oom(2), step(2, 2)], 2),
         ([start(), step(1, 1), death(2)], 2),
         ([start(), step(1, 1), death(0)], 0),
         ([start(), step(1, 1), oom(None, "checkpoint")], 1),
-        ([start(), step(1, 1), oom(None, "evaluation")], 1),  # which has a fallback schedule of its own
+        ([start(), step(1, 1), oom(None, "evaluation")], 1),  # evaluations have their own fallbacks
     ],
 )
 def test_the_fallback_in_force_is_the_last_that_was_used_or_chosen(directory, lines, fallback):
@@ -261,7 +261,7 @@ def test_of_processes_that_train_together_one_keeps_the_metrics(directory):
     other.keep_until(0)
     assert other.lines() == [step(1)]
     directory.metrics.unlink()
-    other.sync_metrics()  # of which there is nothing to write
+    other.sync_metrics()  # the file does not exist
     assert other.lines() == []
     directory.metrics.touch()
     RunDirectory.open(directory.path).append(step(2))
@@ -292,7 +292,7 @@ print(directory.lines() == [line, line])
 def test_a_line_that_the_disk_has_no_room_for_leaves_no_part_behind(tmp_path):
     done = run_program(FULL_DISK, tmp_path / "a")
     message, is_whole = done.stdout.splitlines()
-    assert "metrics.jsonl: File too large; free some space and go on with --resume" in message
+    assert "metrics.jsonl: File too large; free some space and continue with --resume" in message
     assert is_whole == "True", done.stderr
 
 
@@ -307,7 +307,7 @@ def test_a_line_torn_by_a_kill_is_left_out_and_does_not_spoil_the_next(directory
 
 @pytest.mark.parametrize("whole", [[], [step(1)]])
 def test_a_line_may_be_torn_at_any_byte(whole, directory):
-    """Also the first line of all, and inside a character of two bytes."""
+    """This includes the first line, and the middle of a character of two bytes."""
     torn = EndLine(time_seconds=1, step=1, status="failed", message="é").model_dump_json().encode()
     for num_bytes in range(1, len(torn)):
         directory.metrics.write_bytes(b"".join(line.model_dump_json().encode() + b"\n" for line in whole))
@@ -330,7 +330,7 @@ def test_a_run_says_which_process_works_on_it_while_it_lives(directory):
         assert (directory.command_pid(), directory.training_pid()) == (os.getpid(), None)
         with directory.locked():
             assert directory.training_pid() == os.getpid()
-    for _ in range(2):  # the name of who was there before is gone
+    for _ in range(2):  # the name of the previous owner has been deleted
         with directory.claimed():
             assert directory.command_pid() == os.getpid()
     code = "import sys; from pathlib import Path; from plimsoll.training.run_directory import RunDirectory\n"
@@ -366,13 +366,13 @@ print(sum(1 for _ in directory.each_line()))
 
 
 def test_a_run_of_many_steps_is_gone_on_with_inside_a_tight_budget(directory):
-    """All lines together would take 30 MiB; a tenth of a mebibyte is enough for one after the other."""
+    """All lines together would take 30 MiB; reading them one by one takes a tenth of a mebibyte."""
     done = run_program(LONG_RUN, directory.path)
     assert done.stdout.split() == ["1", "9990", "9991"], done.stderr
 
 
 def test_a_record_is_owed_until_it_is_newer_than_the_metrics(directory):
-    assert directory.has_its_record()  # nothing has begun
+    assert directory.has_its_record()  # no process has started
     directory.head.touch()
     assert not directory.has_its_record()
     directory.record.touch()

@@ -1,4 +1,4 @@
-"""The session of a training: what it goes on with, limits and refuses, and what it prints and records."""
+"""The session of a training: resuming, limits, refusals, messages and records."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_first_fallback_is_the_plans_unless_another_is_given(new_run):
 
 
 def test_after_a_death_the_fallback_schedule_is_still_made_from_the_batch(new_run):
-    """A checkpoint at 8 samples, a death there, and it goes on at 2; the next checkpoint says how far it may grow."""
+    """The run dies at 8 samples and resumes at 2. The next checkpoint stores how far the micro-batch may grow."""
     directory = new_run(steps=2)
     train_here(directory)
     directory.job.write_text(directory.job.read_text().replace("steps: 2", "steps: 56"))
@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_counts_time_from_where_it_stopped(new_run):
 
 @pytest.mark.parametrize("has_supervisor", [True, False])
 def test_memory_that_runs_out_between_steps_is_for_a_new_process(has_supervisor, new_run, monkeypatch):
-    """As in the writing of a line, where nothing can be undone: the checkpoints are the way back."""
+    """An example is the writing of a line, where nothing can be undone. The new process resumes from a checkpoint."""
     monkeypatch.setattr(plimsoll.training.loop, "note_step", lambda *_: exhaust_memory())
     if has_supervisor:
         monkeypatch.setenv("PLIMSOLL_SUPERVISOR", str(os.getppid()))
@@ -128,13 +128,13 @@ def test_memory_that_runs_out_between_steps_is_for_a_new_process(has_supervisor,
 def test_failpoints_come_from_the_environment(new_run, monkeypatch):
     monkeypatch.setenv("PLIMSOLL_FAILPOINTS", "backward@1")
     directory = new_run(steps=1)
-    with armed("backward"):  # disarms what the environment adds
+    with armed("backward"):  # disarms the failpoints of the environment
         train_here(directory)
     assert steps_of(directory)[0].micro_batch == 4
 
 
 def test_the_record_says_how_far_truncated_gradients_reach(new_run):
-    """Windows of 32 tokens, of which 31 are read, in segments of 8."""
+    """Windows have 32 tokens, of which 31 are inputs, in segments of 8."""
     directory = new_run(steps=2, model={"architecture": "gru"}, allow=["truncated_bptt"])
     choices = (micro_batch_choice(8), Choice(technique="truncated_bptt", options={"steps": 8}))
     Plan.load(directory.plan).model_copy(update={"fallbacks": (Configuration(choices=choices),)}).save(directory.plan)
@@ -180,7 +180,7 @@ def test_what_is_trained_is_told_by_the_step_unless_it_is_quiet(
     train_here(new_run("quiet", steps=1))
     assert capsys.readouterr().err == ""
     train_here(new_run("told", steps=1), quiet=False)
-    *_, first, second = filter(None, capsys.readouterr().err.splitlines())  # before them, who keeps the machine busy
+    *_, first, second = filter(None, capsys.readouterr().err.splitlines())  # first: a busy machine
     assert first.startswith("step 1/1 ")
     assert "tokens/s" in first
     assert second.startswith("step 1: validation loss ")
@@ -195,7 +195,7 @@ def test_a_classifier_is_timed_in_samples_and_says_how_many_texts_lost_their_end
             (tmp_path / "texts" / label / f"{number}.txt").write_text(f"{text} {number}")
     data = {"train": str(tmp_path / "texts"), "on_the_fly": True, "long_texts": "truncate", "workers": 0}
     train_here(new_run(task="classification", data=data, steps=1, tokenizer={"vocab_size": 270}), quiet=False)
-    *_, first, second = filter(None, capsys.readouterr().err.splitlines())  # before them: that the machine is busy
+    *_, first, second = filter(None, capsys.readouterr().err.splitlines())  # first: a busy machine
     assert "samples/s" in first
     assert second == "4 texts were truncated to 32 tokens as they were read"
 

@@ -1,4 +1,4 @@
-"""A training process before it has a model: with whom it ends, what it loads before the limit, what memory it takes."""
+"""The process of a training before it has a model: its end, its imports before the limit, and its memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_worker_whose_supervisor_is_gone_already_ends_at_once():
     assert run_program(LISTENS, PLIMSOLL_SUPERVISOR="1").returncode == -signal.SIGTERM
 
 
-# Starts a worker, says its number, and is gone.
+# Starts a worker, prints its process id and exits.
 SUPERVISOR = """
 import os, subprocess, sys
 worker = subprocess.Popen(
@@ -62,13 +62,13 @@ print("pyarrow" in sys.modules)
 
 @pytest.mark.long
 def test_what_reads_texts_is_loaded_before_memory_is_limited():
-    """Inside a budget an evaluation of texts that are tokenized on the fly had no room for the libraries of pyarrow."""
+    """Inside a budget, an evaluation of texts tokenized on the fly could not load the libraries of pyarrow."""
     assert run_program(ON_THE_FLY, "yes").stdout == "True\n"
     assert run_program(ON_THE_FLY, "no").stdout == "False\n"
 
 
 def test_a_training_process_loads_no_planner_and_no_solver():
-    """What it loads is taken of the budget: scipy's solver alone takes 20 MiB."""
+    """The memory of imports is taken from the budget: scipy's solver alone takes 20 MiB."""
     program = "import sys, plimsoll.training.session; print(*sys.modules)"
     loaded = set(run_program(program).stdout.split())
     assert "plimsoll.planning.measured_choice" in loaded
@@ -104,7 +104,7 @@ print(number.value)
         ({"RANK": "0", "WORLD_SIZE": ""}, False),
         ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"}, True),
         ({"RANK": "", "WORLD_SIZE": "2"}, False),
-        ({"RANK": "1", "WORLD_SIZE": "2", "PLIMSOLL_SUPERVISOR": "1"}, True),  # the launcher is its parent
+        ({"RANK": "1", "WORLD_SIZE": "2", "PLIMSOLL_SUPERVISOR": "1"}, True),  # the launcher is the parent process
     ],
 )
 def test_a_process_ends_with_its_supervisor_or_its_launcher_where_it_has_one(
@@ -114,7 +114,7 @@ def test_a_process_ends_with_its_supervisor_or_its_launcher_where_it_has_one(
     assert (done.returncode, done.stdout) == (0, f"{int(signal.SIGTERM) if is_told else 0}\n"), done.stderr
 
 
-# Each job in a process of its own, forked from one that has not loaded transformers.
+# Each job runs in its own process, forked from a process that has not loaded transformers.
 IMPORTS = """
 import json, os, sys
 from plimsoll.records.job import Job

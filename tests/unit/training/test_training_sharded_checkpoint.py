@@ -1,4 +1,4 @@
-"""Sharded checkpoints on disk; that they go on with other numbers of ranks is in `tests/numerics/test_shards.py`."""
+"""Sharded checkpoints on disk. `tests/numerics/test_shards.py` resumes them with other numbers of ranks."""
 
 import operator
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def workload_of(model: nn.Module) -> Workload:
 
 @pytest.fixture
 def trained() -> Iterator[Workload]:
-    """One rank, alone, after a step in shards."""
+    """Return the training of a single rank after a step in shards."""
     workload = workload_of(stacked_model())
     with joined_alone():
         sharded = ShardedTraining(workload, Sharding(keeps_gathered=True), mesh_of(workload))
@@ -47,7 +47,7 @@ def save(root: Path, step: int, workload: Workload, **changes: Any) -> checkpoin
 
 
 class Exhausting:
-    """Memory runs out when it is written."""
+    """An object that runs out of memory when it is written."""
 
     def __reduce__(self) -> Any:
         exhaust_memory()
@@ -94,7 +94,7 @@ def test_what_one_process_has_written_is_read_in_shards(tmp_path, trained):
 
 @pytest.mark.parametrize("is_read_whole", [True, False], ids=["shards read whole", "a whole one read in shards"])
 def test_states_go_where_the_optimizer_keeps_them(tmp_path, trained, is_read_whole):
-    """Those that are as large as a parameter, and the model's own rows stay where they are."""
+    """States as large as a parameter are copied to the optimizer's storage. The model's rows stay in place."""
     whole = workload_of(stacked_model())
     loss_of(whole.model, batch_of(1)).backward()
     whole.optimizer.step()
@@ -135,12 +135,12 @@ def test_buffers_are_saved_but_for_those_that_no_state_has(tmp_path):
 def test_the_last_few_are_kept_and_a_torn_one_is_refused(tmp_path, trained):
     for step in (1, 2, 3):
         save(tmp_path, step, trained, keep=4)
-        assert len(list(tmp_path.iterdir())) == step  # none has to go yet
+        assert len(list(tmp_path.iterdir())) == step  # no checkpoint has to be removed yet
     save(tmp_path, 3, trained, keep=2)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
     shard = next((tmp_path / "step-00000003" / "shards").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"step 3 .* is torn \(shards/.*; the one of step 2 is good"):
+    with pytest.raises(CheckpointError, match=r"step 3 .* is damaged \(shards/.*; the checkpoint of step 2 is intact"):
         checkpoint.load(tmp_path, MARKS)
 
 

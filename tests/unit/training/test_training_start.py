@@ -1,4 +1,4 @@
-"""What `plimsoll train` does before a process trains: what it writes, what it starts and in which order, what not."""
+"""`plimsoll train` before a process trains: the files that it writes, and the processes that it starts, in order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def job_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    """Return ``started(**codes)``: a list of the processes that are asked for, which end with 0 or the code of each."""
+    """Return `started(**codes)`, which lists the requested processes; each exits with 0 or with its given code."""
 
     def become(**codes: int) -> list[tuple[Any, ...]]:
         asked: list[tuple[Any, ...]] = []

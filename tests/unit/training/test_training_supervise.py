@@ -1,4 +1,4 @@
-"""The supervisor: what it makes of a process that ended, and one real run that is killed and goes on."""
+"""The supervisor: its reaction to the end of a process, and a real run that is killed and resumes."""
 
 import os
 import re
@@ -86,7 +86,7 @@ def test_the_exit_code_is_what_a_shell_would_say(code, asked_by, exit_code):
     ],
 )
 def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, evidence, cause):
-    # The kernel's OOM killer cannot be called here without ending more than this test.
+    # Calling the OOM killer of the kernel would end more than this test.
     monkeypatch.setattr(module, "oom_kill_count", lambda: after)
     death = _death(End(-signal.SIGKILL, None), before, host_budget_bytes=None)
     assert (death.signal_name, death.cause.name) == ("SIGKILL", cause)
@@ -111,7 +111,7 @@ def test_who_sent_sigkill_is_what_the_machine_says(monkeypatch, before, after, e
 def test_a_crash_is_perhaps_memory_only_where_memory_was_limited(code, host_budget_bytes, name, evidence, cause):
     death = _death(End(code, None), OURS(4), host_budget_bytes)
     assert (death.signal_name, death.cause.name) == (name, cause)
-    assert death.signal_number == max(-code, 0)  # none, where it ended with a code
+    assert death.signal_number == max(-code, 0)  # None if the process ended with a code
     assert death.evidence.startswith(evidence)
 
 
@@ -135,7 +135,7 @@ def test_only_host_memory_that_is_limited_counts_as_a_budget(new_run):
         return _host_budget_bytes(directory, Plan.load(directory.plan).budget)
 
     assert limit_of(on_host) == BUDGET
-    assert limit_of(budgeted) is None  # no process has begun there
+    assert limit_of(budgeted) is None  # no process has started there
     RunHead(job={}, device=device_of("cuda"), versions={}, fingerprint={}).save(budgeted.head)
     assert limit_of(budgeted) is None
     for directory in (free, budgeted):
@@ -158,7 +158,7 @@ def test_out_of_memory_takes_the_next_fallback_and_what_fitted_may_come_back_onc
     assert given.arguments()[-4:] == ["--fallback", "1", "--restarts", "1"]
     given.note_begun()
     given.note_saved()
-    assert given.arguments() == ["--resume-newest", "--restarts", "1"]  # the checkpoint knows the rest
+    assert given.arguments() == ["--resume-newest", "--restarts", "1"]  # the checkpoint contains the rest
     assert given.note_death(_Cause.KERNEL, 0, has_fit=True) == 1
     assert given.arguments()[1:] == ["--fallback", "1", "--too-large-fallback", "0", "--restarts", "2"]
 
@@ -173,7 +173,7 @@ def test_a_fallback_that_never_fitted_is_known_to_kill():
 def test_a_kill_from_outside_keeps_a_fallback_that_no_checkpoint_has_yet():
     given = retries()
     given.note_death(_Cause.KERNEL, 0, has_fit=True)
-    assert given.note_death(_Cause.OUTSIDE, 0, has_fit=True) == 1  # it had grown again
+    assert given.note_death(_Cause.OUTSIDE, 0, has_fit=True) == 1  # the micro-batch had grown again
     assert given.arguments()[3:5] == ["--fallback", "1"]
     assert retries().note_death(_Cause.OUTSIDE, 2, has_fit=True) == 2
 
@@ -191,7 +191,7 @@ def test_deaths_count_until_a_checkpoint_is_written(cause):
 
 
 def test_a_later_fallback_counts_as_progress_but_only_once():
-    """A model that cannot be cut (BatchNorm) stays at the first, whatever it is given."""
+    """A model that cannot be split (BatchNorm) stays at the first fallback, for any given one."""
     given = retries()
     counts = []
     for in_force in (0, 1, 2, 3, 3, 0, 0):
@@ -211,7 +211,7 @@ def test_memory_is_blamed_only_where_the_machine_does(cause, error):
 
 
 def test_what_is_done_after_a_death_is_said_with_the_techniques(new_run, capsys):
-    """Of the fallback that is next, and in the end of the one that it died with."""
+    """The message names the techniques of the next fallback, and at the end the techniques of the last one."""
     choices = (
         Choice(technique="checkpointing", options={"blocks": "all"}),
         Choice(technique="optimizer_offload", options={"to": "disk"}),
@@ -270,7 +270,7 @@ def of_kind(directory, kind):
 
 @pytest.fixture
 def supervised():
-    """Start a supervisor of a run directory; nothing of it is left when the test ends."""
+    """Return a function that starts a supervisor of a run directory, and clean up after the test."""
     processes = []
 
     def start(directory, **variables):
@@ -312,7 +312,7 @@ def test_a_plan_that_is_stopped_is_no_error_of_the_plan(new_run, monkeypatch, re
         Interrupted, match=r"was stopped \(SIGTERM\) before anything was trained: give the same command"
     ):
         make_plan(directory, (), quiet=True)
-    for code in (2, 255):  # an error of its own, which it has said
+    for code in (2, 255):  # an error of the process, which has printed it
         monkeypatch.setattr("plimsoll.training.supervise.run_worker", lambda *_, code=code: End(code, signal.SIGTERM))
         assert make_plan(directory, (), quiet=True) == code
 
@@ -327,22 +327,22 @@ def test_a_stop_that_finds_no_memory_to_save_in_does_not_say_that_all_is_saved(n
         supervise(directory)
     assert caught.value.exit_code == 3
     monkeypatch.setattr("plimsoll.training.supervise.run_worker", lambda *_: End(2, signal.SIGINT))
-    assert supervise(directory) == 2  # an error of its own, which it has said
-    for code in (143, -signal.SIGTERM):  # by ranks, and alone
+    assert supervise(directory) == 2  # an error of the process, which has printed it
+    for code in (143, -signal.SIGTERM):  # with ranks, and without
         monkeypatch.setattr("plimsoll.training.supervise.run_worker", lambda *_, code=code: End(code, signal.SIGINT))
         with pytest.raises(Interrupted, match="stopped at once, and step 2 is the last one saved"):
             supervise(directory)
     monkeypatch.setattr("plimsoll.training.supervise.run_worker", lambda *_: asked)
     train_here(directory, resume_newest=True)
-    assert supervise(directory) == 130  # all is saved by now
+    assert supervise(directory) == 130  # everything has been saved
     monkeypatch.setattr("plimsoll.training.supervise.run_worker", lambda *_: End(143, signal.SIGINT))
     assert supervise(directory) == 130
     monkeypatch.setattr("plimsoll.training.supervise.run_worker", lambda *_: End(0, signal.SIGINT))
-    assert supervise(directory) == 0  # it came to its end meanwhile
+    assert supervise(directory) == 0  # it finished in the meantime
 
 
 def kill_worker(process, number=signal.SIGKILL):
-    """Kill the training process and wait until it is gone."""
+    """Kill the training process and wait for its end."""
     wait_until(psutil.Process(process.pid).children, process)
     (worker,) = psutil.Process(process.pid).children()
     worker.send_signal(number)
@@ -400,14 +400,14 @@ def test_a_training_that_is_killed_after_it_was_asked_to_stop_is_not_started_aga
     (worker,) = psutil.Process(process.pid).children()
     worker.suspend()
     wait_until(lambda: all("State:\tT" in text for text in statuses_of_threads(worker.pid)), process)
-    process.send_signal(signal.SIGINT)  # a thread that still ran would take it
+    process.send_signal(signal.SIGINT)  # the signal could reach a thread that still runs
     wait_until(lambda: "SigPnd:\t0000000000000000\nShdPnd:\t0000000000000000" not in status_of(worker.pid), process)
     worker.kill()
     _, errors = process.communicate(timeout=LONGEST_SECONDS)
     assert process.returncode == 130
     saved = directory.last_saved_step()
     resume = f"go on with `plimsoll train --resume --out {directory.path}`"
-    again = resume if saved else "give the same command again, with --force"  # which may have a plan or a budget
+    again = resume if saved else "give the same command again, with --force"  # it may have a plan or a budget
     assert f"killed (SIGKILL), and step {saved} is the last one saved: {again}" in errors
     assert len(of_kind(directory, StartLine)) == 1
 

@@ -1,4 +1,4 @@
-"""What a supervisor starts, and starts again: in place of Python stands a script that ends as a test says."""
+"""Processes that a supervisor starts and restarts. A script replaces Python and ends as the test requires."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plimsoll.training.supervise import make_plan, prepare_data, supervise
 
 NewRun = Callable[..., RunDirectory]
 LOST = f"exit {RankLostError.exit_code}"
-BUS = "kill -BUS $$"  # as where /dev/shm is full: a guess at memory, whatever else happens on this machine
+BUS = "kill -BUS $$"  # as if /dev/shm were full; it counts as lack of memory on any machine
 
 
 def start(fallback: int = 0, step: int = 0) -> StartLine:
@@ -40,7 +40,7 @@ def saved(number: int) -> CheckpointLine:
 
 
 class Script:
-    """Stands in place of Python: keeps with what arguments it was started, and ends as it is told to."""
+    """A script in place of Python that records its arguments and ends as it is told to."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,14 +50,14 @@ class Script:
         self.num_endings = 0
 
     def then(self, how: str, directory: RunDirectory | None = None, lines: tuple[Line, ...] = ()) -> None:
-        """Have the next process write lines into a run directory, and end."""
+        """Let the next process write lines into a run directory, and end."""
         self.num_endings += 1
         text = "".join(line.model_dump_json() + "\n" for line in lines)
         written = f"cat >> {directory.metrics} <<'END'\n{text}END\n" if directory is not None else ""
         (self.folder / str(self.num_endings)).write_text(f"{written}{how}\n")
 
     def commands(self) -> list[str]:
-        """What it was started with, so far."""
+        """Return the arguments of all processes so far."""
         return [line.removeprefix("-m plimsoll ") for line in (self.folder / "told").read_text().splitlines()]
 
 
@@ -86,7 +86,7 @@ def deaths_in(directory: RunDirectory) -> list[DeathLine]:
         ((start(2), step(1, 2)), "--resume-newest --fallback 3"),
         ((start(2), step(1, 1), step(2, 2)), "--resume-newest --fallback 3"),
         ((start(2), step(1, 2), start(1)), "--resume-newest --fallback 2 --too-large-fallback 1"),
-        ((start(3), step(1, 3)), "--resume-newest --fallback 3"),  # there is none after it
+        ((start(3), step(1, 3)), "--resume-newest --fallback 3"),  # no fallback follows
     ],
 )
 def test_what_is_started_after_a_death_follows_from_how_far_the_process_came(
@@ -129,7 +129,7 @@ def test_the_third_death_without_a_checkpoint_in_between_ends_the_run(
     new_run: NewRun, python: Script, capsys: pytest.CaptureFixture[str], lines: tuple[Line, ...], saved_step: int,
     with_what: str,
 ) -> None:  # fmt: skip
-    """A rank that is lost takes no smaller micro-batch; one death more is borne where the first process saved."""
+    """A lost rank does not reduce the micro-batch. One more death is allowed if the first process has saved."""
     directory = new_run()
     most_deaths = 3 + len(lines)
     python.then(LOST, directory, (start(), step(1), *lines))

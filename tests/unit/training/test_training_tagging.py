@@ -1,4 +1,4 @@
-"""Scores of a tagger that answers what it is given: entities by hand, windows, batches that are cut."""
+"""Scores of a tagger that repeats its input as its answer: entities by hand, windows, and batches that are split."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ B, I, O, _ = 0, 1, 2, -100  # noqa: E741 -- they are tags
         ("B-X O B-Y", {("X", 0, 1), ("Y", 2, 3)}),
         ("B-X I-X O", {("X", 0, 2)}),
         ("B-X B-X I-X", {("X", 0, 1), ("X", 1, 3)}),
-        ("I-X I-X O I-X", {("X", 0, 2), ("X", 3, 4)}),  # conlleval: an I begins where nothing is open
+        ("I-X I-X O I-X", {("X", 0, 2), ("X", 3, 4)}),  # conlleval: an I outside an entity begins one
         ("B-X I-Y I-Y", {("X", 0, 1), ("Y", 1, 3)}),
         ("I-X I-Y", {("X", 0, 1), ("Y", 1, 2)}),
         ("I-Y I-X", {("Y", 0, 1), ("X", 1, 2)}),
@@ -40,7 +40,7 @@ def test_entities_are_those_of_conlleval(tags, entities):
 
 
 class Parrot(nn.Module):
-    """Answers with the tags that its input names."""
+    """A model that answers with the tags that its input names."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Parrot(nn.Module):
 
 
 class Windows:
-    """Text 0 has the samples 0 and 2, text 1 the sample 1, text 2 the sample 3."""
+    """Positions of samples: text 0 has samples 0 and 2, text 1 has sample 1, and text 2 has sample 3."""
 
     def parents(self, ids):
         return np.array([0, 1, 0, 2])[ids]
@@ -74,7 +74,7 @@ def evaluated(batches, windows=None, names=NAMES):
     return scores.accuracy(), scores.entity_f1()
 
 
-# Text 0 is B I I | I O, of which the second window is missing one word; text 1 is B O, text 2 is O O.
+# Text 0 is B I I | I O, and its second window lacks one word. Text 1 is B O and text 2 is O O.
 BATCHES = [
     ([[B, I, I], [O, O, B]], [[B, I, I], [B, O, _]], [0, 1]),
     ([[I, O, O], [O, I, O]], [[I, O, _], [O, O, _]], [2, 3]),
@@ -84,10 +84,10 @@ BATCHES = [
 def test_words_and_entities_are_counted_once_and_entities_reach_over_windows():
     accuracy, f1 = evaluated(BATCHES, Windows())
     assert accuracy == 7 / 9
-    assert f1 == 2 * 1 / (2 + 2)  # X in text 0 is right; that of text 1 is missed, one in text 2 is none
-    assert evaluated(BATCHES[::-1], Windows()) == (accuracy, f1)  # in the order of the text also where it came later
+    assert f1 == 2 * 1 / (2 + 2)  # X in text 0 is found, X in text 1 is missed, and X in text 2 is wrong
+    assert evaluated(BATCHES[::-1], Windows()) == (accuracy, f1)  # windows in any order
     _, apart = evaluated(BATCHES)
-    assert apart == 2 * 2 / (3 + 3)  # each sample is a text: that of two windows is two
+    assert apart == 2 * 2 / (3 + 3)  # each sample is a text: the entity in two windows counts twice
 
 
 @pytest.mark.parametrize("calls", [(1,), (2,), (1, 3)])
@@ -99,7 +99,7 @@ def test_a_batch_that_was_cut_after_an_oom_counts_once(calls):
 def test_without_entities_there_is_no_f1():
     assert evaluated(BATCHES, Windows(), ("NOUN", "VERB", "X"))[1] is None
     assert evaluated([([[O, O]], [[O, O]], [0])]) == (1.0, None)
-    assert evaluated([([[O, B]], [[O, O]], [0])]) == (0.5, 0.0)  # of entities that are not there
+    assert evaluated([([[O, B]], [[O, O]], [0])]) == (0.5, 0.0)  # the F1 score without entities
 
 
 def test_what_is_no_word_is_not_judged_and_without_words_nothing_is_known():

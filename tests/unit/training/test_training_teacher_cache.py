@@ -1,4 +1,4 @@
-"""The pass of a teacher over the samples: what it says, once, in pieces that fit, gone on with if interrupted."""
+"""The pass of a teacher over the samples: its answers, once, in micro-batches that fit, and resumed if interrupted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, P
 
 
 def made(case: tuple[Job, Prepared], **changes: Any) -> tuple[Job, Path]:
-    """Ask the teacher anew."""
+    """Run the teacher anew."""
     job, prepared = case
     assert job.distill is not None
     job = job.model_copy(update={"distill": job.distill.model_copy(update=changes)})

@@ -1,4 +1,4 @@
-"""Layers over integers: rows that are looked up are decoded alone, and inputs go through a part after the other."""
+"""Layers over integers: only the rows that are looked up are decoded, and inputs are processed in parts."""
 
 from functools import partial
 
@@ -54,7 +54,7 @@ def coded(config, dtype=torch.float32, bias=True, inputs=32):
 
 
 class LargestProduct(TorchDispatchMode):
-    """Notes the bytes of the largest tensor of int32."""
+    """A mode that records the bytes of the largest int32 tensor."""
 
     num_bytes = 0
 
@@ -69,7 +69,7 @@ class LargestProduct(TorchDispatchMode):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_outputs_are_bitwise_those_of_the_whole_input(monkeypatch, dtype, bias, shape):
-    # The weight is 32 x 48, so 32 rows go at once; the largest input has 64.
+    # The weight is 32 x 48, so a part has 32 rows. The largest input has 64 rows.
     monkeypatch.setattr(coded_layers, "PART_BYTES", 1)
     model, inputs = coded(Int8DynamicActivationInt8WeightConfig, dtype, bias), torch.randn(shape).to(dtype)
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_outputs_are_bitwise_those_of_the_whole_input(monkeypatch, dtype, bias, 
         assert model(inputs).dtype == dtype
         assert torch.equal(model(inputs), expected)
     assert (model[0].in_features, model[0].out_features) == (32, 48)
-    assert torch.equal(model(inputs.requires_grad_()), expected)  # a model outside of no_grad
+    assert torch.equal(model(inputs.requires_grad_()), expected)  # the model runs outside no_grad
 
 
 @pytest.mark.parametrize(("part_bytes", "most_bytes"), [(1, 192 * 25), (192 * 50, 192 * 50), (1 << 20, 192 * 100)])

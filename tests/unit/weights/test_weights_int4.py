@@ -1,4 +1,4 @@
-"""Four bits between the form that a processor wants and the form of files."""
+"""Conversion of 4-bit weights between the packing of the CPU kernel and the form in files."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from plimsoll.weights.parts import stored_bytes
 
 
 class SizesMade(TorchDispatchMode):
-    """Notes the bytes of every tensor that is made."""
+    """A mode that records the bytes of every tensor that is created."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class SizesMade(TorchDispatchMode):
 def test_no_bit_is_lost_between_the_two_forms(group):
     torch.manual_seed(0)
     weight = torch.randn(32, 384)
-    weight[3] = 0.25  # all of a group the same: its scale is the least there is
+    weight[3] = 0.25  # all values of a group are equal, so its scale is minimal
     packed = packed_int4(weight, group)
     again = packed_of(plain_of(packed))
     assert torch.equal(again.qdata, packed.qdata)

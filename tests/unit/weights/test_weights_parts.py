@@ -1,4 +1,4 @@
-"""What a weight is made of, and its bytes."""
+"""The plain tensors of a weight, and their bytes."""
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ def test_what_is_not_saved_keeps_its_type():
 
 def test_what_is_no_tensor_is_no_part():
     class Sharded(torch.Tensor):
-        """As a DTensor: one of its parts is a mesh."""
+        """A tensor like a DTensor: one of its parts is a mesh."""
 
         def __tensor_flatten__(self):
             return ["local", "mesh"], None

@@ -1,4 +1,4 @@
-"""Weights that are parts of one buffer, as cuDNN's recurrent layers have them, are written and read back."""
+"""Weights that share one buffer, like the weights of cuDNN's recurrent layers, are written and read back."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def flattened(module: nn.Module) -> nn.Module:
 
 
 class Tied(nn.Module):
-    """Two names for each of an LSTM's weights, beside an embedding that is tied to the output."""
+    """A model with two names for each weight of an LSTM, and an embedding that is tied to the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def test_the_file_has_the_weights_of_the_model(tmp_path, make):
     model = make()
     save_weights(model, tmp_path / "model.safetensors")
     saved, names = load_file(tmp_path / "model.safetensors"), dict(model.named_parameters())
-    assert set(saved) == set(names)  # a tied tensor once
+    assert set(saved) == set(names)  # a tied tensor is saved once
     assert all(torch.equal(saved[name], weight) for name, weight in names.items())
 
 

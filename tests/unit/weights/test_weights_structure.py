@@ -1,4 +1,4 @@
-"""What the field ``shrunk`` of a configuration builds, is saved as, and is loaded from without Plimsoll."""
+"""Models built from the field ``shrunk`` of a configuration: their outputs, saving, and loading without Plimsoll."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def share(model: nn.Module, name: str, source: str) -> None:
 
 
 def half_of_the_heads(model: BertForSequenceClassification) -> None:
-    """Two of the four heads of the first layer, which BERT's configuration cannot say."""
+    """Keep two of the four heads of the first layer, which BERT's configuration cannot express."""
     name, kept = "bert.encoder.layer.0.attention", torch.arange(8)
     attention = model.get_submodule(name)
     for part in ("query", "key", "value"):
@@ -95,14 +95,14 @@ def changed_gpt2() -> GPT2LMHeadModel:
 def test_what_is_noted_is_built_and_loaded_with_the_same_outputs(make, tmp_path):
     model = make()
     before = model(IDS_BT, output_hidden_states=True)
-    assert len(before.hidden_states) == 4  # transformers finds what to return by the class
+    assert len(before.hidden_states) == 4  # transformers determines the recorded outputs by the class
     assert type(model).__name__ == type(model).__mro__[2].__name__
     model.save_pretrained(tmp_path)
     loaded = shrunk_class(type(model).__mro__[2]).from_pretrained(tmp_path, config=read_config(tmp_path)).eval()
     assert torch.equal(loaded(IDS_BT).logits, before.logits)
     assert loaded.config.shrunk == model.config.shrunk
     names = [{id(p): n for n, p in one.named_parameters()}.values() for one in (loaded, model)]
-    assert [*names[0]] == [*names[1]]  # what is shared is one parameter again
+    assert [*names[0]] == [*names[1]]  # shared parameters are one parameter again
     copied = copy.deepcopy(loaded)
     assert torch.equal(copied(IDS_BT).logits, before.logits)
 
@@ -158,7 +158,10 @@ def test_it_is_loaded_and_saved_again_without_plimsoll(tmp_path):
 
 @pytest.mark.parametrize("make", [changed_bert, changed_gpt2])
 def test_without_the_code_of_the_folder_no_class_of_transformers_takes_it(make, tmp_path):
-    """Their weights would be drawn anew where a class does not find them: loading must fail, and say what to type."""
+    """Without the code of the folder, loading by any class of transformers fails with advice.
+
+    Otherwise the class would initialize missing weights with random values.
+    """
     model = make()
     plain_class = type(model).__mro__[2]
     model.save_pretrained(tmp_path)
@@ -186,7 +189,7 @@ def test_names_are_found_with_another_head_and_without_one(tmp_path):
     again = shrunk_class(BertForSequenceClassification).from_pretrained(folder, config=config)
     assert again.bert.encoder.layer[0].output.dense.rank == 3
     masked = shrunk_class(BertForMaskedLM).from_pretrained(folder, config=read_config(folder))
-    # The embedding is factored and the output is not: they cannot be the same rows any more.
+    # The embedding is factored and the output is not, so they cannot be tied any more.
     assert "cls.predictions.decoder.weight" not in masked.all_tied_weights_keys
     masked.save_pretrained(tmp_path / "masked")
 
@@ -257,7 +260,7 @@ def test_llama_has_norms_and_layers_of_other_kinds():
 
 
 def test_what_is_unknown_is_refused():
-    with pytest.raises(ValueError, match=r"holds \['cut'\]"):
+    with pytest.raises(ValueError, match=r"has \['cut'\]"):
         restructure(bert(), {"cut": {}})
     with pytest.raises(AttributeError, match="has no model `Nothing`"):
         structure.Nothing

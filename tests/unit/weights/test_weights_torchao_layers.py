@@ -1,4 +1,4 @@
-"""What the methods of torchao have in common: which layers, and what cannot be."""
+"""Shared behaviour of the torchao methods: the layers they quantize, and their refusals."""
 
 import torch
 from safetensors import safe_open

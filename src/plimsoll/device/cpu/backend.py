@@ -1,8 +1,9 @@
-"""The CPU and the host's memory as a device: private memory is what counts, ``RLIMIT_DATA`` is what limits it.
+"""The CPU and host memory as a device: private memory counts, and ``RLIMIT_DATA`` limits it.
 
-Covered: Linux with glibc (elsewhere `heap` knows and does nothing). The limit is described in `data_limit`. Not
-covered: mapped files and shared memory, which do not count; the memory of DataLoader workers, which are processes of
-their own. torch is imported where it is used, so that a machine can be probed without it.
+Covered: Linux with glibc; with other C libraries, `heap` does nothing. `data_limit` describes the limit.
+
+Not covered: mapped files and shared memory, which do not count; memory of DataLoader workers, which are separate
+processes. torch is imported inside functions, so that a machine can be probed without it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from plimsoll.records.device import Device, Limit, MemoryUse
 from plimsoll.records.units import format_bytes
 
 _NEARLY_FULL_SHARE = 1 / 2
-"""Of the budget. A primitive of oneDNN that fails wanted a scratchpad about as large as a batch: an LSTM of 512 tokens
-fails so with 29 to 50 MiB of 290 MiB left. A retry too many costs less than a training that ends."""
+"""Share of the budget. A failing oneDNN primitive requested a scratchpad about as large as a batch: an LSTM with 512
+tokens fails with 29 to 50 MiB of 290 MiB free. An unnecessary retry costs less than a failed training."""
 
 
 @final
 class CpuBackend:
-    """`Backend` for the CPU; every instance counts its own peak, the limit is the process's."""
+    """`Backend` for the CPU. Each instance tracks its own peak; the limit applies to the process."""
 
     kind = "cpu"
 
@@ -38,7 +39,7 @@ class CpuBackend:
         self._peak = process.PeakCounter()
 
     def probe(self) -> Device:
-        """Describe the processor and the memory that this process may use, with every limit on it."""
+        """Describe the processor and the memory available to this process, with every limit."""
         import psutil
 
         memory = psutil.virtual_memory()
@@ -56,9 +57,9 @@ class CpuBackend:
         )
 
     def use(self) -> MemoryUse:
-        """Read private memory (``used_bytes``), its peak, and what ``RLIMIT_DATA`` counts (``reserved_bytes``).
+        """Return private memory (``used_bytes``), its peak, and the bytes under ``RLIMIT_DATA`` (``reserved_bytes``).
 
-        It also keeps the limit true (see `data_limit.follow`): call it once per step inside `limited`.
+        This also adjusts the limit (see `data_limit.follow`): call it once per step inside `limited`.
         """
         memory = process.private_memory()
         data_limit.follow(memory)
@@ -70,23 +71,23 @@ class CpuBackend:
         )
 
     def baseline_bytes(self) -> int:
-        """Count the interpreter, the libraries with their threads, and what `data_limit` keeps back."""
+        """Return the bytes of the interpreter, of libraries with their threads, and of the margin of `data_limit`."""
         _start_thread_pools()
         self.release()
         return process.private_memory().private_bytes + data_limit.MARGIN_BYTES
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is used now."""
+        """Reset the peak to the current use."""
         self._peak.reset()
 
     @contextmanager
     def limited(self, budget_bytes: int) -> Iterator[None]:
-        """Make every allocator raise before this process's private memory passes ``budget_bytes``; undone on exit.
+        """Make allocators raise before private memory of this process exceeds ``budget_bytes``. Undone on exit.
 
-        Code in Rust (``tokenizers``) ends the process instead: it is then printed where and why (see `aborts`).
+        Rust code (``tokenizers``) aborts the process instead; the place and the reason are then printed (see `aborts`).
 
         Raises:
-            BudgetError: if more than the budget is in use already, or the machine or a limit on it has less.
+            BudgetError: if more than the budget is already in use, or the machine or a limit on it allows less.
         """
         capacity_bytes = self.probe().capacity_bytes
         if budget_bytes > capacity_bytes:
@@ -100,10 +101,10 @@ class CpuBackend:
             yield
 
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None]:
-        """Allocate blocks of these sizes at once, and free them; the context raises the limit by as much.
+        """Allocate and free blocks of these sizes together; the context then raises the limit by their total.
 
-        Pages that are not touched take no memory, but they count against the limit. Storages are no tensors, and not in
-        a trace.
+        Untouched pages take no memory, but they count against the limit. Plain storages are used, because a trace would
+        record tensors.
         """
         import torch
 
@@ -112,13 +113,13 @@ class CpuBackend:
         return data_limit.raised(sum(sizes))
 
     def without_holes(self) -> AbstractContextManager[None]:
-        """Inside a limit, map blocks apart that fit no free part of the heap."""
+        """Inside a limit, map large blocks separately, so that they leave no holes in the heap."""
         return data_limit.blocks_apart()
 
     def release(self, last_resort: bool = False) -> None:
-        """Collect garbage, give the heap's free pages back, and let oneDNN try again (see `onednn`).
+        """Collect garbage, return free heap pages to the system, and clear oneDNN's error (see `onednn`).
 
-        ``last_resort``: inside `limited`, also keep as little as possible from now on, which costs time in every step
+        With ``last_resort`` inside `limited`, the heap then retains as little as possible, which slows down every step
         (see `heap`).
         """
         gc.collect()
@@ -128,14 +129,14 @@ class CpuBackend:
             data_limit.tighten_heap()
 
     def oom_family(self, error: BaseException) -> str | None:
-        """Name the kind of out-of-memory error this is (see `oom_errors`), or return ``None``.
+        """Return the family of an out-of-memory error (see `oom_errors`), or ``None`` for any other error.
 
-        Call it before the memory is released: a disguise counts only while the limit is nearly reached.
+        Call this before memory is released: a disguise counts only while the limit is nearly reached.
         """
         return oom_errors.oom_family_on(error, self.is_nearly_full)
 
     def is_nearly_full(self) -> bool:
-        """Whether less than half of the budget, or without one of the machine, was left at the peak."""
+        """Return whether less than half of the budget was free at the peak; without a budget, of the capacity now."""
         use = self.use()
         if use.limit_bytes is not None:
             return use.limit_bytes - use.peak_bytes < use.limit_bytes * _NEARLY_FULL_SHARE
@@ -143,25 +144,25 @@ class CpuBackend:
         return device.free_bytes < device.capacity_bytes * _NEARLY_FULL_SHARE
 
     def random_state(self) -> dict[str, Any]:
-        """Copy the state of torch's CPU generator, Python's and numpy's."""
+        """Return a copy of the states of torch's CPU generator, Python's and numpy's."""
         return copy_host_state()
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
-        """Put back a state that `random_state` returned."""
+        """Restore a state that `random_state` returned."""
         restore_host_state(state)
 
     def synchronize(self) -> None:
-        """Return at once: the CPU has done what it was given."""
+        """Do nothing: the CPU has already finished its work."""
 
 
 def _free_bytes(available_bytes: int) -> int:
-    """Return the least that the machine, its control groups and the resource limits still have."""
+    """Return the free bytes under the tightest of machine memory, control groups and resource limits."""
     free_bytes = [available_bytes, cgroup.free_bytes(), *(limit.bytes - used for limit, used in _resource_limits())]
     return max(0, min(free for free in free_bytes if free is not None))
 
 
 def _resource_limits() -> list[tuple[Limit, int]]:
-    """Pair each resource limit that others set on this process with what counts against it."""
+    """Return each resource limit that Plimsoll did not set, with the bytes that count against it."""
     space, data = resource.getrlimit(resource.RLIMIT_AS)[0], data_limit.soft_limit_of_others_bytes()
     found = []
     if space != resource.RLIM_INFINITY:
@@ -172,7 +173,7 @@ def _resource_limits() -> list[tuple[Limit, int]]:
 
 
 def processor_name() -> str:
-    """Return what the kernel calls the processor, or else its architecture."""
+    """Return the processor name that the kernel reports, or its architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             if line.startswith("model name"):
@@ -181,9 +182,10 @@ def processor_name() -> str:
 
 
 def _start_thread_pools() -> None:
-    """Use OpenMP, BLAS and autograd once in this thread: where libgomp cannot start a thread it ends the process.
+    """Start the thread pools of OpenMP, BLAS and autograd.
 
-    It is the first use of oneDNN too, before which it is told how much it may keep.
+    libgomp ends the process if it cannot start a thread later, inside a limit. This is also the first use of oneDNN, so
+    the size of its kernel cache is set before.
     """
     import torch
 

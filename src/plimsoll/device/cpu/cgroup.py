@@ -1,12 +1,14 @@
-"""The memory limits, the use and the kills of the control groups that a process is in (containers, Slurm, systemd).
+"""Memory limits, use and OOM kills of the control groups of a process (containers, Slurm, systemd).
 
-Source: the kernel's admin-guide/cgroup-v2 ("Memory") and cgroup-v1/memory documents, proc_pid_mountinfo(5). Read are
-version 2, version 1, and hybrid machines that mount both. Every ancestor's limit holds too, so all of them are read, as
-far as the container shows them. Of another process than this one they are those that are mounted here: of a process in
-a container that shows less, what the machine shows; of one outside of this container, none. Not covered:
-``memory.high`` (it slows down, it does not kill) and swap. Needs no torch.
+Version 1, version 2, and hybrid machines that mount both are read. A limit of any ancestor applies too, so all visible
+ancestors are read. For another process, only hierarchies mounted here count: a process in a container may show fewer
+limits than it has, and a process outside this container shows none.
 
-Where no group counts kills, ``oom_kill`` of /proc/vmstat does, since the machine was started and for all of it.
+If no group counts kills, ``oom_kill`` of /proc/vmstat is used, which counts kills on the whole machine since boot.
+
+Not covered: ``memory.high``, which slows a process down but does not kill it, and swap. Needs no torch.
+
+Sources: the kernel's admin-guide/cgroup-v2 ("Memory") and cgroup-v1/memory documents, proc_pid_mountinfo(5).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as the largest multiple
 
 
 class _Layout(NamedTuple):
-    """Where one version keeps its numbers: file, or file and key."""
+    """The names of the files, and of the keys in them, in one version of control groups."""
 
     version: str
     limit: str
@@ -44,14 +46,14 @@ _LAYOUTS = {
 
 
 class OomKills(NamedTuple):
-    """How many processes the kernel has killed for memory, and among which: this group's, or the whole machine's."""
+    """The number of processes that the kernel killed for memory, in this group or on the whole machine."""
 
     number: int
     is_whole_machine: bool
 
 
 class _Group(NamedTuple):
-    """The folder of a process's group, where its hierarchy is mounted, and how it writes its numbers."""
+    """The folder of a process's group, the mount point of its hierarchy, and the layout of its files."""
 
     folder: Path
     mount: Path
@@ -59,44 +61,45 @@ class _Group(NamedTuple):
 
 
 def limits(root: Path = _ROOT) -> tuple[Limit, ...]:
-    """Return every memory limit on this process, of its own group and of each ancestor; empty where there is none.
+    """Return every memory limit on this process, from its group and all ancestors.
 
-    ``root`` is the file system to read, for tests.
+    Args:
+        root: the root of the file system to read, for tests.
     """
     return tuple(limit for limit, _ in _limited_levels(_memory_groups(root)))
 
 
 def uses(pids: Iterable[int], root: Path = _ROOT) -> tuple[tuple[Limit, int], ...]:
-    """Return every limit on these processes with the bytes used of it, but for cached file pages not in active use."""
+    """Return every limit on these processes, with the bytes used of it except inactive cached file pages."""
     groups = [group for pid in pids for group in _memory_groups(root, pid)]
     return tuple(_limited_levels(dict.fromkeys(groups)))
 
 
 def free_bytes(root: Path = _ROOT) -> int | None:
-    """Return how much may still be used under the tightest limit, ``None`` where there is no limit.
+    """Return the free bytes under the tightest limit, or ``None`` if there is no limit.
 
-    Cached file pages that are not in active use are free: the kernel drops them before it kills.
+    Inactive cached file pages count as free: the kernel drops them before it kills.
     """
     return min((max(0, limit.bytes - used) for limit, used in _limited_levels(_memory_groups(root))), default=None)
 
 
 def oom_kill_count(root: Path = _ROOT) -> OomKills | None:
-    """Return how many processes of this group the kernel has killed for memory; of the machine, if no group counts.
+    """Return the number of processes of this group, or otherwise of the machine, that the kernel killed for memory.
 
-    ``None`` where neither is counted (Linux before 4.13, some sandboxes).
+    ``None`` if neither is counted (Linux before 4.13, some sandboxes).
     """
     return KillCounter(root=root).read()
 
 
 class KillCounter:
-    """Counts as `oom_kill_count` does for a process (this one without a number), also once it is gone."""
+    """Counter like `oom_kill_count` for a process (default: this one), which also works after it has ended."""
 
     def __init__(self, pid: int | None = None, root: Path = _ROOT) -> None:
         self._groups = _memory_groups(root, pid)
         self._machine = root / "proc/vmstat"
 
     def read(self) -> OomKills | None:
-        """Return the kills since the group, or the machine, was made."""
+        """Return the kills since the group was created, or since the machine was booted."""
         for group in self._groups:
             file, key = group.layout.kills
             count = _number(group.folder / file, key)
@@ -107,7 +110,7 @@ class KillCounter:
 
 
 def _limited_levels(groups: Iterable[_Group]) -> list[tuple[Limit, int]]:
-    """Pair every limit with what is used of it, from each group up to the root of its hierarchy; each limit once."""
+    """Return every limit with the bytes used of it, from each group up to its root, without duplicates."""
     levels: dict[str, tuple[Limit, int]] = {}
     for group in groups:
         for folder in (group.folder, *group.folder.parents):
@@ -126,16 +129,16 @@ def _busy_bytes(folder: Path, layout: _Layout) -> int:
 
 
 def _memory_groups(root: Path, pid: int | None = None) -> list[_Group]:
-    """Find the group of a process (``None``: this one) in every mounted hierarchy that can hold memory limits."""
+    """Find the group of a process (``None``: this one) in every mounted hierarchy that can have memory limits."""
     own, paths = _group_paths(root, "self"), _group_paths(root, "self" if pid is None else str(pid))
     groups = []
     for line in _lines(root / "proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
         mounted, mount = left.split()[3:5]
         kind, _, options = right.split(maxsplit=2)
-        is_named = pid is None or kind in paths  # a process that is gone has none
+        is_named = pid is None or kind in paths  # an ended process has none
         if is_named and (kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(","))):
-            # In a container the mount may begin at the container's own group; a group outside of it shows as "/..".
+            # In a container, the mount may begin at the container's group; a group outside of it appears as "/..".
             path, point = PurePosixPath(paths.get(kind, "/")), root / mount.lstrip("/")
             if path.is_relative_to(mounted) and ".." not in path.parts:
                 groups.append(_Group(point / path.relative_to(mounted), point, _LAYOUTS[kind]))
@@ -159,12 +162,12 @@ def _group_paths(root: Path, process: str) -> dict[str, str]:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # no such file, or it went with its process or group while it was read
+    except OSError:  # missing, or removed with its process or group during the read
         return []
 
 
 def _number(path: Path, key: str | None = None) -> int | None:
-    """Read the number in a file, or after a key in a file of "key number" lines; ``None`` for "max" or none."""
+    """Read the number in a file, or of a key in a file of "key number" lines; ``None`` for "max" or a missing key."""
     words = [line.split() for line in _lines(path)]
     value = next((row[-1] for row in words if key is None or row[0] == key), "max")
     return int(value) if value != "max" else None

@@ -1,13 +1,17 @@
-"""A limit on this process's private memory that raises an error where the kernel would kill.
+"""A limit on private memory of this process, which raises an error before the kernel would kill the process.
 
 ``RLIMIT_DATA`` makes the kernel refuse private memory, so that the allocator raises. Only the soft limit is set: a
-child can raise its own. Needs no torch.
+child process can raise its own limit. Needs no torch.
 
-Not covered: mapped files and shared memory (they do not count), memory of child processes (a forked child may take
-`WORKER_ALLOWANCE_BYTES`; one that is executed inherits the soft limit and may raise it), systems other than Linux 4.7
-or newer. libgomp ends the process where it cannot start a thread: start every thread pool before
-(`CpuBackend.limited` does). A Python thread takes its whole stack, usually 8 MiB, from the limit. What an allocator has
-reserved before the limit begins (pyarrow: 1 GiB) it may fill until the next `follow`.
+Not covered:
+
+- Mapped files and shared memory, which do not count.
+- Child processes. A forked child may allocate `WORKER_ALLOWANCE_BYTES`; an executed child inherits the soft limit and
+  may raise it.
+- Systems other than Linux 4.7 or newer.
+- Threads: libgomp ends the process if it cannot start one, so start every thread pool first (`CpuBackend.limited` does
+  it). The whole stack of a Python thread, usually 8 MiB, counts.
+- Memory that an allocator reserved earlier (pyarrow: 1 GiB): it may be filled until the next `follow`.
 """
 
 from __future__ import annotations
@@ -25,13 +29,13 @@ from plimsoll.errors import BudgetError
 from plimsoll.records.units import format_bytes
 
 MARGIN_BYTES = 16 << 20
-"""Kept back for pages counted as untouched that are touched before the next `follow`."""
+"""Headroom for pages that are counted as untouched but are touched before the next `follow`."""
 
 _READ_AGAIN_BYTES = 1 << 20
-"""Change of the untouched bytes at which `follow` counts new code: reading the maps takes half a millisecond."""
+"""Change in untouched bytes that makes `follow` count generated code, because reading the maps takes 0.5 ms."""
 
 WORKER_ALLOWANCE_BYTES = 512 << 20
-"""What a forked child, such as a DataLoader worker, may allocate on top of what it inherits."""
+"""Bytes that a forked child, such as a DataLoader worker, may allocate in addition to inherited memory."""
 
 
 @dataclass
@@ -46,15 +50,15 @@ class _Limit:
     is_tight: bool = False
 
 
-_IN_FORCE: list[_Limit] = []  # of this process: RLIMIT_DATA is the process's, not an object's; the last is the tightest
+_IN_FORCE: list[_Limit] = []  # global, because RLIMIT_DATA is per process; the last limit is the tightest
 
 
 @contextmanager
 def limited(budget_bytes: int) -> Iterator[None]:
-    """Keep this process's resident private memory under ``budget_bytes``; inside another limit the tighter one holds.
+    """Keep resident private memory of this process below ``budget_bytes``. Inside another limit, the tighter one holds.
 
     Raises:
-        BudgetError: if more is in use already.
+        BudgetError: if more than the budget minus `MARGIN_BYTES` is already in use.
     """
     memory = process.private_memory()
     if memory.private_bytes > budget_bytes - MARGIN_BYTES:
@@ -67,7 +71,7 @@ def limited(budget_bytes: int) -> Iterator[None]:
     _raise_limit_in_children()
     tightest_bytes = min([budget_bytes, *(limit.budget_bytes for limit in _IN_FORCE)])
     all_untouched_bytes = memory.data_bytes - memory.private_bytes
-    untouched_bytes = all_untouched_bytes - heap.free_bytes()  # the heap's free blocks will be touched
+    untouched_bytes = all_untouched_bytes - heap.free_bytes()  # free blocks of the heap will be touched
     soft_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if not _IN_FORCE:
         heap.map_blocks_from(heap.FAST_BYTES)
@@ -76,7 +80,7 @@ def limited(budget_bytes: int) -> Iterator[None]:
     try:
         yield
     finally:
-        del _IN_FORCE[-1:]  # none is left in a forked child
+        del _IN_FORCE[-1:]  # the list is empty in a forked child
         _apply_last()
         if not _IN_FORCE:
             _set_soft(soft_bytes)
@@ -85,10 +89,10 @@ def limited(budget_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def raised(num_bytes: int) -> Iterator[None]:
-    """Let this process have so many bytes past the limit while the block runs; without a limit of ours do nothing.
+    """Raise the limit by ``num_bytes`` while the block runs; without a Plimsoll limit, do nothing.
 
-    For what was just allocated and freed: between that and its use another thread could take it. Resident memory then
-    passes the budget by what that thread took, and by no more than ``num_bytes``.
+    This protects memory that was just allocated and freed: another thread could take it before it is used. Resident
+    memory may then exceed the budget by the bytes which that thread took, at most ``num_bytes``.
     """
     if not _IN_FORCE:
         yield
@@ -105,10 +109,9 @@ def raised(num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def with_untouched(num_bytes: int) -> Iterator[None]:
-    """Have address space that the block takes, of so many bytes, count only as far as it is touched.
+    """Count ``num_bytes`` of address space that the block maps only when its pages are touched.
 
-    For a file that is mapped copy on write. What will be touched of it is announced (`count_untouched`) or seen by
-    `follow`.
+    For a file that is mapped copy-on-write. Writes are announced by `count_untouched` or detected by `follow`.
     """
     _add_untouched(num_bytes)
     is_taken = False
@@ -121,10 +124,10 @@ def with_untouched(num_bytes: int) -> Iterator[None]:
 
 
 def count_untouched(num_bytes: int) -> None:
-    """Count so many of the untouched bytes from now on: they are about to be written.
+    """Count ``num_bytes`` of untouched memory from now on, because they are about to be written.
 
     Raises:
-        MemoryError: if the limit does not allow them; they stay uncounted.
+        MemoryError: if they exceed the limit. They then stay uncounted.
     """
     if not _IN_FORCE:
         return
@@ -132,22 +135,22 @@ def count_untouched(num_bytes: int) -> None:
     free_bytes = _soft_bytes(limit) - process.data_bytes()
     if num_bytes > free_bytes:
         raise MemoryError(
-            f"out of memory: {format_bytes(num_bytes)} of weights that are mapped from a file are to be written, for "
-            f"which this process takes memory of its own, and its budget of {format_bytes(limit.budget_bytes)} has "
+            f"out of memory: {format_bytes(num_bytes)} of weights that are mapped from a file will be written, which "
+            f"takes as much private memory, but the budget of {format_bytes(limit.budget_bytes)} has only "
             f"{format_bytes(max(free_bytes, 0))} left"
         )
     _add_untouched(-num_bytes)
 
 
 def tighten_heap() -> None:
-    """Keep as little freed memory as possible until the limit ends, whatever `set_up_heap` is asked for."""
+    """Minimize freed memory in the heap until the limit ends, regardless of later calls of `set_up_heap`."""
     if _IN_FORCE:
         _IN_FORCE[-1].is_tight = True
         heap.map_blocks_from(heap.TIGHT_BYTES)
 
 
 def set_up_heap(mapped_from_bytes: int | None) -> None:
-    """Map blocks from a size on, or with ``None`` keep all that is freed: unless the heap has been tightened."""
+    """Map blocks from a size on, or keep all freed memory for ``None``, unless the heap has been tightened."""
     if _IN_FORCE and _IN_FORCE[-1].is_tight:
         heap.map_blocks_from(heap.TIGHT_BYTES)
     elif mapped_from_bytes is None:
@@ -158,12 +161,12 @@ def set_up_heap(mapped_from_bytes: int | None) -> None:
 
 @contextmanager
 def blocks_apart() -> Iterator[None]:
-    """Map blocks of 128 KiB and more, for what stays and comes where other blocks go; without a limit do nothing.
+    """Map blocks of 128 KiB or more separately: long-lived blocks among temporary ones. Without a limit, do nothing.
 
-    An aligned block, as all of torch's are, does not fit into the hole that one of its size has left in the heap.
+    An aligned block, as all blocks of torch are, does not fit into a hole of equal size in the heap.
     """
     if not _IN_FORCE and soft_limit_of_others_bytes() is None:
-        yield  # glibc's own threshold, which moves, would not come back
+        yield  # glibc's dynamic threshold could not be restored
         return
     before = heap.threshold_bytes()
     heap.map_blocks_from(heap.TIGHT_BYTES)
@@ -174,9 +177,9 @@ def blocks_apart() -> Iterator[None]:
 
 
 def follow(memory: process.PrivateMemory) -> None:
-    """Make the limit true again; call once per step with a new reading.
+    """Adjust the limit to current memory use. Call it once per step with a new reading.
 
-    It is lowered where pages counted as untouched have been touched, and raised where new code takes addresses.
+    It is lowered if pages that were counted as untouched have been touched, and raised for generated code.
     """
     if not _IN_FORCE:
         return
@@ -184,21 +187,21 @@ def follow(memory: process.PrivateMemory) -> None:
     untouched_bytes = memory.data_bytes - memory.private_bytes
     if abs(untouched_bytes - limit.untouched_when_read_bytes) >= _READ_AGAIN_BYTES:
         limit.untouched_when_read_bytes = untouched_bytes
-        # oneDNN compiles kernels for each new shape, which take a hundred times the addresses that they fill: 3 MiB for
-        # each length of text in bfloat16, and a budget that is nearly used would hold three lengths. Code that goes and
-        # addresses that are filled in its place between two calls are seen at the second.
-        limit.new_code_bytes = process.code_bytes() - limit.code_at_first_bytes  # below 0: some has gone
+        # oneDNN compiles kernels for each new shape, and maps a hundred times the addresses that they fill: 3 MiB for
+        # each text length in bfloat16. A nearly used budget would hold only three lengths. If code is freed and its
+        # addresses are filled between two calls, the second call sees it.
+        limit.new_code_bytes = process.code_bytes() - limit.code_at_first_bytes  # negative if code was freed
     limit.untouched_bytes = min(limit.untouched_bytes, untouched_bytes - limit.new_code_bytes)
     _apply(limit)
 
 
 def budget_in_force_bytes() -> int | None:
-    """Return the budget that holds now, in bytes, ``None`` outside `limited`."""
+    """Return the budget in force in bytes, or ``None`` outside `limited`."""
     return _IN_FORCE[-1].budget_bytes if _IN_FORCE else None
 
 
 def soft_limit_of_others_bytes() -> int | None:
-    """Return the ``RLIMIT_DATA`` that was there before any `limited` of this process, ``None`` where there was none."""
+    """Return the ``RLIMIT_DATA`` from before any `limited` of this process, or ``None`` if it was unlimited."""
     soft_bytes = _IN_FORCE[0].previous_soft_bytes if _IN_FORCE else resource.getrlimit(resource.RLIMIT_DATA)[0]
     return soft_bytes if soft_bytes != resource.RLIM_INFINITY else None
 
@@ -219,8 +222,8 @@ def _apply_last() -> None:
 
 
 def _soft_bytes(limit: _Limit) -> int:
-    # The kernel counts address space (VmData), and a process with torch has some 150 MiB of it that is never touched:
-    # thread stacks and the .bss of libraries. As long as these stay so, resident private memory cannot pass the budget.
+    # The kernel counts address space (VmData). A process with torch has about 150 MiB of it that is never touched:
+    # thread stacks and the .bss of libraries. While they stay untouched, private memory cannot exceed the budget.
     bytes_now = limit.budget_bytes + limit.raised_bytes
     return bytes_now + limit.untouched_bytes + limit.new_code_bytes - MARGIN_BYTES
 
@@ -240,7 +243,7 @@ def _raise_limit_in_children() -> None:
 
 
 def _leave_in_child() -> None:
-    # The child begins with its parent's address space and limit, and could not allocate anything.
+    # The child inherits address space and limit of its parent, so it could not allocate anything.
     if _IN_FORCE:
         _set_soft_within_others(process.data_bytes() + WORKER_ALLOWANCE_BYTES)
         _IN_FORCE.clear()

@@ -1,7 +1,7 @@
-"""Whether autocast can run an LSTM on this processor.
+"""A check that autocast can run an LSTM on this processor.
 
-An LSTM goes to oneDNN, which has half-precision kernels of it for some processors only (on x86-64: for those with
-AVX-512). On the others plain autocast fails in the first forward pass.
+oneDNN runs LSTMs, and has half-precision kernels for some processors only (on x86-64: those with AVX-512). On other
+processors, plain autocast fails in the first forward pass.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Half = Literal["bf16", "fp16"]
 
 
 def lstm_fault(model: nn.Module, dtype: Half) -> str | None:
-    """Say why autocast cannot run a model's LSTM on this processor; ``None`` where it can, or there is none."""
+    """Return the reason why autocast cannot run a model's LSTM on this processor, or ``None``."""
     num_layers = sum(isinstance(module, nn.LSTM) and module.proj_size == 0 for module in model.modules())
     if not num_layers or _runs_lstm(torch.bfloat16 if dtype == "bf16" else torch.float16):
         return None
     return (
-        f"oneDNN has no {dtype} kernels of nn.LSTM ({num_layers} in this model) for this processor, and torch's "
+        f"oneDNN has no {dtype} kernels for nn.LSTM ({num_layers} in this model) on this processor, so torch's "
         "autocast fails"
     )
 
 
 @functools.cache
 def _runs_lstm(dtype: torch.dtype) -> bool:
-    """Whether an LSTM of a CPU runs in autocast, found out by one."""
+    """Return whether an LSTM on the CPU runs under autocast, by trying it."""
     if not _get_current_dispatch_mode_stack():
         return _ran_lstm(dtype)
-    with ThreadPoolExecutor(1) as beside:  # in a dry run: a thread has real tensors, and is no part of the trace
+    with ThreadPoolExecutor(1) as beside:  # in a dry run: another thread has real tensors and is not traced
         return beside.submit(_ran_lstm, dtype).result()
 
 
@@ -42,7 +42,7 @@ def _ran_lstm(dtype: torch.dtype) -> bool:
         module = nn.LSTM(1, 1)
     try:
         with torch.autocast("cpu", dtype):
-            module.forward(torch.zeros(1, 1, 1))  # without the hooks of all modules
+            module.forward(torch.zeros(1, 1, 1))  # `forward` does not run global module hooks
     except RuntimeError as error:
         if "could not create a primitive" not in str(error):
             raise

@@ -1,7 +1,7 @@
-"""What oneDNN keeps: kernels for every shape that it has seen (`keep_few_kernels`), and a failure (`clear_error`).
+"""Control over state that oneDNN retains: cached kernels (`keep_few_kernels`) and an error flag (`clear_error`).
 
-Not covered: other systems than Linux on x86-64, a library without a symbol table; nothing is done there. Other threads
-than the one that calls. Source: elf(5), dl_iterate_phdr(3).
+Not covered: systems other than Linux on x86-64 and libraries without a symbol table, for which nothing is done; threads
+other than the calling one. Sources: elf(5), dl_iterate_phdr(3).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# oneDNN compiles a kernel for each new shape and keeps 1,024 of them, and so does torch's layer above it
-# (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html). In bfloat16 those of 64 lengths of text take
-# 50 MiB of private memory in an LSTM, and 776 MiB of addresses; of GPT-2, over 400 shapes, 600 MiB of memory. 32 are
-# more than a step of one shape has, and cost no time that can be measured where every step has another (docs/LOG.md,
-# 2026-11-23).
+# oneDNN compiles a kernel for each new shape and caches 1,024 of them, and so does torch's layer above it. See
+# https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html for details. In bfloat16, the kernels of an LSTM
+# for 64 text lengths take 50 MiB of private memory and 776 MiB of addresses. GPT-2, with over 400 shapes, takes 600 MiB
+# of memory. 32 kernels are more than a step of one shape needs. If every step has another shape, a cache of 32 costs no
+# measurable time (docs/LOG.md, 2026-11-23).
 _KEPT = "32"
 _CAPACITY, _OLD_CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"
-_CAPACITY_ABOVE = "LRU_CACHE_CAPACITY"  # of ideep, the layer in torch
+_CAPACITY_ABOVE = "LRU_CACHE_CAPACITY"  # for ideep, the layer in torch
 
-# Xbyak, by which oneDNN compiles, notes an error in this variable of the thread and never clears it
-# (https://github.com/uxlfoundation/oneDNN/pull/5907, fixed in August 2026; the oneDNN of torch 2.13 has it). After one
-# code buffer that could not be allocated every shape that was not seen fails with "could not create a primitive",
-# however much memory is free, so that smaller micro-batches fail as well. It has no interface, only a symbol.
+# Xbyak, the assembler of oneDNN, stores an error in this thread-local variable and never clears it
+# (https://github.com/uxlfoundation/oneDNN/pull/5907, fixed in August 2026; torch 2.13 has the bug). After one failed
+# allocation of a code buffer, every new shape fails with "could not create a primitive", however much memory is free.
+# Smaller micro-batches would fail as well. There is no API to clear it, only a symbol.
 _SYMBOL = b"_ZZN5Xbyak5local11GetErrorRefEvE3err\0"  # Xbyak::local::GetErrorRef()::err, a thread-local int
 _SYMBOL_TABLE, _THREAD_LOCAL = 2, 6  # SHT_SYMTAB, STT_TLS
 _SECTION = struct.Struct("<IIQQQQIIQQ")  # name, type, flags, address, offset, size, link, info, alignment, entry size
@@ -39,7 +39,7 @@ _ENTRY = struct.Struct("<IBBHQQ")  # name, info, other, section, value, size
 
 
 class _Module(ctypes.Structure):
-    # dl_phdr_info: what the loader knows of a library in this thread
+    # dl_phdr_info: the loader's view of a library in this thread
     _fields_ = (
         ("address", ctypes.c_void_p),
         ("name", ctypes.c_char_p),
@@ -52,7 +52,7 @@ class _Module(ctypes.Structure):
     )
 
 
-_SEEN: dict[bytes, int] = {}  # where the thread-local data of each library begins in this thread
+_SEEN: dict[bytes, int] = {}  # address of each library's thread-local data in this thread
 
 
 def _note_library(module: ctypes._Pointer[_Module], _num_bytes: int, _data: int | None) -> int:
@@ -61,15 +61,15 @@ def _note_library(module: ctypes._Pointer[_Module], _num_bytes: int, _data: int 
     return 0
 
 
-# Made when there is memory for it: a C function needs a page of its own.
+# Created at import, while memory is available: a C callback needs a page of its own.
 _VISIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Module), ctypes.c_size_t, ctypes.c_void_p)(_note_library)
 
 
 def keep_few_kernels() -> None:
-    """Have oneDNN keep few kernels, unless the user's environment says otherwise.
+    """Limit the number of kernels that oneDNN caches, unless the user's environment sets a limit.
 
-    It reads the environment when it is first used, and never again: afterwards this does nothing for this process, only
-    for those that it starts. So nothing could be undone, and the variables stay.
+    oneDNN reads the environment once, when it is first used. Later calls only affect processes that this one starts.
+    The variables stay set, because the effect cannot be undone.
     """
     if _OLD_CAPACITY not in os.environ:
         os.environ.setdefault(_CAPACITY, _KEPT)
@@ -77,7 +77,7 @@ def keep_few_kernels() -> None:
 
 
 def prepare_for(model: nn.Module) -> None:
-    """Compile now what oneDNN compiles once for all LSTMs, if the model has one in float32 on the CPU."""
+    """Compile the kernels that oneDNN shares between all LSTMs, if the model has one in float32 on the CPU."""
     from torch import nn
 
     layers = (module for module in model.modules() if isinstance(module, nn.LSTM))
@@ -94,15 +94,15 @@ def _is_real(weight: Tensor) -> bool:
 
 @functools.cache
 def _compile_products() -> None:
-    """Run a small LSTM forwards and backwards; it draws no random numbers."""
+    """Run a small LSTM forward and backward, without drawing random numbers."""
     import torch
 
-    # oneDNN's own float32 product compiles its kernels in its first call and never again (``std::call_once`` in
-    # ``src/cpu/x64/gemm/gemm_info.cpp``). If memory is short in that call, every LSTM of the process fails from then on
-    # with "could not execute a primitive", or computes other bits, or the process dies. The call takes 4 MiB, which the
-    # first step of an LSTM would take as well.
+    # oneDNN's float32 matrix product compiles its kernels only in its first call (``std::call_once`` in
+    # ``src/cpu/x64/gemm/gemm_info.cpp``). If that call runs out of memory, later LSTMs of the process fail with "could
+    # not execute a primitive" or compute different results, or the process dies. The call takes 4 MiB, as would the
+    # first step of an LSTM.
     keep_few_kernels()
-    size, num_gates = 8, 4  # with one unit a product is one of vectors, which compiles less
+    size, num_gates = 8, 4  # a size of 1 would multiply vectors, which compiles fewer kernels
     with torch.inference_mode(False), torch.enable_grad():
         shapes = (num_gates * size, size), (num_gates * size, size), (num_gates * size,), (num_gates * size,)
         weights = [torch.zeros(shape, requires_grad=True) for shape in shapes]
@@ -112,7 +112,7 @@ def _compile_products() -> None:
 
 
 def clear_error() -> bool:
-    """Let oneDNN compile kernels again in this thread after it ran out of memory; whether it had noted an error."""
+    """Clear oneDNN's error flag in this thread, so that it can compile kernels again; return whether it was set."""
     error = _noted_error()
     if error is None or error.value == 0:
         return False
@@ -121,7 +121,7 @@ def clear_error() -> bool:
 
 
 def _noted_error() -> ctypes.c_int | None:
-    """The variable itself, as this thread has it; ``None`` where it cannot be found or is not yet in use."""
+    """Return this thread's error variable, or ``None`` if it cannot be found or is not yet in use."""
     library = _library()
     offset = None if library is None else _offset_in_thread(library)
     if library is None or offset is None:
@@ -133,7 +133,7 @@ def _noted_error() -> ctypes.c_int | None:
 
 
 def _library() -> Path | None:
-    """torch's library with oneDNN in it, under the name by which it was loaded."""
+    """Return torch's library that contains oneDNN, by the path under which it was loaded."""
     torch = sys.modules.get("torch")
     if torch is None or torch.__file__ is None:
         return None
@@ -143,7 +143,7 @@ def _library() -> Path | None:
 
 @functools.cache
 def _offset_in_thread(library: Path) -> int | None:
-    """How far into the library's thread-local data the variable is, in bytes."""
+    """Return the offset of the variable in the library's thread-local data, in bytes."""
     try:
         with library.open("rb") as file:
             return _value_of(_SYMBOL, file.fileno())
@@ -152,7 +152,7 @@ def _offset_in_thread(library: Path) -> int | None:
 
 
 def _value_of(symbol: bytes, file: int) -> int | None:
-    """The value of a thread-local ``int`` in the symbol table of a 64-bit little-endian library."""
+    """Return the value of a thread-local ``int`` in the symbol table of a 64-bit little-endian library."""
     header = os.pread(file, 64, 0)
     if header[:6] != b"\x7fELF\x02\x01":
         return None
@@ -172,9 +172,9 @@ def _value_of(symbol: bytes, file: int) -> int | None:
 
 
 def _places_of(wanted: bytes, file: int, start: int, num_bytes: int) -> Iterator[int]:
-    """Where bytes occur in a part of a file, counted from its start.
+    """Yield the offsets of a byte string in a part of a file, relative to its start.
 
-    It is read in blocks: pages of a mapping would count as this process's peak.
+    The file is read in blocks, because pages of a mapping would count toward this process's peak.
     """
     for offset in range(0, num_bytes, _BLOCK_BYTES):
         block = os.pread(file, min(_BLOCK_BYTES + len(wanted) - 1, num_bytes - offset), start + offset)

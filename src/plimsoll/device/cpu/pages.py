@@ -1,13 +1,13 @@
-"""The pages of files that tensors are mapped from: which and whose they are, bring them, drop them, how fast they come.
+"""Control over pages of memory-mapped files: load them, drop them, attribute them and measure how fast they load.
 
-    bring(stretches_of(block.parameters()))     # before it computes
-    drop(stretches_of(block.parameters()))      # after it, where the page cache cannot hold the whole model
+    bring(stretches_of(block.parameters()))     # before the block computes
+    drop(stretches_of(block.parameters()))      # afterwards, if the page cache cannot hold the whole model
 
-Both are hints: where the kernel refuses one, the pages come when they are touched. A page of a private mapping (copy on
-write) is private memory once it was written, and the file's before.
+Both are hints: if the kernel refuses one, pages are loaded when they are touched. A page of a private mapping (copy on
+write) belongs to the file until it is written, and is private memory afterwards.
 
-Source: madvise(2), posix_fadvise(2), proc_pid_maps(5), proc_pid_pagemap(5). Covers Linux; elsewhere the kernel keeps
-its own order.
+Sources: madvise(2), posix_fadvise(2), proc_pid_maps(5), proc_pid_pagemap(5). Covers Linux; on other systems, the
+hints have no effect.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _WILL_NEED, _DO_NOT_NEED, _HUGE_PAGE, _PAGE_OUT, _POPULATE_READ = 3, 4, 14, 21, 22
-_BYTES_AT_ONCE = 2 << 20  # of one call: between calls the process can map and unmap, which a long one holds up
+_BYTES_AT_ONCE = 2 << 20  # per call: a longer call would block other threads that map or unmap memory
 _SAMPLE_BYTES, _MOST_SAMPLES = 8 << 20, 8
 
-# asm-generic/mman.h; Python has it from 3.13 on. Or a file larger than the machine's memory is refused (vm.overcommit).
+# From asm-generic/mman.h; Python has it since 3.13. Without it, vm.overcommit refuses files larger than memory.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 _ENTRY_BYTES, _PAGES_AT_ONCE = 8, 1 << 15
@@ -41,19 +41,19 @@ _IS_FILES, _IS_THERE = 1 << 61, 3 << 62  # bits of an entry of the page map
 
 
 class Stretch(NamedTuple):
-    """Addresses of this process that hold weights."""
+    """A range of addresses of this process that holds weights."""
 
     address: int
     num_bytes: int
 
     @property
     def end(self) -> int:
-        """The first address behind it."""
+        """The first address after the range."""
         return self.address + self.num_bytes
 
 
 def stretches_of(tensors: Iterable[Tensor]) -> tuple[Stretch, ...]:
-    """Return where tensors lie, in order; what shares or touches a page is one stretch."""
+    """Return the address ranges of tensors, in order. Ranges that share or touch a page are merged."""
     page = mmap.PAGESIZE
     found = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
     merged: list[list[int]] = []
@@ -66,9 +66,9 @@ def stretches_of(tensors: Iterable[Tensor]) -> tuple[Stretch, ...]:
 
 
 def copied_on_write(descriptor: int) -> mmap.mmap:
-    """Map a whole file as memory that can be written, which the file never sees.
+    """Map a whole file as writable memory; writes do not reach the file.
 
-    A limit of ours counts what is written of it, ``ulimit -d`` all of it.
+    A limit of Plimsoll counts only the pages that were written; ``ulimit -d`` counts the whole mapping.
 
     Raises:
         OSError: if a limit refuses the address space.
@@ -79,19 +79,20 @@ def copied_on_write(descriptor: int) -> mmap.mmap:
 
 
 def bring(stretches: Iterable[Stretch]) -> None:
-    """Have the pages of some stretches in memory; returns when they are there."""
+    """Load the pages of some ranges into memory, and return when they are there."""
     for stretch in stretches:
         begin, end = _outer(stretch)
         for address in range(begin, end, _BYTES_AT_ONCE):
             num_bytes = min(_BYTES_AT_ONCE, end - address)
-            # In a thread it reads with the device's full depth, copies nothing and fills the page table (docs/LOG.md).
+            # In a thread, this reads at the disk's full queue depth, copies nothing and fills the page table
+            # (docs/LOG.md).
             if _advise(address, num_bytes, _POPULATE_READ) == errno.EINVAL:  # Linux before 5.14
                 _advise(address, num_bytes, _WILL_NEED)
 
 
 def drop(stretches: Iterable[Stretch]) -> None:
-    """Let the kernel have the whole pages of some stretches back, in this process and in the page cache."""
-    mappings = [mapping for mapping in _mappings() if mapping.is_shared]  # of others what was written would be lost
+    """Release whole pages of some ranges, from this process and from the page cache."""
+    mappings = [mapping for mapping in _mappings() if mapping.is_shared]  # dropping private mappings would lose writes
     for stretch in stretches:
         begin, end = _inner(stretch)
         number = bisect_right(mappings, begin, key=lambda mapping: mapping.begin) - 1
@@ -103,7 +104,7 @@ def drop(stretches: Iterable[Stretch]) -> None:
 
 
 def cache_free_bytes() -> int:
-    """Return what the page cache may grow to: what the machine and its control groups have left, now."""
+    """Return the bytes by which the page cache can grow now, on the machine and within its control groups."""
     import psutil
 
     free_bytes = [psutil.virtual_memory().available, cgroup.free_bytes()]
@@ -111,15 +112,16 @@ def cache_free_bytes() -> int:
 
 
 def cold_bytes_per_second(files: Sequence[Path]) -> float:
-    """Measure how fast files come from their disk: some MiB here and there that are dropped from the page cache before.
+    """Measure the read rate of files from disk, in bytes per second.
 
-    What another process has mapped stays in the cache, and reads faster than the disk.
+    Samples of 8 MiB, spread over the files, are dropped from the page cache and then read. Pages that another process
+    has mapped stay in the cache, and read faster than the disk.
 
     Args:
-        files: the files, not all of them empty.
+        files: the files; at least one is not empty.
 
     Raises:
-        OSError: if one cannot be read.
+        OSError: if a file cannot be read.
     """
     samples = _samples(files)
     buffer = bytearray(1 << 20)
@@ -140,13 +142,13 @@ def cold_bytes_per_second(files: Sequence[Path]) -> float:
 
 
 def _samples(files: Sequence[Path]) -> list[tuple[Path, int]]:
-    """Places in the files, spread over all of their bytes."""
+    """Return places in the files, spread evenly over all their bytes."""
     places = [(path, offset) for path in files for offset in range(0, max(path.stat().st_size, 1), _SAMPLE_BYTES)]
     return places[:: -(-len(places) // _MOST_SAMPLES)]
 
 
 class _Mapping(NamedTuple):
-    """A mapping of a file; ``path`` is empty where the file has no name any more."""
+    """A mapping of a file. ``path`` is empty if the file was deleted."""
 
     begin: int
     end: int
@@ -156,7 +158,7 @@ class _Mapping(NamedTuple):
 
 
 def _mappings() -> list[_Mapping]:
-    """The files that are mapped into this process, in the order of their addresses."""
+    """Return the file mappings of this process, ordered by address."""
     found = []
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -172,18 +174,18 @@ def _mappings() -> list[_Mapping]:
 
 
 class FileMappings:
-    """Which addresses of this process are memory of files, as it was when this was made."""
+    """The file mappings of this process when this object was created."""
 
     def __init__(self) -> None:
         self._mappings = _mappings()
 
     def stays_in_file(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in a file and takes no private memory when a training changes what learns."""
+        """Return whether a tensor is in a file and training will not turn it into private memory."""
         mapping = self._at(tensor.untyped_storage().data_ptr()) if _has_address(tensor) else None
         return mapping is not None and (mapping.is_shared or not tensor.requires_grad)
 
     def private_bytes(self, tensor: Tensor) -> int:
-        """Return what the storage of a tensor on the CPU takes of private memory, in bytes."""
+        """Return the private memory of a CPU tensor's storage, in bytes."""
         storage = tensor.untyped_storage()
         mapping = self._at(storage.data_ptr()) if _has_address(tensor) else None
         if mapping is None:
@@ -196,12 +198,12 @@ class FileMappings:
 
 
 def _has_address(tensor: Tensor) -> bool:
-    """Whether there is memory on the CPU behind a tensor: not behind a fake one, nor on ``meta``."""
+    """Return whether a tensor has CPU memory, unlike fake tensors and tensors on ``meta``."""
     return str(tensor.layout) == "torch.strided" and tensor.untyped_storage().device.type == "cpu"
 
 
 def _written_bytes(stretch: Stretch) -> int:
-    """Bytes of a private mapping whose pages are this process's own: there, or swapped out, and not the file's."""
+    """Return the bytes of a private mapping whose pages belong to this process, in memory or swapped out."""
     begin, end = (address // mmap.PAGESIZE for address in _outer(stretch))
     num_pages = 0
     try:
@@ -210,19 +212,19 @@ def _written_bytes(stretch: Stretch) -> int:
                 file.seek(first * _ENTRY_BYTES)
                 entries = memoryview(file.read(_ENTRY_BYTES * min(_PAGES_AT_ONCE, end - first))).cast("Q")
                 num_pages += sum(entry & _IS_FILES == 0 and entry & _IS_THERE != 0 for entry in entries)
-    except OSError:  # the kernel does not say
+    except OSError:  # the page map is not readable
         return stretch.num_bytes
     return min(num_pages * mmap.PAGESIZE, stretch.num_bytes)
 
 
 def _drop_of_file(mapping: _Mapping, begin: int, end: int) -> bool:
-    """Unmap pages and drop them from the cache; ``False`` where the file cannot be opened by its name."""
+    """Unmap pages and drop them from the cache; return ``False`` if the file cannot be opened by name."""
     try:
         descriptor = os.open(mapping.path, os.O_RDONLY)
     except OSError:
         return False
     try:
-        _advise(begin, end - begin, _DO_NOT_NEED)  # the cache keeps what is mapped
+        _advise(begin, end - begin, _DO_NOT_NEED)  # the cache keeps mapped pages
         os.posix_fadvise(descriptor, mapping.offset + begin - mapping.begin, end - begin, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
@@ -230,7 +232,7 @@ def _drop_of_file(mapping: _Mapping, begin: int, end: int) -> bool:
 
 
 def prefer_large(stretches: Iterable[Stretch]) -> None:
-    """Have memory that is about to be filled come in large pages where the kernel has them: it comes much faster."""
+    """Request huge pages for memory that is about to be filled, because they are allocated much faster."""
     for begin, end in map(_inner, stretches):
         _advise(begin, max(end - begin, 0), _HUGE_PAGE)
 
@@ -255,6 +257,6 @@ def _madvise() -> ctypes._NamedFuncPointer | None:
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> int:
-    """Give a hint and return the error's number, 0 for none; other threads run meanwhile."""
+    """Give the kernel a hint and return the error number, 0 for none. Other threads run meanwhile."""
     function = _madvise()
     return ctypes.get_errno() if function is not None and function(address, num_bytes, advice) else 0

@@ -1,7 +1,7 @@
-"""The host's random number generators, torch's, Python's and numpy's, copied and put back.
+"""The states of the host's random number generators (torch, Python and numpy), copied and restored.
 
-A copy is a dictionary of numbers, tuples and tensors, so that a checkpoint can hold it without pickled classes. It
-costs some 40 microseconds, once per step. Does NOT cover generators that a program makes itself.
+A copy is a dictionary of numbers, tuples and tensors, so that a checkpoint can hold it without pickled classes. Copying
+takes about 40 microseconds, once per step. Does NOT cover generators that a program creates itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def copy_host_state() -> dict[str, Any]:
-    """Copy the state of the host's global generators."""
+    """Return a copy of the states of the host's global generators."""
     import numpy
     import torch
 
@@ -24,7 +24,7 @@ def copy_host_state() -> dict[str, Any]:
 
 
 def restore_host_state(state: dict[str, Any]) -> None:
-    """Put back what `copy_host_state` returned."""
+    """Restore states that `copy_host_state` returned."""
     import numpy
     import torch
 

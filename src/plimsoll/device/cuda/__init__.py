@@ -1,1 +1,1 @@
-"""The CUDA backend: the caching allocator, NVML, CUDA graphs, and GPUs known by name."""
+"""The CUDA backend: the caching allocator, NVML, CUDA graphs, and a table of GPUs."""

@@ -1,11 +1,10 @@
-"""How torch's CUDA allocator is set up in a process that runs already, and why it may not be.
+"""Settings of torch's CUDA allocator in a running process, and the reasons against changing them.
 
-Segments that can grow in place (``expandable_segments``) leave no holes between segments, which is most of what is
-called fragmentation. The setting goes through ``torch._C._accelerator_setAllocatorSettings`` (torch 2.9 and newer;
-``torch.cuda.memory._set_allocator_settings`` before), which changes what is reserved from then on: what was reserved
-before stays as it is until it is free.
+Segments that can grow in place (``expandable_segments``) leave no gaps between segments, the main cause of
+fragmentation. They are set by ``torch._C._accelerator_setAllocatorSettings`` (torch 2.9 or newer) or by
+``torch.cuda.memory._set_allocator_settings``. Only later reservations use the new setting.
 
-Does NOT set anything for other processes, and knows no setting of ``cudaMallocAsync``. Needs no torch to tell a clash.
+Does NOT affect other processes or ``cudaMallocAsync``. `clash` needs no torch.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ import sys
 from collections.abc import Mapping
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Where the user sets the allocator up, in torch's order: the first that is set counts alone."""
+"""Variables with the user's allocator settings, in torch's order: only the first that is set counts."""
 
 GROWING = "expandable_segments"
 _LEAKS = "with expandable segments it leaks: 14,060 MiB reserved for 266 allocated after 100 cycles (pytorch#193400)"
 
 
 def text_of(environment: Mapping[str, str]) -> str:
-    """Return the user's settings of the allocator, without spaces; empty where there are none."""
+    """Return the user's allocator settings without spaces, or an empty string."""
     text = next((environment[name] for name in VARIABLES if name in environment), "")
     return re.sub(r"\s", "", text)
 
 
 def clash(environment: Mapping[str, str] = os.environ, platform: str = sys.platform) -> str | None:
-    """Say why segments cannot be made to grow here, ``None`` where they can; what the user has set is left alone."""
+    """Return the reason why segments cannot be made expandable here, or ``None``. Settings of the user always win."""
     text = text_of(environment)
     if f"{GROWING}:" in text:
         return f"the environment sets {text} already"
@@ -45,7 +44,7 @@ def clash(environment: Mapping[str, str] = os.environ, platform: str = sys.platf
 
 
 def set_up(settings: str) -> None:
-    """Give torch's allocator settings such as ``expandable_segments:True``."""
+    """Apply allocator settings such as ``expandable_segments:True``."""
     import torch
 
     setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)

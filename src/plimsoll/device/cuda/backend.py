@@ -1,9 +1,11 @@
-"""A CUDA device (or a ROCm one, which torch calls the same): torch's caching allocator is what counts and what limits.
+"""The backend of a CUDA or ROCm device, which measures and limits memory through torch's caching allocator.
 
-The limit is torch's per-process memory fraction. It counts what the caching allocator has reserved, not the CUDA
-context nor what NCCL, cuFFT and lazily loaded kernels take from the driver (pytorch#107667): the context's size is
-taken off the budget where the driver tells it (NVML), and is left out where it does not. Not covered: other allocators
-(``cudaMallocAsync``, pluggable ones), pinned host memory, streams' private pools under CUDA graphs.
+The limit is torch's per-process memory fraction, which counts memory reserved by the caching allocator. It does not
+count the CUDA context, nor driver memory of NCCL, cuFFT and lazily loaded kernels (pytorch#107667). The size of the
+context is subtracted from the budget if the driver reports it (NVML), and ignored otherwise.
+
+Not covered: other allocators (``cudaMallocAsync``, pluggable allocators), pinned host memory, and private pools of
+streams under CUDA graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from plimsoll.records.device import Device, Limit, MemoryUse
 from plimsoll.records.units import format_bytes
 
 _NEARLY_FULL_BYTES = 1 << 30
-"""A library that fails in disguise wanted driver memory: cuDNN loads some 500 MB of kernels (pytorch#81620)."""
+"""Errors in disguise come from driver memory: cuDNN loads about 500 MB of kernels (pytorch#81620)."""
 
 
 @final
@@ -30,7 +32,7 @@ class CudaBackend:
     """`Backend` for one CUDA device.
 
     Raises:
-        DeviceError: if this build of torch has no CUDA, no device is visible, or none has this index.
+        DeviceError: if torch was built without CUDA, or no visible device has this index.
     """
 
     kind = "cuda"
@@ -52,7 +54,7 @@ class CudaBackend:
         self._index = index
 
     def probe(self) -> Device:
-        """Describe the device; what the driver does not tell is in ``notes``."""
+        """Describe the device. ``notes`` lists facts that the driver does not report."""
         import torch
 
         properties = torch.cuda.get_device_properties(self._index)
@@ -76,7 +78,7 @@ class CudaBackend:
         )
 
     def use(self) -> MemoryUse:
-        """Read the caching allocator's bytes: allocated, their peak, reserved. `probe` adds what others use."""
+        """Return allocated, peak and reserved bytes of the caching allocator. `probe` adds use by other processes."""
         import torch
 
         fraction = torch.cuda.get_per_process_memory_fraction(self._index)
@@ -89,27 +91,28 @@ class CudaBackend:
         )
 
     def baseline_bytes(self) -> int:
-        """Count the context and what is reserved already."""
+        """Return the bytes of the context and of reserved memory."""
         import torch
 
-        self.synchronize()  # makes the context, so that its size is known
+        self.synchronize()  # creates the context, so that its size is known
         self.release()
         return int(torch.cuda.memory_reserved(self._index)) + self._context_bytes()
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is allocated now."""
+        """Reset the peak to the bytes allocated now."""
         import torch
 
         torch.cuda.reset_peak_memory_stats(self._index)
 
     @contextmanager
     def limited(self, budget_bytes: int) -> Iterator[None]:
-        """Make the caching allocator raise before it reserves past ``budget_bytes`` less the context; undone on exit.
+        """Make the allocator raise if it would reserve more than ``budget_bytes`` minus the context. Undone on exit.
 
-        Inside another limit the tighter one holds. See the module for what the fraction does not count.
+        Inside another limit, the tighter limit holds. The module docstring lists memory that the fraction does not
+        count.
 
         Raises:
-            BudgetError: if more than the budget is in use already, or the device has less.
+            BudgetError: if more than the budget is already in use, or the device has less memory.
         """
         import torch
 
@@ -130,41 +133,42 @@ class CudaBackend:
             torch.cuda.set_per_process_memory_fraction(previous, self._index)
 
     def reserved(self, sizes: list[int]) -> None:
-        """Say that it cannot be kept: what other processes take is not known here."""
+        """Return ``None``: memory cannot be kept free, because the use of other processes is unknown."""
 
     def without_holes(self) -> nullcontext[None]:
-        """Do nothing: what a block leaves fits one of its size, since all sizes are rounded."""
+        """Do nothing: the allocator rounds sizes, so a freed block fits a later one of the same size."""
         return nullcontext()
 
     def release(self, last_resort: bool = False) -> None:
-        """Collect garbage and give the allocator's unused segments back to the driver.
+        """Collect garbage and return unused segments of the allocator to the driver.
 
-        The last resort: segments grow in place from then on, where nothing is against it.
+        With ``last_resort``, later segments are expandable, unless `allocator_settings.clash` gives a reason against
+        it.
         """
         import torch
 
         gc.collect()
         torch.cuda.empty_cache()
-        heap.trim()  # memory of the host may be what ran out
+        heap.trim()  # host memory may have run out instead
         if last_resort and allocator_settings.clash() is None:
             allocator_settings.set_up(f"{allocator_settings.GROWING}:True")
 
     def oom_family(self, error: BaseException) -> str | None:
-        """Name the kind of out-of-memory error this is (see `oom_errors`), or return ``None``.
+        """Return the family of an out-of-memory error (see `oom_errors`), or ``None`` for any other error.
 
-        Call it before the memory is released: a disguise counts only while the device is nearly full.
+        Call this before memory is released: a disguise counts only while the device is nearly full.
         """
         return oom_errors.oom_family_on(error, self.is_nearly_full)
 
     def is_nearly_full(self) -> bool:
-        """Whether the driver has less than 1 GiB left to give to a library."""
+        """Return whether the driver has less than 1 GiB of free memory for libraries."""
         import torch
 
         free_bytes, _ = torch.cuda.mem_get_info(self._index)
         return free_bytes < _NEARLY_FULL_BYTES
 
     def random_state(self) -> dict[str, Any]:
-        """Copy the state of this device's generator, of cuDNN's dropout where it is in use, and of the host's."""
+        """Return a copy of the generator states of this device and the host, and of cuDNN dropout if it is in use."""
         import torch
 
         from plimsoll.device.cuda import cudnn_dropout
@@ -174,7 +178,7 @@ class CudaBackend:
         return state if dropout is None else state | {"cudnn_dropout": dropout}
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
-        """Put back a state that `random_state` returned."""
+        """Restore a state that `random_state` returned."""
         import torch
 
         from plimsoll.device.cuda import cudnn_dropout
@@ -186,7 +190,7 @@ class CudaBackend:
             cudnn_dropout.put_back(self._index, state["cudnn_dropout"])
 
     def synchronize(self) -> None:
-        """Wait until every stream of the device is done."""
+        """Wait until all streams of the device have finished."""
         import torch
 
         torch.cuda.synchronize(self._index)
@@ -202,7 +206,7 @@ class CudaBackend:
         return nvml.driver_view(f"GPU-{torch.cuda.get_device_properties(self._index).uuid}")
 
     def _context_bytes(self) -> int:
-        """Return what this process holds outside the caching allocator, 0 where the driver does not tell."""
+        """Return bytes of this process outside the caching allocator, or 0 if the driver does not report them."""
         import torch
 
         own_bytes = self._driver_view().own_bytes

@@ -1,13 +1,15 @@
-"""The state of the dropout between the layers of a recurrent net on CUDA, which no generator of torch holds.
+"""The random state of dropout between recurrent layers on CUDA, which no torch generator holds.
 
-cuDNN (and MIOpen) draw that dropout from a buffer of their own (``aten/src/ATen/native/cudnn/RNN.cpp``, torch 2.11 and
-2.13). torch makes it, seeded from the device's generator, in the first training pass after the generator was seeded or
-set; from then on each pass changes it in place. Python sees neither the buffer nor whether a new one is due. So a tiny
-net is run: a dispatch mode sees the buffer that its kernel is given as ``dropout_state``, and the generator moves only
-where a new one was due. With the state put back, a step that is done again, or a resumed run, draws the same masks.
+cuDNN (and MIOpen) draw this dropout from a separate buffer (``aten/src/ATen/native/cudnn/RNN.cpp``, torch 2.11 and
+2.13). torch creates the buffer, seeded from the device's generator, in the first training pass after the generator was
+seeded or set. Each later pass changes it in place. Restoring it makes a repeated step or a resumed run draw the same
+masks.
 
-Does NOT cover recomputation by ``torch.utils.checkpoint``, which sets the generator and so draws other masks than the
-forward pass.
+Python sees neither the buffer nor whether a new one is due, so a tiny network is run. A dispatch mode sees the buffer
+as the kernel's ``dropout_state``, and the generator advances only if a new buffer was due.
+
+Does NOT cover recomputation by ``torch.utils.checkpoint``: it sets the generator, so its masks differ from the forward
+pass.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _ARGUMENT = "dropout_state"
 _IN_USE: set[int] = set()
-"""The devices on which some model has such a dropout."""
+"""Indices of devices on which a model has dropout between recurrent layers."""
 
 
 def find_for(model: nn.Module) -> None:
-    """Have the state of a device copied from now on if the model has dropout between recurrent layers there."""
+    """Enable copying of the dropout state of a device, if the model has dropout between recurrent layers there."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
             device = next(module.parameters()).device
@@ -34,7 +36,7 @@ def find_for(model: nn.Module) -> None:
 
 
 def copied_state(index: int) -> Tensor | None:
-    """Copy the state of a device; ``None`` where it is not in use, or is drawn anew in the next pass anyway."""
+    """Return a copy of a device's dropout state; ``None`` if it is unused, or if the next pass creates a new one."""
     if index not in _IN_USE:
         return None
     generator = torch.cuda.default_generators[index]
@@ -43,7 +45,7 @@ def copied_state(index: int) -> Tensor | None:
     is_due = generator.get_offset() != offset
     generator.graphsafe_set_state(before)
     if is_due:
-        generator.set_state(generator.get_state())  # so that it is due again
+        generator.set_state(generator.get_state())  # so that a new buffer is due again
         return None
     if seen is None:
         return None
@@ -52,18 +54,18 @@ def copied_state(index: int) -> Tensor | None:
 
 
 def put_back(index: int, state: Tensor) -> None:
-    """Put a copied state back, after the generator was set: the next pass goes on from it."""
+    """Restore a copied state, after the generator was set. The next pass continues from it."""
     _IN_USE.add(index)
     generator = torch.cuda.default_generators[index]
     before = generator.clone_state()
-    seen = _run(index)  # makes the buffer that is due
-    generator.graphsafe_set_state(before)  # which, unlike `set_state`, makes no other one due
+    seen = _run(index)  # creates the buffer that is due
+    generator.graphsafe_set_state(before)  # unlike `set_state`, this does not make a new buffer due
     if seen is not None:
         seen.buffer.copy_(state)
 
 
 class _Seen(NamedTuple):
-    """The buffer that a kernel was given, and what was in it before."""
+    """The buffer that a kernel received, and a copy of its previous content."""
 
     buffer: Tensor
     content: Tensor
@@ -71,7 +73,7 @@ class _Seen(NamedTuple):
 
 @cache
 def _net(index: int) -> nn.LSTM:
-    with torch.random.fork_rng(devices=()):  # made on the host: the generator of the device is not touched
+    with torch.random.fork_rng(devices=()):  # created on the host, so that the generator of the device does not advance
         return nn.LSTM(1, 1, num_layers=2, dropout=0.5).to(torch.device("cuda", index))
 
 
@@ -84,7 +86,7 @@ def _run(index: int) -> _Seen | None:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the state that a recurrent kernel is given."""
+    """A dispatch mode that records the dropout state passed to a recurrent kernel."""
 
     seen: _Seen | None = None
 

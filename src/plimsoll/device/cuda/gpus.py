@@ -1,12 +1,12 @@
-"""The GPUs people have, as a table, for predictions about a machine that is not at hand.
+"""A table of common GPUs, for predictions about a machine that is not at hand.
 
-Units: multiprocessors (SMs) and boost clock in MHz, memory in GB/s, the connector as PCIe generation x lanes, the
-nominal size in GiB, and the total memory in MiB that CUDA reports under Linux, least and most, with a letter for who
-saw it (`_SAW`). Drivers differ by up to 3 % (RTX 3070: 7753 to 7973 MiB). Under Windows CUDA reports nearly the nominal
-size, but the system keeps a part of it. A card with ECC switched to the other state than usual differs by 6 %.
+Units: number of multiprocessors (SMs), boost clock in MHz, memory bandwidth in GB/s, link as PCIe generation x lanes,
+nominal size in GiB. The last column is the range of total memory in MiB that CUDA reports under Linux, with a letter
+for each source (`_SAW`). Drivers differ by up to 3 % (RTX 3070: 7753 to 7973 MiB). Under Windows, CUDA reports nearly
+the nominal size, but the system keeps a part of it. Switching ECC changes the size by 6 %.
 
-Rates are SMs x clock x operations of one SM and cycle (`_PER_SM`), with sums in fp32, which is what torch asks for and
-what GeForce cards do at half speed. They are peaks: how much of them a model reaches is not said here. NOT covered:
+Rates are SMs x clock x operations per SM and cycle (`_PER_SM`), with fp32 accumulation. torch requests it, and GeForce
+cards run it at half speed. All rates are peaks: the share that a model reaches is not part of the table. NOT covered:
 AMD and Intel, MIG slices, mobile cards other than two, cards with changed memory.
 """
 
@@ -22,7 +22,7 @@ from plimsoll.records.units import format_bytes
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
-# Name, other names | compute capability, kind of rates | SMs, boost MHz | GB/s | link | GiB | MiB as CUDA reports, who
+# Name, aliases | compute capability, kind of rates | SMs, boost MHz | GB/s | link | GiB | MiB under CUDA, sources
 _TABLE = """
 GTX 1060 6GB, GTX 1060                  |  6.1 pascal  |  10 1708 |  192 | 3x16 |   6 | 6063-6075 y
 GTX 1070                                |  6.1 pascal  |  15 1683 |  256 | 3x16 |   8 | 8118-8119 d
@@ -103,10 +103,10 @@ _SAW = {
     "d": "other programs' print of CUDA's total memory in public repositories",
     "x": "the records of Stone-ResearchLife/xMem (arXiv 2510.21048)",
 }
-# Cards nobody was seen to print: the least and most share of the nominal size that cards of their kind report.
+# Cards without a known report: smallest and largest share of the nominal size that cards of the same kind report.
 _SHARES = {"gddr": (0.945, 1.0), "ecc": (0.91, 1.0), "hbm": (0.98, 1.0)}
 
-# Several cards with one name: the first is meant where the name stands in `_USUAL`, else the user has to say.
+# Ambiguous names: a name in `_USUAL` means its first card, any other name is an error.
 _FAMILIES = {
     "rtx3080": ("RTX 3080 10GB", "RTX 3080 12GB"),
     "rtx4060ti": ("RTX 4060 Ti 8GB", "RTX 4060 Ti 16GB"),
@@ -120,7 +120,7 @@ _FAMILIES = {
 }
 _USUAL = {"rtx3080", "h100"}
 
-# Operations of one SM in one cycle, from NVIDIA's architecture whitepapers: fp32, tf32, fp16, bf16, fp8, int8.
+# Operations per SM and cycle, from NVIDIA's architecture whitepapers: fp32, tf32, fp16, bf16, fp8, int8.
 _PER_SM = {
     "6.0 pascal": (128, None, 256, None, None, None),
     "6.1 pascal": (256, None, 4, None, None, 1024),
@@ -136,25 +136,25 @@ _PER_SM = {
     "8.9 full": (256, 512, 1024, 1024, 2048, 2048),
     "12.0 geforce": (256, 256, 512, 512, 1024, 2048),
 }
-# Where tensor cores run at another clock: NVIDIA's data sheets in TFLOP/s, without sparsity, same order.
+# If tensor cores run at another clock: TFLOP/s from NVIDIA's data sheets, without sparsity, in the same order.
 _TERA = {
     "9.0 h100pcie": (51.0, 378.0, 756.0, 756.0, 1513.0, 1513.0),
     "9.0 h100sxm": (67.0, 494.0, 989.0, 989.0, 1979.0, 1979.0),
     "9.0 h100nvl": (60.0, 417.0, 835.0, 835.0, 1671.0, 1671.0),
     "10.0 b200": (75.0, 1125.0, 2250.0, 2250.0, 4500.0, 4500.0),
 }
-# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": KiB of shared memory of one SM.
+# KiB of shared memory per SM, from "Technical Specifications per Compute Capability" (CUDA C++ Programming Guide).
 _SHARED_KIB = {
     "6.0": 64, "6.1": 96, "7.0": 96, "7.5": 64, "8.0": 164, "8.6": 100, "8.9": 100, "9.0": 228, "10.0": 228,
     "12.0": 100,
 }  # fmt: skip
-# Bytes a second in one direction: PCIe base specifications; NVIDIA Grace Hopper whitepaper for NVLink-C2C.
+# Bytes per second in one direction: PCIe base specifications; NVIDIA Grace Hopper whitepaper for NVLink-C2C.
 _LINKS = {
     "3x16": 15_750_000_000, "4x8": 15_750_000_000, "4x16": 31_500_000_000, "5x8": 31_500_000_000,
     "5x16": 63_000_000_000, "c2c": 450_000_000_000, "-": None,
 }  # fmt: skip
 
-# Processes with lazily loaded kernels (CUDA from 11.7 on): MiB least and most, and where that was read.
+# Context size of a process with lazily loaded kernels (CUDA 11.7 or later): least and most MiB, and the source.
 _HOPPER = (
     742,
     816,
@@ -182,15 +182,15 @@ _SOURCES = (
 
 @cache
 def all_gpus() -> tuple[DeviceSpec, ...]:
-    """Return every GPU of the table, in its order."""
+    """Return all GPUs of the table, in its order."""
     return tuple(_spec_from(line) for line in _TABLE.strip().splitlines())
 
 
 def find_gpu(name: str) -> DeviceSpec:
-    """Return a GPU by its name: case, spaces, dashes and the words NVIDIA, GeForce and Tesla do not count.
+    """Return the GPU with a name. Case, spaces, dashes and the words NVIDIA, GeForce and Tesla are ignored.
 
     Raises:
-        DeviceError: if no GPU has this name, or several of different capacity do and none is the usual one.
+        DeviceError: if no GPU has this name, or GPUs with different memory have it and none is the usual one.
     """
     key = _key(name)
     found = next((found for word in ("", "rtx", "gtx") if (found := _named(word + key))), ())
@@ -201,15 +201,15 @@ def find_gpu(name: str) -> DeviceSpec:
         raise DeviceError(f"there is no GPU {name!r} in the table: {meant}use one of {known}")
     if len(found) > 1 and key not in _USUAL:
         choices = " or ".join(f"{gpu.name} ({format_bytes(gpu.capacity_bytes)})" for gpu in found)
-        raise DeviceError(f"{name!r} is the name of {len(found)} GPUs of different memory: give {choices}")
+        raise DeviceError(f"{name!r} is the name of {len(found)} GPUs with different memory: give {choices}")
     return found[0]
 
 
 def spec_of(device: Device) -> DeviceSpec:
-    """Return the facts of a GPU that is here: capacity, architecture and SMs as probed, the rest from the table.
+    """Return the specification of a GPU of this machine: probed capacity, architecture and SMs, the rest tabulated.
 
-    The capacity is the hardware's, not that of a limit on the process. A GPU that is not in the table has the facts
-    that follow from its architecture and SMs.
+    The capacity is the hardware's, without limits on the process. For a GPU that is not in the table, only facts that
+    follow from its architecture and SMs are known.
 
     Raises:
         DeviceError: if the device is not a CUDA device.
@@ -245,11 +245,11 @@ def spec_of(device: Device) -> DeviceSpec:
 
 
 def cublas_workspace_bytes(architecture: str) -> int:
-    """Return what torch allocates for each cuBLAS handle and stream, from its pool: 32 MiB from 9.0 on, else 8.125 MiB.
+    """Return the size of a cuBLAS workspace in torch's pool, per handle and stream: 32 MiB from 9.0 on, else 8.125 MiB.
 
-    After `parseChosenWorkspaceSize` of pytorch's main branch in 2026, which has 9, 10 and 12 in its list; older torch
-    has 9.0 alone, so that a Blackwell card takes 24 MiB less there. cuBLASLt shares it in that source; before, it took
-    1 MiB of its own. NOT covered: ``CUBLAS_WORKSPACE_CONFIG``, ``CUBLASLT_WORKSPACE_SIZE``.
+    This follows `parseChosenWorkspaceSize` of pytorch's main branch in 2026, which lists 9, 10 and 12. Older versions
+    list 9.0 only, so a Blackwell card takes 24 MiB less there. In that source, cuBLASLt shares the workspace; earlier
+    it took 1 MiB more. NOT covered: ``CUBLAS_WORKSPACE_CONFIG``, ``CUBLASLT_WORKSPACE_SIZE``.
     """
     return 4096 * 8 * 1024 if architecture.partition(".")[0] in ("9", "10", "12") else 4096 * 1024 * 2 + 16 * 1024 * 8
 
@@ -319,7 +319,7 @@ def _shared_memory_bytes(architecture: str | None) -> int | None:
 
 
 def _capability(architecture: str | None) -> str | None:
-    """``8.6`` for ``sm_86`` and ``12.0`` for ``sm_120``."""
+    """Return the compute capability of an architecture: ``8.6`` for ``sm_86`` and ``12.0`` for ``sm_120``."""
     match = re.fullmatch(r"sm_(\d+)(\d)", architecture or "")
     return f"{match[1]}.{match[2]}" if match else None
 
@@ -334,7 +334,7 @@ def _names() -> dict[str, DeviceSpec]:
 
 
 def _named(key: str) -> tuple[DeviceSpec, ...]:
-    """The GPUs a name may mean."""
+    """Return the GPUs that a name may mean."""
     if key in _FAMILIES:
         return tuple(_names()[_key(name)] for name in _FAMILIES[key])
     return (_names()[key],) if key in _names() else ()

@@ -1,13 +1,13 @@
-"""One captured CUDA graph: work that is launched once as a whole, with the memory that belongs to it.
+"""A captured CUDA graph: work that is launched as a whole, with a private memory pool.
 
     graph = CudaGraph(torch.device("cuda", 0))
-    loss = graph.capture(one_pass)     # nothing runs yet
-    graph.replay()                     # now it has
+    loss = graph.capture(one_pass)     # records the work without running it
+    graph.replay()                     # runs it
     graph.release()
 
-What its kernels allocate comes from a private pool of torch's allocator and stays reserved until `release`. Random
-numbers of the device's default generator are drawn from where it is at each replay, and advance it. Does NOT cover work
-on several streams of its own, and the generators that a program makes itself.
+Memory that its kernels allocate comes from a private pool of torch's allocator and stays reserved until `release`. Each
+replay draws random numbers from the current state of the device's default generator, and advances it. Does NOT cover
+work on several streams, nor generators that a program creates itself.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 
 class CudaGraph:
-    """A graph that is captured once and then replayed.
+    """A graph that is captured once and can then be replayed.
 
     Args:
-        device: where the work runs.
+        device: the device of the work.
 
     Attributes:
-        num_bytes: what its pool has reserved. Between replays torch does not count it as allocated.
+        num_bytes: bytes that its pool has reserved. Between replays, torch does not count them as allocated.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,17 +38,17 @@ class CudaGraph:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Capture what ``work`` launches and return what it returns: tensors that the first replay will fill.
+        """Capture the work that ``work`` launches, and return its result: tensors that each replay fills.
 
         Raises:
-            RuntimeError: if something in it cannot be captured, such as waiting for the device.
+            RuntimeError: if the work contains something that cannot be captured, such as a synchronization.
         """
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # blocks that are kept for others would be of no use to the pool
+        torch.cuda.empty_cache()  # the pool cannot use cached blocks
         before_bytes = torch.cuda.memory_reserved(self._device)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), torch.cuda.stream(stream), _told_of_no_capture():
-            # Threads that load data may allocate pinned memory meanwhile.
+            # Data loading threads may allocate pinned memory during the capture.
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
@@ -58,13 +58,13 @@ class CudaGraph:
         return result
 
     def replay(self) -> None:
-        """Launch all of it on the current stream."""
+        """Launch the captured work on the current stream."""
         self._graph.replay()
 
     def release(self) -> None:
-        """Give the memory back; there must be no replay afterwards."""
+        """Free the memory. The graph cannot be replayed afterwards."""
         self._graph.reset()
-        torch._C._cuda_clearCublasWorkspaces()  # the capture's own is in the pool
+        torch._C._cuda_clearCublasWorkspaces()  # the workspace of the capture is in the pool
         torch.cuda.empty_cache()
 
     def _end(self) -> None:
@@ -76,12 +76,12 @@ class CudaGraph:
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             _close(index, self._pool)
             generator = torch.cuda.default_generators[index]
-            generator.graphsafe_set_state(generator.clone_state())  # the old one draws in a capture only, from now on
+            generator.graphsafe_set_state(generator.clone_state())  # the old state would only work in a capture
             raise
 
 
 def _close(index: int, pool: tuple[int, int]) -> None:
-    """Close a pool that a failed capture has left open, and let go of it."""
+    """Close and release a pool that a failed capture has left open."""
     try:
         torch._C._cuda_endAllocateToPool(index, pool)
     except RuntimeError:  # it was not open
@@ -91,7 +91,7 @@ def _close(index: int, pool: tuple[int, int]) -> None:
 
 @contextmanager
 def _told_of_no_capture() -> Iterator[None]:
-    """Let ``torch.cuda.is_current_stream_capturing`` say no; transformers makes other attention masks where it is."""
+    """Make ``is_current_stream_capturing`` return ``False``, because it makes transformers create other masks."""
     asked = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: False
     try:

@@ -1,8 +1,9 @@
-"""What NVIDIA's driver knows of a device beyond this process: who else uses it, and the driver's version.
+"""Facts about GPUs from NVIDIA's driver: memory use by process, and the driver's version.
 
-Source: the NVML reference, ``nvmlDeviceGetComputeRunningProcesses``. The driver lists processes by their number on the
-host and gives no sizes under WSL and for some MIG devices: what it does not tell is ``None`` here, with the reason.
-Needs no torch.
+The driver lists processes by their id on the host. It reports no sizes under WSL and for some MIG devices. Unknown
+values are ``None``, with the reason in a note. Needs no torch.
+
+Source: the NVML reference, ``nvmlDeviceGetComputeRunningProcesses``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class DriverView(NamedTuple):
-    """What the driver says of one device, in bytes; ``note`` says why a value is ``None``."""
+    """Memory use of one device in bytes, as the driver reports it. ``note`` gives the reason for a ``None``."""
 
     own_bytes: int | None = None
     others_bytes: int | None = None
@@ -22,7 +23,7 @@ class DriverView(NamedTuple):
 
 
 def driver_version() -> str | None:
-    """Return the driver's version, ``None`` where NVML cannot be used."""
+    """Return the driver's version, or ``None`` if NVML is not available."""
     import pynvml
 
     try:
@@ -33,7 +34,7 @@ def driver_version() -> str | None:
 
 
 def driver_view(uuid: str) -> DriverView:
-    """Ask the driver who uses the device with this UUID ("GPU-...")."""
+    """Return the memory use of the device with a UUID ("GPU-...")."""
     import pynvml
 
     try:
@@ -46,7 +47,7 @@ def driver_view(uuid: str) -> DriverView:
 
 
 class GpuUse(NamedTuple):
-    """One GPU: its memory, and what each process has of it by its number, ``None`` where the driver does not tell."""
+    """Memory of one GPU, with bytes by process id; ``None`` if the driver does not report a size."""
 
     number: int
     name: str
@@ -57,7 +58,7 @@ class GpuUse(NamedTuple):
 
 @contextmanager
 def gpu_uses() -> Iterator[Callable[[], tuple[GpuUse, ...]]]:
-    """Keep NVML open, which takes long to open, and yield what reads every GPU; none where there is no driver."""
+    """Keep NVML open, because opening takes long, and yield a function that reads all GPUs; none without a driver."""
     import pynvml
 
     try:
@@ -82,7 +83,7 @@ def _handles() -> list[Any]:
 
 
 def _use_of(index: int, handle: Any) -> GpuUse | None:
-    """Read a GPU; ``None`` where the driver refuses it (lost, being reset)."""
+    """Return the use of a GPU, or ``None`` if the driver refuses access (device lost or being reset)."""
     import pynvml
 
     try:
@@ -94,7 +95,7 @@ def _use_of(index: int, handle: Any) -> GpuUse | None:
 
 
 def by_process(entries: Iterable[Any]) -> dict[int, int | None]:
-    """Map processes to their bytes, from the ``nvmlProcessInfo_t`` of one device; MIG lists a process repeatedly."""
+    """Return bytes by process id, from the ``nvmlProcessInfo_t`` of one device. MIG may list a process repeatedly."""
     found: dict[int, int | None] = {}
     for entry in entries:
         before = found.get(entry.pid, 0)
@@ -104,14 +105,14 @@ def by_process(entries: Iterable[Any]) -> dict[int, int | None]:
 
 
 def split_use(bytes_by_process: Mapping[int, int | None], own: int) -> DriverView:
-    """Part this process, by its number, from the others, where the driver tells both."""
+    """Separate the use of the process ``own`` from the use of all others, if the driver reports both."""
     known = [num_bytes for num_bytes in bytes_by_process.values() if num_bytes is not None]
     if len(known) < len(bytes_by_process):
         return DriverView(note="the driver gives no sizes per process here (WSL, MIG): other processes' use is unknown")
     own_bytes = bytes_by_process.get(own)
     if own_bytes is None:
         return DriverView(
-            note="the driver knows this process by another number (a container) or not yet: its part is unknown"
+            note="the driver lists this process under another id (in a container) or not yet: its use is unknown"
         )
     return DriverView(own_bytes, sum(known) - own_bytes)
 

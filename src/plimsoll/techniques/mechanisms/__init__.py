@@ -1,1 +1,1 @@
-"""Code that techniques install: streams, sliced computations, sharding, replaced optimizers."""
+"""Mechanisms that techniques install: streams, sliced computations, sharding, replaced optimizers."""

@@ -1,4 +1,4 @@
-"""The heap of a process on a CPU and torch's CUDA allocator, as choices set them up: the set-up, and their rules."""
+"""Configuration of a CPU process's heap and of torch's CUDA allocator for a set of choices, and their rules."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from plimsoll.techniques.mechanisms.technique import Choices
 
 
 def set_up_as_with(choices: Choices, device: str) -> None:
-    """Set up what hands out memory in this process as it will be with these choices, before a model is built.
+    """Configure the allocators of this process for these choices, before the model is built.
 
-    What is built in another heap leaves holes where it moves: 11 MiB of a T5 of 376 whose parameters go to a file. So a
-    model that is going to be shared out is built of mappings inside a budget; call `set_up_for_steps` when it is.
+    A model built in another heap leaves holes when it moves: 11 of 376 MiB for a T5 whose parameters move to a file. So
+    a model that will be sharded inside a budget is built with memory mappings. Call `set_up_for_steps` after that.
     """
     if device != "cpu":
         for settings in _allocator_settings(choices):
@@ -31,7 +31,7 @@ def set_up_as_with(choices: Choices, device: str) -> None:
 
 
 def set_up_for_steps(choices: Choices) -> None:
-    """Set the heap up for the steps with these choices, where `set_up_as_with` has done otherwise for the model."""
+    """Configure the heap for the steps, if `set_up_as_with` configured it differently for building the model."""
     if is_built_apart(choices) and data_limit.budget_in_force_bytes() is not None:
         _set_up_heap(heap_rules(choices) or FAST_HEAP)
 
@@ -42,7 +42,7 @@ def _set_up_heap(rules: HeapRules) -> None:
 
 @contextmanager
 def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
-    """Set the threshold of this process, ``None`` for no mappings; the exit sets what is in force without a plan."""
+    """Set the mmap threshold of this process, ``None`` for no mappings; the exit sets the default without a plan."""
     data_limit.set_up_heap(num_bytes)
     try:
         yield
@@ -52,13 +52,13 @@ def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
 
 
 def is_built_apart(choices: Choices) -> bool:
-    """Whether the parameters that a model is built with go before the first step, for smaller ones."""
+    """Return whether the parameters that a model is built with are replaced by smaller ones before the first step."""
     techniques = [technique_of(choice.technique) for choice in choices]
     return any(one.is_for_the_run and "parameters" in one.moves for one in techniques)
 
 
 def rules_in_force(choices: Choices, has_budget: bool) -> HeapRules:
-    """Return the rules of the heap of a training with these choices, inside a budget or without one."""
+    """Return the heap rules of a training with these choices, with or without a budget."""
     rules = heap_rules(choices) or (FAST_HEAP if has_budget else DEFAULT_HEAP)
     if has_budget and is_built_apart(choices):
         return rules.model_copy(update={"build_threshold_bytes": heap.TIGHT_BYTES})
@@ -66,16 +66,16 @@ def rules_in_force(choices: Choices, has_budget: bool) -> HeapRules:
 
 
 def heap_rules(choices: Iterable[Choice]) -> HeapRules | None:
-    """The rules of the heap with these choices; ``None`` where none of them sets it up."""
+    """Return the heap rules that these choices set, or ``None`` if they set none."""
     found = (technique_of(choice.technique).heap_rules(choice) for choice in choices)
     return next((rules for rules in found if rules is not None), None)
 
 
 def allocator_rules(choices: Iterable[Choice]) -> AllocatorRules:
-    """The rules of torch's CUDA allocator with these choices, beside what the environment says.
+    """Return the rules of torch's CUDA allocator with these choices and the environment's settings.
 
     Raises:
-        InputError: if the environment says what torch does not know.
+        InputError: if the environment has a setting that torch does not know.
     """
     return rules_from_text(
         ",".join(filter(None, [allocator_settings.text_of(os.environ), *_allocator_settings(choices)]))

@@ -1,12 +1,12 @@
-"""The repeated blocks of a model: the layers of a transformer, found in any module by its structure alone.
+"""Detection of a model's repeated blocks, such as transformer layers, by structure alone.
 
-Blocks are siblings of one class that have parts of their own: entries of a ``ModuleList`` or ``Sequential``
-(``transformer.h.0``, ``encoder.layer.0``, ``model.layers.0``), or attributes whose names differ by a number only
-(``block1``, ``block2``). The outermost ones count, and only where they have, in sum, most of the weights that are
-neither embeddings nor of an embedding's shape (an output layer): small repeated heads are no blocks.
+Blocks are siblings of one class with submodules of their own. They are entries of a ``ModuleList`` or ``Sequential``
+(``transformer.h.0``, ``encoder.layer.0``, ``model.layers.0``), or attributes whose names differ only in a number
+(``block1``, ``block2``). Only the outermost ones count. Together they must hold most weights other than embeddings and
+weights of an embedding's shape (an output layer): small repeated heads are not blocks.
 
-Looks at modules and shapes, so it works for models on the meta device and of fake tensors. Does NOT find parts that are
-repeated under names without a number, and leaves stages of blocks (Swin's) whole.
+It reads modules and shapes only, so it works on the meta device and with fake tensors. Not found: parts repeated under
+names without a number. Stages of blocks, as in Swin, are not split.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import nn
 
 Blocks = tuple[tuple[str, nn.Module], ...]
 
-_LEAST_SHARE = 0.5  # of the weights in the sum of all blocks ...
-_LEAST_SHARE_OF_A_CLASS = 0.05  # ... and in those of one class: a hybrid may have one attention in eight layers
+_LEAST_SHARE = 0.5  # of the weights, for all blocks together ...
+_LEAST_SHARE_OF_A_CLASS = 0.05  # ... and for one class: a hybrid may have one attention layer in eight
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """Return the qualified names and modules of the repeated blocks, in the order of the model; none if it has none."""
+    """Return the qualified names and modules of the repeated blocks, in the order of the model, if any."""
     embeddings = {module.weight.shape for module in model.modules() if type(module) is nn.Embedding}
     weights = {
         id(parameter): parameter.numel() for parameter in model.parameters() if parameter.shape not in embeddings
@@ -41,7 +41,7 @@ def blocks_of(model: nn.Module) -> Blocks:
 
 
 def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The candidates below a module, in its order; what is inside one of them is not looked at."""
+    """Yield the outermost candidates below a module, in order."""
     children = list(module.named_children())
     alike = Counter(_kind(name, child) for name, child in children if _has_parts(child))
     is_list_of_one = isinstance(module, nn.ModuleList) and len(children) == 1
@@ -53,12 +53,12 @@ def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _kind(name: str, child: nn.Module) -> tuple[str, type]:
-    """What siblings that repeat have in common: the name without its number, and the class."""
+    """Return the properties that repeated siblings share: the name without its number, and the class."""
     return re.sub(r"\d+", "", name), type(child)
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Whether a module computes more than one thing: not a list (which is never called), nor one layer of torch's."""
+    """Return whether a module is a composite that computes: not a list, and not a single layer of torch's."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     is_single = next(module.children(), None) is None and type(module).__module__.startswith("torch.nn.")

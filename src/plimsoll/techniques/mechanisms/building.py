@@ -1,4 +1,4 @@
-"""Where a model is built, and what of it is put on the device: with some choices no device holds all of it."""
+"""Placement of a model when it is built and moved to its device, for choices with which no device holds all of it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from plimsoll.techniques.mechanisms.pinned import PinnedPool
 
 
 def builds_outside(choices: Iterable[Choice], device: Literal["cpu", "cuda"]) -> bool:
-    """Whether a model is built outside of the memory of its device with one of these choices."""
+    """Return whether one of these choices builds the model outside the memory of its device."""
     return any(technique_of(choice.technique).builds_outside(choice, device) for choice in choices)
 
 
 def put_where_needed(model: nn.Module, device: str, choices: Iterable[Choice]) -> None:
-    """Move a model to a device, but for the parameters that one of the choices keeps on the host."""
+    """Move a model to a device, except for parameters that a choice keeps on the host."""
     kept = [technique_of(choice.technique).kept_on_host(choice, model) for choice in choices]
     stay = {parameter for parameters in kept for parameter in parameters}
     places = [

@@ -1,10 +1,10 @@
-"""Caches of keys and values among the arguments of a call that will be made a second time.
+"""Snapshots of key-value caches among the arguments of a call that will be repeated.
 
-A Hugging Face model in training fills its cache as it goes (``use_cache`` is on by default): a block's second pass must
-find the cache as the first did, and the caller's must not change again. So a copy of its structure is kept, which
-shares the tensors; of the layers of other blocks not even these, so that nothing lives longer than it would.
+A Hugging Face model fills its cache in training, because ``use_cache`` is on by default. The second pass of a block
+must see the cache as the first pass did, and must not change the caller's cache again. So the structure of the cache is
+copied, but its tensors are shared. Tensors of other blocks' layers are not kept alive, only their shapes.
 
-Does NOT cover caches that are written in place (``StaticCache``), which no training uses.
+Not handled: caches that are written in place (``StaticCache``), which no training uses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MODULE = "transformers.cache_utils"
 
 
 class CachesBefore:
-    """The caches among the leaves of some arguments, as they are now."""
+    """The caches among the leaves of some arguments, as they are at construction."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._pairs: list[tuple[Any, Any]] = []
@@ -29,23 +29,23 @@ class CachesBefore:
 
     @staticmethod
     def is_cache(value: Any) -> bool:
-        """Whether something is a cache of Hugging Face's, or one of its layers; asks without loading transformers."""
+        """Return whether a value is a Hugging Face cache or a layer of one, without importing transformers."""
         kind: type = type(value)
         return _is_of_caches(kind)
 
     def without(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves without the caches."""
+        """Return the leaves, with ``None`` in place of caches."""
         return [None if number in self._copies else leaf for number, leaf in enumerate(leaves)]
 
     def back_in(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves with the caches as they were: copies, which may be written to."""
+        """Return the leaves with copies of the original caches, which may be modified."""
         again = CachesBefore([self._copies.get(number) for number in range(len(leaves))])
         return [again._copies.get(number, leaf) for number, leaf in enumerate(leaves)]
 
     def forget_unchanged(self) -> None:
-        """After the call: let go of the tensors of layers that it has not written, if it has written any.
+        """Release, after the call, the tensors of layers that it did not write, if it wrote any.
 
-        Their shapes stay; a second pass that reads their values fails.
+        Their shapes remain; a second pass that reads their values fails.
         """
         originals = [(original, _tensors(mine) != _tensors(original)) for original, mine in self._pairs]
         if any(is_written for _, is_written in originals):
@@ -61,7 +61,7 @@ class CachesBefore:
             return type(value)(self._copied(item) for item in value)
         if isinstance(value, Tensor) or not self.is_cache(value):
             return value
-        mine = object.__new__(type(value))  # copy.copy would take five times as long, for each layer in each block
+        mine = object.__new__(type(value))  # copy.copy takes five times as long, for each layer in each block
         vars(mine).update({name: self._copied(item) for name, item in vars(value).items()})
         self._pairs.append((value, mine))
         return mine
@@ -80,11 +80,11 @@ def _tensors(value: Any) -> dict[str, int]:
     return {name: id(item) for name, item in _tensor_items(value)}
 
 
-_SHAPES = WeakTensorKeyDictionary()  # each block asks for those of the layers of all blocks before it
+_SHAPES = WeakTensorKeyDictionary()  # each block needs the shapes of the layers of all previous blocks
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape without memory or values."""
+    """Return a tensor of the same shape without memory or values."""
     if tensor.is_meta or not tensor.numel():
         return tensor
     shape: Tensor | None = _SHAPES.get(tensor)  # type: ignore[no-untyped-call]

@@ -1,12 +1,12 @@
-"""Cross entropy of a linear layer's outputs, a few tokens at a time: the logits never exist as a whole.
+"""Cross entropy of a linear layer's outputs in chunks of tokens, without ever storing all logits.
 
-Numerics: matrix products in ``compute_dtype``, everything between them in fp32 (fp64 for fp64), and sums over chunks in
-fp32 or better: the mathematics of ``F.cross_entropy(F.linear(...))`` in another rounding order. No value is read on the
-host, also where it is not known how many labels count, and every op is deterministic.
+Numerics: matrix products in ``compute_dtype``, everything else in fp32 (fp64 for fp64), sums over chunks in fp32 or
+better. Mathematically it equals ``F.cross_entropy(F.linear(...))``, in another rounding order. No value is read on the
+host, even if the number of counted labels is unknown, and every op is deterministic.
 
-Does NOT cover class weights, probabilities as targets, and double backward, which is refused.
+Not handled: class weights and probabilities as targets. Double backward is refused.
 
-Shapes: N tokens, C tokens of a chunk, D features, V outputs.
+Shapes: N tokens, C tokens per chunk, D features, V outputs.
 """
 
 from __future__ import annotations
@@ -20,16 +20,23 @@ from torch import Tensor
 
 from plimsoll.errors import InputError
 
-# A gradient in half precision is added to its fp32 sum by so many rows at a time: what it takes beside the sum.
+# Rows of a half-precision gradient to add to its fp32 sum at once. This limits the temporary memory.
 _ROWS_PER_SUM = 4096
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What the loss is, and how it is computed.
+    """The options of the loss and its computation.
 
-    ``scale`` multiplies the logits. ``compute_dtype`` is that of the matrix products, ``dtype`` that of the logits as
-    the model would have returned them, ``loss_dtype`` the result's.
+    Attributes:
+        chunk_tokens: tokens per chunk.
+        compute_dtype: of the matrix products.
+        dtype: of the logits that the model would have returned.
+        loss_dtype: of the result.
+        reduction: as in ``F.cross_entropy``, like ``ignore_index`` and ``label_smoothing``.
+        ignore_index: see ``reduction``.
+        label_smoothing: see ``reduction``.
+        scale: a factor for the logits.
     """
 
     chunk_tokens: int
@@ -43,20 +50,20 @@ class LossOptions:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """What the softmax and all sums are computed in."""
+        """The dtype of the softmax and of all sums."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def recomputes(self) -> bool:
-        """Whether the gradients must wait for the one that arrives in backward, and chunks be computed again there.
+        """True if backward must recompute the chunks, because the incoming gradient is needed to compute gradients.
 
-        Small gradients in fp16 would be lost without the scale that arrives with it.
+        In fp16, small gradients would underflow without the loss scale, which arrives in backward.
         """
         return self.reduction == "none" or self.compute_dtype == torch.float16
 
 
 class Layer(NamedTuple):
-    """A linear layer and what it is applied to."""
+    """A linear layer and its input."""
 
     hidden_ND: Tensor
     weight_VD: Tensor
@@ -69,15 +76,18 @@ class Layer(NamedTuple):
 
 
 def chunked_cross_entropy(layer: Layer, target_N: Tensor, options: LossOptions) -> Tensor:
-    """Return the cross entropy of ``hidden @ weight.T + bias``, a scalar or (``reduction="none"``) one per token.
+    """Return the cross entropy of ``hidden @ weight.T + bias``.
 
     Args:
-        layer: differentiated through.
+        layer: the layer and its input; gradients flow to all its tensors.
         target_N: int64, from 0 to V - 1 or ``ignore_index``.
-        options: see there.
+        options: the options of the loss.
+
+    Returns:
+        a scalar or, with ``reduction="none"``, (N,).
 
     Raises:
-        InputError: if it is differentiated twice.
+        InputError: in backward, for a second derivative, or for a second backward without ``retain_graph=True``.
     """
     wants_gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in layer)
     if wants_gradients:
@@ -88,9 +98,9 @@ def chunked_cross_entropy(layer: Layer, target_N: Tensor, options: LossOptions) 
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The loss and, where they need nothing of backward, its gradients, made while a chunk's logits are there.
+    """The loss and, if they do not depend on backward, its gradients, computed while a chunk's logits exist.
 
-    Backward only multiplies them by the gradient that arrives, as in Liger (Hsu et al. 2024, arXiv:2410.10989).
+    Backward only multiplies them by the incoming gradient, as in Liger (Hsu et al. 2024, arXiv:2410.10989).
     """
 
     @staticmethod
@@ -120,16 +130,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             return (*_recomputed(ctx, arriving), None, None)
         if ctx.gradients is None:
             raise InputError(
-                f"cannot go backward through the chunked cross entropy (chunk_tokens {ctx.options.chunk_tokens}) a "
-                "second time, because its gradients were given away in the first: pass retain_graph=True to the "
-                "first backward"
+                f"cannot run backward through the chunked cross entropy (chunk_tokens {ctx.options.chunk_tokens}) a "
+                "second time, because the first backward freed its gradients: pass retain_graph=True to the first "
+                "backward"
             )
         return (*_scaled(ctx, arriving), None, None)
 
 
 def _scaled(ctx: Any, arriving: Tensor) -> Iterator[Tensor | None]:
-    """The gradients that forward made, times the one that arrives: in place, unless the graph is kept."""
-    # Private: whether this backward has retain_graph=True. With a torch that does not say it they are copied.
+    """Yield the gradients from forward times the incoming gradient, in place unless the graph is retained."""
+    # Private: whether this backward has retain_graph=True. If torch lacks the function, the gradients are copied.
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
     sums = ctx.gradients
     if not keeps_graph:
@@ -140,7 +150,7 @@ def _scaled(ctx: Any, arriving: Tensor) -> Iterator[Tensor | None]:
             continue
         yield (sums[number] * arriving if keeps_graph else sums[number].mul_(arriving)).to(dtype)
         if not keeps_graph:
-            sums[number] = None  # where it was cast, the sum is freed for the next
+            sums[number] = None  # after a cast, this frees the sum before the next one
 
 
 def _recomputed(ctx: Any, arriving: Tensor) -> Iterator[Tensor | None]:
@@ -165,22 +175,22 @@ def _loss(loss_N: Tensor, target_N: Tensor, options: LossOptions) -> Tensor:
     if options.reduction == "none":
         return loss_N.to(options.loss_dtype)
     total = loss_N.sum()
-    if options.reduction == "mean":  # 0 / 0 where no label counts: NaN, as torch's is
+    if options.reduction == "mean":  # 0 / 0 without counted labels gives NaN, as in torch
         total = total / (target_N != options.ignore_index).sum()
     return total.to(options.loss_dtype)
 
 
 def _shares(target_N: Tensor, options: LossOptions) -> Tensor:
-    """What the loss of each token counts in the result."""
+    """Return the weight of each token's loss in the result."""
     counts_N = target_N != options.ignore_index
     share_N = counts_N.to(options.sum_dtype)
     return share_N / counts_N.sum().clamp(min=1) if options.reduction == "mean" else share_N
 
 
 class _Pass:
-    """One pass over the chunks, and the memory that every chunk uses again.
+    """One pass over the chunks, with buffers that all chunks reuse.
 
-    ``sums`` are the gradients of hidden, weight and bias; ``None`` for those that are not wanted.
+    ``sums`` has the gradients of hidden, weight and bias; ``None`` for those not requested.
     """
 
     def __init__(self, layer: Layer, target_N: Tensor, options: LossOptions, wanted: Any = (False,) * 3) -> None:
@@ -201,7 +211,7 @@ class _Pass:
         ]
 
     def losses(self, share_N: Tensor | None = None) -> Tensor:
-        """Compute the loss of each token; given their shares in the result, also add up the gradients."""
+        """Compute the loss of each token; with ``share_N``, also accumulate the gradients."""
         loss_N = self._logits.new_empty(len(self._target_N))
         for start in range(0, len(self._target_N), self._chunk_tokens):
             rows = slice(start, start + self._chunk_tokens)
@@ -224,7 +234,7 @@ class _Pass:
         return logits_CV if self._options.scale == 1 else logits_CV.mul_(self._options.scale)
 
     def _losses_of(self, logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses and the sums of exponentials; the logits become the exponentials."""
+        """Return the losses and the sums of exponentials. Overwrite the logits by their exponentials."""
         logits_CV.sub_(logits_CV.amax(dim=1, keepdim=True))
         picked_C = logits_CV.gather(1, target_C[:, None]).squeeze(1)
         smoothing = self._options.label_smoothing
@@ -237,7 +247,7 @@ class _Pass:
         return loss_C, total_C
 
     def _make_gradient(self, exponentials_CV: Tensor, total_C: Tensor, target_C: Tensor, share_C: Tensor) -> None:
-        """Let the exponentials become the gradient of the logits."""
+        """Overwrite the exponentials by the gradient of the logits."""
         smoothing = self._options.label_smoothing
         exponentials_CV.mul_((share_C / total_C)[:, None])
         if smoothing:

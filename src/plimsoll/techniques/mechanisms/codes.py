@@ -1,15 +1,15 @@
-"""A frozen weight in codes of 8 or of 4 bits, and the dense weight made of them again.
+"""Quantization of frozen weights to 8-bit or 4-bit codes, and dequantization.
 
-Codes and scales are plain tensors, which are counted, saved, loaded and dry-run as others are. torchao's tensors
-(0.18) are not used: their storage says that it has the dense weight's bytes, so that what is counted by storages would
-be wrong, and they cannot do ``aten.addmm``, which GPT-2's ``Conv1D`` calls.
+Codes and scales are plain tensors, which are counted, saved, loaded and dry-run like others. torchao's tensors (0.18)
+are not used. Their storage reports the bytes of the dense weight, so memory counted by storages would be wrong. They
+also lack ``aten.addmm``, which GPT-2's ``Conv1D`` calls.
 
-``int8``: integers from -127 to 127 with one scale for each output channel, whose largest number is exact. ``nf4``: the
-16 values of NormalFloat, of which each stands for the same share of a normal distribution, with one scale for each
-group of up to 64 numbers of an output channel (Dettmers et al. 2023, arXiv:2305.14314, appendix E), two codes in a
-byte. A number that is not finite makes those with its scale
-so, too. Does NOT cover scales that are themselves in codes, and, in 4 bits, weights whose number of inputs is no
-multiple of 16.
+``int8``: integers from -127 to 127 with one scale per output channel; the largest weight is exact. ``nf4``: the 16
+values of NormalFloat, each of which covers an equal share of a normal distribution. It has one scale per group of up to
+64 weights of an output channel, and two codes per byte (Dettmers et al. 2023, arXiv:2305.14314, appendix E).
+
+A weight that is not finite makes all weights with the same scale non-finite. Not handled: quantized scales and, for 4
+bits, weights whose number of inputs is not a multiple of 16.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_LARGEST_CODE = 127  # -128 is left out, so that a weight and its negative are as exact
-_SMALLEST_SCALE = 1e-12  # of a channel or a group of zeros
-_LARGEST_GROUP = 64  # numbers with one scale, as in the paper
-_SMALLEST_GROUP = 16  # with fewer, scales of 32 bits make 4 bits more than 6
+_LARGEST_CODE = 127  # not -128, so that a weight and its negative are equally exact
+_SMALLEST_SCALE = 1e-12  # for a channel or group of zeros
+_LARGEST_GROUP = 64  # weights per scale, as in the paper
+_SMALLEST_GROUP = 16  # in smaller groups, 32-bit scales turn 4 bits per weight into more than 6
 
-# bitsandbytes' and the paper's own numbers: quantiles of a normal distribution, 0 among them, the largest being 1.
+# The values of bitsandbytes and the paper: quantiles of a normal distribution, including 0, scaled to a maximum of 1.
 NF4_VALUES = (
     -1.0,
     -0.6961928009986877,
@@ -47,7 +47,7 @@ NF4_VALUES = (
 
 
 class Codec(NamedTuple):
-    """How a weight of outputs x inputs becomes codes and scales, and dense again."""
+    """Functions to quantize a weight (outputs, inputs) to codes and scales, and to dequantize it."""
 
     encode: Callable[[Tensor], tuple[Tensor, Tensor]]
     decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]
@@ -58,12 +58,12 @@ class Codec(NamedTuple):
 def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     dense = weight.float()
     scale = dense.abs().amax(1, keepdim=True).div_(_LARGEST_CODE).clamp_(min=_SMALLEST_SCALE)
-    return (dense / scale).round_().to(torch.int8).contiguous(), scale  # of Conv1D the columns were rows
+    return (dense / scale).round_().to(torch.int8).contiguous(), scale  # a Conv1D's weight arrives transposed
 
 
 @torch.no_grad()
 def _from_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The dense weight. Multiplied in place: the product of two types makes a copy inside, which nobody counts."""
+    """Return the dense weight. It multiplies in place, because a mixed-dtype product makes an uncounted copy."""
     return codes.to(torch.float32).mul_(scale).to(dtype)
 
 
@@ -80,7 +80,7 @@ def _to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _from_nf4(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The dense weight: a byte is looked up as the two numbers it stands for."""
+    """Return the dense weight; a byte is an index to the pair of values that it encodes."""
     num_outputs, num_groups = scale.shape
     values = torch.tensor(NF4_VALUES, device=codes.device)
     pairs = torch.stack((values.repeat_interleave(16), values.repeat(16)), dim=1)
@@ -89,7 +89,7 @@ def _from_nf4(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _group_of(num_inputs: int) -> int:
-    """The largest power of two up to `_LARGEST_GROUP` that divides the inputs."""
+    """Return the largest power of two, up to `_LARGEST_GROUP`, that divides the number of inputs."""
     return min(num_inputs & -num_inputs, _LARGEST_GROUP)
 
 

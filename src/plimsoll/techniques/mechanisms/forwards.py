@@ -1,4 +1,4 @@
-"""The forward of a module, replaced on the instance for a while."""
+"""Temporary replacement of a module's forward on the instance."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module be called through ``forward``; on exit it is as it was.
+    """Replace a module's forward; the exit restores it.
 
-    An object and no function, so that a copy of the model calls its own.
+    ``forward`` should be an object, not a function, so that a copied model calls its own.
     """
     before = vars(module).get("forward")
     vars(module)["forward"] = forward

@@ -1,11 +1,11 @@
-"""Frozen linear layers whose weights are codes of 8 or 4 bits (see `mechanisms.codes`).
+"""Frozen linear layers with 8-bit or 4-bit weights (see `mechanisms.codes`).
 
-A layer is made dense for its own forward and again for its own backward, and the dense copy is let go at once: autograd
-keeps the codes. Gradients flow to the layer's input; the weight has none. Codes and scales are parameters and not
-buffers, which an undo copies.
+A layer's weight is dequantized for its forward and again for its backward, and the dense copy is freed at once. Only
+the codes are saved for backward. Gradients flow to the layer's input; the weight has none. Codes and scales are
+parameters rather than buffers, because an undo copies buffers.
 
-Does NOT cover weights that share their memory with others (they stay: nothing would be saved), subclasses of
-``nn.Linear``, layers with hooks, and a weight that needs a gradient.
+Not handled: subclasses of ``nn.Linear``, layers with hooks, weights that need a gradient, and weights that share memory
+with others. The latter stay dense, since quantizing them would free no memory.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from plimsoll.techniques.mechanisms.codes import CODECS, Codec
 
 
 class CodedLinear(nn.Module):
-    """A frozen ``nn.Linear`` or ``Conv1D`` of transformers.
+    """A frozen ``nn.Linear``, or a ``Conv1D`` of transformers, with a quantized weight.
 
     Args:
-        weight: as the layer has it.
-        bias: the layer's own, which is not copied.
-        is_transposed: whether the weight is of inputs x outputs, as that of a ``Conv1D``.
-        codec: makes the codes.
+        weight: the layer's weight.
+        bias: the layer's bias, which is not copied.
+        is_transposed: whether the weight is (inputs, outputs), as in ``Conv1D``.
+        codec: quantizes the weight.
     """
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None, is_transposed: bool, codec: Codec) -> None:
@@ -43,12 +43,12 @@ class CodedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, for models that ask for it or its type; made anew each time."""
+        """The dense weight, for models that read it or its dtype; dequantized at each access."""
         weight = self._codec.decode(self.codes, self.scale, self._dtype)
         return weight.t() if self._is_transposed else weight
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Do what the layer does."""
+        """Compute the layer."""
         kind = inputs.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self._dtype
         product: Any = _Product.apply  # torch has no types for it
@@ -74,10 +74,10 @@ class _Product(torch.autograd.Function):
 
 
 class KeptOutside:
-    """Parameters whose memory is a file's as long as something else stands in for them.
+    """Parameters whose memory is moved to a file while other parameters replace them.
 
     Args:
-        files: what the model was built in, if not in memory: what is there stays there, before and after.
+        files: the files in which the model was built, if any; parameters there stay where they are.
     """
 
     def __init__(self, files: MappedPool | None = None) -> None:
@@ -85,7 +85,7 @@ class KeptOutside:
         self._kept: list[tuple[nn.Parameter, torch.device]] = []
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Exchange a parameter's memory for a file's."""
+        """Move a parameter's memory to a file."""
         if self._pool.holds(parameter):
             return
         copy = self._pool.copy_of(parameter)
@@ -94,7 +94,7 @@ class KeptOutside:
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Give them memory again; where there is none, those that are left stay in the file and can be used there."""
+        """Move the parameters back to memory. If memory runs out, the rest stay in the file and can be used there."""
         while self._kept:
             parameter, device = self._kept[-1]
             parameter.data = parameter.to(device, copy=True)
@@ -102,13 +102,13 @@ class KeptOutside:
 
 
 def to_codes(wrappers: Iterable[Any], model: nn.Module, kept: KeptOutside, base: str) -> None:
-    """Let the layers inside peft's wrappers (``base_layer``) have weights in codes, one after the other.
+    """Quantize the layers inside peft's wrappers (``base_layer``), one after another.
 
     Args:
-        wrappers: peft's.
-        model: that they are of.
-        kept: where the weights go.
-        base: which of `CODECS`.
+        wrappers: peft's wrappers.
+        model: the model that contains them.
+        kept: receives the original weights.
+        base: a key of `CODECS`.
     """
     parameters = (parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     num_owners = Counter(parameter.untyped_storage()._cdata for parameter in parameters)

@@ -1,13 +1,13 @@
-"""Logits that are not there: what a linear layer was applied to, in the shape of its result.
+"""Lazy logits: a tensor with the shape of a linear layer's output, whose values are computed only on demand.
 
-A `LazyLogits` is a tensor with shape, dtype, device and gradient function, but no memory. What losses do to logits on
-their way to ``F.cross_entropy`` is done to the layer's input instead: slices, reshapes and permutations of the
-dimensions before the vocabulary, casts to a wider type, a number they are multiplied by, ``detach``. The cross entropy
-itself goes over the tokens in chunks. Whatever else is asked of it is answered by the real logits, which are computed
-then, once, with their graph: the same result and the same memory as without this module.
+A `LazyLogits` has shape, dtype, device and gradient function, but no memory. Operations that losses apply to logits
+before ``F.cross_entropy`` are applied to the layer's input instead. These are slices, reshapes and permutations of the
+dimensions before the vocabulary, casts to a wider type, multiplication by a number, and ``detach``. The cross entropy
+itself is computed in chunks of tokens. Any other operation computes the real logits once, with their graph: result and
+memory are then the same as without this module.
 
-It is refused to change logits in place, or to watch their gradient, after others were made of them that do not know of
-it; and to read logits whose layer has changed since (an optimizer's step).
+Refused with an error: an in-place change of logits, or a hook on their gradient, after other tensors were derived from
+them; and reading logits after the layer has changed (an optimizer step).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from plimsoll.techniques.mechanisms.chunked_cross_entropy import Layer, LossOpti
 
 @dataclass(frozen=True)
 class Form:
-    """How the logits follow from the layer: computed in ``compute_dtype``, cast to ``dtype``, times ``scale``.
+    """The operations between layer and logits: computed in ``compute_dtype``, cast to ``dtype``, times ``scale``.
 
-    ``class_dim`` is where the dimension of the outputs is; the layer's input has it last.
+    ``class_dim`` is the dimension of the outputs in the logits; in the layer's input it is the last one.
     """
 
     compute_dtype: torch.dtype
@@ -41,7 +41,7 @@ class Form:
 
 @dataclass
 class Tally:
-    """What became of the logits of one head: cross entropies in chunks, and the function that first asked for all."""
+    """Counters for the logits of one head: chunked cross entropies, and the first function that needed all logits."""
 
     num_chunked: int = 0
     asked_by: str | None = None
@@ -49,7 +49,7 @@ class Tally:
 
 @dataclass
 class _Family:
-    """What all logits of one call of the head share; ``made_of`` is each tensor with its version then."""
+    """State shared by all logits of one call of the head; ``made_of`` has each source tensor with its version then."""
 
     chunk_tokens: int
     tally: Tally
@@ -58,7 +58,17 @@ class _Family:
 
 
 def lazy_linear(head: nn.Linear, hidden: Tensor, chunk_tokens: int, tally: Tally) -> Tensor:
-    """Return ``head``'s logits of ``hidden`` (..., D), not computed; where that cannot work, computed."""
+    """Return the lazy logits of a linear layer, or the computed logits if they cannot be lazy.
+
+    Args:
+        head: the layer; its weight is (V, D).
+        hidden: its input (..., D).
+        chunk_tokens: tokens per chunk of the cross entropy.
+        tally: counts the chunked cross entropies.
+
+    Returns:
+        logits (..., V).
+    """
     layer = Layer(hidden, head.weight, head.bias)
     kind = hidden.device.type
     is_autocast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
@@ -75,12 +85,12 @@ def lazy_linear(head: nn.Linear, hidden: Tensor, chunk_tokens: int, tally: Tally
     family = _Family(chunk_tokens, tally)
     family.made_of = [
         (tensor.detach(), tensor._version) for tensor in layer if tensor is not None and not tensor.is_inference()
-    ]  # what is detached has the same version, and keeps no graph
+    ]  # a detached tensor shares the version counter, and keeps no graph alive
     return _lazy(layer, Form(dtype, dtype, hidden.ndim - 1), family)
 
 
 class LazyLogits(Tensor):
-    """See the module's docstring; `lazy_linear` makes them."""
+    """Logits that are computed on demand, as created by `lazy_linear`; see the module's docstring."""
 
     layer: Layer
     form: Form
@@ -90,7 +100,7 @@ class LazyLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer without the logits where that is possible."""
+        """Run a function without computing the logits if that is possible."""
         kwargs = kwargs or {}
         if func in _ASKED_OF_THE_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
@@ -110,7 +120,7 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has a function that is switched off
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute the logits for what passes ``__torch_function__`` by, such as another library's autograd function."""
+        """Compute the logits for calls that bypass ``__torch_function__``, such as another library's functions."""
         if func._schema.is_mutable:
             raise InputError(
                 f"cannot let {func} change logits that are not computed: leave chunked_loss out (--forbid chunked_loss)"
@@ -121,7 +131,7 @@ class LazyLogits(Tensor):
 
 
 class _Node(torch.autograd.Function):
-    """Gives lazy logits their place in autograd's graph; usually nothing ever runs backward through it."""
+    """The node of lazy logits in autograd's graph. Backward usually never runs through it."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -167,13 +177,13 @@ def _logits(layer: Layer, form: Form) -> Tensor:
 
 
 def _may_stay_lazy(lazy: LazyLogits, func: Any) -> bool:
-    # Without gradients a tensor of ours may get a graph that we do not see: that of the autograd function we are in.
+    # With gradients disabled, we may be inside an autograd function, whose graph we cannot see.
     is_inside = lazy.requires_grad and not torch.is_grad_enabled() and func is not functional.cross_entropy
     return func in _STAYS_LAZY and not is_inside and not lazy.is_computed_for_good
 
 
 def _computed(lazy: LazyLogits, name: str) -> Tensor:
-    """The real logits, kept for the next time; computed again if they were without a graph and are to have one."""
+    """Return the cached real logits. Recompute them if they have no graph and now need one."""
     lacks_graph = lazy.computed is not None and _has_graph(lazy) and not lazy.computed.requires_grad
     if lazy.computed is None or (lacks_graph and torch.is_grad_enabled()):
         _check_unchanged(lazy)
@@ -190,8 +200,8 @@ def _has_graph(lazy: LazyLogits) -> bool:
 def _compute_for_good(lazy: LazyLogits, name: str) -> None:
     if not lazy.is_computed_for_good and lazy.family.num_members > 1:
         raise InputError(
-            f"cannot do `{name}` to logits of the chunked loss after other tensors were made of them, which would not "
-            "see it: move it before them, or leave chunked_loss out (--forbid chunked_loss)"
+            f"cannot call `{name}` on logits of the chunked loss after other tensors were derived from them, because "
+            "those would not see it: move the call before them, or leave chunked_loss out (--forbid chunked_loss)"
         )
     _computed(lazy, name)
     lazy.is_computed_for_good = True
@@ -207,7 +217,7 @@ def _check_unchanged(lazy: LazyLogits) -> None:
 
 
 def _binds(name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a function changes its operands, or lets them remember something."""
+    """Return whether a function changes its operands in place or attaches state, such as a hook, to them."""
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or kwargs.get("out") is not None or name in _BINDING
 
@@ -218,7 +228,7 @@ _BINDING = {
 }  # fmt: skip
 
 
-# -- what is done to the layer's input instead -------------------------------------------------------------------------
+# -- operations on the layer's input -----------------------------------------------------------------------------------
 
 
 def _with_hidden(lazy: LazyLogits, hidden: Tensor, form: Form) -> Tensor:
@@ -278,7 +288,7 @@ def _movedim(lazy: LazyLogits, source: Any, destination: Any) -> Any:
 
 
 def _index(lazy: LazyLogits, key: Any) -> Any:
-    """Take tokens, with all their outputs."""
+    """Select tokens, with all their outputs."""
     keys = list(key) if isinstance(key, tuple) else [key]
     if not _has_classes_last(lazy) or not all(map(_is_plain_key, keys)):
         return NotImplemented
@@ -314,7 +324,7 @@ def _cast(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """A wider dtype, or the device that it is on."""
+    """Cast to a wider dtype; moving to another device is not supported."""
     wanted: dict[str, Any] = {"dtype": lazy.dtype, "device": lazy.device} | kwargs
     for value in args:
         if isinstance(value, torch.dtype):

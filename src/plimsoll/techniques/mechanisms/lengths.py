@@ -1,11 +1,11 @@
-"""Samples of alike length together, without the columns that are padding for all of them.
+"""Micro-batches of samples of similar length, without the columns that are padding in all of them.
 
-A sample ends at its last position that the ``attention_mask`` has, or that has a label (the decoder's labels of an
-encoder-decoder may by chance be as many as the encoder's tokens). Nothing is done, and the batch is cut as any other,
-where that cannot be known: without an ``attention_mask`` of (B, T), or with a field of T columns that is not among
-`_FIELDS`, for it may or may not be along time.
+A sample ends at its last position that the ``attention_mask`` marks or that has a label. (Decoder labels of an
+encoder-decoder may by chance have as many columns as the encoder input.) A batch is split by samples as usual if
+lengths are unknown: without an ``attention_mask`` of (B, T), or with a field of T columns that is not in `_FIELDS`.
+Such a field may or may not run along time.
 
-Does NOT trim on the left: the first token of a language model's sample is predicted from the padding before it.
+Does not trim on the left: the first token of a language model's sample is predicted from the padding before it.
 
 Shapes: B samples, T tokens.
 """
@@ -25,21 +25,23 @@ from plimsoll.memory.known_values import values_of
 from plimsoll.models.hooks import BY_SAMPLES
 
 _FIELDS = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids")
-"""Fields that are trimmed where they are of shape (B, T)."""
+"""Fields that are trimmed if their shape is (B, T)."""
 
 _FEWEST_COLUMNS = 8
-"""Shorter samples count as this long: a sample also takes memory that does not follow its length, and attention and
-matrix kernels work on blocks of 8."""
+"""Shorter samples count as this long.
+
+A sample also takes memory that is independent of its length, and attention and matrix kernels work on blocks of 8.
+"""
 
 Group = tuple[Sequence[int], int]
-"""The numbers of some samples of a batch, and the columns that are left of them."""
+"""The indices of some samples of a batch, and the number of columns to keep."""
 
 
 class CutByLength:
-    """`plimsoll.models.hooks.Cut`: samples of alike length together, and more of them where they are short.
+    """`plimsoll.models.hooks.Cut` by length: samples of similar length together, and more of them if they are short.
 
     Args:
-        full_length: the tokens of the longest sample there will be; ``None`` for those of each batch.
+        full_length: tokens of the longest sample in the data; ``None`` for the longest of each batch.
     """
 
     depends_on_values = True
@@ -48,14 +50,14 @@ class CutByLength:
         self._full_length = full_length
 
     def elements_per_sample(self, batch: Any, batch_size: int) -> float:
-        """Return those of a sample of full length: a limit that was found holds for all batches."""
+        """Return the elements of a sample of full length, so that a limit found for one batch holds for all."""
         full_elements = elements_of_full_length(batch, self._full_length) if self._full_length is not None else None
         return BY_SAMPLES.elements_per_sample(batch, batch_size) if full_elements is None else full_elements
 
     def micro_batches(
         self, batch: Any, batch_size: int, micro_batch: int, count: Callable[[Any], float]
     ) -> Iterator[tuple[Any, float, Sequence[int]]]:
-        """Cut off the padding that no sample needs; where lengths are not known, cut by samples."""
+        """Yield micro-batches by length, without unneeded padding; if lengths are unknown, split by samples."""
         groups = groups_by_length(batch, micro_batch, self._full_length)
         if groups is None:
             yield from BY_SAMPLES.micro_batches(batch, batch_size, micro_batch, count)
@@ -69,16 +71,16 @@ class CutByLength:
 
 
 def groups_by_length(batch: Any, num_samples: int, full_length: int | None = None) -> list[Group] | None:
-    """Cut a batch into groups of alike lengths, the longest first.
+    """Split a batch into groups of similar length, the longest first.
 
     Args:
         batch: the batch.
-        num_samples: so many samples of the batch's full length may be in one group, and more of shorter ones: as many
-            as have no more elements in all their fields.
-        full_length: the tokens of a sample of full length, where those of this batch may all be shorter.
+        num_samples: samples of full length per group. A group of shorter samples may have more, up to the same number
+            of elements in all fields.
+        full_length: tokens of a sample of full length, if all samples of this batch may be shorter.
 
     Returns:
-        each sample in one group; ``None`` where nothing is known of the lengths.
+        groups in which each sample occurs once; ``None`` if lengths are unknown.
     """
     lengths = lengths_of(batch)
     if lengths is None:
@@ -87,7 +89,7 @@ def groups_by_length(batch: Any, num_samples: int, full_length: int | None = Non
         return [(range(len(lengths)), max(lengths))]
     elements = _elements_by_length(batch)
     most_elements = num_samples * elements(max(batch["attention_mask"].shape[1], full_length or 0))
-    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])  # stable: as they came where equal
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])  # stable: equal lengths keep their order
     groups: list[Group] = []
     while order:
         longest = lengths[order[0]]
@@ -98,14 +100,14 @@ def groups_by_length(batch: Any, num_samples: int, full_length: int | None = Non
 
 
 def elements_of_full_length(batch: Any, full_length: int) -> int | None:
-    """Return the elements that a sample of this batch would have at full length, ``None`` if that cannot be known."""
+    """Return the elements of a sample of this batch at full length; ``None`` if lengths are unknown."""
     if lengths_of(batch) is None:
         return None
     return _elements_by_length(batch)(max(batch["attention_mask"].shape[1], full_length))
 
 
 def _elements_by_length(batch: Mapping[str, Any]) -> Callable[[int], int]:
-    """Return the elements of a sample of a batch as a function of its length."""
+    """Return a function from the length of a sample to its number of elements."""
     num_samples, num_columns = batch["attention_mask"].shape
     along_time = sum(1 for _ in _trimmable(batch, num_columns))
     beside_time = count_elements(batch) // num_samples - along_time * num_columns
@@ -113,9 +115,9 @@ def _elements_by_length(batch: Mapping[str, Any]) -> Callable[[int], int]:
 
 
 def lengths_of(batch: Any) -> list[int] | None:
-    """Return the columns up to the end of each sample, ``None`` where they are not known; all of a sample of padding.
+    """Return the number of columns up to the end of each sample; ``None`` if unknown.
 
-    A sample of nothing but padding keeps it: its attention is spread over all there is.
+    A sample of padding only counts as full, because its attention is spread over all columns.
     """
     mask_BT = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask_BT, Tensor) or mask_BT.ndim != 2 or _has_other_of(batch, mask_BT.shape[1]):
@@ -132,7 +134,7 @@ def lengths_of(batch: Any) -> list[int] | None:
 
 
 def trimmed(batch: Any, num_columns: int) -> Any:
-    """Return a batch whose lengths are known with so many columns; what is along time is copied, if it is cut."""
+    """Return a batch of known lengths with only ``num_columns`` columns; trimmed fields are copied."""
     before = batch["attention_mask"].shape[1]
     if num_columns == before:
         return batch
@@ -150,7 +152,7 @@ def _trimmable(batch: Mapping[str, Any], num_columns: int) -> Iterator[str]:
 
 
 def _has_other_of(batch: Mapping[str, Any], num_columns: int) -> bool:
-    """Whether something that is not known to be along time has as many columns, or cannot be looked into."""
+    """Return whether a field of unknown layout has as many columns, or cannot be inspected."""
     known = set(_trimmable(batch, num_columns))
     others = [value for name, value in batch.items() if name not in known]
     return any(

@@ -1,13 +1,13 @@
-"""Adam with moments of 8 or 4 bits, in the blocks and with the codes of torchao's ``AdamW8bit`` and ``AdamW4bit``.
+"""Adam with 8-bit or 4-bit moments, with the blocks and codes of torchao's ``AdamW8bit`` and ``AdamW4bit``.
 
-A moment is a code for each number (1 byte, or half of one) and a scale for each block of 256 or 128 numbers. Where a
-parameter's numbers make up whole blocks the update is that of torchao bit for bit; torchao leaves others as they are,
-and here what is left over makes a smaller block of its own.
+A moment has a code per element (1 byte or half a byte) and a scale per block of 256 or 128 elements. If a parameter
+consists of whole blocks, the update is bitwise identical to torchao's. Torchao does not quantize other parameters; here
+the remainder becomes a smaller block.
 
-Otherwise than in torchao, the states are plain tensors, which are counted, copied for an undo, saved and loaded like
-those of ``torch.optim``, and a large parameter is updated a part at a time.
+Unlike in torchao, states are plain tensors. They are counted, copied for an undo, saved and loaded like the states of
+``torch.optim``. Large parameters are updated in parts.
 
-Does NOT cover amsgrad, sparse gradients and complex numbers.
+Not handled: amsgrad, sparse gradients and complex numbers.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from plimsoll.errors import CheckpointError
 from plimsoll.models.optimizers import SeparableOptimizer
 
 LEAST_ELEMENTS = 4096
-"""A parameter of fewer has the moments of plain Adam, as in torchao: biases and normalisations are sensitive."""
+"""Smaller parameters have the moments of plain Adam, as in torchao: biases and normalization weights are sensitive."""
 
 _BLOCK_ELEMENTS = {8: 256, 4: 128}  # torchao's
-# Numbers that are updated at once, in some 60 ops. torchao's temporaries are several times as large as the parameter
-# unless they are compiled away, and compiling took more than a minute on a CPU. With fewer numbers than these the
-# temporaries (8 floats for each) would stay in a cache; but a dry run takes a fraction of a millisecond for each op,
-# whatever its size.
+# Elements per part of an update, which takes about 60 ops. Torchao's temporaries are several times as large as the
+# parameter unless they are compiled away, and compiling took more than a minute on a CPU. Smaller parts would keep the
+# temporaries (8 floats per element) in a CPU cache. But a dry run takes a fraction of a millisecond for each op,
+# regardless of its size.
 _PART_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}
-_MOST_TEMPORARIES = 12  # times 4 bytes for each number that is updated; a test counts them
-_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
+_MOST_TEMPORARIES = 12  # times 4 bytes per updated element; a test counts them
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # True: has a sign
 
 
 class Table(NamedTuple):
-    """The number that each code stands for; and by the upper 16 bits of a float, its code or the one before that.
+    """The value of each code, and a lookup of the code by the upper 16 bits of a float.
 
-    It is the next code from ``next_from`` on.
+    ``code`` has the code of the smallest float with these bits; from ``next_from`` on, the code is the next one.
     """
 
     numbers: NDArray[np.float32]
@@ -54,7 +54,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Codes and scales of some blocks, and the table (see `Table`) on their device."""
+    """Codes and scales of some blocks, with the table (see `Table`) on their device."""
 
     bits: int
     codes: Tensor
@@ -74,7 +74,7 @@ class _Packed:
         blocks = moment.view(len(self.scale), -1)
         torch.clip(blocks.abs().amax(-1), 1e-12, out=self.scale)
         shares = (blocks / self.scale[:, None]).view(-1)
-        # By the upper half of a number's bits: torchao searches for the code.
+        # A lookup by the upper half of the bits; torchao uses a search.
         upper_bits = (shares.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
         codes = self.code.index_select(0, upper_bits)
         codes += shares >= self.next_from.index_select(0, upper_bits)
@@ -82,7 +82,7 @@ class _Packed:
 
 
 class _Rule(NamedTuple):
-    """What an update depends on beside the numbers; in 0-dimensional tensors, rounded as torchao rounds them."""
+    """The hyperparameters of an update; 0-dimensional tensors are rounded as in torchao."""
 
     rate: Tensor
     corrections: tuple[Tensor, Tensor]
@@ -94,10 +94,10 @@ class _Rule(NamedTuple):
 
 
 class LowBitAdam(SeparableOptimizer):
-    """Adam or AdamW (``decoupled_weight_decay``) with moments of 8 or 4 bits.
+    """Adam or AdamW (``decoupled_weight_decay``) with 8-bit or 4-bit moments.
 
     Args:
-        params: as of ``torch.optim.Adam``, as are the others but for ``bits``.
+        params: as in ``torch.optim.Adam``, like all arguments except ``bits``.
         bits: 8 or 4.
         lr: see ``params``.
         betas: see ``params``.
@@ -121,7 +121,7 @@ class LowBitAdam(SeparableOptimizer):
     ) -> None:
         self.bits = bits
         self._tables: dict[torch.device, dict[str, list[Tensor]]] = {}
-        # Its groups say how many bits, so that a checkpoint does.
+        # The groups record the bits, so that a checkpoint has them.
         defaults = {
             "bits": bits,
             "lr": lr,
@@ -149,29 +149,29 @@ class LowBitAdam(SeparableOptimizer):
         return loss
 
     def state_bytes_of(self, parameter: Tensor) -> int:
-        """Of both moments and the count of steps."""
+        """Return the bytes of both moments and the step count."""
         if not is_quantized(parameter):
             return 2 * parameter.nbytes + 4
         num_blocks = -(-parameter.numel() // _BLOCK_ELEMENTS[self.bits])
         return 2 * (parameter.numel() * self.bits // 8 + 4 * num_blocks) + 4
 
     def temporary_bytes_of(self, parameter: Tensor) -> int:
-        """What an update takes at most: of a part of a large parameter."""
+        """Return the maximum bytes of temporaries during an update; a large parameter is updated in parts."""
         most = self._part_elements(parameter) if is_quantized(parameter) else parameter.numel()
         copies = 0 if parameter.grad is None or parameter.grad.is_contiguous() else parameter.nbytes
         return _MOST_TEMPORARIES * 4 * min(most, parameter.numel()) + copies
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states; torch alone would make the codes numbers of the parameter's type.
+        """Load states. Torch alone would cast the codes to the parameter's dtype.
 
         Raises:
-            CheckpointError: if they are of other bits.
+            CheckpointError: if the states have a different number of bits.
         """
         saved_bits = {group.get("bits") for group in state_dict["param_groups"]}
         if saved_bits != {self.bits}:
             raise CheckpointError(
-                f"the states are of an optimizer of {saved_bits.pop() or 32} bits, and this one has {self.bits}: "
-                "go on under the budget and with the choices they were trained with, or start anew"
+                f"the checkpoint has optimizer states of {saved_bits.pop() or 32} bits, but this optimizer needs "
+                f"{self.bits}: resume with the budget and choices of that training, or start a new training"
             )
         packed = {
             number: {key: value for key, value in state.items() if _is_packed(key)}
@@ -184,7 +184,7 @@ class LowBitAdam(SeparableOptimizer):
         super().load_state_dict(state_dict | {"state": others})
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        is_file = keeps_states_outside(self)  # which must not be written to
+        is_file = keeps_states_outside(self)  # loaded tensors may be mapped files, which must not be modified
         for number, parameter in zip(numbers, parameters, strict=True):
             for key, value in packed.get(number, {}).items():
                 self.state[parameter][key] = value.to(parameter.device, copy=is_file)
@@ -193,7 +193,7 @@ class LowBitAdam(SeparableOptimizer):
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
         if gradient.is_sparse:
-            raise RuntimeError("LowBitAdam takes no sparse gradients: set sparse=False of the embedding")
+            raise RuntimeError("LowBitAdam does not support sparse gradients: set sparse=False in the embedding")
         if not state:
             state.update(self._zeros(parameter))
         state["step"] += 1
@@ -237,15 +237,15 @@ class LowBitAdam(SeparableOptimizer):
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Whether a parameter's moments are of few bits: 4 bits need an even number of them."""
+    """Return whether a parameter's moments are quantized; 4 bits need an even number of elements."""
     num_elements = parameter.numel()
     return num_elements >= LEAST_ELEMENTS and num_elements % 2 == 0 and parameter.is_contiguous()
 
 
 @cache
 def table_of(bits: int, has_sign: bool) -> Table:
-    """The codes for moments with a sign or without, as in torchao."""
-    with _disable_current_modes():  # a dry run's: they are numbers, not a part of the training
+    """Return the codes for moments with or without a sign, as in torchao."""
+    with _disable_current_modes():  # constants are computed with real tensors, also in a dry run
         numbers = _numbers(bits, has_sign).numpy()
     least = np.append(_least(numbers), np.float32(np.inf))
     nearest_0 = np.arange(1 << 16, dtype=np.uint32) << 16
@@ -255,10 +255,10 @@ def table_of(bits: int, has_sign: bool) -> Table:
 
 
 def _numbers(bits: int, has_sign: bool) -> Tensor:
-    """The numbers that the codes stand for, rising, the largest 1."""
-    if bits == 4 and not has_sign:  # evenly spaced and without 0: Li et al. 2023, section 3
+    """Return the values of the codes in ascending order; the largest is 1."""
+    if bits == 4 and not has_sign:  # evenly spaced, without 0: Li et al. 2023, section 3
         return torch.linspace(0, 1, 17)[1:]
-    # In each power of ten twice as many as in the one below it: Dettmers et al. 2021, section 1.3.
+    # Each power of ten has twice as many values as the next lower one: Dettmers et al. 2021, section 1.3.
     found, num_powers = [0.0, 1.0], bits - 1
     for power in range(num_powers):
         edges = torch.linspace(0.1, 1, 2 ** (power + (not has_sign)) + 1)
@@ -269,7 +269,7 @@ def _numbers(bits: int, has_sign: bool) -> Tensor:
 
 
 def _least(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The smallest float that torchao rounds up to each number: it compares a difference with half of the gap."""
+    """Return the smallest float that torchao rounds up to each value: torchao compares with half of the gap."""
     below, above = numbers[:-1], numbers[1:]
     half = (above - below) * np.float32(0.5)
     least = below + half
@@ -287,7 +287,7 @@ def _least(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _parts(num_elements: int, block: int, most: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of what is updated at once: whole blocks, and at last what is left over."""
+    """Yield start and end of each part to update: whole blocks, then the remainder."""
     whole = num_elements - num_elements % block
     for begin in range(0, whole, most):
         yield begin, min(begin + most, whole)
@@ -309,7 +309,7 @@ def _rule(group: dict[str, Any], step: Tensor) -> _Rule:
 
 
 def _adam(numbers: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rule: _Rule) -> tuple[Tensor, Tensor]:
-    """Update numbers in place from their moments so far, and return the new ones; in torchao's order, for its bits."""
+    """Update numbers in place and return their new moments, with the order of operations of torchao."""
     weights, gradient = numbers.float(), gradient.float()
     if rule.maximizes:
         gradient = -gradient

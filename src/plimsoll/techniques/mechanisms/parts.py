@@ -1,11 +1,11 @@
-"""The parts of a model that can lie in different places while it is applied.
+"""The parts of a model that can be placed separately for inference.
 
-Each repeated block is one (`plimsoll.techniques.mechanisms.blocks`), in the order of the model; then the output layer,
-whole, also where it is tied to the embeddings; the tables of embeddings, which are read by row; and the rest, which is
-small and always on the device. A weight that several parts share belongs to the first of them. Buffers are in no part:
-they are where the model is.
+The parts are, in this order: each repeated block (`plimsoll.techniques.mechanisms.blocks`); the whole output layer,
+even if it is tied to the embeddings; the embedding tables, which are read by row; and the rest, which is small and
+always on the device. A shared weight belongs to the first part that has it. Buffers belong to no part: they stay with
+the model.
 
-Does NOT find blocks under names without a number; such a model has no part that can be streamed but its output layer.
+Not found: blocks under names without a number. The only streamable part of such a model is its output layer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ Kind = Literal["block", "output", "tables", "rest"]
 
 
 class ModelPart(NamedTuple):
-    """A part: its name, its weights as the model has them (those of one storage all), and the bytes of their storages.
+    """A part of a model.
 
-    ``module`` is that of a block, ``None`` of the other kinds.
+    Attributes:
+        name: of the part.
+        kind: of the part.
+        module: the module of a block; ``None`` for other kinds.
+        weights: its parameters, including all that share a storage.
+        num_bytes: bytes of their storages.
     """
 
     name: str
@@ -36,12 +41,12 @@ class ModelPart(NamedTuple):
 
     @property
     def is_streamable(self) -> bool:
-        """Whether a pass reads all of it, in an order that is known."""
+        """True if a pass reads the whole part, in a known order."""
         return self.kind in ("block", "output")
 
 
 def parts_of(model: nn.Module) -> tuple[ModelPart, ...]:
-    """Return the parts of a model, on any device; a part without weights is left out."""
+    """Return the parts of a model on any device, except for parts without weights."""
     of_weight: dict[int, nn.Parameter] = {id(weight): weight for weight in model.parameters()}
     taken: set[int] = set()
 
@@ -63,17 +68,17 @@ def parts_of(model: nn.Module) -> tuple[ModelPart, ...]:
 
 
 def block_names(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
-    """Return those of the names of parts that are of blocks, in the order of the model."""
+    """Return the names in ``names`` that are blocks, in the order of the model."""
     return tuple(part.name for part in parts_of(model) if part.module is not None and part.name in names)
 
 
 def _output_of(model: nn.Module) -> nn.Module | None:
-    """The layer onto the vocabulary, as models of transformers tell it."""
+    """Return the layer onto the vocabulary, if the model defines ``get_output_embeddings``."""
     ask = getattr(model, "get_output_embeddings", None)
     found = ask() if ask is not None else None
     return found if isinstance(found, nn.Module) else None
 
 
 def _num_bytes(weights: Iterable[Tensor]) -> int:
-    """Bytes of weights, each once; on the meta device storages are told apart by their tensors."""
+    """Return the bytes of weights, counting shared storages once; on the meta device each tensor is a storage."""
     return sum(map(stored_bytes, weights))

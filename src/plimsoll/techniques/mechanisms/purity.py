@@ -1,14 +1,15 @@
-"""What is computed twice must not change what it is given: how that is noticed, and the line that does it.
+"""Checks that code which runs twice does not change its inputs, with a search for the line that does.
 
-A segment of time is computed forward and again in backward, from the same state. Code that changes that state in place
-(``state.add_(...)``), or keeps a state of its own in an attribute (``self.hidden = ...``), would begin the second time
-from another one, and its gradients would be wrong without a word.
+A segment of time runs forward, and again in backward from the same state. The code may change that state in place
+(``state.add_(...)``) or keep state in an attribute (``self.hidden = ...``). Then the second run would start from
+another state, and gradients would be silently wrong.
 
-Changes in place are seen by version counters, attributes by their identity, numbers, strings and arrays of numpy by
-their value (of an array of more than 1,024 numbers, of so many of them), and all cost microseconds; only once something
-is found is the segment run again, on copies, to find the line. Does NOT see changes through ``.data``, which no counter
-counts, and what is kept outside of a module (a global, a closure's list, a generator of random numbers) or deeper in
-its attributes than in an object's own.
+In-place changes are detected by version counters and attributes by identity. Numbers, strings and numpy arrays are
+compared by value, of an array up to 1,024 sampled elements. All checks cost microseconds. Only after a violation is
+found is the segment run again, on copies, to find the line.
+
+Not detected: changes through ``.data``, which no counter counts; state outside of a module (a global, a closure's list,
+a random number generator); state deeper in an attribute than in an object's own attributes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from plimsoll.errors import InputError
 from plimsoll.models.recurrent.segments import Passed
 
 _OF_MODULES = {"forward", *vars(nn.Module())}
-_NO_STATE = {"builtins", "functools"}  # functions and the like
-_MOST_READ = 1024  # numbers of an array, at equal distances
+_NO_STATE = {"builtins", "functools"}  # functions and similar objects
+_MOST_READ = 1024  # elements of an array, evenly spaced
 _INNER_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
@@ -39,7 +40,7 @@ def run_purely(run: Callable[..., Passed], number: int, state: Sequence[Tensor],
     """Return ``run(number, state, slices)``.
 
     Raises:
-        InputError: if it has changed one of the tensors in place; it names the line.
+        InputError: if it has changed one of the tensors in place; the message names the line.
     """
     given = [*state, *slices]
     versions = [_version(tensor) for tensor in given]
@@ -47,26 +48,25 @@ def run_purely(run: Callable[..., Passed], number: int, state: Sequence[Tensor],
     if any(_version(tensor) != version for tensor, version in zip(given, versions, strict=True)):
         where = _line_of_change(run, number, state, slices)
         raise InputError(
-            f"segment {number} of a sequence changes the state or the input it was given in place{where}: it is "
-            "computed again in backward, from a state that is no longer there; write `state = state + ...` in place "
-            "of `state += ...`"
+            f"segment {number} of a sequence changes its state or input in place{where}, but backward computes it "
+            "again and needs the original values: write `state = state + ...` in place of `state += ...`"
         )
     return result
 
 
 class Attributes:
-    """What the modules of a cell or a model keep as plain attributes, before a segment and after it."""
+    """The plain attributes and buffers of the modules of a cell or model, as they are before a segment."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = dict(_kept(module))
 
     def require_unchanged(self) -> None:
-        """Refuse what keeps something of a sequence in an attribute.
+        """Raise if a module keeps part of a sequence in an attribute or buffer.
 
         Raises:
-            InputError: if there are other tensors, numbers, strings or arrays than before; it names the attribute and
-                the line.
+            InputError: if tensors, numbers, strings or arrays have changed; the message names the attribute and the
+                line.
         """
         for (name, attribute), found in _kept(self._module):
             if self._before.get((name, attribute)) != found:
@@ -74,21 +74,21 @@ class Attributes:
                 where = _line_of_assignment(owner, attribute)
                 if attribute in owner._buffers:
                     raise InputError(
-                        f"{type(owner).__name__} changes its buffer `{attribute}` as it computes{where}, and would do "
-                        "so twice for each segment: put that module in evaluation mode, or leave segments out"
+                        f"{type(owner).__name__} changes its buffer `{attribute}` in forward{where}, and would do so "
+                        "twice for each segment: put that module in evaluation mode, or leave segments out"
                     )
                 raise InputError(
-                    f"{type(owner).__name__} keeps a state in its attribute `{attribute}`{where}, which is another one "
-                    "when a segment is computed again in backward: return it as the state: `return output, state`"
+                    f"{type(owner).__name__} keeps a state in its attribute `{attribute}`{where}, whose value differs "
+                    "when backward computes a segment again: return it as the state: `return output, state`"
                 )
 
 
 def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version  # which an inference tensor does not have
+    return None if tensor.is_inference() else tensor._version  # an inference tensor has no version counter
 
 
 def _kept(module: nn.Module) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
-    """What each plain attribute and buffer of a module and its parts holds of tensors and numbers."""
+    """Yield tensors and values in each plain attribute and buffer of a module and its submodules."""
     for name, part in module.named_modules():
         computed = {getattr(hook, "name", None) for hook in part._forward_pre_hooks.values()}  # weight_norm's weight
         for attribute, value in [*vars(part).items(), *part._buffers.items()]:
@@ -100,7 +100,7 @@ def _kept(module: nn.Module) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]
 
 
 def _values_in(value: Any, looks_inside: bool) -> Iterator[Any]:
-    """The identities and versions of tensors, and numbers, in a value and what it holds."""
+    """Yield identities and versions of tensors, and other values, in a value and its items."""
     if isinstance(value, Tensor):
         yield id(value), _version(value)
     elif isinstance(value, int | float | complex | str | bytes | bytearray):
@@ -123,7 +123,7 @@ def _values_in(value: Any, looks_inside: bool) -> Iterator[Any]:
 
 
 def _of_array(array: NDArray[Any]) -> tuple[Any, ...]:
-    """What tells the content of an array: numpy counts no changes, so it is read; of a large one, a part is."""
+    """Return a fingerprint of an array's content, because numpy has no version counters; a large array is sampled."""
     if array.dtype.hasobject:
         return id(array), array.shape
     step = -(-array.size // _MOST_READ) or 1
@@ -131,7 +131,7 @@ def _of_array(array: NDArray[Any]) -> tuple[Any, ...]:
 
 
 def _line_of_assignment(module: nn.Module, attribute: str) -> str:
-    """Where the methods of a module's class set an attribute, but for its ``__init__``; empty if that is not found."""
+    """Return the line outside ``__init__`` where a module's class sets an attribute; empty if it is not found."""
     for kind in type(module).__mro__:
         for name, method in vars(kind).items():
             code = getattr(method, "__code__", None)
@@ -144,7 +144,7 @@ def _line_of_assignment(module: nn.Module, attribute: str) -> str:
 
 
 def _line_of_change(run: Callable[..., Any], number: int, state: Sequence[Tensor], slices: Sequence[Tensor]) -> str:
-    """Run a segment on copies and find the first line that writes to them."""
+    """Run a segment on copies and return the first line that writes to them."""
     copies = [tensor.detach().clone() for tensor in (*state, *slices)]
     watch = _Watch({tensor.untyped_storage()._cdata for tensor in copies})
     with torch.no_grad(), watch:
@@ -153,7 +153,7 @@ def _line_of_change(run: Callable[..., Any], number: int, state: Sequence[Tensor
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the line of the first op that writes to one of some storages."""
+    """A dispatch mode that records the line of the first op that writes to one of some storages."""
 
     def __init__(self, storages: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

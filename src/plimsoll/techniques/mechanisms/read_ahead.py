@@ -1,12 +1,12 @@
-"""Weights on disk that are in the page cache before they are needed: the next part is read while one computes.
+"""Read-ahead for weights on disk: while one part of a model computes, the next part is read into the page cache.
 
     with reading_ahead(parts):
         model(**batch)
 
-What is computed does not change: a page that is not there in time is read when it is touched.
+Results do not change: a page that is not in memory in time is read when it is accessed.
 
-Covers parts that are modules and whose forwards run in one order. Does NOT cover several threads that call one model,
-and tables that are read by row: reading them whole would be no gain.
+Parts are modules whose forwards run in a fixed order. Not handled: several threads that call one model, and embedding
+tables, of which only some rows are read.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from torch import nn
 
 from plimsoll.device.cpu.pages import Stretch, bring, drop
 
-_STACK_BYTES = 256 << 10  # a limit on private memory counts a thread's whole stack, by default 8 MiB
+_STACK_BYTES = 256 << 10  # a limit on private memory counts a thread's whole stack, 8 MiB by default
 
 
 class StreamedPart(NamedTuple):
-    """A part of a model that lies on disk; its stretches must stay mapped.
+    """A part of a model on disk; its page ranges must stay mapped.
 
-    ``following`` are stretches of weights that are used after it, such as an output layer that is no module of its own,
-    since it is tied to the embeddings: they are read with the next part. The pages of a part that ``is_dropped`` cannot
-    stay in memory.
+    Attributes:
+        module: the module whose forward triggers reading.
+        stretches: page ranges of its weights.
+        following: page ranges that are used after it, such as an output layer tied to the embeddings, which has no
+            module of its own. They are read with the next part.
+        is_dropped: whether its pages cannot stay in memory.
     """
 
     module: nn.Module
@@ -39,7 +42,7 @@ class StreamedPart(NamedTuple):
 
 
 class Reader:
-    """Brings and drops pages in a thread of its own, one request after the other."""
+    """A thread that reads and drops pages, one request at a time."""
 
     def __init__(self) -> None:
         self._requests: SimpleQueue[tuple[bool, tuple[Stretch, ...]] | None] = SimpleQueue()
@@ -48,20 +51,20 @@ class Reader:
         self._thread = _started_thread(self._work)
 
     def bring(self, stretches: tuple[Stretch, ...]) -> None:
-        """Ask for pages."""
+        """Request pages to be read."""
         self._ask(False, stretches)
 
     def drop(self, stretches: tuple[Stretch, ...]) -> None:
-        """Give pages back."""
+        """Request pages to be dropped."""
         self._ask(True, stretches)
 
     def wait(self) -> None:
-        """Wait until all that was asked for is done."""
+        """Wait until all requests are done."""
         with self._is_idle:
             self._is_idle.wait_for(lambda: not self._num_waiting)
 
     def close(self) -> None:
-        """End the thread after what it does now."""
+        """Discard waiting requests and end the thread after the current one."""
         while not self._requests.empty():
             self._requests.get()
         self._requests.put(None)
@@ -84,16 +87,16 @@ class Reader:
 
 @contextmanager
 def reading_ahead(parts: Sequence[StreamedPart]) -> Iterator[Reader]:
-    """Read the pages of each part while the one before it computes, until the block ends.
+    """Read the pages of each part while the previous one computes, until the block ends.
 
     Args:
-        parts: in the order in which they compute.
+        parts: in execution order.
     """
     reader = Reader()
     with ExitStack() as stack:
         stack.callback(reader.close)
         for number, part in enumerate(parts):
-            following = parts[(number + 1) % len(parts)]  # after the last the first, for the next pass
+            following = parts[(number + 1) % len(parts)]  # the first follows the last, for the next pass
             before = parts[number - 1]
             turn = _Turn(reader, part, following, before)
             stack.callback(part.module.register_forward_pre_hook(turn.begin).remove)
@@ -102,7 +105,7 @@ def reading_ahead(parts: Sequence[StreamedPart]) -> Iterator[Reader]:
 
 
 class _Turn:
-    """What is to be done when a part begins and when it ends."""
+    """Hooks that run before and after a part's forward."""
 
     def __init__(self, reader: Reader, part: StreamedPart, following: StreamedPart, before: StreamedPart) -> None:
         self._reader, self._part = reader, part
@@ -111,15 +114,15 @@ class _Turn:
         self._to_drop = before.following if before.is_dropped else ()
 
     def begin(self, *_: Any) -> None:
-        """What the part before had to leave for after it goes; what is next comes."""
+        """Drop the pages that followed the previous part, and request the pages of the next part."""
         self._reader.drop(self._to_drop)
         self._reader.bring(self._to_bring)
 
     def end(self, *_: Any) -> None:
-        """Its own pages go, if they cannot stay.
+        """Drop the part's pages if they cannot stay.
 
-        The kernel's own order, least recently used first, would drop each page of a cycle just before its next use,
-        also those of parts that fit.
+        The kernel's least-recently-used order would drop each page of a cycle just before its next use, also if its
+        part fits.
         """
         if self._part.is_dropped:
             self._reader.drop(self._part.stretches)

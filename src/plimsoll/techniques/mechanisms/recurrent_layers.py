@@ -1,10 +1,10 @@
-"""torch's recurrent layers over a part of time at a time: ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``.
+"""Torch's recurrent layers (``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``), computed in segments of time.
 
-What stands in for a layer's forward takes what that takes and returns what that returns; torch's own kernels do the
-work, on slices. `ComposedLayer` is what all have in common. `SegmentedLayer` computes segments again in backward;
-another is in `plimsoll.techniques.packed_stretches`.
+The replacement of a layer's forward has the same signature. Torch's own kernels run on slices. `ComposedLayer` is the
+base class. `SegmentedLayer` recomputes segments in backward; another subclass is in
+`plimsoll.techniques.packed_stretches`.
 
-Does NOT cover subclasses with a forward of their own, and loops over ``nn.LSTMCell`` in a model's code: see
+Not handled: subclasses with their own forward, and loops over ``nn.LSTMCell`` in a model's code; see
 `plimsoll.models.recurrent.cells`.
 
 Shapes: B samples, T steps, N rows of a packed batch, H hidden size, L layers.
@@ -34,28 +34,30 @@ _KERNELS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "RNN_TANH": _VF.rnn_tanh,
     "RNN_RELU": _VF.rnn_relu,
 }
-_QUICK_STEPS = 128  # 1.25 times the seconds of plain on one core of a CPU, where 45 steps take 1.6 (LSTM 2 x 512)
+_QUICK_STEPS = 128  # 1.25 times the time of a plain LSTM (2 x 512) on one CPU core; segments of 45 steps take 1.6 times
 _FORWARDS = (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward)
 
 
 class Cut(NamedTuple):
-    """How time is cut: ``steps`` of a segment (0: see `default_steps`), and states kept (0: all)."""
+    """The segmentation: ``steps`` per segment (0: see `default_steps`), and number of ``kept`` states (0: all)."""
 
     steps: int
     kept: int = 0
 
     def spans(self, num_steps: int) -> tuple[tuple[int, int], ...]:
-        """Cut a sequence of so many steps."""
+        """Return the first step and the length of each segment of a sequence."""
         return equal_spans(num_steps, self.steps or default_steps(num_steps))
 
     @property
     def num_slots(self) -> int | None:
-        """States kept beside the first; ``None`` for all."""
+        """The number of states to keep in addition to the first; ``None`` for all."""
         return self.kept or None
 
 
 def default_steps(num_steps: int) -> int:
-    """Return the square root of a length, or up to 128: in shorter segments a kernel prepares as long as it steps.
+    """Return the square root of a length or a quarter of it, up to 128, whichever is more.
+
+    In shorter segments a kernel's setup takes as long as its steps.
 
     >>> default_steps(12), default_steps(1000), default_steps(100_000)
     (4, 128, 317)
@@ -64,14 +66,14 @@ def default_steps(num_steps: int) -> int:
 
 
 def is_plain_layer(module: nn.Module) -> bool:
-    """Whether a module is a recurrent layer of torch's whose forward is torch's own."""
+    """Return whether a module is one of torch's recurrent layers with torch's own forward."""
     return isinstance(module, nn.RNNBase) and type(module).forward in _FORWARDS
 
 
 class ComposedLayer(ABC):
-    """The forward of a recurrent layer, composed of calls of torch's kernels for some layers and one direction.
+    """A recurrent layer's forward, composed of calls of torch's kernels for some layers in one direction.
 
-    An object, so that a copy of the model gets its own layer's.
+    It is an object, so that a copied model calls its own layers.
     """
 
     def __init__(self, layer: nn.RNNBase) -> None:
@@ -80,11 +82,11 @@ class ComposedLayer(ABC):
 
     @abstractmethod
     def __call__(self, input: Any, hx: Any = None) -> tuple[Any, Any]:
-        """As the layer's own forward."""
+        """Compute the layer's forward."""
 
     @abstractmethod
     def _one_way(self, sequences: Sequences, state: State, layers: range, direction: int) -> tuple[Tensor, State]:
-        """Some layers in one direction; ``direction`` 1 goes from the last step to the first."""
+        """Compute some layers in one direction; ``direction`` 1 runs from the last step to the first."""
 
     def _packed(self, input: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
         data, batch_sizes, sorted_indices, unsorted_indices = input
@@ -107,10 +109,11 @@ class ComposedLayer(ABC):
         return tuple(data.new_zeros(rows, num_samples, width) for width in widths)
 
     def _through(self, sequences: Sequences, state: State) -> tuple[Tensor, State]:
-        """All layers, in one or two directions.
+        """Compute all layers, in one or two directions.
 
-        In one direction nothing but the input, the output and states is as long as the sequence. In two each layer
-        needs the one before it as a whole, and what the layers return stays (for L layers, L times the output).
+        With one direction, only the input, the output and the states have the length of the sequence. With two, each
+        layer needs the complete output of the previous one, and all outputs are retained (L times the output for L
+        layers).
         """
         layer = self._layer
         if not layer.bidirectional:
@@ -130,10 +133,10 @@ class ComposedLayer(ABC):
         return sequences.data, tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
 
     def _together(self, part: Sequences, state: State, weights: list[list[Tensor]]) -> tuple[Tensor, State]:
-        """Some layers over all steps of a part, with dropout between them."""
+        """Compute some layers over all steps of a segment, with dropout between them."""
         if not self._draws or len(weights) == 1:
             return self._kernel(part, state, weights)
-        # On CUDA the weights of one layer of several are no single block, and cuDNN joins them anew for each segment.
+        # On CUDA, the weights of one of several layers are not contiguous, so cuDNN copies them for each segment.
         ends: list[State] = []
         for number, of_layer in enumerate(weights):
             if number:
@@ -159,7 +162,7 @@ class ComposedLayer(ABC):
         layer = self._layer
         per_row = 2 + 2 * layer.bias + (layer.proj_size > 0)
         begin = (number * (1 + layer.bidirectional) + direction) * per_row
-        # By name: what a parametrization or `functional_call` puts there is not in the layer's own list.
+        # By name, because the layer's own list misses parametrizations and replacements by `functional_call`.
         return [getattr(layer, name) for name in layer._flat_weights_names[begin : begin + per_row]]
 
     @property
@@ -167,14 +170,14 @@ class ComposedLayer(ABC):
         return self._layer.training and self._layer.dropout > 0
 
     def _dropped(self, data: Tensor) -> Tensor:
-        # What cuDNN draws could not be drawn again in backward.
+        # Dropout inside cuDNN could not be repeated in backward.
         return functional.dropout(data, self._layer.dropout, self._layer.training)
 
 
 class SegmentedLayer(ComposedLayer):
-    """The forward of a recurrent layer in segments, of batches, one sequence and packed sequences.
+    """A recurrent layer's forward in segments, for batches, single sequences and packed sequences.
 
-    A packed batch is cut in steps, not in rows. cuDNN takes at most 65,535 steps in one call: here there is no such
+    A packed batch is split by steps, not by rows. cuDNN takes at most 65,535 steps per call; here there is no such
     limit.
     """
 
@@ -183,7 +186,7 @@ class SegmentedLayer(ComposedLayer):
         self._cut = cut
 
     def __call__(self, input: Any, hx: Any = None) -> tuple[Any, Any]:
-        """As the layer's own forward."""
+        """Compute the layer's forward."""
         layer = self._layer
         if isinstance(input, PackedSequence):
             return self._packed(input, hx)
@@ -191,7 +194,7 @@ class SegmentedLayer(ComposedLayer):
             raise ValueError(f"{type(layer).__name__}: Expected input to be 2D or 3D, got {input.dim()}D instead")
         is_single, batch_dim = input.dim() == 2, 0 if layer.batch_first else 1
         if input.shape[0 if is_single else 1 - batch_dim] == 0:
-            return type(layer).forward(layer, input, hx)  # type: ignore[no-any-return]  # which refuses it
+            return type(layer).forward(layer, input, hx)  # type: ignore[no-any-return]  # which raises the error
         data = input.unsqueeze(batch_dim) if is_single else input
         state = as_state(hx)
         if is_single and state and state[0].dim() == 2:
@@ -205,7 +208,7 @@ class SegmentedLayer(ComposedLayer):
         return output, as_hidden(state)
 
     def _one_way(self, sequences: Sequences, state: State, layers: range, direction: int) -> tuple[Tensor, State]:
-        """Some layers in one direction; ``direction`` 1 goes from the last step to the first."""
+        """Compute some layers in one direction; ``direction`` 1 runs from the last step to the first."""
         weights = [self._weights(number, direction) for number in layers]
         is_padded_back = direction == 1 and sequences.batch_sizes is None
         reversal = sequences.reversal() if direction == 1 and sequences.batch_sizes is not None else None
@@ -228,7 +231,7 @@ class SegmentedLayer(ComposedLayer):
         return (output if reversal is None else output.index_select(0, reversal)), passed.state
 
     def _segment(self, part: Sequences, state: State, weights: list[list[Tensor]]) -> tuple[Tensor, State]:
-        """One segment through some layers; samples of a packed batch that have ended keep the state they had."""
+        """Compute some layers over one segment; in a packed batch, samples that have ended keep their state."""
         sizes = part.batch_sizes
         if sizes is None or sizes[0] == state[0].shape[1]:
             return self._together(part, state, weights)
@@ -238,7 +241,7 @@ class SegmentedLayer(ComposedLayer):
 
 
 class Sequences(NamedTuple):
-    """A batch of sequences: the dimension of its steps and, if it is packed, the samples of each step."""
+    """A batch of sequences, with its time dimension and, if it is packed, the number of samples at each step."""
 
     data: Tensor
     dim: int
@@ -246,23 +249,23 @@ class Sequences(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """How many steps the longest sequence has."""
+        """The number of steps of the longest sequence."""
         return self.data.shape[self.dim] if self.batch_sizes is None else len(self.batch_sizes)
 
     def in_rows(self, bounds: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """Say spans of steps as spans of the data."""
+        """Convert spans of steps to spans of the data."""
         if self.batch_sizes is None:
             return tuple(bounds)
         ends = [0, *accumulate(self.batch_sizes)]
         return tuple((ends[start], ends[start + length] - ends[start]) for start, length in bounds)
 
     def sizes_in(self, bound: tuple[int, int]) -> list[int] | None:
-        """Return the samples of each step of a span."""
+        """Return the number of samples at each step of a span."""
         start, length = bound
         return None if self.batch_sizes is None else self.batch_sizes[start : start + length]
 
     def reversal(self) -> Tensor:
-        """Return, for each row of a packed batch, the row that has its place when every sample is read backwards."""
+        """Return, for each row of a packed batch, the row that takes its place if every sample is reversed."""
         assert self.batch_sizes is not None
         sizes = torch.tensor(self.batch_sizes)
         begins = sizes.cumsum(0) - sizes

@@ -1,8 +1,8 @@
-"""Another optimizer in the place of Adam or AdamW, for the whole run: what every technique that does so shares.
+"""The base class of techniques that replace Adam or AdamW by another optimizer for the whole run.
 
-The new optimizer takes over the parameter groups with their learning rates and what a schedule notes in them, and the
-schedule goes on with it. It begins without states. Afterwards the workload has its own optimizer and schedule again, as
-they were: their states and learning rates are those of before.
+The new optimizer takes over the parameter groups, with their learning rates and the entries of a schedule, and the
+schedule continues with it. It starts without states. At the exit, the workload gets its original optimizer and schedule
+back, with the states and learning rates from before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REPLACED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class ReplacedOptimizer(Technique):
-    """A technique that does so: a run has one optimizer. ``kernels`` are those of the new one that can be chosen."""
+    """A technique that replaces the optimizer; a run has at most one. ``kernels``: kernels of the new one."""
 
     modifies = frozenset({"optimizer"})
     reaches = frozenset({"optimizer states"})
@@ -33,24 +33,24 @@ class ReplacedOptimizer(Technique):
 
 
 def obstacle(workload: Workload) -> str | None:
-    """Why the optimizer cannot be replaced, whoever allows it, or ``None``."""
+    """Return the reason why the optimizer cannot be replaced, even if the user allows it, or ``None``."""
     optimizer = workload.optimizer
     if type(optimizer) not in _REPLACED:
-        return f"it stands in for Adam and AdamW, and the optimizer is {type(optimizer).__name__}"
+        return f"it replaces Adam and AdamW, but the optimizer is {type(optimizer).__name__}"
     if any(len(state) for state in optimizer.state.values()):
         return (
-            f"the optimizer has states of {len(optimizer.state)} parameters, which the other could not go on from: "
-            "start a new training"
+            f"the optimizer already has states of {len(optimizer.state)} parameters, which another optimizer cannot "
+            "use: start a new training"
         )
     if any(parameter.is_complex() for group in optimizer.param_groups for parameter in group["params"]):
         return "some parameters are complex numbers"
     if any(getattr(module, "sparse", False) for module in workload.model.modules()):
-        return "an embedding has sparse gradients, which it does not take"
+        return "an embedding has sparse gradients, which it does not support"
     return None
 
 
 def conflict(name: str, others: Choices, workload: Workload, setting: Setting) -> str | None:
-    """Why one of these techniques is impossible, or ``None``."""
+    """Return the reason why such a technique is impossible, or ``None``."""
     if name not in setting.allow:
         return f"is lossy: allow it with `allow: [{name}]`"
     names = (other.technique for other in others)
@@ -59,7 +59,7 @@ def conflict(name: str, others: Choices, workload: Workload, setting: Setting) -
 
 
 def groups_for(optimizer: torch.optim.Optimizer, settings: Sequence[str]) -> list[dict[str, Any]]:
-    """The parameter groups with these of the optimizer's settings, and all that its class does not know."""
+    """Return the parameter groups with only these settings of the optimizer, and keys unknown to its class."""
     return [
         {key: value for key, value in group.items() if key in ("params", *settings) or key not in optimizer.defaults}
         for group in optimizer.param_groups
@@ -68,7 +68,7 @@ def groups_for(optimizer: torch.optim.Optimizer, settings: Sequence[str]) -> lis
 
 @contextmanager
 def optimizer_replaced(workload: Workload, new: torch.optim.Optimizer) -> Iterator[None]:
-    """Let the workload, and its schedule, have another optimizer in the block."""
+    """Give the workload and its schedule another optimizer while the context is active."""
     old, schedules = workload.optimizer, list(_all_of(workload.schedule))
     if schedules:
         _let_schedules_know(new)
@@ -84,7 +84,7 @@ def optimizer_replaced(workload: Workload, new: torch.optim.Optimizer) -> Iterat
 
 
 def _all_of(schedule: Any) -> Iterator[LRScheduler]:
-    """A schedule and those it is made of."""
+    """Yield a schedule and the schedules that it contains."""
     if schedule is not None:
         yield schedule
         for inner in getattr(schedule, "_schedulers", ()):
@@ -92,7 +92,7 @@ def _all_of(schedule: Any) -> Iterator[LRScheduler]:
 
 
 def _let_schedules_know(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer count its steps as a schedule's own does, which torch does where one is made of it."""
+    """Make the optimizer count its steps, as torch does when a schedule is created for it."""
     before = [dict(group) for group in optimizer.param_groups]
     LambdaLR(optimizer, lambda step: 1.0)
     for group, settings in zip(optimizer.param_groups, before, strict=True):

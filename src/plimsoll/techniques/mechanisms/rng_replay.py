@@ -1,7 +1,7 @@
-"""What a computation that is done a second time needs, to be the first one again: random numbers and autocast.
+"""Random number generators and autocast state, saved to repeat a computation exactly.
 
-Covers torch's generators on the host and on devices, and cuDNN's dropout of recurrent layers. Does NOT cover generators
-of one's own, Python's and numpy's.
+This covers torch's generators on the host and on devices, and cuDNN's dropout in recurrent layers. Not handled:
+generators of Python and numpy, and generator objects of the user.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from plimsoll.device.cuda import cudnn_dropout
 
 @dataclass(frozen=True)
 class RandomNumbers:
-    """The states of torch's generators on the host and on some devices; ``host`` is ``None`` if nothing draws."""
+    """States of torch's generators on the host and on some devices; ``host`` is ``None`` if nothing was saved."""
 
     host: Tensor | None
     devices: list[int]
     states: list[Tensor]
-    dropouts: list[Tensor | None]  # of recurrent layers, on the same devices
+    dropouts: list[Tensor | None]  # cuDNN dropout states of the same devices
 
     @classmethod
     def now(cls, tensors: Sequence[Tensor]) -> RandomNumbers:
-        """Copy them; the devices are those of some tensors."""
+        """Copy the current states, for the host and the devices of some tensors."""
         devices, states = get_device_states(*tensors)
         return cls(torch.get_rng_state(), devices, states, [cudnn_dropout.copied_state(one) for one in devices])
 
     @classmethod
     def none(cls) -> RandomNumbers:
-        """For what draws nothing."""
+        """Return an empty snapshot, for code that uses no random numbers."""
         return cls(None, [], [], [])
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore the states."""
         if self.host is not None:
             torch.set_rng_state(self.host)
             set_device_states(self.devices, self.states)
@@ -48,7 +48,7 @@ class RandomNumbers:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Put them back when the block ends."""
+        """Restore the states when the block ends."""
         try:
             yield
         finally:
@@ -57,7 +57,7 @@ class RandomNumbers:
 
 @dataclass(frozen=True)
 class Autocast:
-    """What autocast is for a type of device."""
+    """The autocast state for a device type."""
 
     device_type: str
     is_enabled: bool
@@ -65,10 +65,13 @@ class Autocast:
 
     @classmethod
     def now(cls, device: torch.device) -> Autocast:
-        """What it is now."""
+        """Return the current state."""
         kind = device.type
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def again(self) -> torch.autocast:
-        """Return the context that makes it so. A weight that was cast without a graph must not be used with one."""
+        """Return a context with this state, without a weight cache.
+
+        A weight that was cast without a graph must not be reused with one.
+        """
         return torch.autocast(self.device_type, self.dtype, self.is_enabled, cache_enabled=False)

@@ -1,14 +1,14 @@
-"""Whether a module computes each row by itself: a few rows together against the same rows apart, values and gradients.
+"""A check that a module computes each row independently of the others, in values and gradients.
 
-Each of a few rows that differ is computed with the others and in two parts of unequal size. What comes out must be the
-same to rounding, and so must the gradients of the module's smallest weights (of the first two rows), by any result:
-something that is added and taken away again (``mean - mean.detach()``) has no value, and a gradient.
+A few different rows are computed together, and in two parts of unequal size. Values must agree up to rounding. So must
+the gradients of the module's smallest weights, for the first two rows and any of the results. A term that is added and
+subtracted (``mean - mean.detach()``) changes no value, but it changes a gradient.
 
-Random numbers are constants meanwhile: dropout keeps everything, whoever asks for it, and the generators stay as they
-are. Where parameters are float32 it computes in full float32 (no autocast, no TF32) and sees shares from 1e-4 on; of
-what computes in half precision by itself it sees less: 8 times the rounding of its type.
+Random numbers are replaced by constants: dropout keeps all elements, and generators are unchanged. Parameters in
+float32 are computed in full float32 (no autocast, no TF32); relative differences from 1e-4 on are then detected.
+Modules that compute in half precision themselves are checked to 8 times the rounding of their dtype.
 
-Does NOT see what happens between certain rows only (the 5th and the 9th), or from some number of rows on.
+Not detected: dependencies between certain rows only (the 5th and the 9th), or only from some number of rows on.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from plimsoll.techniques.mechanisms.rng_replay import RandomNumbers
 from plimsoll.techniques.mechanisms.rows import Arguments, row_leaves, single_values
 
 _MOST_ROWS = 4
-_MOST_TRIED = 64  # rows that are looked at to find some that differ
+_MOST_TRIED = 64  # rows to search for rows that differ
 _MOST_WEIGHTS = 1 << 20  # elements whose gradients are compared
-_ROUNDINGS = {torch.float32: 256.0, torch.float64: 256.0}  # of a type, in which results may differ
+_ROUNDINGS = {torch.float32: 256.0, torch.float64: 256.0}  # of a dtype, by which results may differ
 _ROUNDINGS_OF_HALVES = 8.0
-_SHARE_OF_GRADIENTS = 4.0  # sums over rows and tokens round more
-_LEAST_SHARE = 1e-3  # of the norm of all tensors, to which one that is smaller is compared
+_SHARE_OF_GRADIENTS = 4.0  # gradients are sums over rows and tokens, which round more
+_LEAST_SHARE = 1e-3  # of the norm of all tensors: the smallest reference for a relative difference
 _SMALLEST_NORM = 1e-30
 
 Forward = Callable[..., Any]
 
 
 def computes_rows_alone(name: str, module: nn.Module, forward: Forward, arguments: Arguments) -> bool | None:
-    """Say whether a module's results are rows that each depend on their own row of its arguments.
+    """Return whether each row of a module's results depends only on the same row of its arguments.
 
     Args:
-        name: of the module, for a message.
-        module: whose parameters it has.
-        forward: what computes.
-        arguments: a call of it with two rows or more.
+        name: the module's name, for messages.
+        module: the module with the parameters.
+        forward: the function that computes.
+        arguments: a call with at least two rows.
 
     Returns:
-        ``False`` where what it returns is not one row for each, as a loss or a matrix of similarities is; ``None`` if
-        all rows are equal, so that nothing can be told.
+        ``False`` if the result does not have one entry per row, such as a loss or a similarity matrix; ``None`` if all
+        rows are equal, so that nothing can be decided.
 
     Raises:
-        InputError: if the rows differ by what they are computed with.
+        InputError: if a row's result depends on the rows computed with it.
     """
     is_real = not any(isinstance(tensor, FakeTensor) for tensor in arguments.tensors)
     rows = _different_rows(arguments) if is_real else list(range(min(arguments.num_rows or 0, _MOST_ROWS)))
@@ -76,7 +76,7 @@ Both = tuple[list[Tensor], list[Tensor]]
 
 
 def _both_ways(forward: Forward, arguments: Arguments, rows: Sequence[int]) -> Both | None:
-    """The results of rows together, and of the first and the others put together; ``None`` if they are no rows."""
+    """Return the results of rows computed together and in two parts; ``None`` if they do not have one entry per row."""
     together = _computed(forward, arguments, rows)
     parts = [_computed(forward, arguments, part) for part in (rows[:1], rows[1:])]
     if together is None or None in parts:
@@ -98,13 +98,13 @@ def _computed(forward: Forward, arguments: Arguments, rows: Sequence[int]) -> tu
 
 
 def _gradients(forward: Forward, arguments: Arguments, rows: Sequence[int], weights: list[Tensor]) -> Both:
-    """The gradients of some weights by two rows together, and the sum of those by each."""
+    """Return the gradients of weights for two rows together, and the sum of the gradients for each row alone."""
     if not weights:
         return [], []
 
     def by(numbers: Sequence[int], first: int) -> list[Tensor]:
         computed = _computed(forward, arguments, numbers)
-        assert computed is not None, "values of the same rows were there"
+        assert computed is not None, "these rows had values before"
         roots = [leaf for leaf in computed[1] if leaf.requires_grad]
         if not roots:
             return [torch.zeros_like(weight) for weight in weights]
@@ -117,14 +117,14 @@ def _gradients(forward: Forward, arguments: Arguments, rows: Sequence[int], weig
 
 
 def _direction(root: Tensor, first: int) -> Tensor:
-    """Numbers to weigh a result with, another for each element; those of row ``first`` on, if it were one of many."""
+    """Return a different weight for each element of a result, as if its first row were row ``first`` of a batch."""
     num_columns = root[0].numel()
     numbers = torch.arange(first * num_columns, first * num_columns + root.numel(), device=root.device)
     return torch.cos(numbers.float()).to(root.dtype).view(root.shape)
 
 
 def _smallest_weights(module: nn.Module) -> list[Tensor]:
-    """The smallest parameters that are trained, as many as are worth it."""
+    """Return the smallest trained parameters, up to `_MOST_WEIGHTS` elements in total."""
     trained = sorted((one for one in module.parameters() if one.requires_grad), key=lambda one: one.numel())
     chosen, num_left = list[Tensor](), _MOST_WEIGHTS
     for parameter in trained:
@@ -135,7 +135,7 @@ def _smallest_weights(module: nn.Module) -> list[Tensor]:
 
 
 def _different_rows(arguments: Arguments) -> list[int]:
-    """Rows of which no two are the same in all that was given."""
+    """Return the indices of rows that differ pairwise in at least one argument."""
     num_rows = arguments.num_rows or 0
     tried = dict.fromkeys([0, num_rows - 1, num_rows // 2, *range(min(num_rows, _MOST_TRIED))])
     chosen: list[int] = []
@@ -147,22 +147,22 @@ def _different_rows(arguments: Arguments) -> list[int]:
 
 def _same_row(arguments: Arguments, one: int, other: int) -> bool:
     rows = [tensor for tensor in arguments.tensors if arguments.of_rows(tensor)]
-    if not rows:  # texts
+    if not rows:  # the arguments are lists of texts
         return bool(arguments.picked([one]) == arguments.picked([other]))
     return all(torch.equal(tensor[one], tensor[other]) for tensor in rows)
 
 
-# -- compared ----------------------------------------------------------------------------------------------------------
+# -- comparison --------------------------------------------------------------------------------------------------------
 
 
 def _require_same(name: str, num_rows: int, what: str, both: Both, bound: float) -> None:
-    scale = sum(_norm(one) ** 2 for one in both[0]) ** 0.5 * _LEAST_SHARE  # a gradient may be nothing but rounding
+    scale = sum(_norm(one) ** 2 for one in both[0]) ** 0.5 * _LEAST_SHARE  # a gradient may be rounding errors only
     for together, apart in zip(*both, strict=True):
         share = _distance(together, apart) / max(_norm(together), scale, _SMALLEST_NORM)
         if not share <= bound:
             raise InputError(
-                f"gradient_cache embeds a batch in slices, but `{name}` does not compute each row by itself: the "
-                f"{what} of {num_rows} rows together is another than apart (by a share of {share:.2g}, where rounding "
+                f"gradient_cache embeds a batch in slices, but `{name}` does not compute each row by itself: its "
+                f"{what} for {num_rows} rows together differs from separate calls (by a share of {share:.2g}; rounding "
                 f"explains {bound:.2g}), because rows are compared in it, or random numbers are not torch's; name the "
                 "part that embeds each row by itself, as in gradient_cache(samples=16,part=encoder), or leave "
                 "gradient_cache out"
@@ -170,7 +170,7 @@ def _require_same(name: str, num_rows: int, what: str, both: Both, bound: float)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """The norm of a difference; infinities and NaN at the same places are none."""
+    """Return the norm of a difference; equal infinities and NaN in the same places do not count."""
     if not one.is_floating_point():
         return 0.0 if torch.equal(one, other) else float("inf")
     is_same = (one == other) | (one.isnan() & other.isnan())
@@ -186,7 +186,7 @@ def _norm(tensor: Tensor) -> float:
 
 @contextmanager
 def _constants_for_random_numbers(module: nn.Module, arguments: Arguments) -> Iterator[_Constants]:
-    """Compute without chance, in full precision where the parameters are."""
+    """Compute without randomness, and in full precision if the parameters have it."""
     tensors = [*arguments.tensors, *module.parameters()]
     device = tensors[0].device if tensors else torch.device("cpu")
     precision = torch.get_float32_matmul_precision()
@@ -199,7 +199,7 @@ def _constants_for_random_numbers(module: nn.Module, arguments: Arguments) -> It
 
 
 class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives ones for what keeps elements or not, and the mean for other random numbers."""
+    """A dispatch mode that returns ones for dropout masks, and the mean for other random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -207,7 +207,7 @@ class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def bound(self) -> float:
-        """The share by which results may differ for rounding, in the coarsest type that was computed in."""
+        """The relative tolerance for rounding, in the coarsest dtype that occurred."""
         types = self._types or {torch.float32}
         return max(torch.finfo(one).eps * _ROUNDINGS.get(one, _ROUNDINGS_OF_HALVES) for one in types)
 
@@ -237,21 +237,21 @@ _CONSTANTS = {"bernoulli": 1.0, "uniform": 0.5, "rand": 0.5, "normal": 0.0, "ran
 
 
 class _explained:
-    """Let an error of the module's own say what it was called with.
+    """A context that adds a note about the call to any error the module raises.
 
-    A class, because it must see errors of any type on their way out; none is held back.
+    It is a class, because it must see errors of any type; it suppresses no error.
     """
 
     def __init__(self, name: str, num_rows: int, arguments: Arguments) -> None:
         self._note = (
-            f"(gradient_cache called `{name}` with {num_rows} of {arguments.num_rows} rows, to see whether each is "
-            "computed by itself; where that cannot be, leave gradient_cache out)"
+            f"(gradient_cache called `{name}` with {num_rows} of {arguments.num_rows} rows, to check that it computes "
+            "each row by itself; if it does not, leave gradient_cache out)"
         )
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Enter the context."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Add what was done."""
+        """Add the note."""
         if error is not None:
             error.add_note(self._note)

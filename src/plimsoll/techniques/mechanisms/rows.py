@@ -1,11 +1,11 @@
-"""The rows that a module is called with, and those that it returns: cut, picked and put together again.
+"""Rows of the arguments and results of a module call: selection, slicing and reassembly.
 
-Rows are dimension 0 of tensors, and the items of lists (texts, say), in arguments however nested in dicts, lists and
-tuples. As many as most tensors have are the rows of a call; what has another number, or none (a table, a mask of all
-samples, a flag), belongs to each of them. That a tensor has as many rows by chance is not seen here, but by
-`mechanisms.row_by_row`, which compares what comes out.
+Rows are dimension 0 of tensors and items of lists (such as texts), in arguments nested in dicts, lists and tuples. The
+row count of a call is the count that most tensors have. Values with another count or none (a table, a mask for all
+samples, a flag) are passed to every slice. A tensor with the same count by chance is not detected here, but by
+`mechanisms.row_by_row`, which compares results.
 
-Does NOT look into other objects (a cache of keys and values, a packed sequence): a call that has one is not cut.
+Not handled: other objects, such as a key-value cache or a packed sequence. A call with such an argument is not split.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _SINGLE = (bool, int, float, str, bytes, Enum, torch.dtype, torch.device, type(N
 
 
 class Arguments:
-    """What a module is called with.
+    """The arguments of a module call.
 
     Attributes:
-        tensors: those in it, in order.
-        num_rows: of the call; ``None`` if it cannot be cut.
+        tensors: the tensors in the arguments, in order.
+        num_rows: rows of the call; ``None`` if it cannot be split.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -40,11 +40,11 @@ class Arguments:
         self.num_rows = None if any(map(_is_packed, (*args, *kwargs.values()))) else _rows_of(leaves)
 
     def of_rows(self, tensor: Tensor) -> bool:
-        """Whether a tensor has one entry for each row."""
+        """Return whether a tensor has one entry per row."""
         return tensor.dim() > 0 and tensor.shape[0] == self.num_rows
 
     def with_tensors(self, tensors: Iterable[Tensor], pick: Callable[[list[Any]], Any]) -> tuple[Any, dict[str, Any]]:
-        """Return arguments and keywords with other tensors, and with lists of rows as ``pick`` returns them."""
+        """Return positional and keyword arguments with other tensors, and with lists of rows filtered by ``pick``."""
         given = iter(tensors)
 
         def exchanged(leaf: Any) -> Any:
@@ -60,7 +60,7 @@ class Arguments:
         return args, {name: map_leaves(value, exchanged) for name, value in self._kwargs.items()}
 
     def picked(self, numbers: Sequence[int]) -> tuple[Any, dict[str, Any]]:
-        """Return arguments and keywords with these rows, in this order."""
+        """Return positional and keyword arguments with only these rows, in this order."""
 
         def of_tensor(tensor: Tensor) -> Tensor:
             index = torch.tensor(numbers, device=tensor.device)
@@ -70,7 +70,7 @@ class Arguments:
 
 
 def row_leaves(result: Any, num_rows: int) -> list[Tensor] | None:
-    """Return the tensors of a result where all are of so many rows and nothing else is in it but single values."""
+    """Return the tensors of a result if all have ``num_rows`` rows and the rest are single values, else ``None``."""
     leaves = [leaf for _, leaf in leaves_of(result)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = (leaf for leaf in leaves if not isinstance(leaf, Tensor))
@@ -80,17 +80,17 @@ def row_leaves(result: Any, num_rows: int) -> list[Tensor] | None:
 
 
 def single_values(result: Any) -> list[Any]:
-    """Return what of a result is no tensor."""
+    """Return the values of a result that are not tensors."""
     return [leaf for _, leaf in leaves_of(result) if not isinstance(leaf, Tensor)]
 
 
 def with_rows(result: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a result with other tensors in place of its own, in their order."""
+    """Return a result with its tensors replaced, in order."""
     return map_leaves(result, lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf)
 
 
 def _rows_of(leaves: list[Any]) -> int | None:
-    """The rows that most tensors have, of as many the first; without a tensor those of lists."""
+    """Return the row count of most tensors (the first of equally frequent ones) or, without tensors, of most lists."""
     others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not all(isinstance(leaf, (*_SINGLE, list, tuple, np.ndarray)) for leaf in others):

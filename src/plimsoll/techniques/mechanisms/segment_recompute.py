@@ -1,14 +1,14 @@
-"""A chain of segments in time, walked without a graph and computed again, one segment at a time, in backward.
+"""Checkpointing over time: segments run forward without a graph, and are recomputed one by one in backward.
 
     passed = over_time(walk, sequences, state, parameters)
 
-For T steps in segments of S, T / S states (or fewer, see `mechanisms.schedule`) and the activations of S steps are
-kept, instead of those of T.
+For T steps in segments of S steps, memory holds T / S states and the activations of S steps, instead of T steps. There
+may be fewer states: see `mechanisms.recompute_schedule`.
 
-Numerics: those of plain backpropagation through time; gradients of parameters are added up over segments, in another
-order. Random numbers and autocast are in the second pass as they were in the first. Does NOT cover a second derivative
-and hooks on parameters themselves (``Tensor.register_hook``: they would see each segment's part), which are refused,
-and generators of random numbers of one's own.
+Numerics: plain backpropagation through time, but gradients of parameters are summed over segments, in another order.
+The recomputation uses the random numbers and the autocast state of the forward pass. Second derivatives and hooks on
+parameters (``Tensor.register_hook``, called with the partial gradient of each segment) are refused. Not handled: random
+number generators other than torch's default ones.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ RunNumbered = Callable[[int, State, tuple[Tensor, ...]], Passed]
 
 
 class SecondBackward(InputError):
-    """Backward came a second time to segments that have given back what they kept."""
+    """Raised by a second backward pass through segments whose saved states have been freed."""
 
 
 @dataclass(frozen=True)
 class Walk:
-    """How a chain is walked.
+    """The way to run a chain of segments.
 
     Args:
-        run: computes one segment; with a tuple of no tensors as the state where there is none yet.
-        spans: the first step and the number of steps of each segment, in the order they are walked: all steps of the
-            sequences, each once.
-        dim: where the sequences, and the outputs, have their steps.
-        num_slots: states kept beside the first; ``None`` keeps all.
+        run: computes one segment; the state is an empty tuple if there is no state yet.
+        spans: first step and number of steps of each segment, in the order of computation; each step occurs once.
+        dim: the time dimension of the sequences and the outputs.
+        num_slots: states to keep in addition to the first; ``None`` keeps all.
         draws: whether ``run`` may draw random numbers.
-        truncates: whether the gradient ends where a segment begins (truncated backpropagation through time).
-        sparse: the numbers of the parameters whose gradients stay sparse if they are.
+        truncates: whether gradients stop at the start of each segment (truncated backpropagation through time).
+        sparse: indices of the parameters whose sparse gradients stay sparse.
     """
 
     run: RunNumbered
@@ -60,13 +59,13 @@ class Walk:
 
     @property
     def num_slots_at_most(self) -> int:
-        """States kept beside the first: no more than there are segments for."""
+        """The number of states to keep in addition to the first, limited by the number of segments."""
         most = len(self.spans) - 1
         return most if self.num_slots is None else min(self.num_slots, most)
 
 
 def equal_spans(num_steps: int, segment_steps: int) -> tuple[tuple[int, int], ...]:
-    """Cut steps into segments of so many, the last what is left.
+    """Split steps into segments of ``segment_steps``; the last segment may be shorter.
 
     >>> equal_spans(10, 4)
     ((0, 4), (4, 4), (8, 2))
@@ -75,18 +74,18 @@ def equal_spans(num_steps: int, segment_steps: int) -> tuple[tuple[int, int], ..
 
 
 def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters: Sequence[Tensor]) -> Passed:
-    """Walk a chain, so that it can be differentiated by its sequences, its first state and its parameters.
+    """Run a chain of segments, differentiable with respect to sequences, first state and parameters.
 
     Args:
-        walk: see there. A walk of one segment is computed plainly.
-        sequences: what is cut into segments.
-        state: before the first segment.
-        parameters: every other tensor that ``walk.run`` uses and that needs a gradient.
+        walk: the chain; a single segment is computed normally.
+        sequences: tensors to split into segments.
+        state: the state before the first segment.
+        parameters: all other tensors that ``walk.run`` uses and that need a gradient.
 
     Raises:
-        InputError: in backward, if it is differentiated twice, or a second time.
+        InputError: if a parameter has a hook; in backward, for a second derivative or a second backward pass.
     """
-    # One that is given twice (layers that share weights) would get the whole gradient twice.
+    # A parameter given twice (layers that share weights) would get its whole gradient twice.
     parameters = [*{id(parameter): parameter for parameter in parameters}.values()]
     inputs = [*state, *sequences, *parameters]
     _refuse_hooks(parameters, len(walk.spans))
@@ -96,8 +95,8 @@ def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters:
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
         with Autocast.now(sequences[0].device).again():
             return _walked(walk, tuple(sequences), state, lambda segment, state: None)
-    # One node for all, to which parameters are inputs: it hands their gradients on once, so that hooks on accumulated
-    # gradients (DDP's, and those that update in backward) run once as they should.
+    # Parameters are inputs of a single node, which returns each gradient once. So hooks on accumulated gradients
+    # (DDP's, and hooks that update parameters in backward) run once.
     node = _Truncated if walk.truncates else _Recomputed
     shape: list[int] = []
     flat = node.apply(walk, places, shape, *inputs)  # type: ignore[no-untyped-call]
@@ -106,21 +105,21 @@ def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters:
 
 
 def has_hook(parameter: Tensor) -> bool:
-    """Whether a hook of ``Tensor.register_hook`` would be called for each segment's part of a gradient."""
+    """Return whether a ``Tensor.register_hook`` hook would be called with the partial gradient of each segment."""
     return parameter.is_leaf and bool(parameter._backward_hooks)
 
 
 def _refuse_hooks(parameters: Sequence[Tensor], num_segments: int) -> None:
     if any(map(has_hook, parameters)):
         raise InputError(
-            f"a parameter has a hook (register_hook) that {num_segments} segments in time would call with a part of "
-            "its gradient each: use register_post_accumulate_grad_hook, or leave the technique out"
+            f"a parameter has a hook (register_hook) that each of {num_segments} segments in time would call with a "
+            "part of its gradient: use register_post_accumulate_grad_hook, or leave the technique out"
         )
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Which of a node's tensors are what."""
+    """The positions of state, sequences and parameters among a node's tensors."""
 
     num_state: int
     num_sequences: int
@@ -132,7 +131,7 @@ class _Places:
 
 
 class _Recomputed(torch.autograd.Function):
-    """The exact gradient: segments are computed again in backward, the last first."""
+    """The exact gradient: backward recomputes the segments, last segment first."""
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, places: _Places, shape: list[int], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -177,7 +176,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _Truncated(torch.autograd.Function):
-    """The gradient within each segment, made as the segments are walked, of a single sum of them."""
+    """Gradients within each segment, for a single sum. They are computed during the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, places: _Places, shape: list[int], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -189,9 +188,9 @@ class _Truncated(torch.autograd.Function):
             passed = gradients.add_segment(segment, state, autocast)
             if passed.outputs or len(passed.sums) != 1:
                 raise InputError(
-                    f"truncated_bptt needs a model whose segments give one sum, its loss, and no outputs, and this one "
-                    f"gives {len(passed.outputs)} outputs and {len(passed.sums)} sums: use time_segments, or return "
-                    "the loss of a segment as its sum"
+                    f"truncated_bptt needs a model whose segments return one sum, its loss, and no outputs, but this "
+                    f"one returns {len(passed.outputs)} outputs and {len(passed.sums)} sums: use time_segments, or "
+                    "return the loss of a segment as its sum"
                 )
             state = tuple(part.detach() for part in passed.state)
             sums = _added(sums, passed.sums)
@@ -213,7 +212,7 @@ class _Truncated(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Arriving:
-    """The gradients that arrive at a node; in ``sums``, ``None`` stands for 1 where nothing has arrived yet."""
+    """The gradients that arrive at a node; in ``sums``, ``None`` stands for 1 if no gradient has arrived yet."""
 
     outputs: tuple[Tensor | None, ...]
     sums: tuple[Tensor | None, ...]
@@ -221,7 +220,7 @@ class _Arriving:
 
 
 class _Gradients:
-    """The gradients of a node's inputs, as far as they are known: one segment after another is added."""
+    """The gradients of a node's inputs, accumulated segment by segment."""
 
     def __init__(
         self, walk: Walk, places: _Places, inputs: Sequence[Tensor], needed: Sequence[bool], arriving: _Arriving
@@ -235,11 +234,11 @@ class _Gradients:
             for sequence, needs in zip(self._sequences, self._needs_sequence, strict=True)
         ]
         self._of_parameters: list[Tensor | None] = [None] * len(self._parameters)
-        self._is_checked = False  # one segment uses what the others do
-        self._are_sums: set[int] = set()  # those that are nobody else's, and can be added to in place
+        self._is_checked = False  # all segments use the same tensors, so one check is enough
+        self._are_sums: set[int] = set()  # sums that we own and can add to in place
 
     def add_segment(self, segment: int, state: State, autocast: Autocast) -> Passed:
-        """Compute a segment with its graph, go backward through it, and add what that gives."""
+        """Compute a segment with its graph, run its backward, and accumulate the gradients."""
         walk = self._walk
         differ = [part.is_floating_point() and not walk.truncates for part in state]
         with torch.enable_grad(), autocast.again():
@@ -300,11 +299,11 @@ class _Gradients:
             return
         total = self._of_parameters[number]
         if total is None and part.layout is torch.sparse_coo and number not in self._walk.sparse:
-            # Of a row lookup: adding a few rows to a sum costs what they are, making all rows of each segment does not.
+            # From a row lookup: adding its few rows to a sum is cheap, a dense gradient for each segment is not.
             total = torch.zeros_like(self._parameters[number])
             self._are_sums.add(number)
         if total is None:
-            self._of_parameters[number] = part  # which may be the gradient of another parameter too
+            self._of_parameters[number] = part  # the tensor may also be the gradient of another parameter
         elif number in self._are_sums and total.layout is torch.strided:
             self._of_parameters[number] = _with_added(total, part)
         else:
@@ -313,10 +312,10 @@ class _Gradients:
 
 
 def _with_added(total: Tensor, part: Tensor) -> Tensor:
-    """Add to a sum in place."""
+    """Add a partial gradient to a sum in place."""
     if part.layout is not torch.sparse_coo:
         return total.add_(part)
-    # As `add_` does it; but that cannot be dry-run where there is a single row, which it takes for coalesced.
+    # Same as `add_`, which fails in a dry run with a single row, because it takes that for coalesced.
     return total.index_add_(0, part._indices()[0], part._values())
 
 
@@ -329,7 +328,7 @@ def _put(place: Tensor, gradient: Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class _Before:
-    """What a segment begins with."""
+    """The state and the random number generators at the start of a segment."""
 
     state: State
     random: RandomNumbers
@@ -340,7 +339,7 @@ def _random_numbers(walk: Walk, tensors: Sequence[Tensor]) -> RandomNumbers:
 
 
 def _walked(walk: Walk, sequences: tuple[Tensor, ...], state: State, keep: Callable[[int, State], None]) -> Passed:
-    """Walk from the first segment to the last without a graph; ``keep`` is shown the state before each."""
+    """Run all segments without a graph; ``keep`` receives the state before each segment but the first."""
     outputs: list[Tensor] = []
     sums: list[Tensor] = []
     for segment, (start, length) in enumerate(walk.spans):
@@ -371,7 +370,7 @@ def _slices(walk: Walk, segment: int, sequences: Sequence[Any]) -> tuple[Tensor,
 
 
 def _flat(passed: Passed, ctx: Any, shape: list[int]) -> tuple[Tensor, ...]:
-    """The tensors of a pass one after another; how many are what is noted for both sides of the node."""
+    """Return all tensors of a pass in one tuple, and record the counts for both sides of the node."""
     ctx.counts = len(passed.outputs), len(passed.sums)
     shape[:] = ctx.counts
     return (*passed.outputs, *passed.sums, *passed.state)
@@ -392,6 +391,6 @@ def _refuse_second(ctx: Any, kept: Any) -> None:
         )
     if kept is None:
         raise SecondBackward(
-            f"cannot go backward through {num_segments} segments in time a second time, because the first backward has "
-            "given back what they kept: add up the losses and call backward once"
+            f"cannot run backward through {num_segments} segments in time a second time, because the first backward "
+            "freed their saved states: add up the losses and call backward once"
         )

@@ -1,10 +1,10 @@
-"""A model whose parameters are torch's FSDP2 shards, so that a failure on one rank can be undone on all of them.
+"""FSDP2 sharding of a model's parameters, such that a failure on one rank can be undone on all ranks.
 
-Every exchange of torch's goes through `_AgreedAllGather` and `_AgreedReduceScatter`: memory for it is taken first, then
-the ranks ask each other whether all got here, and only then something is exchanged. A rank whose memory ran out takes
-part in the next question, so that nobody waits for it (`plimsoll.distributed.ranks.Ranks.require_all`).
+Every torch collective goes through `_AgreedAllGather` or `_AgreedReduceScatter`. They allocate memory first, then all
+ranks agree that they got that far, and only then data is exchanged. A rank that runs out of memory takes part in the
+next agreement, so that no rank waits for it (`plimsoll.distributed.ranks.Ranks.require_all`).
 
-Does NOT cover optimizers whose update of a number depends on others.
+Not handled: optimizers that are not elementwise.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -33,44 +33,44 @@ from plimsoll.distributed.ranks import Ranks
 from plimsoll.models.workload import Workload
 from plimsoll.techniques.mechanisms.blocks import blocks_of
 
-# By their names since torch 2.13, or as before.
+# The names since torch 2.13, or the older names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_ELEMENT_BITS = 44  # of a block, in an integer of 64
-_GLOO_BYTES = 2 << 20  # beside the copy; measured with 64 MiB on 2 and 4 ranks
+_ELEMENT_BITS = 44  # for a block's number of elements, in a 64-bit integer
+_GLOO_BYTES = 2 << 20  # in addition to the copy; measured with 64 MiB on 2 and 4 ranks
 
 
 class _Agreed:
-    """An exchange of the module with this number, when all ranks are about to."""
+    """A collective for the module with this number, which starts once all ranks are ready."""
 
     def __init__(self, ranks: Ranks, number: int) -> None:
         self._ranks, self._number = ranks, number
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Take the memory before anything is agreed."""
+        """Allocate the memory before the ranks agree."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _AgreedAllGather(_Agreed, AllGather):  # type: ignore[misc]
-    """Gathers what all ranks have of a module."""
+    """All-gather of a module's shards."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Agree, and gather; returns what to wait for."""
+        """Agree with the other ranks, then gather; return the handle to wait for."""
         _prove_memory(output_tensor)
         self._ranks.require_all(_place(self._number, output_tensor.numel(), is_sum=False))
         return self._ranks.exchange(lambda: _all_gather(output_tensor, input_tensor, group=group, async_op=async_op))
 
 
 class _AgreedReduceScatter(_Agreed, ReduceScatter):  # type: ignore[misc]
-    """Adds up gradients of a module, of the same parameters on all ranks, each rank its own rows."""
+    """Reduce-scatter of a module's gradients: they are summed over ranks, and each rank gets its own rows."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """Agree, and add up; returns what to wait for."""
+        """Agree with the other ranks, then reduce; return the handle to wait for."""
         _prove_memory(input_tensor)
         self._ranks.require_all(_place(self._number, input_tensor.numel(), is_sum=True))
         return self._ranks.exchange(
@@ -79,7 +79,7 @@ class _AgreedReduceScatter(_Agreed, ReduceScatter):  # type: ignore[misc]
 
 
 def _place(number: int, num_elements: int, is_sum: bool) -> int:
-    """A number for an exchange that ranks which skip a block, or do not reach some parameters, do not have."""
+    """Return a number that identifies a collective; it differs on ranks that skip a block or some parameters."""
     return (2 * number + is_sum << _ELEMENT_BITS) + num_elements
 
 
@@ -89,12 +89,13 @@ def _row_bytes(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a model is shared out.
+    """The way to shard a model.
 
-    ``keeps_gathered``: the parameters of a block stay gathered from its forward pass to its backward pass. ``dtype`` is
-    that in which parameters are gathered and compute, ``None`` for the one they are kept in; gradients are added up in
-    fp32 either way. With ``pool`` the rows of this rank and their gradients are in a mapped file; ``on_host`` says that
-    torch keeps them in the host's memory, for a device that is not the host.
+    Attributes:
+        keeps_gathered: whether a block's parameters stay gathered between its forward and backward pass.
+        dtype: of gathered parameters and computation; ``None`` for the stored dtype. Gradients are reduced in fp32.
+        pool: if given, this rank's rows and their gradients are in a memory-mapped file.
+        on_host: whether torch keeps the rows in host memory although the device is not the CPU.
     """
 
     keeps_gathered: bool
@@ -103,22 +104,22 @@ class Sharding:
     on_host: bool = False
 
     def precision(self, is_block: bool) -> MixedPrecisionPolicy:
-        """What is cast: the inputs of the blocks too, but not those of the model, which has labels among them."""
+        """Return the mixed precision policy. It casts inputs of blocks, but not of the model, which include labels."""
         if self.dtype is None:
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=is_block)
 
     def place(self, device: torch.device) -> OffloadPolicy:
-        """Where torch keeps the rows."""
+        """Return the policy for the place where torch keeps the rows."""
         return CPUOffloadPolicy(pin_memory=device.type == "cuda") if self.on_host else OffloadPolicy()
 
 
 class ShardedTraining:
-    """`plimsoll.models.hooks.Sharding`: the model of a workload in shards, one of them here, until `gather`.
+    """`plimsoll.models.hooks.Sharding` for a workload: the model is sharded, one shard per rank, until `gather`.
 
     Args:
-        workload: its model and its optimizer, which has no states yet; each rank has made the same ones.
-        sharding: how it is shared out.
+        workload: its optimizer has no states yet; model and optimizer are identical on all ranks.
+        sharding: the way to shard the model.
         mesh: the ranks.
     """
 
@@ -133,14 +134,14 @@ class ShardedTraining:
         self.shapes = {name: parameter.shape for name, parameter in self._whole.items()}
         self.shards: dict[str, DTensor] = {}
         self.rows: dict[str, nn.Parameter] = {}
-        """This rank's rows of each parameter, by its name in the model: what the optimizer has.
+        """This rank's rows of each parameter, by the parameter's name in the model. The optimizer updates them.
 
-        They are plain parameters in the memory of torch's shards, so that the update, which works number by number, is
-        done and undone as any other.
+        They are plain parameters in the memory of torch's shards. So the elementwise update is run and undone like any
+        other.
         """
 
     def shard(self) -> None:
-        """Leave this rank's rows of each parameter, and give the rest of the memory back; all of it, or nothing."""
+        """Keep only this rank's rows of each parameter and free the rest. If that fails, the model is unchanged."""
         with ExitStack() as undo:
             undo.callback(self._before.restore)
             self._cut()
@@ -161,21 +162,21 @@ class ShardedTraining:
                 offload_policy=sharding.place(self._device),
             )
             self._agree_in(module, number)
-            if sharding.pool is not None:  # a mapped file, of which torch knows nothing
+            if sharding.pool is not None:  # torch does not know about memory-mapped files
                 _move_rows(module, sharding.pool)
-        fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # else `reset` works after a pass only
+        fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # else `reset` fails before the first pass
         self.shards = {name: one for name, one in self._model.named_parameters() if isinstance(one, DTensor)}
         for name, shard in self.shards.items():
             if sharding.pool is not None and shard.requires_grad:
                 shard.register_post_accumulate_grad_hook(_GradientMover(sharding.pool))  # type: ignore[no-untyped-call]
             rows = nn.Parameter(shard.to_local().detach(), requires_grad=shard.requires_grad)
-            rows.is_part = True  # type: ignore[attr-defined]  # of a parameter: `plimsoll.distributed.reduction` leaves it out
-            # Those of the rank that has most: the update is cut alike on all of them.
+            rows.is_part = True  # type: ignore[attr-defined]  # `plimsoll.distributed.reduction` skips parts
+            # Bytes of the largest shard, so that all ranks split the update in the same way.
             rows.cut_bytes = -(-shard.shape[0] // shard.device_mesh.size()) * _row_bytes(shard)  # type: ignore[attr-defined]
             self.rows[name] = rows
 
     def _agree_in(self, module: nn.Module, number: int) -> None:
-        """Let all ranks agree before each exchange of the module with this number."""
+        """Make all ranks agree before each collective of the module with this number."""
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(_AgreedAllGather(self._ranks, number))
         module.set_custom_reduce_scatter(_AgreedReduceScatter(self._ranks, number))
@@ -183,7 +184,7 @@ class ShardedTraining:
         module.set_force_sum_reduction_for_comms(True)
 
     def hand_over(self) -> None:
-        """Give the gradients that torch has added up to the optimizer's parameters; those of all passes are there."""
+        """Move the gradients that torch reduced, summed over all passes, to the optimizer's parameters."""
         for name, shard in self.shards.items():
             gradient = shard.grad
             if gradient is not None:
@@ -192,17 +193,21 @@ class ShardedTraining:
                 shard.grad = None
 
     def reset(self) -> None:
-        """Make the model ready for another try, wherever the last one ended."""
+        """Prepare the model for another attempt, no matter where the last one failed."""
         assert isinstance(self._model, FSDPModule)
         self._drop_gradients()
-        self._model.reset_iter_state()  # torch 2.13's leaves gradients of gathered parameters: the next try would add
+        self._model.reset_iter_state()  # in torch 2.13 it leaves gradients of gathered parameters behind
         self._drop_gradients()
 
     def clip(self, parameters: Sequence[Tensor], clip_norm: float) -> Tensor:
-        """Clip the gradients of all ranks by their common norm; returns it.
+        """Clip the gradients of all ranks by their global norm, and return the norm.
+
+        Args:
+            parameters: not used; the gradients of this rank's rows are clipped.
+            clip_norm: the largest norm.
 
         Raises:
-            PeerOutOfMemory: if memory ran out on another rank before its part was known.
+            PeerOutOfMemory: if another rank ran out of memory before it knew its part of the norm.
         """
         gradients = [rows.grad for rows in self.rows.values() if rows.grad is not None]
         own = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self._mesh.device_type)
@@ -213,14 +218,14 @@ class ShardedTraining:
         return norm
 
     def agree_on_infinities(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
-        """Let the update be skipped on all ranks where the rows of one have an infinite gradient (`ShardedGradScaler`).
+        """Skip the update on all ranks if one rank's rows have an infinite gradient, as `ShardedGradScaler` does.
 
         Args:
-            scaler: it has unscaled the gradients of ``optimizer`` on this rank.
-            optimizer: what it knows as the optimizer.
+            scaler: the scaler that has unscaled the gradients of ``optimizer`` on this rank.
+            optimizer: the object that the scaler knows as the optimizer.
 
         Raises:
-            PeerOutOfMemory: if memory ran out on another rank before it knew.
+            PeerOutOfMemory: if another rank ran out of memory before it checked its gradients.
         """
         found = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
         is_infinite = any(bool(one.item()) for one in found)
@@ -230,10 +235,10 @@ class ShardedTraining:
                 one.fill_(1.0)
 
     def gather(self) -> None:
-        """Put the whole model and the optimizer's states back, as one process has them; all of it, or nothing.
+        """Restore the whole model and the optimizer's states, as in one process. If that fails, both are unchanged.
 
         Raises:
-            PeerOutOfMemory: if memory ran out on another rank.
+            PeerOutOfMemory: if another rank ran out of memory.
         """
         wholes = {
             name: self.whole_of(rows, self.shapes[name], name in self._in_files) for name, rows in self.rows.items()
@@ -252,7 +257,7 @@ class ShardedTraining:
         self._before.restore()
 
     def whole_state(self, state: dict[str, Any], rows: Tensor, shape: torch.Size) -> dict[str, Any]:
-        """Gather the tensors of a state that are of the size of this rank's rows."""
+        """Gather the tensors of an optimizer state that have the shape of this rank's rows."""
         return {
             key: self.whole_of(value, shape) if isinstance(value, Tensor) and value.shape == rows.shape else value
             for key, value in state.items()
@@ -260,9 +265,9 @@ class ShardedTraining:
 
     @torch.no_grad()
     def whole_of(self, rows: Tensor, shape: torch.Size, in_files: bool = False) -> Tensor:
-        """Gather the rows that each rank has of a tensor of this shape, as `torch.chunk` has cut them.
+        """Gather the rows of all ranks into a tensor of this shape, in the order of `torch.chunk`.
 
-        They come to the device, or to the workload's files.
+        The result is on the device or, with ``in_files``, in the workload's files.
         """
         world_size, device = self._ranks.world_size, self._device
         size = (-(-shape[0] // world_size), *shape[1:])
@@ -280,19 +285,19 @@ class ShardedTraining:
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Take this rank's rows of whole parameters, by their names."""
+        """Copy this rank's rows from whole parameters, given by name."""
         for name, rows in self.rows.items():
             rows.copy_(self.rows_of(weights[name]))
 
     def as_part(self, name: str, rows: Tensor) -> DTensor:
-        """Return rows of this rank (a parameter's, or those of its state) as torch's part of a larger tensor."""
+        """Return this rank's rows of a parameter, or of its optimizer state, as a `DTensor`."""
         spec = self.shards[name]._spec
         meta = TensorMeta(spec.shape, spec.stride, rows.dtype)
-        # `from_local` would copy what is on the host to the device, and what is read into the copy would be lost.
+        # `from_local` would copy host tensors to the device, and values loaded into the copy would be lost.
         return DTensor(rows, replace(spec, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
 
     def rows_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of a tensor, a view."""
+        """Return this rank's rows of a whole tensor, as a view."""
         size = -(-whole.shape[0] // self._ranks.world_size)
         start = min(size * self._ranks.rank, whole.shape[0])
         return whole[start : start + size]
@@ -307,7 +312,7 @@ class ShardedTraining:
 
 
 class _GradientMover:
-    """Moves a gradient to where its parameter is, when it has been added up over the ranks; later ones add to it."""
+    """A hook that moves a reduced gradient to the pool of its parameter; later gradients are added to it there."""
 
     def __init__(self, pool: MappedPool) -> None:
         self._pool = pool
@@ -320,7 +325,7 @@ class _GradientMover:
 
 
 def _move_rows(module: nn.Module, pool: MappedPool) -> None:
-    """Exchange the memory of a module's rows for that of a pool; torch pads them to those of the rank that has most."""
+    """Move a module's rows to a pool. Torch pads them to the row count of the largest shard."""
     state = fully_shard.state(module)  # type: ignore[attr-defined]
     groups: Iterable[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.12
     for group in groups:
@@ -332,28 +337,28 @@ def _move_rows(module: nn.Module, pool: MappedPool) -> None:
 
 
 def _prove_memory(gathered: Tensor) -> None:
-    """Allocate, and free, what an exchange takes inside: on the processor gloo copies all that is exchanged.
+    """Allocate and free the memory that a collective needs internally: on the CPU, gloo copies all exchanged data.
 
-    Memory may run out here, before anything is agreed, and not in the exchange.
+    If memory runs out, it does so here, before the ranks agree, and not during the collective.
     """
     if gathered.device.type == "cpu":
         torch.empty(gathered.nbytes + _GLOO_BYTES, dtype=torch.uint8)
 
 
 def mesh_of(workload: Workload) -> DeviceMesh:
-    """Return the ranks as torch's mesh of one dimension."""
-    with _disable_current_modes():  # it works with real numbers, also in a dry run
+    """Return the ranks as a one-dimensional device mesh."""
+    with _disable_current_modes():  # it needs real tensors, also in a dry run
         return init_device_mesh(workload.device.type, (workload.ranks.world_size,))
 
 
 class _AsItWas:
-    """The modules of a model before torch has put its classes, hooks and parameters there, for which it has no undo."""
+    """A snapshot of a model's modules before FSDP changes classes, hooks and parameters. FSDP itself has no undo."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(module, type(module), self._kept(module)) for module in model.modules()]
 
     def restore(self) -> None:
-        """Put back what each module had."""
+        """Restore all modules from the snapshot."""
         for module, kind, kept in self._modules:
             module.__class__ = kind
             for key in (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):

@@ -1,14 +1,14 @@
-"""Copies between a CUDA device and the host on streams of their own, beside the computation; on the CPU at once.
+"""Copies between a CUDA device and the host on side streams, parallel to computation; synchronous on the CPU.
 
     side = SideStream(device)
-    arrival = side.bring([(on_device, on_host), ...])   # asked for; the device goes on computing
-    arrival.wait()                                      # what is asked for from now on sees the copies
+    arrival = side.bring([(on_device, on_host), ...])   # starts the copies; the device continues to compute
+    arrival.wait()                                      # work submitted from now on sees the copies
 
-Copies of one direction are made in the order in which they are asked for. A copy begins when everything that was asked
-of the device before it is done, so that a tensor just made can be its source or its target.
+Copies in one direction run in the order of the calls. A copy starts after all work submitted before it, so its source
+or target may be a tensor that was just created.
 
-Memory on the host is torch's to protect: its cache of pinned blocks waits for the copies of a block before it gives it
-away again. Who writes to a tensor on the host, or reads what was sent there, calls `Transfer.synchronize` before.
+Torch protects host memory: its cache of pinned blocks waits for the copies of a block before it reuses it. Call
+`Transfer.synchronize` before you write to a tensor on the host, or read a tensor that was sent there.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 class SideStream:
-    """The copies to and from one device."""
+    """Copies to and from one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = {to_device: _stream_of(device) for to_device in (True, False)}
 
     def bring(self, pairs: Pairs) -> Transfer:
-        """Copy from the host to the device."""
+        """Start to copy from the host to the device."""
         return self._copy(pairs, to_device=True)
 
     def send(self, pairs: Pairs) -> Transfer:
-        """Copy from the device to the host."""
+        """Start to copy from the device to the host."""
         return self._copy(pairs, to_device=False)
 
     @torch.no_grad()
@@ -58,11 +58,11 @@ class SideStream:
 
 
 class Transfer:
-    """Copies in progress. One that nobody waits for is waited for when it is dropped.
+    """Copies in progress. If nobody waits for them, the device does so when the object is deleted.
 
-    It keeps the tensors on the device until the device has waited for it: their memory goes to the next kernel no
-    earlier than the copy has ended. How long they are kept follows from the order of calls alone, the same in a dry run
-    on fake tensors (``record_stream`` would free by the clock).
+    Device tensors are kept alive until the device has waited for the copies. So the next kernel cannot reuse their
+    memory too early. Lifetimes depend on the order of calls only, so they are equal in a dry run on fake tensors. With
+    ``record_stream`` they would depend on timing.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Transfer:
         self._is_waited_for = False
 
     def wait(self) -> None:
-        """Let what is asked of the device from now on come after the copies, and let go of the tensors there."""
+        """Make work submitted to the device from now on wait for the copies, and release the device tensors."""
         if self._is_waited_for:
             return
         self._is_waited_for = True
@@ -83,32 +83,32 @@ class Transfer:
         self._on_device.clear()
 
     def synchronize(self) -> None:
-        """Wait until the copies have been made: the processor may read and write what they are of."""
+        """Block until the copies are complete, so that host code may read and write their tensors."""
         if self._event is not None:
             self._event.synchronize()
         if self._copied is not None:
             self._copied.note_wait(by_processor=True)
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # torch may be gone when Python ends
+        with suppress(AttributeError):  # torch may be unloaded when Python exits
             self.wait()
 
 
 class Leaving:
-    """The last few transfers to the host: the device waits for all older ones, whose memory is then free again."""
+    """The most recent transfers to the host. The device waits for all older ones, so their memory can be reused."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._transfers: deque[Transfer] = deque()
 
     def add(self, transfer: Transfer) -> None:
-        """Take one more."""
+        """Add a transfer, and wait for the oldest if there are too many."""
         self._transfers.append(transfer)
         if len(self._transfers) > self._most:
             self._transfers.popleft().wait()
 
     def wait(self) -> None:
-        """Wait for all."""
+        """Wait for all transfers."""
         while self._transfers:
             self._transfers.popleft().wait()
 

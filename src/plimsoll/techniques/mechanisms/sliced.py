@@ -1,13 +1,13 @@
-"""The forward of a module over slices of its rows: computed without a graph, and again, slice by slice, in backward.
+"""A module's forward in slices of rows: run without a graph, then recomputed slice by slice in backward.
 
-What comes out is one tensor of all rows, as if the module had been called as usual, so whatever looks at all of them (a
-loss that compares each with each) has all of them. Backward gets the whole gradient of it, computes one slice after
-another again with its graph, with the random numbers and the autocast of the first time, and goes backward through it.
-So one slice's activations are alive at a time, and parameters get their gradients slice by slice.
+The result is a single tensor with all rows, as in a normal call. So a loss that compares rows with each other still
+sees all of them. Backward receives the gradient of the whole result. It recomputes each slice with its graph, with the
+random numbers and autocast state of the first pass, and runs backward through it. So only one slice's activations are
+alive at a time, and parameters accumulate their gradients slice by slice.
 
-The second time must come to the results of the first, which is seen in the first backward of each module. Does NOT
-cover second derivatives (torch refuses them), hooks on parameters, which would see each slice's part (refused), and
-hooks on parts of the module: they are called for each slice, twice.
+The recomputation must give the same results as the first pass; this is checked in the first backward of each module.
+Second derivatives are refused by torch, and hooks on parameters by this module, because they would be called with
+partial gradients. Hooks on submodules are called twice for each slice.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from plimsoll.techniques.mechanisms.rng_replay import Autocast, RandomNumbers
 from plimsoll.techniques.mechanisms.row_by_row import computes_rows_alone
 from plimsoll.techniques.mechanisms.rows import Arguments, row_leaves, with_rows
 
-_LIKE_THE_FIRST = {torch.float32: 1e-5, torch.float64: 1e-5}  # share by which a second computation may differ ...
+_LIKE_THE_FIRST = {torch.float32: 1e-5, torch.float64: 1e-5}  # relative tolerance between the two computations
 _LIKE_THE_FIRST_IN_HALVES = 1e-2
 
 
 class Span(NamedTuple):
-    """A slice of rows; ``num_passes`` is 1, but in a dry run, where one stands for others of its size."""
+    """A slice of rows. ``num_passes`` is 1, except in a dry run, where one slice may stand for others of its size."""
 
     start: int
     stop: int
@@ -42,12 +42,12 @@ class Span(NamedTuple):
 
 
 class Slicing:
-    """What the modules of one model share: how many rows a slice has, and whether one of them is computing.
+    """State shared by the sliced modules of one model.
 
     Attributes:
-        num_rows: of a slice.
-        num_sliced: calls that were done in slices.
-        num_whole: calls of more rows that were not.
+        num_rows: rows per slice.
+        num_sliced: calls that were computed in slices.
+        num_whole: calls with more rows that could not be sliced.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -56,12 +56,12 @@ class Slicing:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a module around this one is sliced."""
+        """True if an enclosing module is being computed in slices."""
         return self._is_inside
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Let parts of a module compute what they are given."""
+        """Disable slicing of submodules while the context is active."""
         before, self._is_inside = self._is_inside, True
         try:
             yield
@@ -70,9 +70,9 @@ class Slicing:
 
 
 class SlicedForward:
-    """The forward of a module, in slices where each row is computed by itself.
+    """A module's forward, computed in slices if each row is independent of the others.
 
-    An object and no function, so that a copy of the model runs its own. ``forward`` is what it was.
+    It is an object, not a function, so that a copied model calls its own modules. ``forward`` is the original.
     """
 
     def __init__(self, name: str, module: nn.Module, slicing: Slicing) -> None:
@@ -82,7 +82,7 @@ class SlicedForward:
         self._gives_rows: dict[tuple[bool, bool], bool] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own forward."""
+        """Compute the module's forward."""
         if self.slicing.is_inside:
             return self.forward(*args, **kwargs)
         arguments = Arguments(args, kwargs)
@@ -97,7 +97,7 @@ class SlicedForward:
         return _Call(self, arguments).result()
 
     def _can_be_sliced(self, arguments: Arguments) -> bool:
-        """Whether it returns rows, each by itself; asked once for training and once for evaluation."""
+        """Return whether the module returns independent rows; checked once for training and once for evaluation."""
         mode = self.module.training, torch.is_grad_enabled()
         known = self._gives_rows.get(mode)
         if known is None:
@@ -116,14 +116,14 @@ class _Call:
         self._of, self._arguments, self._num_rows = of, arguments, arguments.num_rows
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in arguments.tensors)
         self._spans = list(_spans(self._num_rows, of.slicing.num_rows, is_fake))
-        self._beside = next(of.module.parameters(), torch.empty(0))  # on the device that may draw
+        self._beside = next(of.module.parameters(), torch.empty(0))  # on the device that may draw random numbers
         self._autocast = Autocast.now(self._beside.device)
         self._random: list[RandomNumbers] = []
         self._sums: list[Tensor] | None = None if is_fake or of.is_checked else []
         self._differs: list[bool] = []
 
     def result(self) -> Any:
-        """Compute all slices; where something can be differentiated, leave a node in the graph for backward."""
+        """Compute all slices; if the result needs gradients, add a node to the graph for backward."""
         given = [tensor.detach() for tensor in self._arguments.tensors]
         needs = [tensor.requires_grad for tensor in self._arguments.tensors]
         wholes: list[Tensor] = []
@@ -139,7 +139,7 @@ class _Call:
         return with_rows(result, iter(wholes))
 
     def _first(self, span: Span, given: list[Tensor], needs: list[bool]) -> tuple[Any, list[Tensor]]:
-        """Compute a slice as in backward, by the same kernels; what it saves is not kept."""
+        """Compute a slice with the kernels that backward will use, but do not retain saved tensors."""
         self._random.append(RandomNumbers.now([self._beside, *given]))
         hooks = saved_tensors_hooks(lambda tensor: None, self._refuse_use)
         with hooks, stands_for(span.num_passes), self._autocast.again():
@@ -148,17 +148,17 @@ class _Call:
         leaves = row_leaves(result, span.stop - span.start)
         if leaves is None:
             raise InputError(
-                f"gradient_cache: rows {span.start} to {span.stop} of `{self._of.name}` come out as something else "
-                "than one entry for each, which those before them were: leave gradient_cache out"
+                f"gradient_cache: `{self._of.name}` does not return one entry per row for rows {span.start} to "
+                f"{span.stop}, as it did for the rows before: leave gradient_cache out"
             )
         if self._sums is not None:
             self._sums += [_weighted_sums(leaf) for leaf in leaves]
         return result, leaves
 
     def again(self, tensors: Sequence[Tensor], arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Go backward through all slices; returns the gradients of the arguments' tensors."""
+        """Run backward through all slices; return the gradients of the arguments' tensors."""
         needs = [tensor.requires_grad for tensor in tensors]
-        shared = _as_leaves([tensor.detach() for tensor in tensors], needs)  # those that all slices have
+        shared = _as_leaves([tensor.detach() for tensor in tensors], needs)  # used by all slices
         gradients = [
             torch.zeros_like(tensor) if needed and self._arguments.of_rows(tensor) else None
             for tensor, needed in zip(tensors, needs, strict=True)
@@ -197,7 +197,7 @@ class _Call:
         return self._arguments.with_tensors(tensors, lambda rows: rows[span.start : span.stop])
 
     def _of_span(self, tensors: list[Tensor], span: Span) -> list[Tensor]:
-        """A slice of each tensor that has rows, as a leaf of its own."""
+        """Return a slice, as a new leaf, of each tensor that has rows."""
         return [
             tensor.detach()[span.start : span.stop].requires_grad_(tensor.requires_grad)
             if self._arguments.of_rows(tensor)
@@ -207,12 +207,12 @@ class _Call:
 
     def _refuse_use(self, nothing: Any) -> Tensor:
         raise InputError(
-            f"gradient_cache computes `{self._of.name}` a first time without its graph, but its forward goes backward "
-            "by itself (torch.autograd.grad, or create_graph): leave gradient_cache out"
+            f"gradient_cache computes `{self._of.name}` a first time without its graph, but its forward runs backward "
+            "itself (torch.autograd.grad, or create_graph): leave gradient_cache out"
         )
 
     def _require_the_first(self, sums: list[Tensor]) -> None:
-        """Refuse a module that computed something else the second time."""
+        """Raise if the second computation differs from the first."""
         if not self._sums:
             return
         for first, second in zip(self._sums, sums, strict=True):
@@ -220,15 +220,15 @@ class _Call:
             bound = _LIKE_THE_FIRST_IN_HALVES if is_half else _LIKE_THE_FIRST[first.dtype]
             if bool(((first - second)[0].abs() > bound * first[1].abs()).any()):
                 raise InputError(
-                    f"gradient_cache computes `{self._of.name}` twice, and the second time it came to something else: "
-                    "it draws random numbers from elsewhere than torch (Python's, numpy's), or keeps something from "
-                    "call to call; leave gradient_cache out"
+                    f"gradient_cache computes `{self._of.name}` twice, and the second result differs: the module uses "
+                    "random numbers that are not torch's (Python's, numpy's), or keeps state between calls; leave "
+                    "gradient_cache out"
                 )
         self._sums, self._of.is_checked = None, True
 
 
 class _Sliced(torch.autograd.Function):
-    """All rows of a module's results, whose backward computes them again."""
+    """All rows of a module's results; backward recomputes them."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, wholes: list[Tensor], anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -247,7 +247,10 @@ class _Sliced(torch.autograd.Function):
 
 
 def _spans(num_rows: int, num_rows_of_slice: int, is_fake: bool) -> Iterator[Span]:
-    """The slices; of those alike in a dry run the first, which meets no gradients, and one for the others."""
+    """Yield the slices. In a dry run, the second slice stands for all slices between the first and the last.
+
+    The first slice is traced separately, because the parameters have no gradients before it.
+    """
     starts = range(0, num_rows, num_rows_of_slice)
     for number, start in enumerate(starts):
         num_passes = 1
@@ -271,13 +274,13 @@ def _put(wholes: list[Tensor], leaves: list[Tensor], span: Span, name: str) -> N
         if whole.shape[1:] != leaf.shape[1:]:
             raise InputError(
                 f"gradient_cache: `{name}` returns rows of shape {list(whole.shape[1:])} for some slices and of "
-                f"{list(leaf.shape[1:])} for others, which cannot be put together: leave gradient_cache out"
+                f"{list(leaf.shape[1:])} for others, which cannot be concatenated: leave gradient_cache out"
             )
         whole[span.start : span.stop] = leaf.detach()
 
 
 def _weighted_sums(leaf: Tensor) -> Tensor:
-    """What tells a slice of results from others: sums weighted column by column, and of the absolute values."""
+    """Return a fingerprint of a slice's results: column-weighted sums of the values and of their absolute values."""
     with torch.no_grad(), torch.autocast(leaf.device.type, enabled=False):
         columns = (leaf.detach() if leaf.is_floating_point() else leaf.detach().float()).flatten(1)
         weights = torch.linspace(-1, 1, columns.shape[1], dtype=columns.dtype, device=leaf.device)
@@ -286,9 +289,9 @@ def _weighted_sums(leaf: Tensor) -> Tensor:
 
 @contextmanager
 def _buffers_unchanged(name: str, module: nn.Module, by_value: bool = False) -> Iterator[None]:
-    """Refuse a module that writes to its buffers, which it would do for each slice, twice.
+    """Raise if a module writes to its buffers, because it would do so twice for each slice.
 
-    Writing is counted by torch, but not through ``.data``, which is seen ``by_value``.
+    Version counters detect writes. They miss writes through ``.data``, which are detected only ``by_value``.
     """
     before = {key: (buffer, buffer._version) for key, buffer in module.named_buffers()}
     values = {key: buffer.clone() for key, (buffer, _) in before.items()} if by_value else {}
@@ -314,11 +317,11 @@ def _refuse_hooks(name: str, module: nn.Module) -> None:
         if parameter._backward_hooks or not all(map(_takes_parts, after)):
             raise InputError(
                 f"gradient_cache: a parameter of `{name}`, of shape {list(parameter.shape)}, has a hook on its "
-                "gradient, which would be called with what is there after each slice: remove the hook, or leave "
+                "gradient, which would be called with a partial gradient after each slice: remove the hook, or leave "
                 "gradient_cache out"
             )
 
 
 def _takes_parts(hook: Callable[..., Any]) -> bool:
-    """Whether a hook may be called while a gradient adds up: Plimsoll's own may, as they are in micro-batches."""
+    """Return whether a hook may be called with partial gradients. Plimsoll's may, as they are in micro-batches."""
     return str(getattr(hook, "__module__", "")).startswith("plimsoll.")

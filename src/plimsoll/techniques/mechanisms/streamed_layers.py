@@ -1,15 +1,17 @@
-"""Blocks whose parameters are elsewhere, and are copied to the device for as long as a block computes.
+"""Streaming of blocks: parameters live elsewhere, and are on the device only while their block computes.
 
     with streamed(model, ["transformer.h.0", ...], device=device):
         model(**batch)
 
-The home of a parameter is the parameter itself, on the host (training: its gradient goes there, and the optimizer
-updates it there), or a tensor that ``home_of`` gives (inference: pinned memory, or a read-only mapping of a file). At
-most two blocks are on the device: the next one is copied while one computes.
+A parameter's home is the parameter itself, on the host, or a tensor that ``home_of`` returns. In training it is the
+parameter: its gradient goes there, and the optimizer updates it there. For inference it is pinned memory or a read-only
+mapping of a file. At most two blocks are on the device: the next one is copied while one computes.
 
-On the CPU copies are made at once: that is how it is tested, and of no use. Does NOT cover parameters that are not
-plain dense tensors and those that a block shares with what is not streamed, which stay where they are; recurrent
-layers, which keep lists of their weights; and code that reads a block's parameters while it does not run.
+On the CPU, copies are synchronous. That serves tests only.
+
+Not handled: parameters that are not plain dense tensors, or that a block shares with a module that is not streamed;
+they stay where they are. Recurrent layers (they keep lists of their weights), and code that reads a block's parameters
+while it does not run.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from plimsoll.techniques.mechanisms.pinned import PinnedPool
 from plimsoll.techniques.mechanisms.side_stream import Leaving, SideStream, Transfer
 
 HomeOf = Callable[[str, nn.Parameter], Tensor]
-"""``(qualified name, parameter) -> where its values are``, a tensor of its shape and type."""
+"""``(qualified name, parameter) -> home``: the tensor with the parameter's values, of its shape and dtype."""
 
-# How a recomputation of torch's ends, when it has what backward needs; private, and without it copies come twice.
+# Raised by torch to end a recomputation early. Private in torch; without it, blocks are copied twice.
 _STOPS: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
-_MOST_LEAVING = 2  # gradients that are still on the device while they are copied
-_AT_ONCE = 1 << 63  # autograd's number of a node: of those that are ready, the one with the highest goes first
+_MOST_LEAVING = 2  # gradients that stay on the device while they are copied
+_AT_ONCE = 1 << 63  # a sequence number; autograd runs the ready node with the highest number first
 
 
 @contextmanager
@@ -49,15 +51,15 @@ def streamed(
     home_of: HomeOf | None = None,
     is_cyclic: bool = False,
 ) -> Iterator[None]:
-    """Run some blocks of a model on copies of their parameters; on exit the model is as it was.
+    """Run some blocks of a model on copies of their parameters; the exit restores the model.
 
     Args:
-        model: the model; what is not in these blocks is on ``device``. Parameters of the blocks need no memory where
-            ``home_of`` gives them a home.
-        block_names: the qualified names of the blocks, in the order in which they run.
-        device: where they compute.
-        home_of: where the values of a parameter are; by default the parameter itself.
-        is_cyclic: without gradients, the first block is fetched while the last one computes, as generation needs it.
+        model: the model; parameters outside these blocks are on ``device``. A parameter with a home from ``home_of``
+            needs no memory itself.
+        block_names: qualified names of the blocks, in execution order.
+        device: the device that computes.
+        home_of: returns the tensor with a parameter's values; by default the parameter itself.
+        is_cyclic: without gradients, prefetch the first block while the last one computes, as generation needs it.
     """
     homes = streamable_parameters(model, block_names)
     blocks = [_Block(model.get_submodule(name), name, homes, home_of) for name in block_names]
@@ -70,14 +72,14 @@ def streamed(
 
 
 def streamable_parameters(model: nn.Module, block_names: Sequence[str]) -> set[nn.Parameter]:
-    """Return the parameters of blocks that can be streamed: plain, dense, and of nothing else in the model."""
+    """Return the parameters of blocks that can be streamed: plain, dense, and not shared with the rest of the model."""
     within = Counter(one for name in block_names for one in _all_parameters(model.get_submodule(name)))
     everywhere = Counter(_all_parameters(model))
     return {one for one, times in within.items() if everywhere[one] == times and _is_plain(one)}
 
 
 def _all_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Each parameter as often as a module has it."""
+    """Yield each parameter as often as modules refer to it."""
     for part in module.modules():
         yield from (one for one in part._parameters.values() if one is not None)
 
@@ -87,7 +89,7 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 
 class _Place(NamedTuple):
-    """Where a module has a parameter, and the number of its home."""
+    """A module's entry for a parameter, and the index of the parameter's home."""
 
     parameters: dict[str, Any]
     key: str
@@ -95,7 +97,7 @@ class _Place(NamedTuple):
 
 
 class _Block:
-    """One block: where its modules have parameters, and where the values of these are."""
+    """One block, with the places of its parameters in modules and the tensors with their values."""
 
     def __init__(self, module: nn.Module, name: str, streamable: set[nn.Parameter], home_of: HomeOf | None) -> None:
         self.module = module
@@ -113,7 +115,7 @@ class _Block:
 
     @contextmanager
     def having(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let the modules of the block have tensors in place of their parameters."""
+        """Replace the parameters of the block by other tensors while the context is active."""
         before = [place.parameters[place.key] for place in self.places]
         try:
             for place in self.places:
@@ -126,7 +128,7 @@ class _Block:
 
 @dataclass
 class _Here:
-    """Copies of a block's parameters on the device, and what to wait for before they are read."""
+    """Copies of a block's parameters on the device, and the transfer to wait for before reading them."""
 
     copies: list[Tensor]
     versions: list[int]
@@ -139,7 +141,7 @@ class _Here:
 
 
 class _Stream:
-    """The blocks, and which of them are on the device."""
+    """The streamed blocks, and the blocks that are on the device now."""
 
     def __init__(self, blocks: Sequence[_Block], device: torch.device, is_cyclic: bool) -> None:
         self.blocks, self._device, self._is_cyclic = blocks, device, is_cyclic
@@ -150,7 +152,7 @@ class _Stream:
         self._cleared_after: int | None = None
 
     def run(self, number: int, forward: Callable[[], Any]) -> Any:
-        """Compute a block on copies."""
+        """Compute a block on copies of its parameters."""
         block, in_backward = self.blocks[number], _graph_task() is not None
         here = self.fetch(number)
         tensors = here.copies
@@ -170,12 +172,12 @@ class _Stream:
         finally:
             if not is_done:
                 self.clear()
-            elif not in_backward:  # there autograd asks for them next
+            elif not in_backward:  # in backward, autograd reads the copies next
                 self._drop(number)
         return result
 
     def fetch(self, number: int) -> _Here:
-        """The copies of a block, and those of the next (in backward, of the one before) asked for; others go."""
+        """Return a block's copies, prefetch the next block (in backward the previous one), and drop the others."""
         in_backward, num_blocks = _graph_task() is not None, len(self.blocks)
         following = number - 1 if in_backward else number + 1
         if self._is_cyclic and not torch.is_grad_enabled():
@@ -185,7 +187,7 @@ class _Stream:
         if in_backward:
             self._clear_after_backward()
         else:
-            self._leaving.wait()  # after a backward that failed there may be some
+            self._leaving.wait()  # a failed backward may have left transfers
         here = self._start(number)
         here.wait()
         if 0 <= following < num_blocks and following != number:
@@ -193,14 +195,14 @@ class _Stream:
         return here
 
     def send_home(self, gradient: Tensor) -> tuple[Tensor, Transfer]:
-        """Copy a gradient to the host; it must not be read before the copy has been made."""
+        """Start to copy a gradient to the host; wait for the transfer before you read the result."""
         target = self._pool.empty_like(gradient, self._device)
         transfer = self._side.send([(target, gradient)])
         self._leaving.add(transfer)
         return target, transfer
 
     def clear(self) -> None:
-        """Let go of all copies."""
+        """Drop all copies."""
         self._cleared_after = None
         self._leaving.wait()
         for number in [*self._here]:
@@ -208,7 +210,7 @@ class _Stream:
 
     def _drop(self, number: int) -> None:
         here = self._here.pop(number, None)
-        if here is not None:  # a copy nobody used may still be under way into memory that is freed
+        if here is not None:  # an unused copy may still be in progress, into memory that is freed now
             here.wait()
 
     @torch.no_grad()
@@ -218,7 +220,7 @@ class _Stream:
         if here is not None and here.versions == [home._version for home in homes]:
             return here
         self._drop(number)
-        here = self._here[number] = _Here([], [])  # of no version, until all of it is asked for
+        here = self._here[number] = _Here([], [])  # no version until all copies have been requested
         for home in homes:
             made = torch.empty_strided(home.shape, dense_strides(home), dtype=home.dtype, device=self._device)
             here.copies.append(made)
@@ -227,14 +229,14 @@ class _Stream:
         return here
 
     def _clear_after_backward(self) -> None:
-        """Ask autograd to say when the backward that is running has ended; once for each."""
+        """Register a callback, once per backward, that drops all copies when it ends."""
         if self._cleared_after != _graph_task():
             self._cleared_after = _graph_task()
             torch.autograd.Variable._execution_engine.queue_callback(self.clear)
 
 
 class _Forward:
-    """The forward of a streamed block. An object and no function, so that a copy of the model runs its own."""
+    """The forward of a streamed block. It is an object, not a function, so that a copied model calls its own blocks."""
 
     def __init__(self, stream: _Stream, number: int, forward: Callable[..., Any]) -> None:
         self._stream, self._number, self.forward = stream, number, forward
@@ -244,21 +246,21 @@ class _Forward:
 
 
 def _on_the_way(home: Tensor, copy: Tensor, stream: _Stream) -> Tensor:
-    """From a parameter at home to its copy, which is there already; the gradient goes the other way."""
+    """Return the copy, connected to its parameter by autograd, so that the gradient flows to the parameter's home."""
     passage = _Passage(stream, home.device)
     left = _Leave.apply(home, passage)  # type: ignore[no-untyped-call]
     arrived: Tensor = _Arrive.apply(left, copy, passage)  # type: ignore[no-untyped-call]
     if arrived.grad_fn is not None:
-        # By its own number it would go after all ops of the block, and gradients would leave all at the end.
+        # With its own number it would run after all ops of the block, and all gradients would be sent at the end.
         arrived.grad_fn._set_sequence_nr(_AT_ONCE)  # type: ignore[attr-defined]
     return arrived
 
 
 @dataclass
 class _Passage:
-    """The copy of one gradient to its home, by two threads of autograd.
+    """The copy of one gradient to its home, which involves two autograd threads.
 
-    That of the device goes on; the one that asked for backward waits for the copy, and adds it up.
+    The device's thread continues at once. The thread that called backward waits for the copy, and accumulates it.
     """
 
     stream: _Stream
@@ -267,7 +269,7 @@ class _Passage:
 
 
 class _Arrive(torch.autograd.Function):
-    """The end on the device: backward asks for the copy of the gradient, and waits for nothing."""
+    """The device side: backward starts the copy of the gradient and does not wait."""
 
     @staticmethod
     def forward(ctx: Any, home: Tensor, copy: Tensor, passage: _Passage) -> Tensor:
@@ -284,7 +286,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The end on the host: autograd reads the gradient next, to add it up."""
+    """The host side: waits for the copy, because autograd then accumulates the gradient."""
 
     @staticmethod
     def forward(ctx: Any, home: Tensor, passage: _Passage) -> Tensor:
@@ -300,7 +302,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Ref(NamedTuple):
-    """What autograd keeps in place of a copy, or a view of one, that it saves: the block is copied once more for it."""
+    """A reference that autograd saves for backward instead of a copy or its view; the block is then copied again."""
 
     stream: _Stream
     block: int
@@ -315,9 +317,10 @@ class _Ref(NamedTuple):
 
 
 def _hooks(stream: _Stream, block: int, copies: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Hooks that take copies of weights, and leave the rest to those that are in force.
+    """Return hooks that replace copies of weights by references, and pass other tensors to the active outer hooks.
 
-    What forward makes of a weight and saves, such as autocast's cast, is an activation: recomputation drops it.
+    Tensors that forward derives from a weight and saves, such as autocast's cast, are activations: recomputation drops
+    them.
     """
     number_of = {copy.untyped_storage()._cdata: number for number, copy in enumerate(copies)}
     outer = _hooks_in_force()
@@ -333,7 +336,7 @@ def _hooks(stream: _Stream, block: int, copies: Sequence[Tensor]) -> AbstractCon
 
 
 class _Outer(NamedTuple):
-    """What other hooks made of a saved tensor, and how they undo it."""
+    """A saved tensor as packed by outer hooks, and their function to unpack it."""
 
     unpack: Callable[[Any], Tensor]
     packed: Any
@@ -349,12 +352,12 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def _hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The hooks on saved tensors that would be called; private in torch, and without it none are known."""
+    """Return the active saved-tensor hooks, if any; this is private in torch, and ``None`` if a version lacks it."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(True)
 
 
 def _graph_task() -> int | None:
-    """The backward that is running in this thread, if any; private in torch, as is what is asked when it ends."""
+    """Return the id of the backward that runs in this thread, if any. This is private in torch."""
     task = int(torch._C._current_graph_task_id())
     return None if task == -1 else task

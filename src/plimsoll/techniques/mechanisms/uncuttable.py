@@ -1,14 +1,13 @@
-"""What keeps a batch whole: parts of a model that would compute something else if a batch, or a sequence, were cut.
+"""Reasons to keep a batch whole: modules whose results would change if a batch or a sequence were split.
 
-BatchNorm's statistics are those of a pass; a user may allow that they are of a micro-batch (``recut_batch_norm``). An
-embedding with ``scale_grad_by_freq`` divides the gradient of a row by how often the row is in the pass. In
-micro-batches that is another number, in plain accumulation of gradients as here, and cannot be made good afterwards: it
-is refused.
+BatchNorm computes statistics of a pass; a user may allow statistics of a micro-batch (``recut_batch_norm``). An
+embedding with ``scale_grad_by_freq`` divides a row's gradient by the row's count in the pass. In a micro-batch the
+count differs, as in ordinary gradient accumulation, and this cannot be corrected afterwards. So it is refused.
 
-A loss that is not the sum of those of its parts keeps a batch whole, too; that is found by computing it
-(`plimsoll.step.losses.additive`), and said in ``workload.kept_whole``.
+A loss that is not the sum of its parts' losses keeps a batch whole, too. `plimsoll.step.losses.additive` finds that by
+computing it, and records it in ``workload.kept_whole``.
 
-Does NOT see calls of ``functional.embedding`` with ``scale_grad_by_freq``.
+Not detected: calls of ``functional.embedding`` with ``scale_grad_by_freq``.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _BATCH_NORM = Reason(
     "allow it with recut_batch_norm=True (job.yaml: allow: [recut_batch_norm])",
 )
 _COUNTED_ROWS = Reason(
-    "an embedding with scale_grad_by_freq divides gradients by how often a pass has a row, which depends on the cut",
+    "an embedding with scale_grad_by_freq divides gradients by a row's count in a pass, which depends on the cut",
     "leave scale_grad_by_freq out of the model",
 )
 
 
 class WholeBatch:
-    """What of a training keeps its batches whole.
+    """Reasons of a training to keep its batches whole.
 
     Args:
         workload: the training.
@@ -42,14 +41,18 @@ class WholeBatch:
         self._counting = _counting_embeddings(model)
 
     def reason(self, *, also_idle: bool = False) -> Reason | None:
-        """Return why a batch is not cut as the model is now; with ``also_idle`` as it may be once it trains."""
+        """Return the reason to keep a batch whole, if any.
+
+        Args:
+            also_idle: also consider modules that are in evaluation mode now.
+        """
         if any(module.training or also_idle for module in self._batch_norms):
             return _BATCH_NORM
         return _COUNTED_ROWS if _are_trained(self._counting) else self._workload.kept_whole
 
 
 def counts_rows(model: nn.Module) -> Reason | None:
-    """Return why a model's gradients depend on what else is in a pass, if they do."""
+    """Return the reason why a model's gradients depend on the other samples in a pass, if they do."""
     return _COUNTED_ROWS if _are_trained(_counting_embeddings(model)) else None
 
 

@@ -1,9 +1,9 @@
-"""Checkpoint folders: what they hold, read from headers alone, and each tensor of them read or mapped by itself.
+"""Checkpoint folders: their tensors are listed from headers alone, and each can be read or mapped separately.
 
     checkpoint = open_checkpoint(folder)
     weight = checkpoint.entries["transformer.wte.weight"].read()
 
-`plimsoll.models.loading.load_model` makes a model of one.
+`plimsoll.models.loading.load_model` builds a model from a checkpoint.
 """
 
 from plimsoll.weights.loading.coded import Coded as Coded

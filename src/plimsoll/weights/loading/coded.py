@@ -1,11 +1,11 @@
-"""Weights that torchao wrote: each lies in a file as several tensors, and the header says what they make.
+"""Quantized weights of torchao, each stored in a file as several tensors that the header assigns to it.
 
 ``save_pretrained`` of a quantized model writes ``x._weight_qdata``, ``x._weight_scale`` and so on for a weight
-``x.weight``, and into the header of each file what class of torchao is made of them
-(``torchao.prototype.safetensors``, 0.18). Here these tensors become one entry, under the name of the weight, of the
-shape and type that the weight has to the model; only `Coded` makes it. What a file may name is what torchao lists.
+``x.weight``. The header of each file names the torchao class of the weight (``torchao.prototype.safetensors``, 0.18).
+Here these tensors become one entry under the name of the weight, with the type and shape that the model sees. `Coded`
+builds the weight. Only classes that torchao lists are allowed.
 
-Does NOT cover what other libraries quantized (GPTQ, AWQ, bitsandbytes).
+Does NOT cover weights quantized by other libraries (GPTQ, AWQ, bitsandbytes).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Coded:
     """A weight of torchao in a file.
 
     Attributes:
-        entry: of the weight as a whole: its shape and type to the model, the place of its integers, all its bytes.
-        parts: the tensors in the file, by the names that the class of torchao has for them.
-        facts: what the header says of it.
+        entry: the weight as a whole: type and shape as the model sees them, offset of its integers, bytes of all parts.
+        parts: the tensors in the file, by the attribute names of the torchao class.
+        facts: the description in the header.
     """
 
     entry: Entry
@@ -39,19 +39,19 @@ class Coded:
     facts: Mapping[str, Any]
 
     def make(self, value_of: Callable[[Entry], Tensor]) -> Tensor:
-        """Make the weight of its parts, each of which ``value_of`` gives."""
+        """Build the weight from its parts; ``value_of`` returns the tensor of each part."""
         return _made(self.facts, {name: value_of(entry) for name, entry in self.parts.items()}, self.entry.name)
 
 
 def with_coded(entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, Coded]]:
-    """Return the entries of a checkpoint with those of torchao joined, and these.
+    """Return the entries of a checkpoint with parts of quantized weights merged, and the quantized weights by name.
 
     Args:
-        entries: the tensors of its files, by their names.
-        metadata: what the headers of its files say beside the tensors.
+        entries: the tensors of its files, by name.
+        metadata: the metadata in the headers of its files.
 
     Raises:
-        WeightsError: if torchao is not installed, or a part is missing, or the parts do not belong together.
+        WeightsError: if torchao is not installed, a part is missing, or the parts do not belong together.
     """
     coded = {name: _coded(name, facts, entries) for name, facts in _facts(metadata).items()}
     taken = {part.name for one in coded.values() for part in one.parts.values()}
@@ -66,14 +66,14 @@ def with_coded(entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> tup
 
 
 def _facts(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is said of each weight that is not a plain tensor."""
+    """Return the description of each weight that is not a plain tensor."""
     try:
         names = json.loads(metadata.get("tensor_names", "[]"))
         said = {name: json.loads(metadata[name]) for name in names}
         return {name: facts for name, facts in said.items() if facts["_type"] != _PLAIN}
     except (ValueError, LookupError, TypeError) as error:
         raise WeightsError(
-            f"the header says of which tensors weights are made ({len(metadata)} fields), but it cannot be read "
+            f"cannot read from the header ({len(metadata)} fields) which tensors form the quantized weights "
             f"({error}): save the model again"
         ) from None
 
@@ -84,7 +84,7 @@ def _coded(name: str, facts: dict[str, Any], entries: Mapping[str, Entry]) -> Co
     missing = [full for full in parts.values() if full not in entries]
     if missing or not parts:
         raise WeightsError(
-            f"`{name}` is a {facts['_type']} of {len(parts)} parts, of which {len(missing)} are not there "
+            f"`{name}` is a {facts['_type']} of {len(parts)} parts, of which {len(missing)} are missing "
             f"({', '.join(missing[:3])}): download or save the model again"
         )
     own = {part: entries[full] for part, full in parts.items()}
@@ -109,7 +109,7 @@ def _made(facts: Mapping[str, Any], parts: Mapping[str, Tensor], name: str) -> T
         made: Tensor = object_from_dict({**facts, "_data": {**facts["_data"], **parts}})
     except (ValueError, LookupError, TypeError) as error:
         raise WeightsError(
-            f"`{name}` cannot be made of its {len(parts)} parts ({error}): save the model again with the torchao that "
-            "is installed"
+            f"`{name}` cannot be built from its {len(parts)} parts ({error}): save the model again with the installed "
+            "version of torchao"
         ) from None
     return made

@@ -1,10 +1,11 @@
-"""One tensor of a file of weights: read straight into the memory it is to stay in, or mapped from the file.
+"""One tensor of a weight file: read directly into its final memory, or mapped from the file.
 
-Reading takes no memory but the tensor itself; where the type or the device changes, a block of `_BLOCK_BYTES` besides.
-A mapped tensor is memory of the file, whose pages the kernel drops when memory is short. Its address is as the file has
-it, so a kernel may round a sum otherwise than on memory that torch allocated (torch aligns to 64 bytes).
+Reading takes only the memory of the tensor. If the type or device changes, it also takes a block of `_BLOCK_BYTES`.
 
-It does NOT cover files of another byte order, and says nothing of a file that changes while it is read or mapped.
+A mapped tensor is file memory, whose pages the kernel drops when memory is short. Its alignment is given by the file,
+so kernels may round sums differently than for memory from torch, which is aligned to 64 bytes.
+
+Does NOT cover files with another byte order, or files that change while they are read or mapped.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from plimsoll.records.units import format_bytes
 from plimsoll.weights.loading.written import note_mapped
 
 _BLOCK_BYTES = 8 << 20
-"""Read at once: progress is shown and Ctrl-C heard in between; larger blocks are no faster."""
+"""Bytes per read. Progress is reported and Ctrl-C handled between reads; larger blocks are not faster."""
 
 Report = Callable[[int], None]
-"""Told of each block how many bytes were read."""
+"""A function that is called with the number of bytes of each block that was read."""
 
 
 def _unheard(num_bytes: int) -> None:
-    """Show nothing."""
+    """Ignore the report."""
 
 
 class WeightFile:
-    """A file of weights: read at any place, mapped once for all tensors that are mapped from it.
+    """A weight file that can be read at any offset; it is mapped once for all mapped tensors.
 
     Args:
         path: the file.
-        num_bytes: how long it was when its header was read.
+        num_bytes: its size when its header was read.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -54,7 +55,7 @@ class WeightFile:
         self._maps: weakref.WeakValueDictionary[bool, mmap.mmap] = weakref.WeakValueDictionary()
 
     def mapped(self, is_read_only: bool) -> mmap.mmap:
-        """Return the file as memory; it stays mapped as long as something refers to it.
+        """Return the mapped file. It stays mapped until the last reference is gone.
 
         Raises:
             WeightsError: if the file cannot be opened, or a limit on this process refuses the mapping.
@@ -66,10 +67,10 @@ class WeightFile:
         return known
 
     def read_into(self, target: Tensor, offset: int, report: Report = _unheard) -> None:
-        """Fill a contiguous tensor on the CPU with bytes of the file.
+        """Fill a contiguous CPU tensor with bytes of the file, starting at ``offset``.
 
         Raises:
-            WeightsError: if the file ends before, or cannot be read.
+            WeightsError: if the file is too short or cannot be read.
         """
         if target.numel() == 0:
             return
@@ -99,16 +100,16 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a tensor is in a file of weights.
+    """The place of a tensor in a weight file.
 
     Attributes:
-        name: as the file has it.
-        dtype: as it is stored.
-        shape: of the tensor.
+        name: its name in the file.
+        dtype: its type in the file.
+        shape: its shape.
         source: the file.
-        offset: of its first byte in the file.
-        num_bytes: from its first to its last byte.
-        strides: in elements, where the tensor is not stored in the order of its elements; else ``None``.
+        offset: offset of its first byte in the file.
+        num_bytes: bytes from its first to its last byte.
+        strides: in elements, if the tensor is not contiguous in the file; else ``None``.
     """
 
     name: str
@@ -126,11 +127,11 @@ class Entry:
 
     @property
     def can_be_mapped(self) -> bool:
-        """Whether its first byte is where its type may begin."""
+        """True if its first byte is aligned for its type."""
         return self.offset % self.dtype.itemsize == 0
 
     def has_bytes_of(self, other: Entry) -> bool:
-        """Whether both are the same bytes of one file, as tied weights are in files of ``torch.save``."""
+        """Return whether both entries are the same bytes of one file, as tied weights are in ``torch.save`` files."""
         same = (self.file, self.offset, self.shape, self.strides) == (
             other.file,
             other.offset,
@@ -140,7 +141,7 @@ class Entry:
         return same and self.dtype == other.dtype
 
     def rows(self, begin: int, end: int) -> Entry:
-        """Return where some rows are, by the first dimension, of a tensor that is stored in order."""
+        """Return the entry of rows ``begin`` to ``end`` (exclusive) in the first dimension of a contiguous tensor."""
         assert self.strides is None, self
         assert 0 <= begin <= end <= self.shape[0], (self, begin, end)
         row_bytes = num_bytes_of(self.shape[1:], self.dtype)
@@ -148,7 +149,7 @@ class Entry:
         return Entry(self.name, self.dtype, shape, self.source, offset, (end - begin) * row_bytes)
 
     def read(self, report: Report = _unheard) -> Tensor:
-        """Return the tensor, in memory of its own.
+        """Return a copy of the tensor in new memory.
 
         Raises:
             WeightsError: if the file cannot be read.
@@ -162,7 +163,7 @@ class Entry:
         return span.as_strided(self.shape, self.strides)
 
     def read_into(self, target: Tensor, report: Report = _unheard) -> None:
-        """Fill a tensor of the same shape, of any type and on any device.
+        """Fill a tensor of the same shape, with any type and on any device.
 
         Raises:
             WeightsError: if the file cannot be read.
@@ -177,30 +178,30 @@ class Entry:
                 self._read_in_blocks(target.detach().flatten(), report)
 
     def mapped(self, is_read_only: bool = False) -> Tensor:
-        """Return the tensor as memory of the file.
+        """Return the tensor as a mapping of the file.
 
-        By default copy on write: what is written gets pages of its own, which are private memory from then on, and the
-        file stays as it is. ``RLIMIT_DATA`` counts such a mapping whole; a limit of ours counts of it what was written
+        By default it is copy-on-write: written pages become private memory, and the file does not change.
+        ``RLIMIT_DATA`` counts the whole mapping; a Plimsoll limit counts only written pages
         (`plimsoll.device.cpu.data_limit`).
 
         Args:
-            is_read_only: writing into it ends the process with SIGSEGV, and no limit counts it. For weights that nobody
-                but this package has in hands.
+            is_read_only: map read-only, which no limit counts. A write ends the process with SIGSEGV, so use it only
+                for weights that no other code can access.
 
         Raises:
-            WeightsError: if its first byte is where its type cannot begin, or the file cannot be mapped.
+            WeightsError: if its first byte is not aligned for its type, or the file cannot be mapped.
         """
         if not self.can_be_mapped:
             raise WeightsError(
-                f"`{self.name}` begins at byte {self.offset} of {self.file}, which no tensor of {self.dtype} can be "
-                "mapped from: use place memory, or save the checkpoint again with `save_pretrained`"
+                f"`{self.name}` begins at byte {self.offset} of {self.file}, which is not aligned for {self.dtype} and "
+                "cannot be mapped: use place memory, or save the checkpoint again with `save_pretrained`"
             )
         count = self.num_bytes // self.dtype.itemsize
         with outside_the_device(), torch.no_grad():
             if count == 0:
                 return torch.empty(self.shape, dtype=self.dtype, device="cpu")
             with warnings.catch_warnings():
-                # That the memory cannot be written is what is wanted.
+                # A read-only mapping is intended.
                 warnings.filterwarnings("ignore", "The given buffer is not writable")
                 memory = self.source.mapped(is_read_only)
                 flat = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset)
@@ -209,27 +210,27 @@ class Entry:
             return flat.view(self.shape) if self.strides is None else flat.as_strided(self.shape, self.strides)
 
     def _read_in_blocks(self, flat: Tensor, report: Report) -> None:
-        """Read into another type or onto another device; nothing but a block is ever on the host."""
+        """Read into another type or device, with only one block on the host at a time."""
         size_bytes = self.dtype.itemsize
         step = max(1, _BLOCK_BYTES // size_bytes)
         block = _block(min(step, flat.numel()), self.dtype, flat.device.type == "cuda")
         for begin in range(0, flat.numel(), step):
             part = block[: min(step, flat.numel() - begin)]
             self.source.read_into(part, self.offset + begin * size_bytes, report)
-            flat[begin : begin + len(part)].copy_(part)  # waits until it is there
+            flat[begin : begin + len(part)].copy_(part)  # blocks until the copy is complete
 
 
 def _map(descriptor: int, path: Path, is_read_only: bool) -> mmap.mmap:
-    """Map a whole file; RLIMIT_DATA does not count what is both MAP_SHARED and PROT_READ."""
+    """Map a whole file. A read-only shared mapping does not count against RLIMIT_DATA."""
     if is_read_only:
         return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     try:
         return copied_on_write(descriptor)
     except OSError as error:
         raise WeightsError(
-            f"cannot map {path}, {format_bytes(os.fstat(descriptor).st_size)}, as memory that can be written "
+            f"cannot map {path}, {format_bytes(os.fstat(descriptor).st_size)}, as writable memory "
             f"({error.strerror}): a limit on this process (ulimit -d, ulimit -v) counts all of it; raise it, or use "
-            "place read-only, which ulimit -d does not count and nothing may write to"
+            "place read-only, which ulimit -d does not count (then nothing may write to the weights)"
         ) from None
 
 
@@ -239,7 +240,7 @@ def num_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _block(count: int, dtype: torch.dtype, is_pinned: bool) -> Tensor:
-    """Memory for a block, which is given back at once: freed by malloc, it would teach it to keep such blocks."""
+    """Return memory for a block. It is not from malloc, whose threshold for retaining freed blocks would grow."""
     if is_pinned or count == 0:
         return torch.empty(count, dtype=dtype, device="cpu", pin_memory=is_pinned)
     return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype)
@@ -247,7 +248,7 @@ def _block(count: int, dtype: torch.dtype, is_pinned: bool) -> Tensor:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor of a file, for reading."""
+    """Open a file for reading and yield its descriptor."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Open a checkpoint folder: which files it has, what their headers say, and what is wrong with them.
+"""Opening of checkpoint folders: finds the weight files, reads their headers and reports faults.
 
-Looked for, in this order, as transformers does: ``model.safetensors``, its index, ``pytorch_model.bin``, its index. All
-tensors of all files that an index names are there, also those that it does not name. Nothing but headers is read.
+Files are searched in the order of transformers: ``model.safetensors``, its index, ``pytorch_model.bin``, its index. All
+tensors in the files of an index are included, even if the index does not list them. Only headers are read.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _MOST_INDEX_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a folder holds.
+    """The weights in a folder.
 
     Attributes:
-        folder: where the files are.
-        entries: the tensors by their names, in the order they lie in the files.
-        files: the files of weights.
-        coded: those of the entries that torchao wrote as several tensors, by their names.
+        folder: the folder of the files.
+        entries: the tensors by name, in file order.
+        files: the weight files.
+        coded: the entries that torchao stored as several tensors, by name.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class Checkpoint:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of all tensors; those that share their bytes are counted once."""
+        """Bytes of all tensors; shared bytes count once."""
         places = {(entry.file, entry.offset, entry.num_bytes) for entry in self.entries.values()}
         return sum(num_bytes for _, _, num_bytes in places)
 
@@ -55,17 +55,17 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Read what a checkpoint folder holds, from headers alone.
+    """Open a checkpoint folder, reading only headers.
 
     Args:
-        folder: with ``model.safetensors`` or ``pytorch_model.bin``, or the index of several such files.
+        folder: contains ``model.safetensors`` or ``pytorch_model.bin``, or the index of several such files.
 
     Raises:
-        WeightsError: if there are no weights, or a file is missing, damaged, cut off, or needs code to be read.
+        WeightsError: if there are no weights, or a file is missing, damaged, truncated, or needs code to be read.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise WeightsError(f"{folder} is not a folder: give one that `save_pretrained` wrote")
+        raise WeightsError(f"{folder} is not a folder: give a folder that `save_pretrained` wrote")
     try:
         names = _file_names(folder)
         return _checkpoint(folder, names)
@@ -76,10 +76,10 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def entries_of(path: Path) -> list[Entry]:
-    """List the tensors of one file of weights, in the order they lie in it.
+    """Return the tensors of one weight file, in file order.
 
     Raises:
-        WeightsError: if it is of no known format, damaged, or cut off.
+        WeightsError: if the format is unknown, or the file is damaged or truncated.
     """
     source = WeightFile(path, path.stat().st_size)
     with path.open("rb") as file:
@@ -88,9 +88,9 @@ def entries_of(path: Path) -> list[Entry]:
         if form.recognises(head):
             return form.read_entries(source)
     if head.startswith(b"version https"):
-        raise WeightsError(f"{path} is the pointer of a file in Git LFS, not the file: run `git lfs pull`")
+        raise WeightsError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull`")
     raise WeightsError(
-        f"{path} ({source.num_bytes} bytes) is of no known format ({', '.join(form.TITLE for form in FORMATS)}): "
+        f"{path} ({source.num_bytes} bytes) has an unknown format, not {' or '.join(form.TITLE for form in FORMATS)}: "
         "download or save it again"
     )
 
@@ -101,8 +101,8 @@ def _checkpoint(folder: Path, names: list[str]) -> Checkpoint:
         for entry in entries_of(folder / name):
             if entry.name in entries:
                 raise WeightsError(
-                    f"`{entry.name}` is both in {entries[entry.name].file.name} and in {name} of {folder}, and nothing "
-                    "says which is right: download or save the checkpoint again"
+                    f"`{entry.name}` is both in {entries[entry.name].file.name} and in {name} of {folder}, but must be "
+                    "in one file: download or save the checkpoint again"
                 )
             entries[entry.name] = entry
     if not entries:
@@ -115,7 +115,7 @@ def _checkpoint(folder: Path, names: list[str]) -> Checkpoint:
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """What the header of a file says beside its tensors, which is where safetensors have it."""
+    """Return the metadata in the header of a safetensors file; empty for other formats."""
     with path.open("rb") as file:
         is_headed = safetensors.recognises(file.read(HEAD_BYTES))
     return safetensors.read_metadata(WeightFile(path, path.stat().st_size)) if is_headed else {}
@@ -130,7 +130,7 @@ def _file_names(folder: Path) -> list[str]:
     found = sorted(path.name for path in folder.iterdir())
     shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "") if found else "nothing"
     raise WeightsError(
-        f"{folder} has no weights (looked for {', '.join(_SINGLE)} and an index of either; there is {shown}): give a "
+        f"{folder} has no weights (looked for {', '.join(_SINGLE)} and an index of either; found {shown}): give a "
         "folder that `save_pretrained` wrote"
     )
 
@@ -144,22 +144,22 @@ def _shards(folder: Path, index: str) -> list[str]:
         if not (folder / name).exists():
             tensors = [tensor for tensor, place in places.items() if place == name]
             raise WeightsError(
-                f"{path} names {name}, which is missing in {folder} (with {len(tensors)} tensors, {tensors[0]} among "
-                "them): download that file"
+                f"{path} names {name}, which is missing in {folder} (with {len(tensors)} tensors, such as "
+                f"{tensors[0]}): download that file"
             )
     return sorted(set(places.values()))
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Which file has which tensor, as an index says."""
+    """Return the file of each tensor, as an index lists them."""
     if path.stat().st_size > _MOST_INDEX_BYTES:
-        raise WeightsError(f"{path} has {path.stat().st_size} bytes, which is no index: download it again")
+        raise WeightsError(f"{path} has {path.stat().st_size} bytes, too many for an index: download it again")
     try:
         index: Any = json.loads(path.read_bytes())
         places: dict[str, str] = index["weight_map"]
         is_map = isinstance(places, dict) and all(isinstance(name, str) for name in places.values())
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise WeightsError(f"{path} is no index of weights ({error}): download it again") from None
+        raise WeightsError(f"{path} is not an index of weights ({error}): download it again") from None
     if not is_map or not places:
         raise WeightsError(f"{path} has no `weight_map` of names: download it again")
     return places

@@ -1,9 +1,9 @@
-"""Weights that are mapped copy on write and will be written: their pages count before they are taken.
+"""Accounting for weights that are mapped copy-on-write: pages count before the optimizer writes them.
 
-A page of such a mapping becomes private memory when it is written, and no limit can refuse it then: ``RLIMIT_DATA``
-counts addresses. So inside a limit of ours all that an optimizer of torch's class is about to write is counted before
-its step, and where it does not fit, that is an out-of-memory error before anything is written. What is written
-otherwise (``weight.add_``, ``load_state_dict``) is counted after it, by `plimsoll.device.cpu.data_limit.follow`.
+A page of such a mapping becomes private memory when it is written. No limit can refuse it then, because ``RLIMIT_DATA``
+counts addresses. Inside a Plimsoll limit, all pages that a torch optimizer will write are therefore counted before its
+step. If they do not fit, an out-of-memory error is raised before anything is written. Other writes (``weight.add_``,
+``load_state_dict``) are counted afterwards, by `plimsoll.device.cpu.data_limit.follow`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNCOUNTED = StorageSet()
 
 
 def note_mapped(tensor: Tensor) -> None:
-    """Say that a tensor is mapped copy on write."""
+    """Register a tensor that is mapped copy-on-write."""
     _UNCOUNTED.add(tensor)
     _watch_optimizers()
 
@@ -33,7 +33,7 @@ def _watch_optimizers() -> None:
 
 
 def _count(optimizer: Any, *_: object) -> None:
-    """Count what an optimizer is about to write, once.
+    """Count the tensors that an optimizer is about to write, once each.
 
     Raises:
         MemoryError: if the limit does not allow it.

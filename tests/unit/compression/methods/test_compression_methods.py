@@ -1,4 +1,4 @@
-"""The registry of ways to make a model smaller."""
+"""The registry of compression methods."""
 
 from __future__ import annotations
 

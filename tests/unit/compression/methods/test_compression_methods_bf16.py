@@ -1,4 +1,4 @@
-"""Weights in bfloat16: half the bytes, the same numbers to two digits, and plain loading."""
+"""Weights in bfloat16: half the bytes, values equal to two digits, and loading without Plimsoll."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Channels of feed-forward layers are left out: dead ones without a trace, each way to judge them, the refusals."""
+"""Removal of feed-forward channels: dead channels without loss, each importance score, and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def chosen(**options: float | str) -> Choice:
 
 
 def readers(model: nn.Module) -> list[nn.Module]:
-    """The layers from 24 channels to 16, one a block."""
+    """Return the layers from 24 channels to 16, one per block."""
     return [one for one in model.modules() if input_dim(one) is not None and sorted(one.weight.shape) == [16, 24]
             and one.weight.shape[input_dim(one)] == 24]  # fmt: skip
 
@@ -53,7 +53,7 @@ def test_dead_channels_leave_without_a_trace(name: str, importance: str):
 
 
 def test_the_configuration_says_how_many_are_left():
-    bundle = Bundle(small_model("gpt2"))  # whose n_inner is None: 64
+    bundle = Bundle(small_model("gpt2"))  # its n_inner is None, which means 64
     CHANNELS.shrink(bundle, chosen(share=0.5), Calibration())
     assert bundle.model.config.n_inner == 32
     assert bundle.model.transformer.h[0].mlp.c_fc.nf == 32
@@ -66,7 +66,7 @@ def test_a_channel_is_judged_by_what_writes_and_what_reads_it():
         for layer in (mlp.gate_proj, mlp.up_proj):
             layer.weight.fill_(1.0)
         mlp.down_proj.weight.copy_(torch.arange(24.0).expand(16, 24))
-        mlp.gate_proj.weight[22:] = 0.0  # silu(0) is 0: however large it is read
+        mlp.gate_proj.weight[22:] = 0.0  # silu(0) is 0, so large outgoing weights have no effect
     CHANNELS.shrink(Bundle(model), chosen(share=0.5), Calibration())
     assert mlp.down_proj.weight[0].tolist() == list(range(10, 22))
 

@@ -1,4 +1,4 @@
-"""dynamic_int8: integers of seven bits; what it has in common with int8 is tested there."""
+"""The method dynamic_int8: integers of seven bits. The tests of int8 cover the shared behaviour."""
 
 import torch
 

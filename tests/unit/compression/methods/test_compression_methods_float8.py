@@ -1,4 +1,4 @@
-"""float8: multiplying in it needs a device for it; what it has in common with int8 is tested there."""
+"""The method float8: float8 arithmetic needs a GPU that supports it. The tests of int8 cover the shared behaviour."""
 
 import pytest
 import torch

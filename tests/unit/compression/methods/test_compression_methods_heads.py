@@ -1,4 +1,4 @@
-"""Attention heads are left out: dead ones without a trace, plain where the configuration can say it, else noted."""
+"""Removal of attention heads: dead heads without loss, and a note if the configuration cannot express the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def chosen(**options: float | str) -> Choice:
 
 
 def kill_first_group(model: nn.Module) -> None:
-    """Nothing reads the first head, or the heads that share the first keys and values."""
+    """Zero the weights that read the first head, or the heads that share the first keys and values."""
     for attention in attentions_of(model):
         reader = model.get_submodule(attention.reader)
         rows = reader.weight.data if input_dim(reader) == 0 else reader.weight.data.T
@@ -65,10 +65,10 @@ def test_a_head_is_kept_for_its_values_and_what_reads_them():
     part = model.bert.encoder.layer[0].attention
     with torch.no_grad():
         for layer in (part.self.query, part.self.key, part.self.value):
-            layer.weight.copy_(torch.arange(4.0).repeat_interleave(4)[:, None].expand(16, 16))  # head 0 has no values
+            layer.weight.copy_(torch.arange(4.0).repeat_interleave(4)[:, None].expand(16, 16))  # head 0 has only zeros
             layer.bias.zero_()
         part.output.dense.weight.fill_(1.0)
-        part.output.dense.weight[:, 12:] = 0.0  # nothing reads head 3
+        part.output.dense.weight[:, 12:] = 0.0  # no output depends on head 3
     HEADS.shrink(Bundle(model), chosen(share=0.5), Calibration())
     assert part.self.value.weight[:, 0].tolist() == [1.0] * 4 + [2.0] * 4
     assert part.self.query.weight.shape == (8, 16)

@@ -1,4 +1,4 @@
-"""A smaller hidden size: the same dimensions leave everywhere, with whole heads where they must."""
+"""A smaller hidden size: the same dimensions are removed everywhere, as whole heads if necessary."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def test_what_is_left_is_a_model_of_its_class(name: str):
 
 @pytest.mark.parametrize("importance", ["magnitude", "taylor", "activation"])
 def test_dead_dimensions_are_the_ones_that_leave(importance: str):
-    """Without them the mean of squares is over three quarters of the numbers; norms are given that back here."""
+    """The dead dimensions are removed.
+
+    Norms then average over three quarters of the numbers, so the test scales their weights back.
+    """
     model = small_model("llama", rms_norm_eps=1e-12)
     dead = [0, 3, 7, 14]
     with torch.no_grad():
@@ -66,7 +69,7 @@ def test_whole_heads_leave_where_their_width_is_not_in_the_configuration():
     model = small_model("gpt2")
     last = model.transformer.h[1].attn
     with torch.no_grad():
-        last.c_proj.weight[4:8] = 0.0  # nothing reads head 1 of the last block
+        last.c_proj.weight[4:8] = 0.0  # no output depends on head 1 of the last block
     values = last.c_attn.weight.clone()
     HIDDEN.shrink(Bundle(model), chosen(share=0.25), Calibration())
     assert (last.num_heads, last.head_dim, last.split_size, last.embed_dim) == (3, 4, 12, 12)
@@ -85,7 +88,7 @@ def test_shares_that_are_no_whole_heads_are_refused_with_those_that_are():
 
 
 def test_where_heads_stay_the_width_is_a_multiple_of_their_number():
-    """As the configuration of Llama wants it."""
+    """If heads stay, the width is a multiple of their number, as the configuration of Llama requires."""
     model = small_model("llama")
     HIDDEN.shrink(Bundle(model), chosen(share=0.3), Calibration())
     assert (model.config.hidden_size, model.config.head_dim) == (12, 4)

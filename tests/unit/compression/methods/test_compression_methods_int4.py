@@ -1,4 +1,4 @@
-"""int4: which layers the kernel has, and the same outputs when it is loaded again."""
+"""The method int4: the layers that its kernel supports, and equal outputs after loading."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_it_is_what_load_model_makes_of_the_dense_folder(tmp_path):
 
 
 def test_layers_that_the_kernel_has_not_stay_dense():
-    model = shrunk("int4", made("llama", intermediate_size=72))  # 72 is no multiple of 16, nor of 32
+    model = shrunk("int4", made("llama", intermediate_size=72))  # 72 is a multiple of neither 16 nor 32
     layer = model.model.layers[0]
     assert type(layer.self_attn.q_proj.weight).__name__ == "Int4OpaqueTensor"
     assert type(layer.mlp.up_proj.weight.data) is torch.Tensor

@@ -1,4 +1,4 @@
-"""int8, dynamic_int8, float8: close to the dense model, smaller files, and the same outputs when loaded again."""
+"""The methods int8, dynamic_int8 and float8: close to the dense model, smaller files, equal outputs after loading."""
 
 import pytest
 import torch

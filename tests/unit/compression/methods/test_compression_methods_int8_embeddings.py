@@ -1,4 +1,4 @@
-"""int8_embeddings: only the table of tokens, alone or before the layers."""
+"""The method int8_embeddings, alone or before a method for layers: only the token embedding is quantized."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Layers are left out: which ones, what the rest computes, and what is refused."""
+"""Removal of layers: the selection of layers, the outputs of the others, and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stack(model: nn.Module) -> nn.ModuleList:
 
 
 class Nothing(nn.Module):
-    """A layer that gives back what it is given."""
+    """A layer that returns its input."""
 
     def __init__(self, returns_tuple: bool) -> None:
         super().__init__()
@@ -41,7 +41,10 @@ class Nothing(nn.Module):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_others_compute_what_they_did(name: str):
-    """Of four layers the second and the third are left out, which is as if they did nothing."""
+    """The remaining layers compute the same outputs.
+
+    The second and the third of four layers are removed, which equals replacing them by the identity.
+    """
     model = small_model(name, **with_layers(name, 4))
     bundle = Bundle(small_model(name, **with_layers(name, 4)))
     bundle.model.load_state_dict(model.state_dict())
@@ -127,7 +130,10 @@ def test_models_without_a_stack_of_their_own_are_refused():
 
 
 def test_what_is_noted_of_layers_has_the_numbers_of_those_that_are_left():
-    """The layer whose parameters others have is gone: the first that is left has them."""
+    """Notes about removed layers are renumbered.
+
+    Three layers used the parameters of a removed layer. Now the first remaining layer owns them.
+    """
     model = small_model("bert", num_hidden_layers=4)
     layers = "bert.encoder.layer"
     for number in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Factors: no loss where the rank is there, the least error on what goes in, and no layer that it does not pay for."""
+"""Low-rank factors: no loss if the weight has the rank, the least error for the inputs, and no larger layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def choice(**options) -> Choice:
 
 
 def test_the_rank_follows_from_the_share_by_hand():
-    # 32 x 48 is 1536 numbers; rank 14 has 14 * 80 = 1120, rank 15 1200, of 0.75 * 1536 = 1152.
+    # 32 x 48 is 1536 numbers, and 0.75 * 1536 is 1152. Rank 14 has 14 * 80 = 1120, rank 15 has 1200.
     assert rank_for(32, 48, 0.25) == 14
     assert rank_for(32, 32, 0.5) == 8
 
@@ -40,7 +40,7 @@ def test_a_weight_that_has_the_rank_already_loses_nothing():
         left, right = best_factors(weight, 3, second)
         assert left.shape == (20, 3)
         assert torch.allclose(left @ right, weight, atol=1e-5)
-        assert torch.allclose(left.norm(dim=0), right.norm(dim=1), rtol=1e-4)  # each has half of the size
+        assert torch.allclose(left.norm(dim=0), right.norm(dim=1), rtol=1e-4)  # both factors have equal norms
 
 
 def test_the_error_on_the_inputs_is_the_least_there_is():
@@ -71,19 +71,19 @@ def test_on_the_calibration_a_first_layer_differs_less_than_by_a_plain_svd(name)
 
 
 def hidden_of(given: Bundle, text: str) -> torch.Tensor:
-    """What the first block gives."""
+    """Return the output of the first block."""
     with torch.no_grad():
         return given.model(input_ids=ids_of(given.tokenizer, text), output_hidden_states=True).hidden_states[1]
 
 
 def test_layers_for_which_it_does_not_pay_are_left():
-    given = bundle("llama")  # its keys and values are 32 x 16, the others 32 x 32 and 32 x 48
+    given = bundle("llama")  # keys and values are 32 x 16, the other layers 32 x 32 and 32 x 48
     METHOD.shrink(given, choice(rank=12, aware=False), Calibration())
     layer = given.model.model.layers[0]
     assert type(layer.self_attn.k_proj) is nn.Linear
     assert isinstance(layer.self_attn.q_proj, FactoredLinear)
     assert layer.self_attn.q_proj.rank == 12
-    assert type(given.model.lm_head) is nn.Linear  # which lies in no block
+    assert type(given.model.lm_head) is nn.Linear  # belongs to no block
 
 
 def test_layers_that_share_are_factored_once_and_share_on():

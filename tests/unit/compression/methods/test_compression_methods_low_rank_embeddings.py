@@ -1,4 +1,4 @@
-"""The table of tokens in two factors, and the output that is tied to it."""
+"""The token embedding as two factors, and the output that is tied to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def choice(**options) -> Choice:
 
 
 def with_rank(given: Bundle, rank: int) -> Bundle:
-    """A model whose table has a rank."""
+    """Give the token embedding of a model the rank `rank`."""
     table = given.model.get_input_embeddings().weight
     with torch.no_grad():
         table.copy_(torch.randn(len(table), rank) @ torch.randn(rank, table.shape[1]) * 0.05)

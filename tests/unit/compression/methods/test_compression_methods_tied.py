@@ -1,4 +1,4 @@
-"""The output's rows are those of the embedding."""
+"""An output layer that shares the weight of the embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units of recurrent layers are left out: dead ones without a trace, whatever the layers, directions and gates."""
+"""Removal of recurrent units: dead units without loss, for all numbers of layers, directions and gates."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def logits_of(model: Any) -> Tensor:
 
 
 def kill(model: Any) -> None:
-    """Nothing reads these units, of any layer and direction; tied they are dimensions of the embedding as well."""
+    """Zero the weights that read the dead units of any layer and direction.
+
+    If embedding and output are tied, the units are dimensions of the embedding as well.
+    """
     for name, weight in model.named_parameters():
         reads = "weight_hh" in name or "weight_ih_l1" in name or name in {"head.weight", "embedding.weight"}
         if reads and weight.shape[1] % 12 == 0:

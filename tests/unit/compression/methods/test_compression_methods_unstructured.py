@@ -1,4 +1,4 @@
-"""unstructured: zeros, and not a byte less."""
+"""The method unstructured: some weights are zero, and the size stays the same."""
 
 import torch
 

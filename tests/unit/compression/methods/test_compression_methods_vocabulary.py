@@ -1,4 +1,4 @@
-"""Fewer tokens: the same tokens of the corpus, the same bits of their logits."""
+"""A smaller vocabulary: the texts have the same tokens with bitwise equal logits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_is_rare_is_taken_away_when_asked_for():
     plain = bundle("bert")
     METHOD.shrink(plain, CHOICE, calibration(plain))
     METHOD.shrink(given, seldom, calibration(given))
-    assert 256 < len(given.tokenizer) < len(plain.tokenizer)  # all bytes stay
+    assert 256 < len(given.tokenizer) < len(plain.tokenizer)  # all bytes stay in the vocabulary
 
 
 def test_ties_stay_and_numbers_in_the_configuration_follow(tmp_path):
@@ -91,7 +91,7 @@ def test_rows_beyond_the_tokenizer_go_first():
     given = bundle("bert")
     given.model.resize_token_embeddings(len(given.tokenizer) + 40)
     total = num_bytes(given.model)
-    METHOD.shrink(given, CHOICE, Calibration())  # without counts only what no text can have
+    METHOD.shrink(given, CHOICE, Calibration())  # without counts, only tokens that no text can contain are removed
     assert given.model.config.vocab_size == len(given.tokenizer)
     assert num_bytes(given.model) == total - 40 * 32 * 4
 

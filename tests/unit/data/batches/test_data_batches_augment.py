@@ -1,4 +1,4 @@
-"""Tokens masked, deleted and swapped: by hand at the extremes, in shares, and in what never changes."""
+"""Augmentation of tokens: the extremes by hand, the share of changed tokens, and tokens that never change."""
 
 import pickle
 from itertools import pairwise
@@ -18,7 +18,7 @@ MASK, SPECIAL = 999, [0, 5]
 
 
 def augmented(tokens: list[list[int]], epoch: int = 0, **fields: object) -> list[list[int]]:
-    """What becomes of samples 0, 1, 2, ..."""
+    """Return the augmented tokens of samples 0, 1, 2, ..."""
     augmentation = TokenAugmentation(Augmentation(**fields), 7, SPECIAL, MASK, 1000)
     lengths = np.array([len(row) for row in tokens])
     flat = np.array([token for row in tokens for token in row])
@@ -31,7 +31,7 @@ ROWS = [[1, 2, 5, 3, 0], [4], [0], [6, 7, 8, 0]]
 
 def test_nothing_asked_changes_nothing():
     assert augmented(ROWS) == ROWS
-    assert augmented(ROWS, synonyms="words.tsv", delete_word=1.0) == ROWS  # of the text, not of tokens
+    assert augmented(ROWS, synonyms="words.tsv", delete_word=1.0) == ROWS  # these change the text, not the tokens
 
 
 def test_everything_masked_leaves_special_tokens():
@@ -49,7 +49,7 @@ def test_neighbours_trade_places_around_special_tokens(monkeypatch: pytest.Monke
     monkeypatch.setattr("plimsoll.data.batches.augment.uniform", lambda *_: next(hits))
     is_free = np.array([True, False, True, True, True, False])
     places = swap_places(np.zeros(1, np.uint64), is_free, np.array([6]), 0.5, 1)
-    assert places.tolist() == [2, 1, 0, 4, 3, 5]  # 0 and 2 are neighbours: what is between them may not move
+    assert places.tolist() == [2, 1, 0, 4, 3, 5]  # 0 and 2 are neighbours: the fixed place between them may not move
 
 
 def test_the_last_of_a_sample_does_not_leave_it():
@@ -64,7 +64,7 @@ def test_the_last_of_a_sample_does_not_leave_it():
 def test_shares_are_those_asked_for(share: float):
     num = 100_000
     tokens = [list(range(10, 110))] * (num // 100)
-    slack = 4 * (share * (1 - share) / num) ** 0.5  # standard deviations
+    slack = 4 * (share * (1 - share) / num) ** 0.5  # 4 standard deviations
     masked = [token for row in augmented(tokens, mask=share) for token in row]
     assert abs(masked.count(MASK) / num - share) < slack
     assert abs(sum(map(len, augmented(tokens, delete=share))) / num - (1 - share)) < slack
@@ -104,7 +104,10 @@ def test_labels_move_with_their_tokens(rows: list[list[int]], epoch: int):
 
 
 def test_words_are_swapped_and_deleted_whole():
-    """Words of one to three tokens, 10 to 19, 20 and 30 to 39 of the word, between special tokens."""
+    """Words are swapped and deleted whole.
+
+    Words have one to three tokens (10 to 19, 20 and 30 to 39 mark the word) and stand between special tokens.
+    """
     words = [[word * 100 + piece for piece in range(1 + word % 3)] for word in range(1, 40)]
     flat = [SPECIAL[0], *(token for word in words for token in word), SPECIAL[0]]
     begins = np.array([token in SPECIAL or token % 100 == 0 for token in flat])
@@ -152,7 +155,8 @@ def test_a_function_has_the_last_word():
     assert augmented([[1, 2, 3], [4]], token_function="noise_of_tests:turned") == [[3, 2, 1], [4]]
     first, second = augmented([[1, 2, 3], [4]], token_function="noise_of_tests:drawn")
     assert first != second
-    assert augmented([[9], [8, 7]], token_function="noise_of_tests:drawn") == [first, second]  # of seed and sample
+    # the draw depends on seed and sample
+    assert augmented([[9], [8, 7]], token_function="noise_of_tests:drawn") == [first, second]
     function = pickle.loads(pickle.dumps(UserFunction("noise_of_tests:turned", "token_function")))
     assert function([1, 2], 0) == [2, 1]
 

@@ -1,4 +1,7 @@
-"""Words deleted, swapped and replaced: white space, punctuation and case stay; faults of a table are named by line."""
+"""Augmentation of text: words are deleted, swapped and replaced.
+
+White space, punctuation and case stay. An error about a table names the line.
+"""
 
 import pickle
 import re

@@ -1,4 +1,4 @@
-"""The batches of an epoch: every sample once, in budget, little padding, from any place, whatever the buckets are."""
+"""The batches of an epoch: each sample once, within the budget, with little padding, from any position."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ class Texts:
 
 
 def lognormal(num_texts: int, seed: int = 0) -> Texts:
-    """Lengths as lines of text have them: 27 tokens on average, 123 or more for one in 100, at most 512."""
+    """Return lengths as lines of text have them: 27 tokens on average, at least 123 for one in 100, at most 512."""
     tokens = np.random.default_rng(seed).lognormal(3.0, 0.78, num_texts)
     return Texts(np.clip(tokens, 1, 512).astype(np.uint16))
 
@@ -45,7 +45,8 @@ def padding_share(texts: Texts, batches: list[NDArray[np.int64]]) -> float:
     return 1 - int(texts.tokens.sum(dtype=np.int64)) / padded
 
 
-ROWS_FOR = np.maximum(2000 // np.maximum(np.arange(513), 1) - np.arange(513) // 64, 1)  # as memory would say
+# rows that fit in memory, by length
+ROWS_FOR = np.maximum(2000 // np.maximum(np.arange(513), 1) - np.arange(513) // 64, 1)
 
 buckets = st.one_of(
     st.builds(Buckets, batch_size=st.integers(1, 9), pool_samples=st.integers(1, 60), longest_first=st.booleans()),
@@ -179,7 +180,7 @@ def test_a_place_in_other_buckets_is_refused(other):
     ):
         other(texts).cursor(state)
     order = other(texts).state(Cursor())["order"]
-    begin = state | {"epoch": 4, "position": 0, "batch": 0, "order": order}  # no batch of it has been made
+    begin = state | {"epoch": 4, "position": 0, "batch": 0, "order": order}  # the position before the first batch
     assert other(texts).cursor(begin) == Cursor(4)
 
 

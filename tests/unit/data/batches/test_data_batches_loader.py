@@ -1,4 +1,4 @@
-"""The cursor moves only when told to, and a loader resumed anywhere goes on as one that was never stopped."""
+"""The loader: its cursor moves only on request, and resuming yields the same batches as an uninterrupted run."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ def test_a_resumed_loader_goes_on_as_if_never_stopped(num_done: int):
     uninterrupted = take(Loader(Numbers(10), 4, seed=5), 10)
     loader = Loader(Numbers(10), 4, seed=5)
     take(loader, num_done)
-    loader.peek()  # a step that was begun, but did not happen
+    loader.peek()  # simulates a step that began but did not happen
     resumed = Loader(Numbers(10), 4, seed=5)
     resumed.load_state_dict(loader.state_dict())
     assert facts(take(resumed, 10 - num_done)) == facts(uninterrupted[num_done:])
@@ -148,7 +148,7 @@ def test_an_epoch_is_the_corpus_whatever_the_ranks_are_and_wherever_it_is_stoppe
     expected += take(whole, len(whole))
     state, got = Loader(Numbers(num_samples), batches, 7, shuffle).state_dict(), []
     for number, num_steps in enumerate([*kills, 10_000]):
-        world_size = number % 4 + 1  # another number of ranks after each stop
+        world_size = number % 4 + 1  # the number of ranks changes at each stop
         ranks = [
             Loader(Numbers(num_samples), batches, 7, shuffle, rank=rank, world_size=world_size)
             for rank in range(world_size)
@@ -167,7 +167,7 @@ def test_an_epoch_is_the_corpus_whatever_the_ranks_are_and_wherever_it_is_stoppe
         state = ranks[0].state_dict()
         assert all(rank.state_dict() == state for rank in ranks)
         for rank in ranks:
-            rank.peek()  # read ahead, and lost with the process
+            rank.peek()  # simulates batches read ahead that are lost with the process
     assert got == facts(expected)
     for epoch in range(2):
         ids = [one for batch_epoch, _, some in got if batch_epoch == epoch for one in some]
@@ -175,7 +175,7 @@ def test_an_epoch_is_the_corpus_whatever_the_ranks_are_and_wherever_it_is_stoppe
 
 
 class MapStyle(torch.utils.data.Dataset):
-    """An ordinary data set, one sample at a time."""
+    """A map-style data set that returns one sample at a time."""
 
     def __len__(self) -> int:
         return 10
@@ -217,7 +217,7 @@ def test_an_evaluation_sees_every_sample_once_in_order():
 
 
 class Other(Numbers):
-    """As many samples, of other numbers."""
+    """The same number of samples with other values."""
 
     def batch(self, ids, epoch=0):
         fields = super().batch(ids, epoch)
@@ -232,7 +232,7 @@ KINDS = {
 ORDERS = {"whole": True, "blocks": BlockShuffle(4, 3), "none": False}
 
 
-@pytest.mark.parametrize("num_done", [3, 60])  # in the first epoch, and in a later one
+@pytest.mark.parametrize("num_done", [3, 60])  # in the first epoch and in a later one
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_of_another_seed_order_data_or_length_is_refused(kind: str, order: str, num_done: int):

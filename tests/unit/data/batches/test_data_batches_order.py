@@ -1,6 +1,6 @@
-"""The order is a permutation for every size, another one each epoch and seed, even, and the same everywhere.
+"""The order of samples: a permutation for every size, different in each epoch and seed, and equal on every machine.
 
-Draws belong to a sample and a place in it, look drawn at random, and are the same everywhere.
+Draws belong to a sample and a place in it, are uniform and independent, and are equal on every machine.
 """
 
 import itertools
@@ -52,7 +52,7 @@ def test_all_orders_of_few_samples_are_about_equally_frequent(num_samples: int):
     expected = num_seeds / len(orders)
     chi_square = sum((counts[order] - expected) ** 2 / expected for order in orders)
     degrees = len(orders) - 1
-    assert chi_square < degrees + 4 * (2 * degrees) ** 0.5  # mean + 4 standard deviations of its distribution
+    assert chi_square < degrees + 4 * (2 * degrees) ** 0.5  # mean + 4 standard deviations of chi-square
 
 
 @pytest.mark.parametrize("num_samples", [7, 100])

@@ -1,4 +1,4 @@
-"""What moving batches does where there is nothing to overlap; a GPU's side stream is checked where there is one."""
+"""Transfer of batches without overlap on the CPU; a test with a GPU checks the side stream."""
 
 import pytest
 import torch

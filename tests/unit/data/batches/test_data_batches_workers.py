@@ -1,4 +1,4 @@
-"""Workers may die of anything: the cause is named, every sample comes once, and no process is left behind."""
+"""Workers that die of any cause: the event names it, each sample comes once, and no process is left behind."""
 
 import errno
 import os
@@ -25,8 +25,8 @@ from plimsoll.data.batches.loader import Loader
 from plimsoll.errors import KilledError, PlimsollWarning
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more than there are cores
-    # torch looks for free file descriptors when a worker dies, and its signal handler may raise in the midst of it.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # more workers than cores.
+    # torch looks for free file descriptors when a worker dies, and its signal handler may raise meanwhile.
     pytest.mark.filterwarnings("ignore:Exception ignored in.*FileIO:pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -39,7 +39,7 @@ BUCKETS = Buckets(max_tokens=300, pool_samples=100)
 
 
 class Numbers:
-    """Samples that are their numbers; ``before`` is called with each batch in the process that reads it."""
+    """Samples that equal their numbers. Each batch calls ``before`` in the process that reads it."""
 
     def __init__(self, num_samples: int = 300, before: Callable[[NDArray[np.int64]], None] = lambda ids: None) -> None:
         self._num_samples, self._before = num_samples, before
@@ -65,13 +65,13 @@ def _children_of_other_tests() -> None:
 
 
 def children() -> list[BaseProcess]:
-    """The processes that a test has started."""
+    """Return the processes that a test has started."""
     return [child for child in active_children() if child not in _OTHERS]
 
 
 @pytest.fixture
 def loader_of() -> Iterator[Callable[..., Loader]]:
-    """Loaders that are closed after the test."""
+    """Return a function that makes loaders, and close them after the test."""
     loaders = []
 
     def make(*args, **options) -> Loader:
@@ -126,7 +126,7 @@ def test_the_sequence_is_the_same_whoever_reads_it(changes: list[tuple[int, int,
             got.append(ids.tolist())
         state = ranks[-1].state_dict()
         for rank in ranks:
-            rank.peek()  # read ahead, and lost
+            rank.peek()  # simulates batches that are read ahead and lost
             rank.close()
     assert got == EXPECTED[: len(got)]
 
@@ -142,7 +142,7 @@ def test_workers_stay_over_the_epochs_and_read_everything(loader_of):
         first.add(fields["reader"].item())
         loader.advance()
     assert got == EXPECTED[: len(got)]
-    assert len(first) == 3  # one for the first batch, whose size says how many there may be
+    assert len(first) == 3  # the first batch starts one worker, and its size determines how many more may start
     assert os.getpid() not in first
 
 
@@ -170,7 +170,7 @@ def test_killed_workers_lose_and_repeat_nothing(loader_of):
     for number in range(30):
         got += ids_of(loader, 1)
         if number in (3, 10, 20):
-            kill_one()  # it is dead while this process is in its step, where nothing is raised
+            kill_one()  # the worker dies while this process is in its step, where nothing can raise
     assert got == EXPECTED[:30]
     assert [text.partition(" failed")[0] for text in said] == [
         "reading with 4 workers", "reading with 2 workers", "reading with 1 worker",
@@ -213,11 +213,14 @@ def test_a_kill_for_lack_of_memory_is_told_from_others(loader_of, kills: list[in
 
 
 def test_a_worker_that_is_killed_with_a_lock_in_its_hands_holds_up_nobody(loader_of):
-    """It takes that of the event that ends all workers each time it looks whether it is set."""
+    """A worker that is killed while it holds a lock blocks no other process.
+
+    A worker takes the lock of the shutdown event each time it checks the event.
+    """
     said: list[str] = []
     loader = loader_of(Numbers(), BUCKETS, 1, workers=2, on_event=said.append)
     ids_of(loader, 2)
-    loader._feed._ahead._iterator._workers_done_event._cond.acquire()  # as if by the worker
+    loader._feed._ahead._iterator._workers_done_event._cond.acquire()  # acquired as if by the worker
     kill_one()
     assert ids_of(loader, 10) == EXPECTED[2:12]
     assert len(said) == 1
@@ -283,7 +286,7 @@ def test_what_crashes_the_last_worker_is_not_read_here(loader_of, tmp_path: Path
     said: list[str] = []
     loader = loader_of(Mapped(256), 10, shuffle=False, workers=2, on_event=said.append)
     assert ids_of(loader, 1) == [list(range(10))]
-    os.truncate(path, 4096)  # a bus error for whoever reads beyond
+    os.truncate(path, 4096)  # a read past the end causes a bus error
     with pytest.raises(
         KilledError, match=r"crashed: worker \d+ died of SIGBUS \(/dev/shm has .* check that no"
     ) as error:
@@ -437,12 +440,12 @@ def test_no_worker_outlives_the_training(end: str):
     workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
     if end == "SIGINT":
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
     elif end != "exit":
         process.send_signal(getattr(signal, end))
     _, errors = process.communicate("\n", timeout=120)
     assert process.returncode == {"exit": 0, "SIGINT": -2, "SIGTERM": -15, "SIGKILL": -9}[end], errors
-    _, alive = psutil.wait_procs(workers, timeout=120)  # torch's workers look for their parent every 5 s
+    _, alive = psutil.wait_procs(workers, timeout=120)  # torch's workers check for their parent every 5 s
     assert not alive
 
 

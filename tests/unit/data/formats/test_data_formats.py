@@ -1,4 +1,4 @@
-"""Every module of the folder offers what `Format` asks for."""
+"""Every module of the folder has the functions of `Format`."""
 
 import importlib
 import inspect

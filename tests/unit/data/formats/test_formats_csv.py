@@ -1,4 +1,4 @@
-"""Comma- and tab-separated values: against `csv` itself wherever a file is cut, and each fault with its line."""
+"""Comma- and tab-separated values, compared with `csv` for any cut of the file; each fault names its line."""
 
 import csv
 import io
@@ -28,7 +28,8 @@ NEWS = Path(__file__).parents[5] / "shared" / "data" / "text" / "agnews-test.csv
 def test_rows_do_not_depend_on_where_a_file_is_cut(rows, quoting: int, suffix: str, line_end: str, borders):
     file, delimiter = io.StringIO(newline=""), "\t" if suffix == ".tsv" else ","
     writer = csv.writer(file, delimiter=delimiter, quoting=quoting, lineterminator=line_end)
-    if quoting == csv.QUOTE_MINIMAL:  # it does not quote a lone return, which is then the end of a row to the reader
+    # `csv` does not quote a lone carriage return, which the reader takes for the end of a row
+    if quoting == csv.QUOTE_MINIMAL:
         rows = [(label, text.replace("\r", "")) for label, text in rows]
     writer.writerows([("y", "text"), *rows])
     expected = list(csv.reader(io.StringIO(file.getvalue(), newline=""), delimiter=delimiter))[1:]
@@ -114,7 +115,8 @@ def test_a_quote_that_is_not_closed_takes_the_rest_with_it(tmp_path: Path):
 @given(st.lists(st.text(st.sampled_from(list('ab "\\,\r\u00e9')), max_size=12), max_size=12), BORDERS)
 def test_quotes_without_a_meaning_are_characters_wherever_a_file_is_cut(texts, borders):
     content = "".join(f'{number}"\t{text}\n' for number, text in enumerate(texts))
-    kept = [text for text in (text.rstrip("\r") for text in texts) if text]  # as of the end of a line
+    # a carriage return at the end of a text belongs to the end of the line
+    kept = [text for text in (text.rstrip("\r") for text in texts) if text]
     with cut_into(*borders), tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder, "a.tsv"), content)
         if not kept:
@@ -144,7 +146,7 @@ def test_that_quotes_may_have_no_meaning_is_said_where_one_is_not_closed(tmp_pat
         ("x,text\n1,b\n", {}, ["b"]),
         ("text\nb", {"header": False}, ["text", "b"]),
         ("1,2\n3,x", {"text": "2", "header": True}, ["x"]),
-        ("7,a\n", {}, ["a"]),  # a number in the first row: it names nothing
+        ("7,a\n", {}, ["a"]),  # the first row contains a number, so it is not a header
         ("\ufeffid,body\r\n1,b\r\n", {"header": True}, ["b"]),
     ],
 )
@@ -219,7 +221,7 @@ def test_ag_news():
         assert [corpus.label_names[number] for number in corpus.labels] == [label for label, _, _ in rows]
 
 
-@pytest.mark.parametrize("num_before", [0, 3, 160_000])  # in a later part of the file, too
+@pytest.mark.parametrize("num_before", [0, 3, 160_000])  # the last case lies in a later part of the file
 def test_two_stray_quotes_that_swallow_rows_are_warned_of(tmp_path: Path, num_before: int):
     before = "".join(f"text {number},0\n" for number in range(num_before))
     rows = "".join(f"row {number},1\n" for number in range(30))
@@ -230,7 +232,7 @@ def test_two_stray_quotes_that_swallow_rows_are_warned_of(tmp_path: Path, num_be
     with pytest.warns(PlimsollWarning, match=said):
         corpus = opened(path)
     assert len(corpus) == num_before + 2
-    with pytest.warns(PlimsollWarning, match=said):  # from the cache
+    with pytest.warns(PlimsollWarning, match=said):  # also if the index comes from the cache
         opened(path)
     assert len(opened(path, quotes=False)) == num_before + 33
 

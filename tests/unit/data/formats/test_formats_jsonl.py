@@ -1,4 +1,4 @@
-"""Objects in lines: against `json` itself wherever a file is cut, and each fault with its line."""
+"""Objects in lines, compared with `json` for any cut of the file; each fault names its line."""
 
 import json
 import tempfile

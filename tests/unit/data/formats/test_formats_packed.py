@@ -1,4 +1,4 @@
-"""The store of converted texts: what is found in it wherever it is cut."""
+"""The store of converted texts: reading finds the same texts for any cut."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is stored of words with tags comes back as words, and with their tags where these are asked for."""
+"""The store of tagged words: words are read back, and their tags if requested."""
 
 import numpy as np
 import pytest

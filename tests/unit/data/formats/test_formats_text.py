@@ -1,4 +1,4 @@
-"""Lines, paragraphs and documents of plain text: by hand, and against a naive reading of any bytes cut anywhere."""
+"""Lines, paragraphs and documents of plain text: results by hand, and a naive reading of any bytes with any cut."""
 
 import tempfile
 from pathlib import Path
@@ -17,7 +17,7 @@ BORDERS = st.sampled_from([(8, 8), (16, 8), (24, 16), (64, 24), (256, 64)])
 GOOD = [b"a", b"b c", b"\n", b"\n\n", b"\r\n", b"\r", b" ", b"\t", b"\n \t\n", b"0123456789abcdef" * 2, b"\x0c"]
 GOOD += [character.encode() for character in "\u00e9\u20ac\U0001f600\u2028\ufeff"]
 BAD = [b"\xff", b"\0", b"\xc3", b"\xe2\x82", b"\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80"]
-HEAD = b"head\nhead\n\n"  # NUL near the begin would mark a binary file
+HEAD = b"head\nhead\n\n"  # a NUL byte near the beginning would mark a binary file
 
 
 def lines_of(content: bytes) -> list[bytes]:
@@ -55,7 +55,7 @@ def is_text(raw: bytes) -> bool:
         (b"ab\ncd", ["ab", "cd"]),
         (b"ab\r\ncd\r", ["ab", "cd"]),
         (b"\n\r\n\nx\n\n", ["x"]),
-        (b"a\rb\nc", ["a\rb", "c"]),  # a lone return does not split
+        (b"a\rb\nc", ["a\rb", "c"]),  # a lone carriage return does not split
         (b"a\r\r\nb", ["a\r", "b"]),
         (b"\xef\xbb\xbfab\nc", ["ab", "c"]),  # the byte order mark is not text
         (b"\xef\xbb\xbf\nc", ["c"]),
@@ -136,7 +136,8 @@ def test_what_is_skipped_is_what_a_naive_reading_cannot_read(
         (b"a" * 40 + b"\xf0\x9f\x98\x80\x80", r"line 1: byte 44 \(0x80\) is not UTF-8"),
         (HEAD + b"\0", "line 4: byte 11 is NUL"),
         (b"a\r\nb\n\ncd\xff", r"line 4: byte 8 \(0xff\) is not UTF-8"),
-        (b"abcd\nabcd\nab\xe2\nx", r"line 3: byte 12 \(0xe2\) is not UTF-8"),  # found where a chunk or a part ends
+        # the fault lies at the end of a chunk or part
+        (b"abcd\nabcd\nab\xe2\nx", r"line 3: byte 12 \(0xe2\) is not UTF-8"),
     ],
 )
 def test_bytes_that_are_not_text_are_named_with_their_place(

@@ -1,4 +1,4 @@
-"""Sentence and paragraph borders in the text, whatever the tokenizer keeps of it; windows against a plain loop."""
+"""Sentence and paragraph borders, found in the text for any tokenizer; windows compared with a plain loop."""
 
 import tempfile
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def backend(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
 
 
 def parts_of(text: str, backend: tokenizers.Tokenizer, kind: str = "sentence") -> list[str]:
-    """The text cut before each token that is marked; without white space at the ends."""
+    """Cut the text before each marked token, and strip white space from the parts."""
     encoded = TextEncoder(backend).encode(list(marked_pieces([(text, True)], True)), with_marks=True)
     offsets = backend.encode(text, add_special_tokens=False).offsets
     assert encoded.marks is not None
@@ -94,7 +94,10 @@ def test_a_text_in_pieces_has_the_borders_of_the_whole(text: str, cuts: set[int]
 
 @pytest.mark.parametrize("character", list('.\n )。"'))
 def test_a_long_run_of_signs_is_read_once(character: str):
-    """Were each place of the run tried by itself, this would not end within the time that a test may take."""
+    """A long run of punctuation is read once.
+
+    A search that starts again at each character of the run would exceed the time limit of a test.
+    """
     assert begins_in("." + character * (1 << 18)) == []
 
 
@@ -103,7 +106,7 @@ WORD, FULL_STOP = 1, 20
 
 
 def windows_of(texts: list[list[int]], most: int, with_end: bool) -> tuple[list[tuple[int, int]], int]:
-    """Starts and lengths, and how many windows end where no border fitted, in plain loops."""
+    """Return starts and lengths of windows, and how many windows end without a border, by plain loops."""
     windows, num_inside, begin = [], 0, 0
     for text in texts:
         tokens = [*text, 0] if with_end or not text else text
@@ -124,7 +127,7 @@ def windows_of(texts: list[list[int]], most: int, with_end: bool) -> tuple[list[
 
 
 def marked_store(folder: Path, texts: list[list[int]]):
-    """A store whose sentences begin with a word behind a full stop."""
+    """Create a store whose sentences begin with a word after a full stop."""
     flat = np.array([token for text in texts for token in [*text, 0]])
     begins = np.concatenate(([False], (flat[:-1] == FULL_STOP) & (flat[1:] == WORD)))
     return store_of(folder, texts, marks=begins * np.uint8(MARKS["sentence"]))

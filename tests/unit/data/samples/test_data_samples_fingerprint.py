@@ -1,4 +1,4 @@
-"""What tells data sets of one length apart, where reading them has no other effect."""
+"""Fingerprints that distinguish data sets of equal length, computed only if reading them has no side effect."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def test_content_is_told_by_some_samples(make):
 
 
 class Changed(Batched):
-    """A thousand samples of which some are others."""
+    """A thousand samples, some of which are changed."""
 
     def __init__(self, changed: range = range(0), width: int = 8) -> None:
         self._changed, self._width, self.num_read = np.array(changed, np.int64), width, 0
@@ -66,13 +66,13 @@ def test_any_change_of_few_and_small_samples_is_noticed(changed: range):
 
 
 def test_of_many_or_large_samples_some_from_all_over_are_looked_at():
-    large = Changed(width=1 << 16)  # half a mebibyte each
+    large = Changed(width=1 << 16)  # 512 KiB per sample
     mark_of(large, 0)
     assert large.num_read == 32
     assert mark_of(Changed(width=1 << 16), 0) != mark_of(Changed(range(400, 800), 1 << 16), 0)
     many = TensorDataset(torch.zeros(100_000))
     assert mark_of(many, 0) == mark_of(TensorDataset(torch.zeros(100_000)), 0)
-    for first in range(0, 100_000, 9973):  # a hundred neighbours anywhere
+    for first in range(0, 100_000, 9973):  # a hundred neighbouring samples at any position
         changed = torch.zeros(100_000)
         changed[first : first + 100] = 1
         assert mark_of(TensorDataset(changed), 0) != mark_of(many, 0)

@@ -1,4 +1,4 @@
-"""Classes from folders."""
+"""Classes from the names of folders."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Masks that keep texts apart: by hand, and in the attention functions they are for."""
+"""Masks that separate texts, by hand and in the attention functions that use them."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from plimsoll.data.samples.masks import block_diagonal_mask, flex_mask, varlen_lengths
 
-POSITIONS = torch.tensor([[0, 1, 0, 0, 1], [0, 1, 2, 3, 0]])  # texts of 2, 1 and 2 tokens; of 4 and 1
+POSITIONS = torch.tensor([[0, 1, 0, 0, 1], [0, 1, 2, 3, 0]])  # rows with texts of 2, 1 and 2 tokens, and of 4 and 1
 
 
 def test_a_token_looks_at_its_own_text():
@@ -30,7 +30,7 @@ def test_with_a_type_it_is_added_to_scores():
     assert added.min() == torch.finfo(torch.bfloat16).min
 
 
-# Not compiled, flex_attention says once that it is slow; what is tested is the mask.
+# Without compilation, flex_attention warns once that it is slow. The test checks only the mask.
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("causal", [True, False])
 def test_flex_attention_gives_what_the_mask_gives(causal: bool):

@@ -1,4 +1,4 @@
-"""The way that is marked as that of a job is what its data sets and its loader are; the others are derived by hand."""
+"""The mode marked as a job's equals its data sets and loader; the numbers of other modes are derived by hand."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from plimsoll.records.job import Job
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100 texts of two classes, of 1 to 40 sentences each, whose neighbours are of like length."""
+    """Create 100 texts of two classes, with 1 to 40 sentences each. Neighbours have similar lengths."""
     folder = tmp_path_factory.mktemp("texts")
     drawn = np.random.default_rng(0)
     for number in range(100):
@@ -42,7 +42,7 @@ def marked(job: Job, cache: Path) -> Filling:
 
 
 def real_shares(job: Job, cache: Path) -> tuple[int, float, float]:
-    """Return the samples of an epoch, the share of their batches that is padding, and the useful tokens of a sample."""
+    """Return the samples of an epoch, the share of padding in their batches, and the useful tokens per sample."""
     samples, _ = open_datasets(prepare(job, cache), job)
     if isinstance(samples, PackedDataset):
         packs = samples.packs
@@ -124,7 +124,7 @@ def test_windows_that_overlap_count_each_predicted_token_once():
     plain, strided = (
         filling for filling in Texts(job, np.array([10, 12])).fillings() if "windows of 8" in filling.name
     )
-    # 24 tokens with the end tokens: begins 0, 8, 16; and 0, 4, 8, 12, 16
+    # 24 tokens including end tokens: windows begin at 0, 8, 16, and with the stride at 0, 4, 8, 12, 16
     assert (plain.num_samples, plain.useful_tokens, plain.num_dropped_tokens) == (3, 16, 0)
     assert (strided.num_samples, strided.useful_tokens, strided.num_dropped_tokens) == (5, 2 * 24 / 5, 0)
     assert [plain.is_this_job, strided.is_this_job] == [False, True]

@@ -1,4 +1,4 @@
-"""Which models keep packed texts apart, found out by trying them."""
+"""A test of models finds those that keep packed texts apart."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_a_recurrent_network_cannot_be_packed():
 
 
 class PerToken(nn.Module):
-    """Keeps texts apart, but knows nothing of positions that begin anew."""
+    """A model that keeps texts apart, but, with ``of_row``, ignores positions that restart."""
 
     def __init__(self, of_row: bool, has_output: bool = True) -> None:
         super().__init__()

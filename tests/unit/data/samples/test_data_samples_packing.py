@@ -1,4 +1,4 @@
-"""Rows of whole texts: by hand, as good as plain best-fit, nothing lost; losses and gradients of the texts unpacked."""
+"""Rows of whole texts: by hand, compared with plain best-fit, and with the losses and gradients of unpacked texts."""
 
 import itertools
 import pickle
@@ -25,7 +25,7 @@ X = IGNORED_LABEL
 
 def test_rows_hold_whole_texts_whose_positions_begin_anew(tmp_path: Path):
     store = store_of(tmp_path, [[1, 2, 3], [4], [5, 6, 7, 8, 9]])
-    packs = pack(cut_texts(store, 6, with_end=True))  # of 4, 2 and 6 tokens
+    packs = pack(cut_texts(store, 6, with_end=True))  # spans of 4, 2 and 6 tokens
     assert len(packs) == 2
     assert packs.padding_share == 0
     batch = PackedDataset(packs, pad_id=0).batch(np.array([0, 1]))
@@ -63,7 +63,7 @@ def test_rows_shorter_than_a_text_are_refused(tmp_path: Path):
 
 
 def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """The rows of best-fit decreasing, one span at a time."""
+    """Return the rows of best-fit decreasing, placing one span at a time."""
     rows: list[list[int]] = []
     for length in sorted(lengths, reverse=True):
         rooms = [(capacity - sum(row), row) for row in rows if capacity - sum(row) >= length]
@@ -117,7 +117,7 @@ def test_no_token_is_lost_and_none_comes_twice(lengths, most, room, spans_per_po
 
 
 def test_next_to_nothing_is_padding_on_lengths_as_text_has_them(tmp_path: Path):
-    # Lognormal with mean 28 and 99th percentile 117, the lengths of lines of English text, up to 512.
+    # Lognormal lengths with mean 28 and 99th percentile 117, as lines of English text have, up to 512.
     lengths = np.random.default_rng(0).lognormal(3.05, 0.735, 100_000).astype(np.int64).clip(1, 512)
     members, nums = best_fit(lengths[: module._SPANS_PER_POOL], 512)
     assert len(members) == module._SPANS_PER_POOL

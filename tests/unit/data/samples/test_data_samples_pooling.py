@@ -1,4 +1,4 @@
-"""Window predictions pooled to texts: against plain numpy, in any order, with no more texts open than need be."""
+"""Window predictions pooled to texts: compared with numpy, in any order, with as few open texts as possible."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ POOLINGS: tuple[Pooling, ...] = ("mean", "probability", "max", "vote")
 
 
 def pooled(pooling: Pooling, logits: np.ndarray) -> np.ndarray:
-    """One text, its windows as rows."""
+    """Pool one text; each row of `logits` is a window."""
     probabilities = np.exp(logits - logits.max(1, keepdims=True))
     probabilities /= probabilities.sum(1, keepdims=True)
     if pooling == "vote":

@@ -1,4 +1,4 @@
-"""Where stream slots are and how far gradients reach: numbers by hand, and all small streams by counting."""
+"""The positions of stream slots and the reach of gradients: numbers by hand, and all small streams by counting."""
 
 import numpy as np
 import pytest
@@ -17,13 +17,16 @@ from plimsoll.records.run import GradientReach
 
 
 def windows_of(slots: StreamSlots) -> list[tuple[int, int]]:
-    """The first and the last token of each sample."""
+    """Return the first and the last token of each sample."""
     starts, lengths = slots.places(np.arange(slots.num_samples))
     return list(zip(starts.tolist(), (starts + lengths - 1).tolist(), strict=True))
 
 
 def test_two_stream_slots_of_eleven_tokens():
-    """10 tokens are predicted, 5 in each stream slot, in windows of 4 tokens that predict 3, and then 2."""
+    """Two stream slots of 11 tokens predict 5 tokens each.
+
+    Windows of 4 tokens predict 3 tokens, then 2.
+    """
     slots = StreamSlots(100, 11, 2, 4)
     assert (slots.slot_tokens, slots.num_windows, slots.num_samples, slots.num_dropped_tokens) == (5, 2, 4, 0)
     assert windows_of(slots) == [(100, 103), (105, 108), (103, 105), (108, 110)]
@@ -68,7 +71,7 @@ def test_the_reach_is_what_counting_gives(
     reaches = []
     for first, last in windows_of(slots):
         reach = 0
-        for place in range(first, last):  # the tokens that are read; each predicts the next
+        for place in range(first, last):  # each token that is read predicts the next
             is_cut = segment_steps is not None and (place - first) % segment_steps == 0
             reach = 1 if is_cut or (with_texts and place - 1 in ends) else reach + 1
             reaches.append(reach)
@@ -102,7 +105,10 @@ def test_too_little_text_is_refused_in_numbers():
 
 
 def test_the_first_tokens_of_texts_are_found():
-    """Texts end at 2, 5 and 6, so they begin at 3, 6 and 7 (and at 0, which is not said)."""
+    """The first tokens of texts are marked.
+
+    Texts end at 2, 5 and 6, so they begin at 3, 6 and 7. The first text begins at 0, which is not marked.
+    """
     ends = np.array([2, 5, 6])
     found = first_tokens(ends, np.array([0, 3, 6, 8]), 4)
     assert found.tolist() == [
@@ -114,7 +120,10 @@ def test_the_first_tokens_of_texts_are_found():
 
 
 def test_truncated_segments_reach_back_to_their_begin():
-    """Tokens 0 to 6 of a window, in segments of 3: 1, 2, 3, 1, 2, 3, 1 tokens back."""
+    """Gradients reach back to the beginning of a segment.
+
+    For tokens 0 to 6 in segments of 3, the reach is 1, 2, 3, 1, 2, 3, 1 tokens.
+    """
     assert truncated_reach(7, 3) == GradientReach(most_tokens=3, mean_tokens=13 / 7)
     assert truncated_reach(7, 99) == GradientReach(most_tokens=7, mean_tokens=4.0)
 

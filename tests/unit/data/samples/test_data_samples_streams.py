@@ -1,4 +1,4 @@
-"""The windows of streams as a dataset: batches go on from each other, and say where texts begin."""
+"""The windows of streams as a dataset: consecutive batches are contiguous, and mark the beginnings of texts."""
 
 import pickle
 from pathlib import Path
@@ -16,7 +16,7 @@ from plimsoll.data.samples.windows import IGNORED_LABEL
 from plimsoll.errors import DataError
 from token_stores import store_of
 
-TEXTS = [[1, 2, 3, 4], [5], [6, 7, 8]]  # 1 2 3 4 0 5 0 6 7 8 0
+TEXTS = [[1, 2, 3, 4], [5], [6, 7, 8]]  # as tokens: 1 2 3 4 0 5 0 6 7 8 0
 
 
 def dataset_of(folder: Path, resets: bool = False) -> StreamDataset:

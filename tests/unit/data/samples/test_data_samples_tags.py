@@ -1,4 +1,4 @@
-"""Labels of tokens: those of the first token of each word, and in one window only, by brute force."""
+"""Labels of tokens: each word's first token has the label of the word, in exactly one window, by brute force."""
 
 import pickle
 import tempfile
@@ -28,9 +28,9 @@ def test_that_nothing_is_predicted_is_said_alike():
     ("names", "are", "named"),
     [
         (["B-X", "I-X", "O"], True, None),
-        (["I-X", "O"], True, None),  # conlleval reads an I that nothing began as a begin
+        (["I-X", "O"], True, None),  # conlleval counts an I that follows no B as a beginning
         (["O"], False, None),
-        (["NOUN", "VERB"], False, None),  # of no entities, and none would look for their F1
+        (["NOUN", "VERB"], False, None),  # tags without entities, for which nobody expects an F1
         (
             ["B-PER", "O", "PER", "LOC"],
             False,
@@ -157,7 +157,7 @@ def test_tags_that_cannot_be_learnt_are_refused(tmp_path: Path):
 def test_a_word_whose_tag_is_minus_100_has_no_label(tmp_path: Path):
     _, _, store = tagged_store(tmp_path / "a.conll", [[("Ada", "B-X"), ("saw", "-100"), ("it", "O")]])
     assert store.tag_names == ("B-X", "O")
-    assert np.asarray(store.labels).tolist() == [0, NO_LABEL, 1, NO_LABEL]  # the last is of the end token
+    assert np.asarray(store.labels).tolist() == [0, NO_LABEL, 1, NO_LABEL]  # the last label belongs to the end token
     corpus = tagged_corpus(tmp_path / "b.conll", "a -100\nb -100\n")
     with pytest.raises(DataError, match=r"no word of the 1 texts has a tag \(-100 means no tag\)"):
         tags_of(corpus)

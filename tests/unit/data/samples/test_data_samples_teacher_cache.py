@@ -1,4 +1,4 @@
-"""What a teacher said of samples: written in their order, also after an interruption, and read with them."""
+"""The teacher cache: written in the order of the samples, also after an interruption, and read with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = np.array([3, 1, 4])
 
 
 class Samples:
-    """Three samples of unequal length, of tokens or as a whole."""
+    """Three samples of unequal length, with teacher outputs per token or per sample."""
 
     reads_fast, pad_multiple, sequence_length, block_samples, num_truncated = True, 1, 4, 2, 0
 
@@ -44,7 +44,7 @@ class Samples:
 
 
 def said(first: int, num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of sample n, token t and place k: word 100 n + 10 t + k, and its negative."""
+    """Return the teacher's words and scores: for sample n, token t and place k, 100 n + 10 t + k and its negative."""
     sample, token, place = torch.meshgrid(
         torch.arange(first, first + num_samples), torch.arange(4), torch.arange(2), indexing="ij"
     )
@@ -67,7 +67,7 @@ def write(folder: Path, *parts: int) -> Path:
 
 @pytest.mark.parametrize("parts", [(3,), (1, 2), (2, 1)])
 def test_samples_have_what_was_said_of_them_in_any_order(tmp_path, parts):
-    """Also where the writer was interrupted between two samples."""
+    """Samples in any order have the teacher's outputs, also if the writer was interrupted between two samples."""
     with_teacher = WithTeacher(Samples(), open_teacher_cache(write(tmp_path / "teacher", *parts)))
     batch = with_teacher.batch(np.array([2, 1]))
     assert batch[WORDS].dtype == torch.int32
@@ -85,7 +85,7 @@ def test_samples_have_what_was_said_of_them_in_any_order(tmp_path, parts):
 
 def test_files_take_no_private_memory(tmp_path):
     rows = open_teacher_cache(write(tmp_path / "teacher", 3))
-    assert isinstance(rows.words, Checked)  # as is each file of a store that is mapped
+    assert isinstance(rows.words, Checked)  # like every mapped file of a store
     assert isinstance(rows.log_p, Checked)
     assert isinstance(rows.words.base, np.memmap)
     assert isinstance(rows.log_p.base, np.memmap)

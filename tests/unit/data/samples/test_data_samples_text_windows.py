@@ -1,4 +1,4 @@
-"""Texts cut into spans: by hand, against a plain loop, and with nothing kept in memory."""
+"""Texts cut into spans: by hand, compared with a plain loop, in constant memory."""
 
 import itertools
 import pickle
@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> TokenStore:
 
 def test_long_texts_become_windows_that_know_their_text(store: TokenStore):
     spans = cut_texts(store, 2)
-    assert contents(spans) == [[1, 2], [3, 4], [5], [6], [0], [7, 8]]  # the empty text is its end token
+    assert contents(spans) == [[1, 2], [3, 4], [5], [6], [0], [7, 8]]  # the empty text consists of its end token
     ids = np.arange(6)
     assert spans.parents(ids).tolist() == [0, 0, 0, 1, 2, 3]
     assert spans.num_of_parents(np.arange(4)).tolist() == [3, 1, 1, 1]
@@ -104,11 +104,11 @@ def test_spans_that_are_gone_are_named(store: TokenStore):
 def test_progress_is_in_tokens(store: TokenStore):
     told: list[tuple[str, int, int]] = []
     cut_texts(store, 2, progress=lambda *step: told.append(step))
-    assert told == [("spans", 11, 12)]  # the end token after the last text is of no span
+    assert told == [("spans", 11, 12)]  # the end token after the last text belongs to no span
 
 
 def windows_of(lengths: list[int], most: int, stride: int, with_end: bool) -> list[tuple[int, int, int]]:
-    """(text, start, length), in plain loops."""
+    """Return (text, start, length) of each window, by plain loops."""
     windows, begin = [], 0
     for text, length in enumerate(lengths):
         num = max(length + with_end, 1)
@@ -167,7 +167,7 @@ for kind in (None, "sentence"):
 
 @pytest.mark.long
 def test_memory_does_not_depend_on_the_texts(tmp_path: Path):
-    tokens = np.ones(20_000_000, np.uint16)  # one text, whose windows would fill 160 MiB as two lists of numbers
+    tokens = np.ones(20_000_000, np.uint16)  # one text, whose windows would need 160 MiB as two lists of numbers
     tokens[9::10] = 2
     tokens[-1] = 0
 

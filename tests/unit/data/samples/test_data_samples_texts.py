@@ -1,4 +1,4 @@
-"""Texts as samples: padding by hand, labels that go with the windows, and ordinary loaders."""
+"""Texts as samples: padding by hand, labels of windows, and ordinary loaders."""
 
 import pickle
 import tempfile
@@ -32,7 +32,7 @@ def test_documents_are_padded_to_the_longest_of_the_batch(store: TokenStore):
     dataset = DocumentDataset(cut_texts(store, 4, long_texts="truncate"), LABELS, pad_id=9, pad_multiple=1)
     assert len(dataset) == 4
     batch = dataset.batch(np.array([3, 1, 2]))
-    assert batch["input_ids"].tolist() == [[7, 8], [6, 9], [0, 9]]  # the empty text is its end token
+    assert batch["input_ids"].tolist() == [[7, 8], [6, 9], [0, 9]]  # the empty text consists of its end token
     assert batch["attention_mask"].tolist() == [[1, 1], [1, 0], [1, 0]]
     assert batch["labels"].tolist() == [1, 0, 2]
     assert {field.dtype for field in batch.values()} == {torch.int64}

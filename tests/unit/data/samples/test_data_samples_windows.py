@@ -1,4 +1,4 @@
-"""Samples from tokens, with every number by hand; splits that share nothing."""
+"""Samples cut from tokens, with every number by hand; splits have no token in common."""
 
 import pickle
 import tempfile
@@ -16,7 +16,7 @@ from token_stores import store_of
 
 
 def test_windows_cut_the_texts_laid_end_to_end(tmp_path: Path):
-    dataset = WindowDataset(store_of(tmp_path, [[1, 2, 3, 4], [5], [6, 7, 8]]), 3)  # 1 2 3 4 0 5 0 6 7 8 0
+    dataset = WindowDataset(store_of(tmp_path, [[1, 2, 3, 4], [5], [6, 7, 8]]), 3)  # as tokens: 1 2 3 4 0 5 0 6 7 8 0
     assert (len(dataset), dataset.num_dropped_tokens) == (3, 2)
     assert [dataset[number]["input_ids"].tolist() for number in range(3)] == [[1, 2, 3], [4, 0, 5], [0, 6, 7]]
     batch = dataset.batch(np.array([2, 0]))
@@ -44,7 +44,7 @@ def test_text_shorter_than_a_window_is_refused_in_numbers(tmp_path: Path):
 def test_overlapping_windows_predict_each_token_once(num_tokens: int, length: int, data: st.DataObject):
     stride = data.draw(st.integers(1, length - 1))
     with tempfile.TemporaryDirectory() as folder:
-        store = store_of(Path(folder), [list(range(1, num_tokens + length))])  # a token says its place
+        store = store_of(Path(folder), [list(range(1, num_tokens + length))])  # each token equals its position
         dataset = WindowDataset(store, length, stride)
         batch = dataset.batch(np.arange(len(dataset)))
     inputs, labels = batch["input_ids"], batch["labels"]

@@ -1,4 +1,4 @@
-"""Blocks: each is read once, memory is bounded, and what is too long is read by itself."""
+"""Blocks of texts: each block is read once, memory is bounded, and a text larger than a block is read separately."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from plimsoll.data.text.corpus import Corpus
 
 
 class Watched:
-    """A corpus that counts what is read."""
+    """A corpus that records which blocks are read."""
 
     def __init__(self, corpus: Corpus, texts_per_block: int) -> None:
         self._corpus, self.texts_per_block = corpus, texts_per_block
@@ -74,7 +74,7 @@ def test_the_blocks_used_last_are_kept_within_the_bytes_given(watched: Watched, 
     for number in (0, 1, 2, 0, 3, 0):
         texts_of(blocks, watched, [number * 100])
     assert [first // 100 for first, _ in watched.read] == [0, 1, 2, 3]
-    texts_of(blocks, watched, [100])  # the one that was used least has gone
+    texts_of(blocks, watched, [100])  # the least recently used block was evicted
     assert [first // 100 for first, _ in watched.read] == [0, 1, 2, 3, 1]
 
 
@@ -86,7 +86,10 @@ def test_blocks_that_would_not_fit_are_not_read_whole(watched: Watched, lines: l
 
 @pytest.mark.long
 def test_texts_of_a_pool_are_read_once_however_short_they_are_as_strings(tmp_path: Path):
-    """A pool of the default order is 16 MiB of files; as strings, texts this short take five times as much."""
+    """The texts of a pool are read once even if they are short.
+
+    A pool of the default order is 16 MiB of files; as strings, texts this short take five times as much.
+    """
     lines = [f"{number % 10}\U0001f600" for number in range(1_500_000)]
     corpus = opened(written(tmp_path / "a.txt", "\n".join(lines))).with_blocks()
     order = drawn(len(corpus), 3, BlockShuffle(corpus.texts_per_block))

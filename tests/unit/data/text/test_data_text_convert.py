@@ -1,4 +1,4 @@
-"""What is converted before it is indexed: compressed files and tables, once, whole or not at all."""
+"""Conversion of compressed files and tables before indexing: once, complete or not at all."""
 
 import bz2
 import csv
@@ -138,7 +138,7 @@ print(len(corpus), peak - before)
 
 
 def test_converting_a_table_takes_bounded_memory(tmp_path: Path):
-    """One group of 100 MB of text, as writers make them by default."""
+    """Converting a table with one row group of 100 MB, the default of writers, takes bounded memory."""
     texts = pyarrow.array([f"{number} some words of a row " * 20 for number in range(4000)] * 50)
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "large.parquet", use_dictionary=False)
     pyarrow.parquet.write_table(pyarrow.table({"text": texts[:5000]}), tmp_path / "small.parquet")

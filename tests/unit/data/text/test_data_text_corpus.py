@@ -1,4 +1,4 @@
-"""Reading: pieces and samples, forks, and what happens when a file is no longer what it was."""
+"""Reading of texts: slices and samples, forks, and files that change after they were indexed."""
 
 import os
 import subprocess
@@ -52,7 +52,7 @@ def test_a_file_that_changes_while_it_is_open_is_said_so(texts: Path):
         corpus[1]
     with pytest.raises(DataError, match="has 6 bytes, but had 9"):
         corpus.texts(np.array([1, 0]))
-    (texts / "a.txt").write_bytes(b"one\n\nTWO\n")  # of the size that it had
+    (texts / "a.txt").write_bytes(b"one\n\nTWO\n")  # has the same size as before
     with pytest.raises(DataError, match=r"a\.txt was written to since it was indexed: start again"):
         corpus[1]
     with pytest.raises(DataError, match="was written to since it was indexed"):
@@ -74,7 +74,7 @@ def test_bytes_that_are_not_what_was_indexed_are_said_so_even_if_the_time_is(tex
 def test_forked_processes_read_through_the_same_files_without_a_race(tmp_path: Path):
     lines = [f"line {number} " + "x" * (number % 50) for number in range(20_000)]
     corpus = opened(written(tmp_path / "a.txt", "\n".join(lines)))
-    assert corpus[0] == lines[0]  # the file is open before the fork
+    assert corpus[0] == lines[0]  # opens the file before the fork
     children = []
     for seed in range(3):
         pid = os.fork()
@@ -154,7 +154,7 @@ def test_a_sample_is_everything_or_evenly_spaced(tmp_path: Path):
         drawn = list(corpus.sample(128 << 10))
         assert (128 << 10) - 4 * 34 <= sum(len(text) + (unit == "line") for text in drawn) <= (128 << 10) + 4 * 34
         text = "".join(drawn)
-        # four slices of 32 KiB, one at the begin of each quarter, that is of each file
+        # four slices of 32 KiB, one at the beginning of each quarter, that is of each file
         assert all(f"{part * 5000 + 1:07d} filling" in text for part in range(4))
         assert not any(f"{part * 5000 + 2000:07d}" in text for part in range(4))
 

@@ -1,4 +1,4 @@
-"""Held out are whole texts, and what is on both sides all the same is found."""
+"""Held-out texts are whole texts, and texts that occur in both parts are found."""
 
 import gzip
 import json
@@ -65,7 +65,7 @@ def test_equal_texts_have_equal_hashes_and_others_others(tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TEXTS_PER_PASS", 3)
         found = [one for some in signatures(corpus) for one in zip(*(part.tolist() for part in some), strict=True)]
-    kept = [text.strip() for text in texts if text]  # an empty row is no text
+    kept = [text.strip() for text in texts if text]  # an empty row does not count as a text
     assert [number for number, _ in found] == [number for number, text in enumerate(kept) if text]
     by_text = {kept[number]: one for number, one in found}
     assert [by_text[kept[number]] for number, _ in found] == [one for _, one in found]
@@ -113,5 +113,5 @@ def test_a_file_that_is_on_both_sides_is_refused(tmp_path: Path, how: str):
     message = r"the validation text .* is among the training texts.*: move it out of data.train, or"
     with pytest.raises(DataError, match=message):
         refuse_same_files(train, validation)
-    (tmp_path / "copy.txt").write_text("one")  # a file of its own, which is said but not refused
+    (tmp_path / "copy.txt").write_text("one")  # a separate file with equal content is reported but not refused
     refuse_same_files(train, open_corpus((str(tmp_path / "copy.txt"),), Reading(), tmp_path / "cache"))

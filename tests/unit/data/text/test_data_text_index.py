@@ -1,4 +1,4 @@
-"""Texts by number from real files: what is found, what is refused, what is cached, in how much memory."""
+"""Texts by number from real files: which texts are found, refused and cached, and how much memory this takes."""
 
 import os
 import pickle
@@ -34,9 +34,9 @@ def test_lines_and_documents_by_number(texts: Path):
     lines, documents = opened(texts), opened(texts, "document")
     assert [list(lines), len(lines), lines[-1]] == [["one", "two", "thr\u00e9e"], 3, "thr\u00e9e"]
     assert list(documents) == ["one\n\ntwo\n", "thr\u00e9e"]
-    assert lines.paths == (texts / "a.txt", texts / "c.txt")  # b.txt has no text
+    assert lines.paths == (texts / "a.txt", texts / "c.txt")  # b.txt is empty
     assert lines.num_texts_of_paths.tolist() == [2, 1]
-    assert (lines.num_bytes, documents.num_bytes) == (9 + 6, 9 + 6)  # with the ends of lines
+    assert (lines.num_bytes, documents.num_bytes) == (9 + 6, 9 + 6)  # including line ends
     with pytest.raises(IndexError):
         lines[3]
 
@@ -64,14 +64,15 @@ def test_a_border_between_files_is_part_of_the_content(tmp_path: Path):
 
 def test_files_of_a_folder_that_are_no_text_are_left_out_with_the_reason(texts: Path):
     (texts / "image.png").write_bytes(b"\x89PNG\0")
-    late = b"good line\n" * 60_000 + b"\xff"  # beyond the first chunk: what was indexed of it is taken back
+    # the fault lies after the first chunk, so the rows already indexed are removed
+    late = b"good line\n" * 60_000 + b"\xff"
     (texts / "bad.txt").write_bytes(late)
     with pytest.warns(
         PlimsollWarning, match=r"1 of 3 files \(585\.9 KiB\) are left out entirely .*bad\.txt: line 60001: byte"
     ):
         corpus = opened(texts)
     with pytest.warns(PlimsollWarning, match="to leave out only their faulty texts, set on_error: skip"):
-        opened(texts)  # each time
+        opened(texts)  # the warning comes each time
     assert list(corpus) == ["one", "two", "thr\u00e9e"]
     assert [Path(entry.partition(": ")[0]).name for entry in corpus.skipped] == ["image.png", "bad.txt"]
     assert "byte 4 is NUL" in corpus.skipped[0]
@@ -92,7 +93,7 @@ def test_a_file_named_itself_must_be_text(tmp_path: Path, content: bytes, messag
     (tmp_path / "bad.txt").write_bytes(content)
     with pytest.raises(DataError, match=message):
         open_corpus((str(tmp_path / "bad.txt"),), Reading(unit="line"), tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob("index-*[!k]"))  # only the lock
+    assert not list((tmp_path / "cache").glob("index-*[!k]"))  # only the lock is left
 
 
 def test_a_folder_without_text_is_an_error_with_its_own_text(tmp_path: Path):
@@ -115,7 +116,7 @@ def test_an_index_is_built_once(texts: Path):
 
 def test_a_corpus_is_pickled_as_the_name_of_its_index(texts: Path):
     corpus = opened(texts)
-    corpus[0]  # with a file open
+    corpus[0]  # opens a file
     raw = pickle.dumps(corpus)
     assert len(raw) < 500
     assert list(pickle.loads(raw)) == list(corpus)
@@ -133,7 +134,8 @@ def test_mixed_files_are_told_by_their_names_and_keep_their_order(tmp_path: Path
 
 
 def test_many_small_files_are_one_corpus(tmp_path: Path):
-    texts = [f"text {number}\nsecond line" for number in range(700)]  # more than are open at once, or in one task
+    # more than may be open at once, or than one task has
+    texts = [f"text {number}\nsecond line" for number in range(700)]
     for number, text in enumerate(texts):
         written(tmp_path / "texts" / f"{number:03d}.txt", text)
     corpus = opened(tmp_path / "texts", "document")
@@ -219,7 +221,8 @@ open_corpus((sys.argv[1],), Reading(), Path(sys.argv[2]), interrupt)
 
 
 def test_an_interrupt_ends_all_processes_and_leaves_nothing(tmp_path: Path):
-    path = written(tmp_path / "a.jsonl", b'{"text": "%s"}\n' % (b"some words " * 100) * 16_000)  # enough for processes
+    # large enough to be scanned by processes
+    path = written(tmp_path / "a.jsonl", b'{"text": "%s"}\n' % (b"some words " * 100) * 16_000)
     command = [sys.executable, "-c", INTERRUPTED, str(path), str(tmp_path / "cache")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stderr.endswith("KeyboardInterrupt\n")
@@ -273,7 +276,10 @@ print(len(corpus), corpus[-1], corpus.num_skipped, corpus.texts(np.array([0, len
 
 
 def test_a_sparse_file_is_indexed_and_read_in_little_memory(tmp_path: Path):
-    """Holes are NUL bytes: each is one row that is skipped, and islands of lines begin with a newline behind it."""
+    """A sparse file is indexed and read in little memory.
+
+    Holes are NUL bytes, and each is one skipped row. Each island of lines begins with a newline that ends the hole.
+    """
     path = tmp_path / "sparse.txt"
     num_bytes, island = 4 << 30, b"\n" + b"".join(b"line %d\n" % number for number in range(2000))
     with path.open("wb") as file:
@@ -294,7 +300,7 @@ def test_an_edit_behind_the_same_size_and_time_is_indexed_anew(tmp_path: Path):
     path.write_text("".join(lines))
     status = path.stat()
     corpus = opened(path)
-    lines[9001:9003] = ["line\n009001\n", "line 9002  \n"]  # far from what is sampled
+    lines[9001:9003] = ["line\n009001\n", "line 9002  \n"]  # far from the sampled bytes
     path.write_text("".join(lines))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert path.stat().st_size == status.st_size

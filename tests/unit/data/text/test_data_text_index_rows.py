@@ -1,4 +1,4 @@
-"""The index while it is written: names in order, what is taken back."""
+"""The index during writing: names in order, and removal of a file's rows."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""Lists of JSON objects as JSON lines: the objects of `json` itself, in the lines in which they begin.
+"""Conversion of JSON files to JSON lines: the objects that `json` finds, with the lines where they begin.
 
-Where they are in a file that is one object, is found, or refused with what to type.
+If a file is one object, its list of rows is found, or an error states the remedy.
 """
 
 import json
@@ -52,7 +52,7 @@ def test_an_object_is_in_the_line_in_which_it_begins():
     assert [(number, json.loads(line)["a"]) for number, line in enumerate(found, 1) if line.strip()] == [
         (3, 1),
         (6, 2),
-        (7, 3),  # the second of its line
+        (7, 3),  # the second object of its line
         (8, 4),
     ]
 
@@ -84,7 +84,7 @@ def test_what_is_no_list_is_said_with_its_line(content: str | bytes, why: str):
     ("head", "is_of_lines"),
     [
         (b'\xef\xbb\xbf\n{"a": 1}\n{', True),
-        (b'{"a": 1}\n\n', False),  # the only line: what it holds may be the rows
+        (b'{"a": 1}\n\n', False),  # the only line: its object may contain the rows
         (b'{\n"a": 1}', False),
         (b'[{"a": 1}]', False),
         (b"", False),
@@ -191,7 +191,8 @@ def test_nested_questions_are_an_error_that_names_the_fields_there_are(tmp_path:
     with pytest.raises(DataError, match=r"there is no column 'context': it has 'title', 'paragraphs'"):
         opened(path, text="context")
     lines = written(tmp_path / "b.jsonl", json.dumps({"version": "1.1", "data": ROWS}))
-    with pytest.raises(DataError, match=r"'data' holds objects"):  # a line is a row, but its only string no text
+    # a line is a row, but its only string is not the text
+    with pytest.raises(DataError, match=r"'data' holds objects"):
         opened(lines)
     assert list(opened(lines, text="version")) == ["1.1"]
 
@@ -201,7 +202,7 @@ def test_an_object_is_one_text_where_that_is_what_was_asked_for(tmp_path: Path):
     commented = {"body": "one", "comments": [{"by": "me"}, {"by": "you"}]}
     path = written(tmp_path / "b.json", json.dumps(commented))
     assert list(opened(path, text="body")) == ["one"]
-    assert list(opened(path, text="by")) == ["me", "you"]  # the same file, asked for otherwise
+    assert list(opened(path, text="by")) == ["me", "you"]  # the same file with another text column
     assert shape_of({"tokens": ["a", "b"], "tags": ["X", "O"]}, is_tagged=True) is None
     assert shape_of({"version": "1", "data": [{"tokens": ["a"], "tags": ["X"]}]}, is_tagged=True) == "data"
     assert shape_of(ROWS) is None

@@ -26,7 +26,7 @@ def test_few_of_many_files_are_open_at_once(tmp_path: Path):
     assert num_open() - before == 64
     del corpus
     gc.collect()
-    assert num_open() < before  # the map of the index is gone too
+    assert num_open() < before  # the memory map of the index is closed too
 
 
 PROGRAM = """

@@ -1,4 +1,4 @@
-"""Parts come back in order, from threads and from processes, and holes are not read."""
+"""Scanned parts of files come in order, from threads and from processes, and holes are not read."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ def test_processes_find_what_threads_find(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that is large enough for processes."""
+    """Write a file that is large enough for processes."""
     monkeypatch.setattr(scan, "_FORK_BYTES", 0)
     return written(tmp_path / "a.txt", "a line\n" * 100_000)
 
@@ -56,7 +56,7 @@ def test_where_no_process_can_be_started_threads_scan(lines: Path, monkeypatch: 
 
 
 def test_a_process_that_may_not_have_children_scans_with_threads(lines: Path):
-    with get_context("fork").Pool(1) as pool:  # whose processes are daemons, as those of a DataLoader are
+    with get_context("fork").Pool(1) as pool:  # its processes are daemons, like DataLoader workers
         assert pool.apply(_num_lines, (lines,)) == 100_000
 
 
@@ -107,4 +107,4 @@ def test_a_hole_is_known_without_reading_it(tmp_path: Path):
 
     assert is_hole(0, 1 << 20)
     assert not is_hole(63 << 20, 65 << 20)
-    assert is_hole(127 << 20, 128 << 20)  # there is nothing behind it
+    assert is_hole(127 << 20, 128 << 20)  # no data follows

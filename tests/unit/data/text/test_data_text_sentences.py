@@ -1,4 +1,4 @@
-"""Words with tags from every kind of file give the same sentences, and each fault is said with its place."""
+"""Sentences of tagged words: equal for every file format, and each fault names its place."""
 
 import json
 import tracemalloc

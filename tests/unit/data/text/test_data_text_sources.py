@@ -1,4 +1,4 @@
-"""Which files a source means, and what of that is not read."""
+"""The files that a source names, and the reasons for files that are not read."""
 
 import ctypes
 import os
@@ -41,7 +41,7 @@ def test_files_folders_and_globs_are_sorted_and_taken_once(tree: Path):
     assert names(tree, "b.txt", "a.txt") == ["a.txt", "b.txt"]
     assert names(tree, "") == ["a.txt", "b.txt", "sub/d.md", "sub/deep/c.txt"]
     assert names(tree, "**/*.txt") == ["a.txt", "b.txt", "sub/deep/c.txt"]
-    assert names(tree, "*") == ["a.txt", "b.txt"]  # a folder that matches is not its content
+    assert names(tree, "*") == ["a.txt", "b.txt"]  # a matching folder does not stand for its files
     assert names(tree, "", "*.txt", "sub/../a.txt") == names(tree, "")
 
 
@@ -121,7 +121,7 @@ def test_a_file_with_two_names_is_read_once_and_the_other_said(tree: Path, link)
     link(tree / "b.txt", tree / "sub" / "again.txt")
     assert names(tree, "") == ["a.txt", "b.txt", "sub/deep/c.txt"]
     assert left_out(tree, "") == {"sub/again.txt": f"it is another name of {tree}/b.txt, which is read"}
-    assert names(tree, "", "sub/again.txt") == ["a.txt", "sub/again.txt", "sub/deep/c.txt"]  # the name that was given
+    assert names(tree, "", "sub/again.txt") == ["a.txt", "sub/again.txt", "sub/deep/c.txt"]  # the given name is used
 
 
 def test_a_link_that_comes_first_by_its_name_gives_way_to_the_file(tree: Path):
@@ -131,7 +131,7 @@ def test_a_link_that_comes_first_by_its_name_gives_way_to_the_file(tree: Path):
 
 
 def test_special_files_are_named_and_not_waited_for(tree: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tree)  # the name of a socket may have 107 characters
+    monkeypatch.chdir(tree)  # the path of a socket may have at most 107 characters
     os.mkfifo("fifo.txt")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("socket.txt")
@@ -155,7 +155,7 @@ def test_a_folder_that_a_pattern_matches_is_named_if_nothing_in_it_is(tree: Path
 
 @contextmanager
 def nobody() -> Iterator[None]:
-    """Look at files as a user who may not look at everything, as root may: of this thread, and taken back."""
+    """Access files with the rights of another user in this thread, because root may read everything."""
     library = ctypes.CDLL(None)
     before = library.setfsuid(65534)
     try:
@@ -166,7 +166,7 @@ def nobody() -> Iterator[None]:
 
 @pytest.fixture
 def closed() -> Iterator[Path]:
-    """A folder in which one folder may not be listed."""
+    """Create a folder in which one subfolder may not be listed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for path in ("a.txt", "shut/b.txt"):
@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_or_said(closed: Path, source
         DataError, match=r"shut: its files cannot be listed \(Permission denied\): allow .*on_error: skip"
     ):
         find_files((str(closed / source),))
-    if source != "*/*.txt":  # which matches no other
+    if source != "*/*.txt":  # this pattern matches no other file
         found = find_files((str(closed / source),), skips=True)
         assert [Path(file.path).name for file in found.files] == ["a.txt"]
         assert found.left_out.keys() == {str(closed / "shut")}
@@ -203,13 +203,13 @@ def test_hidden_files_and_folders_below_a_folder_are_counted(tmp_path: Path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("one\n")
     assert find_files((str(tmp_path),)).num_hidden == 3
-    assert find_files((str(tmp_path), str(tmp_path / ".h.txt"))).num_hidden == 2  # it is read
-    assert find_files((str(tmp_path / "*.txt"),)).num_hidden == 0  # as any glob
+    assert find_files((str(tmp_path), str(tmp_path / ".h.txt"))).num_hidden == 2  # the given hidden file is read
+    assert find_files((str(tmp_path / "*.txt"),)).num_hidden == 0  # a glob never matches hidden files
     corpus = open_corpus([str(tmp_path)], Reading("line"), tmp_path / "sub" / ".cache")
     assert (len(corpus), corpus.num_hidden, corpus.num_skipped) == (2, 3, 0)
     (tmp_path / ".swap").write_text("one\n")
     again = open_corpus([str(tmp_path)], Reading("line"), tmp_path / "sub" / ".cache")
-    assert (again.folder, again.num_hidden) == (corpus.folder, 5)  # the cache is hidden, too
+    assert (again.folder, again.num_hidden) == (corpus.folder, 5)  # the files of the cache are hidden too
     for name in ("a.txt", "sub/b.txt"):
         (tmp_path / name).unlink()
     with pytest.raises(DataError, match="holds no file that is not hidden"):

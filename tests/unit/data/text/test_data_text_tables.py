@@ -1,4 +1,4 @@
-"""Tables: columns, classes and faults of parquet, Arrow and data sets of Hugging Face."""
+"""Tables in parquet, Arrow and Hugging Face data sets: columns, classes and faults."""
 
 import builtins
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_parquet_and_both_kinds_of_arrow(tmp_path: Path, monkeypatch: pytest.Mon
         corpus = opened(path, label="y")
         check_all_ways(corpus, ["one", "two\nlines", "caf\u00e9"], [2, 0])
         assert classes_of(corpus) == ["b", "a", "b"]
-        assert corpus.label_names == ("a", "b")  # c has no text
+        assert corpus.label_names == ("a", "b")  # no row of class c has text
 
 
 def test_columns_joined_and_of_other_kinds_of_strings(tmp_path: Path):

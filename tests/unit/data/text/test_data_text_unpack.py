@@ -1,4 +1,4 @@
-"""What compressed files and archives hold comes out whole, or it is said that it does not."""
+"""The content of compressed files and archives is complete, or an error is raised."""
 
 import bz2
 import gzip
@@ -88,7 +88,7 @@ def test_a_zip_that_is_damaged_or_encrypted_is_torn():
     with pytest.raises(Torn):
         [b"".join(member.chunks or ()) for member in members_of(io.BytesIO(packed), "a.zip")]
     packed = bytearray(zipped(a=b"x"))
-    for mark, place in ((b"PK\3\4", 6), (b"PK\1\2", 8)):  # the flags of a file, in both places that have them
+    for mark, place in ((b"PK\3\4", 6), (b"PK\1\2", 8)):  # both places in a zip archive that hold the flags of a file
         packed[packed.index(mark) + place] |= 1
     with pytest.raises(Torn, match="encrypted"):
         list(members_of(io.BytesIO(packed), "a.zip"))

@@ -1,4 +1,4 @@
-"""Stored tokens under the name of the release before: see `test_files_former_modules.py`."""
+"""The former module name of stored tokens: see `test_files_former_modules.py`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Byte-level BPE that is trained on counted words: the library's own, to the byte, until there are too many."""
+"""Byte-level BPE trained on counted words: equal to the library's to the byte, unless there are too many words."""
 
 import random
 from collections import Counter
@@ -66,7 +66,7 @@ def test_the_rarest_words_are_left_out_and_the_same_ones_each_time(monkeypatch: 
     assert train(second, texts, trainer(400), 400) == trained_on
     assert first.to_str() == second.to_str()
     kept, _ = count_words(texts, BYTE_LEVEL, 4 << 10)
-    assert {"\u0120user", "\u0120opened", "\u0120page"} <= set(kept)  # each 3,000 times
+    assert {"\u0120user", "\u0120opened", "\u0120page"} <= set(kept)  # each occurs 3,000 times
 
 
 def test_a_limit_without_room_is_said_before_the_library_aborts(monkeypatch: pytest.MonkeyPatch):

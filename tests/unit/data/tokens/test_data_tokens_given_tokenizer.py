@@ -1,4 +1,4 @@
-"""A given tokenizer is what transformers makes of it, and is exported as it came."""
+"""Existing tokenizers: loaded as transformers loads them, and exported unchanged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def prepared(path: Path, corpus: Corpus, cache: Path, **fields: bool) -> Tokeniz
 
 
 def exported(tokenizer: Tokenizer, target: Path, model_type: str = "gpt2") -> Path:
-    """Beside a model, whose configuration decides which class transformers takes where the tokenizer does not."""
+    """Export a tokenizer to a model folder.
+
+    The model's configuration decides which class transformers takes if the tokenizer does not name one.
+    """
     target.mkdir()
     (target / "config.json").write_text(json.dumps({"model_type": model_type}))
     export_tokenizer(tokenizer.folder, target)

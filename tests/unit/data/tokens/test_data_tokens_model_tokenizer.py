@@ -1,4 +1,4 @@
-"""Tokens as the model's own tokenizer makes them: special tokens, truncation, very long texts, what is refused."""
+"""Tokenization with a model's own tokenizer: special tokens, truncation, very long texts, and refusals."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ def test_a_folder_has_its_tokenizer_or_is_refused(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="no tokenizer that transformers can load"):
         load_model_tokenizer(folder)
-    (folder / "tokenizer.json").unlink()  # of which transformers would make a tokenizer that knows no word
+    (folder / "tokenizer.json").unlink()  # transformers would make a tokenizer without words from such a folder
     with pytest.raises(DataError, match="holds no tokenizer"):
         load_model_tokenizer(folder)

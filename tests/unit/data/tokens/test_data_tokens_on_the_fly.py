@@ -1,4 +1,4 @@
-"""Texts tokenized as they are read: the samples that tokenizing once would give, also in workers."""
+"""Texts tokenized on demand have the same samples as texts tokenized once, also in workers."""
 
 import pickle
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The flat file of tokens: what is in it, that pieces change no token, that it is whole or absent."""
+"""The flat file of tokens: its content, independence of the pieces that are tokenized, and completeness."""
 
 import pickle
 import signal
@@ -73,7 +73,7 @@ def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path, vocab_siz
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_pieces_have_the_tokens_of_the_whole_text(tmp_path: Path, split: str):
-    """Real source code of the standard library, with its indentation, comments and runs of blank lines."""
+    """Pieces of real source code with indentation, comments and blank lines have the tokens of the whole text."""
     text = "\n".join(Path(module.__file__).read_text() for module in (subprocess, pickle, signal)) * 3
     assert len(text) > 5 * 64 << 10
     backend = Backend(models.BPE(unk_token="?"))
@@ -188,7 +188,7 @@ def test_what_was_interrupted_goes_on_to_the_same_bytes(tmp_path: Path, monkeypa
     store = tokenize(corpus, tokenizer, tmp_path / "cache", lambda stage, done, total: again.append(done))
     assert store.tokens.tobytes() == plain.tokens.tobytes()
     assert store.ends.tolist() == plain.ends.tolist()
-    assert len(again) == 6 - num_batches // 2 * 2  # a shard is two batches: they are not done again
+    assert len(again) == 6 - num_batches // 2 * 2  # a shard is two batches; complete shards are not tokenized again
     assert not part.exists()
 
 

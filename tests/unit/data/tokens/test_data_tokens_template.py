@@ -1,4 +1,4 @@
-"""What a tokenizer puts around a text: each sample has the ids that transformers gives, also where texts are cut."""
+"""The special tokens around a text: samples have the ids that transformers gives, also if texts are cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plimsoll.errors import DataError
 from plimsoll.records.job import Job
 from tagged_files import conll
 
-# Real text that every Python has: 600 lines of a module of the standard library, with other scripts among them.
+# Real text of the standard library: lines of one module, with other scripts among them.
 LINES = [line.strip() for line in Path(argparse.__file__).read_text(encoding="utf-8").splitlines() if line.strip()]
 OTHERS = [
     "Éa dès l'été",
@@ -53,7 +53,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def samples_of(case: Case, **fields: Any) -> list[dict[str, list[int]]]:
-    """The samples that a job trains on, one by one."""
+    """Return the samples that a job trains on, as lists."""
     data = {"train": str(case.texts), **fields.pop("data", {})}
     given = {"model": "gpt2", "data": data, "tokenizer": {"path": str(case.folder)}, "sequence_length": 512, **fields}
     job = Job.from_fields(given)
@@ -101,7 +101,7 @@ def test_words_with_tags_have_them_without_a_label(case: Case, tmp_path: Path):
     sentences = [[(word, "AB"[len(word) % 2]) for word in text.split()] for text in TEXTS[5:200]]
     (tmp_path / "texts.conll").write_text(conll(sentences), encoding="utf-8")
     found = samples_of(case._replace(texts=tmp_path / "texts.conll"), task="token-classification")
-    if "byte_level" in str(case.folder):  # transformers wants to be told that words stand behind spaces
+    if "byte_level" in str(case.folder):  # transformers must be told that words follow spaces
         theirs = AutoTokenizer.from_pretrained(case.folder)
         theirs.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
     else:
@@ -161,7 +161,10 @@ def test_a_job_can_leave_them_out(case: Case):
 
 
 def test_a_long_text_has_the_tokens_of_the_whole(case: Case, tmp_path: Path):
-    """It is encoded in parts of 64 KiB, before whose first word some tokenizers would put another space."""
+    """A long text has the same tokens as if it was encoded at once.
+
+    It is encoded in parts of 64 KiB, and some tokenizers would add a space before the first word of each part.
+    """
     (tmp_path / "long.txt").write_text(text := " ".join(TEXTS * 3), encoding="utf-8")
     assert len(text) > 2 * (64 << 10)
     job = Job.from_fields({"model": "gpt2", "data": str(tmp_path / "long.txt"), "tokenizer": str(case.folder)})

@@ -1,4 +1,4 @@
-"""Training is deterministic and cached; what is loaded and saved is what transformers loads and saves."""
+"""Tokenizers of a job: training is deterministic and cached; loading and saving agree with transformers."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ def bpe(corpus: Corpus, cache: Path, vocab_size: int = 280):
 def test_a_trained_tokenizer_gives_the_text_back(corpus: Corpus, tmp_path: Path):
     tokenizer = bpe(corpus, tmp_path / "cache")
     assert (tokenizer.vocab_size, tokenizer.end_id, tokenizer.end_token) == (280, 0, "<|endoftext|>")
-    for text in (TEXT, " x\u4e2d\0\r\n"):  # also what it has not seen: all 256 bytes are in the vocabulary
+    for text in (TEXT, " x\u4e2d\0\r\n"):  # also decodes unseen text, because all 256 bytes are in the vocabulary
         ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
         assert tokenizer.backend.decode(ids, skip_special_tokens=False) == text
     assert len(tokenizer.backend.encode(TEXT).ids) < len(TEXT) / 2
@@ -107,7 +107,7 @@ def of_words(corpus: Corpus, cache: Path, **fields):
 
 def test_words_are_numbered_by_how_often_they_occur(corpus: Corpus, tmp_path: Path):
     tokenizer = of_words(corpus, tmp_path / "cache", vocab_size=9)
-    # In each line of TEXT: the 5 times, on 2, all others once, of which the first by text have a number.
+    # In each line of TEXT, "the" occurs 5 times, "on" 2, all others once. The first of these by text get an id.
     assert tokenizer.backend.get_vocab() == {
         END_TOKEN: 0, UNKNOWN_TOKEN: 1, "the": 2, "on": 3, ";": 4, "and": 5, "cat": 6, "c\u00e4t": 7, "dog": 8
     }  # fmt: skip
@@ -198,14 +198,15 @@ def load(folder: Path, corpus: Corpus, tokens: list[str], roles: dict[str, objec
         ({"eos_token": "stop"}, "stop"),
         ({"eos_token": {"__type": "AddedToken", "content": "stop", "lstrip": False}}, "stop"),
         ({"sep_token": "stop", "pad_token": "cat"}, "stop"),
-        ({"eos_token": "not there", "sep_token": None}, "not there"),  # which transformers adds
+        ({"eos_token": "not there", "sep_token": None}, "not there"),  # transformers adds this token
         (None, "</s>"),
     ],
 )
 def test_the_end_token_is_the_declared_one_or_a_customary_one(tmp_path: Path, corpus: Corpus, roles, end_token: str):
     tokenizer = load(tmp_path / "given", corpus, ["?", "cat", "stop", "</s>"], roles)
     assert tokenizer.end_token == end_token
-    assert tokenizer.backend.encode("cat cat cat cat").ids == [1, 1, 1, 1]  # its truncation and padding are not ours
+    # its settings for truncation and padding are ignored
+    assert tokenizer.backend.encode("cat cat cat cat").ids == [1, 1, 1, 1]
 
 
 def test_the_vocabulary_reaches_to_the_largest_id(tmp_path: Path, corpus: Corpus):
@@ -259,14 +260,14 @@ print(os.environ["TOKENIZERS_PARALLELISM"])
 """
 
 
-@pytest.mark.cold  # the variable is read where the module is loaded
+@pytest.mark.cold  # the variable is read when the module is loaded
 @pytest.mark.parametrize(("chosen", "afterwards"), [(None, "false"), ("true", "true"), ("false", "false")])
 def test_a_fork_after_training_gets_no_warning(corpus: Corpus, tmp_path: Path, chosen: str | None, afterwards: str):
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
     environment |= {} if chosen is None else {"TOKENIZERS_PARALLELISM": chosen}
     code = (
         FORK if chosen != "true" else FORK.replace("    tokenizer.backend.encode_batch", "    len")
-    )  # may hang: his choice
+    )  # may hang, because the user chose it
     command = [sys.executable, "-c", code, str(corpus.paths[0]), str(tmp_path / "forked")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == (f"{afterwards}\n", "")
@@ -288,7 +289,10 @@ print(len(os.listdir("/proc/self/task")) - num_threads)
 
 @pytest.mark.parametrize(("limit_bytes", "has_threads"), [(1 << 40, False), (resource.RLIM_INFINITY, True)])
 def test_no_thread_is_started_where_memory_is_limited(corpus: Corpus, tmp_path: Path, limit_bytes, has_threads):
-    """The library panics where a thread is refused its stack, and with RUST_BACKTRACE may hang in its message."""
+    """No thread is started if memory is limited.
+
+    The library panics if a thread gets no stack, and with RUST_BACKTRACE it may hang while it prints the panic.
+    """
     tokenizer = prepare_tokenizer(TokenizerSource(vocab_size=280), corpus, tmp_path)
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
     command = [sys.executable, "-c", UNDER_A_LIMIT, str(tokenizer.folder), str(limit_bytes)]

@@ -1,4 +1,4 @@
-"""One rule of what a word is, for Python and for ``tokenizers``; counts are exact, or say how much they may miss."""
+"""Splitting into words, equal in Python and in ``tokenizers``; word counts are exact or state their largest error."""
 
 import sys
 from collections import Counter
@@ -16,7 +16,7 @@ from plimsoll.data.tokens import words
 from plimsoll.data.tokens.words import WordCounts, count_texts, count_words, lowered, word_pattern, words_of
 
 SPLIT = pre_tokenizers.Split(Regex(word_pattern()), behavior="removed", invert=True)
-CHARACTERS = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]  # without surrogates
+CHARACTERS = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]  # all but surrogates
 TRICKY = "nN'\u2019tTsSdDmMrReEvVlL.,-019aZ`\u200c\u200d\ufe0f\u0301\u0085\u001c\u2028\u00a0\ufeff \n\u0130\u03a3\u4e2d"
 TEXTS = st.text(st.sampled_from(TRICKY) | st.characters(exclude_categories=["Cs"]))
 
@@ -50,7 +50,7 @@ def test_both_engines_cut_alike_and_cut_words_stay(text: str):
     cut = words_of(text)
     assert by_tokenizers(text) == cut
     assert words_of(" ".join(cut)) == cut
-    assert [word for chunk in text.split() for word in words_of(chunk)] == cut  # no word goes over white space
+    assert [word for chunk in text.split() for word in words_of(chunk)] == cut  # no word spans white space
 
 
 @pytest.mark.slow
@@ -97,9 +97,10 @@ def test_the_rarest_are_dropped_and_how_much_a_count_may_miss_is_known(monkeypat
     monkeypatch.setattr(words, "_TEXTS_AT_ONCE", 1)
     monkeypatch.setattr(words, "_MOST_CHUNKS", 0)
     texts = ["a a a b b", "c d", "c c a e", "b f g"]
-    # There are 5 words after the third text: a 4, c 3, b 2, d 1, e 1. What exceeds the third count stays: 2 are missed.
+    # There are 5 words after the third text: a 4, c 3, b 2, d 1, e 1. The excess over the third count stays: 2 are
+    # missed.
     assert count_texts(texts[:3], most_words=4) == WordCounts(Counter(a=4, c=3), 2, 3)
-    # And after the fourth: a 4, c 3, b 1, f 1, g 1; so b, which occurred three times, has missed all that is said.
+    # After the fourth: a 4, c 3, b 1, f 1, g 1. So b occurred three times and has missed the whole reported error.
     assert count_texts(texts, most_words=4) == WordCounts(Counter(a=4, c=3), 3, 6)
 
 
@@ -135,11 +136,11 @@ def test_all_texts_of_a_corpus_are_counted_and_its_progress_is_told(tmp_path: Pa
         }
         assert counted.counts == expected
     assert stages[-1] == ("words", corpus.num_bytes, corpus.num_bytes)
-    assert len(stages) == 2  # of less than 1 MiB only the end is told
+    assert len(stages) == 2  # below 1 MiB, only the end is reported
 
 
 def test_memory_is_bounded_where_everything_is_another_word(monkeypatch: pytest.MonkeyPatch):
-    """What is held between two cuts is bounded in number and in characters."""
+    """Memory is bounded if each word is different: the words between two cuts are limited in number and characters."""
     monkeypatch.setattr(words, "_TEXTS_AT_ONCE", 1)
     for limit in ("_MOST_CHUNKS", "_MOST_CHUNK_CHARS"):
         with monkeypatch.context() as patch:

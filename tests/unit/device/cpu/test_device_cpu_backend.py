@@ -1,4 +1,4 @@
-"""What the CPU backend says of this machine, of memory it saw taken, and of limits set by others."""
+"""The CPU backend: its facts about this machine, counted memory, and limits set by others."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_a_budget_above_the_capacity_is_refused_with_both_numbers():
 
 def test_what_was_freed_into_the_heap_is_given_back():
     backend = CpuBackend()
-    blocks = [bytearray(b"x") * (100 << 10) for _ in range(640)]  # each below the size that is mapped by itself
+    blocks = [bytearray(b"x") * (100 << 10) for _ in range(640)]  # each below the size from which blocks are mapped
     kept = blocks[::64]
     taken_bytes = backend.use().used_bytes
     del blocks
@@ -116,7 +116,7 @@ with backend.limited(process.private_bytes() + (1 << 26)):
 
 
 def test_a_call_that_has_no_room_for_its_frame_is_out_of_memory():
-    """For which CPython from 3.11 on raises a SystemError of no meaning."""
+    """CPython from 3.11 on raises a meaningless SystemError in this case."""
     done = subprocess.run([sys.executable, "-c", _NO_FRAME], capture_output=True, text=True, check=True)
     assert done.stdout == "memory-error\n"
 

@@ -1,4 +1,4 @@
-"""Small file trees of every kind of machine, with limits in hand-made numbers, and this machine's own files."""
+"""Small file trees of every kind of machine, with limits in hand-made numbers, and the real files of this machine."""
 
 import pytest
 
@@ -146,7 +146,7 @@ def test_the_groups_of_another_process_are_its_own_and_each_ancestor_counts_once
     }
     counter = cgroup.KillCounter(7, root)
     assert counter.read() == (3, False)
-    (root / "proc/7/cgroup").unlink()  # it is gone, its group is not
+    (root / "proc/7/cgroup").unlink()  # the process has ended; its group still exists
     assert counter.read() == (3, False)
     assert cgroup.KillCounter(7, root).read() is None
 

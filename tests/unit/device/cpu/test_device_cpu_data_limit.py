@@ -1,6 +1,6 @@
-"""The limit on private memory, proved in processes of its own, watched from outside.
+"""The limit on private memory, tested in separate processes that are watched from outside.
 
-Each program prints one JSON object. What `RLIMIT_DATA` really does is the subject, so nothing is replaced.
+Each program prints one JSON object. The real behavior of `RLIMIT_DATA` is the subject, so nothing is mocked.
 """
 
 import json
@@ -37,7 +37,7 @@ base = process.private_bytes()
 
 
 def _run(program, *arguments):
-    """Run a program; return what it answered and the highest private memory that was seen from outside, in bytes."""
+    """Run a program. Return its answer, and its peak private memory in bytes as seen from outside."""
     with subprocess.Popen(
         [sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
@@ -327,7 +327,7 @@ answer(inside=inside - first, twice=twice - first, followed=followed - first, af
 def test_the_limit_is_raised_for_a_while_and_stays_so_when_it_is_followed():
     answer, _ = _run(_RAISED)
     assert (answer["inside"], answer["twice"], answer["alone"]) == (8 * MIB, 12 * MIB, -1)
-    assert answer["followed"] == pytest.approx(8 * MIB, abs=MIB)  # what was untouched may have been touched
+    assert answer["followed"] == pytest.approx(8 * MIB, abs=MIB)  # untouched pages may have been touched meanwhile
     assert answer["after"] == pytest.approx(0, abs=MIB)
 
 

@@ -1,4 +1,4 @@
-"""glibc really gives blocks back at once when they are mapped by themselves."""
+"""glibc really frees blocks at once if they are separate mappings."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Whether this processor has an LSTM of half precision, as autocast runs it; what models are told, `autocast` tests."""
+"""The check that autocast can run an LSTM on this processor. Its use for models is tested with `autocast`."""
 
 from contextlib import nullcontext
 
@@ -11,7 +11,7 @@ from plimsoll.device.cpu import lstm_kernels
 
 @pytest.mark.parametrize("stage", [nullcontext, FakeTensorMode])
 def test_whether_an_lstm_runs_is_asked_of_real_tensors(stage, monkeypatch):
-    """On fake ones every processor has every kernel."""
+    """With fake tensors, every processor would seem to have every kernel."""
     made = []
     real = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, **given: made.append(real(*size, **given)) or made[-1])

@@ -1,4 +1,4 @@
-"""`plimsoll.device.cpu.onednn`: an error that oneDNN does not forget, made in a process that has no memory left."""
+"""An error flag that oneDNN keeps, set in a process without free memory, and cached kernels."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_library_without_the_variable_has_nothing_to_clear(tmp_path):
     assert onednn._offset_in_thread(tmp_path / "absent.so") is None
 
 
-# Each case in a fork of its own: what oneDNN compiles once, it compiles once.
+# Each case has a separate fork, because oneDNN compiles a kernel only once in a process.
 LSTM_IN_LITTLE_MEMORY = """
 import hashlib, json, os, resource, torch
 from plimsoll.device import process
@@ -160,7 +160,7 @@ def test_preparing_goes_backwards_in_any_mode_and_draws_no_random_numbers(mode):
 
 CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
-# Each case in a fork of its own: oneDNN reads the environment when it is first used, and loading torch takes longest.
+# Each case has a separate fork: oneDNN reads the environment at its first use, and loading torch is slow.
 MANY_SHAPES = """
 import json, os, sys, torch
 from plimsoll.device import process
@@ -193,7 +193,7 @@ for variables in json.loads(sys.argv[1]):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN compiles with Xbyak on x86-64 only")
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 def test_kernels_of_many_shapes_are_not_kept(instructions):
-    """Of 200 more shapes an eighth is kept at most of what the user's own capacity keeps, whatever one kernel takes."""
+    """For 200 more shapes, at most an eighth of the memory is kept that the user's own capacity keeps."""
     of_the_user = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1000"}
     few_kept, all_kept = many_shapes(instructions, {}, of_the_user)
     assert (few_kept["capacity"], all_kept["capacity"]) == ("32", "1000")

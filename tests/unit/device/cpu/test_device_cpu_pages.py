@@ -1,4 +1,4 @@
-"""Pages of real files, in the real page cache: what is asked for comes, what is dropped goes, and nothing else does."""
+"""Pages of real files in the real page cache: requested pages are loaded, dropped ones are gone, others stay."""
 
 import mmap
 import os
@@ -98,7 +98,7 @@ def test_large_pages_are_asked_for_and_change_nothing():
 
 
 def flags_of(address):
-    """What the kernel says of the mapping with an address."""
+    """Return the flags of the mapping that contains an address, as reported by the kernel."""
     is_it = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, _, last = line.partition(" ")[0].partition("-")

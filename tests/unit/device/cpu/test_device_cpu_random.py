@@ -1,4 +1,4 @@
-"""The host's generators repeat after a restore."""
+"""The random generators of the host repeat their numbers after a restore."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""OpenMP's threads spin briefly, unless the user says how they wait."""
+"""OpenMP threads spin briefly, unless the user sets how they wait."""
 
 import os
 
@@ -10,7 +10,7 @@ from plimsoll.device.cpu.threads import spin_briefly
 @pytest.fixture
 def environment(monkeypatch):
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.setenv(name, "")  # so that what the test sets is taken back
+        monkeypatch.setenv(name, "")  # so that monkeypatch removes the value that the test sets
         monkeypatch.delenv(name)
     return os.environ
 

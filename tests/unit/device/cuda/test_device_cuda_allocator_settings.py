@@ -1,4 +1,4 @@
-"""When segments may grow, and that torch takes what it is given."""
+"""The conditions under which segments may grow, and settings that torch accepts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: its numbers, its limit, its generator (run with ``pytest -m gpu``)."""
+"""Properties that need a CUDA device: its numbers, its limit, its generator (run with ``pytest -m gpu``)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The dropout between recurrent layers on CUDA: its state is found where a kernel is given it, and put back."""
+"""The dropout state of recurrent layers on CUDA is found when a kernel receives it, and restored."""
 
 import pytest
 import torch

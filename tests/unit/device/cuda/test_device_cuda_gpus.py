@@ -1,4 +1,4 @@
-"""The table of GPUs: every row is sound, names are found however they are written, and a live card keeps its own."""
+"""The table of GPUs: every row is sound, all spellings of a name are found, and a live card keeps its real values."""
 
 import pytest
 
@@ -125,7 +125,8 @@ def test_a_name_of_several_sizes_is_asked_back():
     with pytest.raises(DeviceError) as caught:
         find_gpu("A100")
     assert str(caught.value) == (
-        "'A100' is the name of 2 GPUs of different memory: give A100-SXM4-40GB (39.4 GiB) or A100-SXM4-80GB (79.1 GiB)"
+        "'A100' is the name of 2 GPUs with different memory: give A100-SXM4-40GB (39.4 GiB) or A100-SXM4-80GB "
+        "(79.1 GiB)"
     )
 
 

@@ -1,4 +1,4 @@
-"""A captured graph replays kernels, and gives its memory back, also where the capture fails."""
+"""A captured graph replays kernels, and frees its memory, even if the capture fails."""
 
 from __future__ import annotations
 

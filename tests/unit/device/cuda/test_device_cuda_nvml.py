@@ -1,4 +1,4 @@
-"""What of a driver's answer can be known, and a machine without a driver."""
+"""Facts that a driver's answer contains or lacks, and a machine without a driver."""
 
 import pynvml
 import pytest
@@ -40,7 +40,7 @@ def test_without_a_driver_the_reason_is_given_instead():
 
 
 def _entry(pid, used_bytes):
-    """As pynvml returns it: its own structure, whose size is ``None`` where the driver gives none."""
+    """Return an entry as pynvml does: its own structure, with the size ``None`` if the driver reports no size."""
     entry = pynvml.c_nvmlProcessInfo_v2_t(pid, used_bytes)
     return pynvml.nvmlStructToFriendlyObject(entry)
 

@@ -1,4 +1,4 @@
-"""Contracts over the folder of causes."""
+"""Contracts of all modules in the folder of causes."""
 
 import subprocess
 import sys

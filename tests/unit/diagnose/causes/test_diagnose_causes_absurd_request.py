@@ -1,4 +1,4 @@
-"""Requests that are too large, and the shape that explains them."""
+"""Requests that are too large, and the tensor shape that explains them."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_the_request_of_a_run_is_explained_by_the_tensor_of_its_size():
     ],
 )
 def test_numbers_of_the_line_that_failed(code, explained):
-    """Asked for were 100 GiB."""
+    """The request was for 100 GiB."""
     (finding,) = findings(of_text(HUGE, code=code))
     texts = [fact.text for fact in finding.evidence]
     assert len(texts) == (2 if explained is None else 3)

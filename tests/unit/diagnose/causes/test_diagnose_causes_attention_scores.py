@@ -1,4 +1,4 @@
-"""Attention scores by hand."""
+"""Attention scores, with numbers calculated by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A limit below the machine."""
+"""A memory limit of a cgroup below the memory of the machine."""
 
 import pytest
 

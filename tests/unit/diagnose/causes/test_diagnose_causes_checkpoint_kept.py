@@ -1,4 +1,4 @@
-"""A second copy of the weights, as a finding."""
+"""A second copy of the weights as a finding."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_a_small_copy_is_no_cause():
 
 @pytest.mark.parametrize(("mib", "first"), [(300, "checkpoint_kept"), (90, "optimizer_states")])
 def test_what_is_used_by_nothing_comes_first_where_it_is_enough(mib, first):
-    """Before the states of the optimizer, which are larger and which the training needs."""
+    """It comes before the optimizer states, which are larger and which the training needs."""
     evidence = live(copied("checkpoint", mib=mib))
     states = Share(category="optimizer states", num_bytes=500 * MIB, known="counted")
     found = diagnosed(replace(evidence, shares=(*evidence.shares, states), requested_bytes=100 * MIB))

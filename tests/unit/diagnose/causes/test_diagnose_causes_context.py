@@ -1,4 +1,4 @@
-"""What is there before the model, by hand, of 800 MiB."""
+"""Memory before the model, with numbers calculated by hand for 800 MiB."""
 
 from peak_evidence import evidence, shares
 from plimsoll.diagnose.causes.context import findings

@@ -1,4 +1,4 @@
-"""Data that is in memory as a whole."""
+"""Data sets that are entirely in memory."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tables of the vocabulary by hand."""
+"""Embedding tables, with numbers calculated by hand."""
 
 from peak_evidence import MIB, TABLE, VOCABULARY, evidence, holding, shares
 from plimsoll.diagnose.causes.embeddings import findings

@@ -1,4 +1,4 @@
-"""An evaluation that keeps graphs or outputs."""
+"""Evaluations that keep graphs or outputs."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_activations_that_nobody_keeps():
 @pytest.mark.parametrize(
     "evidence",
     [
-        live(kept("losses", graph_bytes=300 * MIB, num_graphs=40)),  # a training
+        live(kept("losses", graph_bytes=300 * MIB, num_graphs=40)),  # during a training
         live(activations_mib=300, records_graph=True),
         live(activations_mib=50, is_evaluating=True, records_graph=True),
         live(kept("cache", tensor_bytes=300 * MIB, num_items_before=40), is_evaluating=True),

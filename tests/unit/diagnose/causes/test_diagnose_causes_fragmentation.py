@@ -1,4 +1,4 @@
-"""Fragmentation of a text, of a run, and of a prediction."""
+"""Fragmentation in an error message, in a run and in a prediction."""
 
 from peak_evidence import FRAGMENTED, FULL, MIB, evidence, of_text, shares, tried
 from plimsoll.diagnose.causes.fragmentation import CODE, findings

@@ -1,4 +1,4 @@
-"""Graphs that are kept, by hand: 1 MiB of tensors and 100 operations, of 1 KiB each, per step."""
+"""Graphs that are kept alive: per step 1 MiB of tensors and 100 operations of 1 KiB each."""
 
 import pytest
 
@@ -80,12 +80,12 @@ def test_two_holders_are_two_findings():
     "graphs",
     [
         (),
-        lines()[:1],  # of two earlier steps only
+        lines()[:1],  # for two earlier steps only
         lines(alive_steps=(22, 18), marked_steps=(15, 18, 22)),
-        lines(alive_steps=(18, 20, 22), marked_steps=(1, 8, 18, 20, 22)),  # the last twelve steps
-        lines(alive_steps=(8, 12, 22), marked_steps=(1, 8, 10, 12, 22)),  # some of them
+        lines(alive_steps=(18, 20, 22), marked_steps=(1, 8, 18, 20, 22)),  # for the last twelve steps
+        lines(alive_steps=(8, 12, 22), marked_steps=(1, 8, 10, 12, 22)),  # for some of them
         lines(alive_steps=(8, 12, 22), marked_steps=(1, 8, 12, 22), num_tensors=20),  # a window of twenty
-        (*lines(), GraphLine(step=30, retained=(retained(30, holder="other", alive_steps=(1, 2)),))),  # gone again
+        (*lines(), GraphLine(step=30, retained=(retained(30, holder="other", alive_steps=(1, 2)),))),  # freed again
     ],
     ids=["none", "early", "two", "short", "holes", "window", "gone"],
 )

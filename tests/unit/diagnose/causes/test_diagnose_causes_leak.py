@@ -23,9 +23,9 @@ def test_what_is_from_a_sample_is_assumed():
     "evidence",
     [
         live(kept(tensor_bytes=10 * MIB)),  # too little
-        live(kept(tensor_bytes=300 * MIB, num_items_before=40)),  # as long as before
-        live(kept(tensor_bytes=300 * MIB, num_graphs=40)),  # of its graph
-        live(kept(tensor_bytes=300 * MIB), num_steps=0),  # being loaded
+        live(kept(tensor_bytes=300 * MIB, num_items_before=40)),  # the same length as before
+        live(kept(tensor_bytes=300 * MIB, num_graphs=40)),  # the memory of its graph
+        live(kept(tensor_bytes=300 * MIB), num_steps=0),  # while loading
         live(kept(tensor_bytes=300 * MIB), is_evaluating=True),
         live(),
     ],

@@ -1,4 +1,4 @@
-"""Logits by hand: 300 MiB of 1,200, 200 of which are there before the model."""
+"""Logits of 300 MiB in a peak of 1,200, of which 200 exist before the model."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Parameters that are to be trained and are not."""
+"""Parameters that should be trained but get no gradient."""
 
 from dataclasses import replace
 

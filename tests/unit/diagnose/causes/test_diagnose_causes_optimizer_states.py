@@ -1,4 +1,4 @@
-"""Optimizer states by hand."""
+"""Optimizer states, with numbers calculated by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Temporaries of the update by hand."""
+"""Temporaries of the update, with numbers calculated by hand."""
 
 from peak_evidence import evidence, shares, tried
 from plimsoll.diagnose.causes.optimizer_temporaries import findings

@@ -1,4 +1,4 @@
-"""Other processes in a text."""
+"""Other processes in an error message."""
 
 from peak_evidence import FULL, OTHERS, evidence, of_text
 from plimsoll.diagnose.causes.other_process import findings

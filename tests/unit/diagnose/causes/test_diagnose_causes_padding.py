@@ -1,4 +1,4 @@
-"""Padding by hand: half of 990 MiB of activations."""
+"""Padding that is half of 990 MiB of activations."""
 
 import pytest
 

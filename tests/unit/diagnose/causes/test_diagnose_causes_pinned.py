@@ -1,4 +1,4 @@
-"""Pinned memory in a text."""
+"""Pinned memory in an error message."""
 
 import pytest
 

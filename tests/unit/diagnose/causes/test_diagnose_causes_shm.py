@@ -1,4 +1,4 @@
-"""Shared memory in a text."""
+"""Shared memory in an error message."""
 
 from peak_evidence import FULL, SHM, of_text
 from plimsoll.diagnose.causes.shm import findings

@@ -1,4 +1,4 @@
-"""Memory that is really used up."""
+"""Memory that is full without waste."""
 
 from peak_evidence import FRAGMENTED, FULL, OTHERS, evidence, of_text, shares
 from plimsoll.diagnose.causes.true_capacity import findings

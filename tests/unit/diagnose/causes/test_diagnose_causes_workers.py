@@ -1,4 +1,4 @@
-"""Workers with memory of their own."""
+"""Workers that use memory of their own."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_an_error_of_a_worker():
     "seen",
     [
         {"processes": processes(900, 50, 50), "num_workers": 2},
-        {"processes": processes(500, 300, 200)},  # of no loader
+        {"processes": processes(500, 300, 200)},  # no workers of a data loader
         {"processes": processes(500)},
         {},
     ],

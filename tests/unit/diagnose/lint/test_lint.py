@@ -1,4 +1,4 @@
-"""Contracts over the folder of rules."""
+"""Contracts of all modules in the folder of lint rules."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def test_the_package_itself_is_clean(rule, package):
 
 @pytest.fixture(scope="module")
 def package() -> list[Source]:
-    """Every tenth file of this package, which is enough to see that a rule does not call everything wrong."""
+    """Return every tenth file of this package, which is enough to see that no rule reports everything."""
     files = sorted((Path(__file__).parents[4] / "src/plimsoll").rglob("*.py"))[::10]
     return [parse(file.read_text("utf-8")) for file in files]
 

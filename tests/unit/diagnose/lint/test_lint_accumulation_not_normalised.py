@@ -1,4 +1,4 @@
-"""Accumulation whose losses are divided, or not."""
+"""Accumulated losses that are divided, and others that are not."""
 
 from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.accumulation_not_normalised import hits

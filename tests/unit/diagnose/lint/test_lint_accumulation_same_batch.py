@@ -1,4 +1,4 @@
-"""One batch that is computed several times."""
+"""A batch that is computed several times."""
 
 from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.accumulation_same_batch import hits

@@ -1,4 +1,4 @@
-"""Checkpoints whose modules get no gradient."""
+"""Checkpointed modules that get no gradient."""
 
 from textwrap import dedent, indent
 
@@ -10,7 +10,7 @@ FROZEN = "self.embed.requires_grad_(False)"
 
 
 def net(run: str, frozen: str = FROZEN, made: str = "nn.Embedding(9, 4)") -> str:
-    """A model of blocks over an embedding; ``run`` is its forward pass."""
+    """Return the source of a model with blocks over an embedding; `run` is the body of its forward pass."""
     body = indent(dedent(run).strip(), 8 * " ")
     return (
         "import torch\nfrom torch import nn\nfrom torch.utils.checkpoint import checkpoint, checkpoint_sequential\n"

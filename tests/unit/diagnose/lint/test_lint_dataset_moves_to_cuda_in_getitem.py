@@ -1,4 +1,4 @@
-"""Samples that a data set moves to the device."""
+"""Samples that a data set moves to the GPU."""
 
 from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.dataset_moves_to_cuda_in_getitem import hits

@@ -1,4 +1,4 @@
-"""Caches that are emptied with every batch."""
+"""Caches that are emptied in every batch."""
 
 from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.empty_cache_in_loop import hits

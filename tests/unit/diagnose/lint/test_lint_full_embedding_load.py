@@ -1,4 +1,4 @@
-"""Tables of word vectors that are loaded as a whole."""
+"""Tables of word vectors that are loaded completely."""
 
 from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.full_embedding_load import hits

@@ -1,4 +1,4 @@
-"""What is left over behind the last full group."""
+"""Batches after the last full accumulation window."""
 
 from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.last_partial_accumulation_dropped import hits

@@ -1,4 +1,4 @@
-"""Losses and outputs that are kept with their graphs, and those that are not."""
+"""Losses and outputs that are collected with or without their graphs."""
 
 from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.loss_graph_kept import hits

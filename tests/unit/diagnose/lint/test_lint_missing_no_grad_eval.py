@@ -1,4 +1,4 @@
-"""Evaluation with gradients on."""
+"""Evaluation that records gradients."""
 
 from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.missing_no_grad_eval import hits

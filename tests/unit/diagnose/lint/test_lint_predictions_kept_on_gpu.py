@@ -1,4 +1,4 @@
-"""Outputs that are collected on the device, and those that are not."""
+"""Outputs that are collected on the GPU or elsewhere."""
 
 from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.predictions_kept_on_gpu import hits

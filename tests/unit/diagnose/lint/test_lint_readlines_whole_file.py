@@ -1,4 +1,4 @@
-"""Corpora that are read as a whole."""
+"""Corpora that are read into memory completely."""
 
 from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.readlines_whole_file import hits

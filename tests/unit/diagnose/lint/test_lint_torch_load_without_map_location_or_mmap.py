@@ -1,4 +1,4 @@
-"""Loads that do not say where to."""
+"""Calls of `torch.load` that do not name the device."""
 
 from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.torch_load_without_map_location_or_mmap import hits

@@ -1,4 +1,4 @@
-"""Gradients cleared while they should add up."""
+"""Gradients cleared while they should accumulate."""
 
 from lint_snippets import found_where_marked
 from plimsoll.diagnose.lint.zero_grad_inside_accumulation import hits

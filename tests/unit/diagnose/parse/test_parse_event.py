@@ -1,4 +1,4 @@
-"""Messages of every form, with their numbers by hand."""
+"""Error messages of every form, with their numbers calculated by hand."""
 
 import json
 import re

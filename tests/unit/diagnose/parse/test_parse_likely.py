@@ -1,4 +1,4 @@
-"""What the numbers of a message say of its cause, by hand in GiB."""
+"""The likely cause of an error message, derived from its numbers in GiB."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def event(kind="cuda_allocator_new_format", **gib):
             event(tried_to_allocate=1, capacity=24, free=0.5, this_process=23, derived_reserved_unallocated=2),
             ("fragmentation", "true_capacity"),
         ),
-        # 0.1 of 12 is no more than rounding leaves: another 20 MiB of anything would not have fitted either.
+        # 0.1 of 12 is within rounding: another 20 MiB of anything would not have fitted either.
         (
             event(tried_to_allocate=0.02, capacity=12, free=0, this_process=11.7, derived_reserved_unallocated=0.1),
             ("true_capacity", "fragmentation"),
@@ -32,7 +32,7 @@ def event(kind="cuda_allocator_new_format", **gib):
             event(tried_to_allocate=1, capacity=24, free=0.5, this_process=3, other_process=20),
             ("other_process", "true_capacity"),
         ),
-        # 24 - 0.5 - 10 of the allocator - 1.5 of a context: 12 are somebody else's.
+        # 24 - 0.5 - 10 of the allocator - 1.5 of a context: 12 belong to other processes.
         (event(tried_to_allocate=1, capacity=24, free=0.5, reserved_total=10), ("other_process", "true_capacity")),
         (event(tried_to_allocate=1, capacity=24, free=0.5, reserved_total=22), ("true_capacity", None)),
         (

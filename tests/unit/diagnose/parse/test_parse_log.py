@@ -1,4 +1,4 @@
-"""Logs: where a message begins and ends, whose line it was, what is repeated, and that nothing breaks the reader."""
+"""Logs: the begin and end of a message, its line of code, repetitions, and input that must not break the parser."""
 
 import gzip
 import io

@@ -1,4 +1,4 @@
-"""Leaks are found, and what grows for a while is none."""
+"""Leaks in a snapshot; temporary growth does not count as one."""
 
 import io
 import pickle
@@ -45,7 +45,7 @@ def test_what_is_no_leak(num_steps, leak):
 
 
 def test_one_long_forward_pass_is_none():
-    """Every layer leaves its activations and frees a temporary, until memory runs out."""
+    """Every layer saves its activations and frees a temporary, until memory runs out."""
     device = training(2)
     for _ in range(40):
         device.alloc(8 * MIB, FORWARD, USER[10])

@@ -1,4 +1,4 @@
-"""From the file of a snapshot to its diagnosis."""
+"""The diagnosis of a snapshot file."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def explained(tmp_path):
 
 
 def holes(num_pieces=20):
-    """Every second piece of 30 MiB is free, and 200 MiB are asked for."""
+    """Return a snapshot in which every second block of 30 MiB is free, and 200 MiB are requested."""
     device = Allocator()
     pieces = [device.alloc(30 * MIB, USER[40]) for _ in range(num_pieces)]
     for address in pieces[::2]:
@@ -78,7 +78,7 @@ def test_what_private_pools_keep_is_no_fragmentation(explained):
 
 def test_more_reserved_than_ever_used_without_an_error(explained):
     device = Allocator()
-    for size in range(10, 30):  # one of an odd size needs a new segment, the next fits into it
+    for size in range(10, 30):  # an odd size needs a new segment, and the next one fits into it
         device.free(device.alloc(size * MIB, USER[1]))
     (finding,) = explained(device).findings
     assert (finding.cause, finding.place) == ("fragmentation", "")

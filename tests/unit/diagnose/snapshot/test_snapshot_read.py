@@ -1,4 +1,4 @@
-"""Snapshots of every form that torch writes, and what is none."""
+"""Snapshots of every form that torch writes, and files that are not snapshots."""
 
 import gzip
 import io

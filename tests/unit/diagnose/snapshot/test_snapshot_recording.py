@@ -1,4 +1,4 @@
-"""Frames become places and phases, events rows of numbers."""
+"""Recorded frames, converted to places and phases, and events, converted to rows of numbers."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def site(*frames):
         ((BACKWARD, USER[7]), "train.py:7", "backward"),
         ((ENGINE,), "", "backward"),
         ((USER[7], USER[9]), "train.py:7", ""),
-        # A closure that an optimizer calls, and a forward pass that is done again in the backward pass.
+        # A closure that an optimizer calls, and a forward pass that is repeated in the backward pass.
         ((FORWARD, USER[7], ADAM, USER[9]), "train.py:7", "forward"),
         ((FORWARD, ENGINE, BACKWARD, USER[9]), "train.py:9", "forward"),
     ],
@@ -82,7 +82,7 @@ def test_an_event_of_other_numbers_is_none(field):
 
 
 def test_a_request_beyond_all_bounds_is_a_number():
-    """16 EiB less one byte, as Python has it and as torch's C++ writer does."""
+    """Python records 16 EiB less one byte, and so does torch's C++ writer."""
     recording = Recording()
     for size in ((1 << 64) - 1, -1):
         recording.of_dict({"action": "oom", "device_free": 1, "size": size})

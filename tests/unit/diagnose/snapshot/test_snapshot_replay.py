@@ -1,6 +1,6 @@
-"""Events played again, against numbers by hand.
+"""Replayed allocator events, compared with numbers calculated by hand.
 
-What was live at the peak, by what it is for.
+The tests also cover the live memory at the peak, by purpose.
 """
 
 import io
@@ -22,7 +22,7 @@ def played(allocator, first_event=0):
 def test_live_and_reserved_over_time():
     device = Allocator()
     first = device.alloc(3 * MIB, USER[1])  # events 0, 1: a segment of 4 MiB
-    second = device.alloc(5 * MIB, USER[2])  # 2, 3: one of 6
+    second = device.alloc(5 * MIB, USER[2])  # 2, 3: a segment of 6 MiB
     device.free(first)  # 4, 5
     device.alloc(1 * MIB, USER[3])  # 6
     device.free(second)  # 7, 8
@@ -46,7 +46,7 @@ def test_what_was_there_before_the_first_event():
     found = played(device, num_before)
     assert [size // MIB for size in found.live_bytes] == [3, 3, 4]
     assert (found.top_event, found.peak_bytes) == (FROM_BEFORE, 8 * MIB)
-    # Of what is left the block tells its line; of what was freed only its size is known.
+    # The line of code is known for blocks that still exist. For freed ones only the size is known.
     assert sorted((piece.num_bytes // MIB, piece.freed, piece.site.place) for piece in found.live_at(FROM_BEFORE)) == [
         (3, NEVER, "train.py:1"),
         (5, 0, ""),

@@ -1,4 +1,4 @@
-"""What every format offers: a module of this folder is one, and a file is of one format; numbers that do not fit."""
+"""The functions that every format has, the choice of one format per file, and numbers that do not fit."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""fastText models: its own files and vectors, models packed by hand, and damage of every kind."""
+"""fastText models: recorded files and vectors, models packed by hand, and damage of every kind."""
 
 import gc
 import struct
@@ -119,7 +119,7 @@ def test_a_file_that_is_cut_anywhere_is_an_error_that_says_so(tmp_path: Path):
         path = written(tmp_path / "a", raw[:num_bytes])
         with pytest.raises(EmbeddingError, match="is cut off.*[:;] download it again"):
             opened(fasttext_bin, path)
-    for num_bytes in range(len(raw) - len(b"\0output"), len(raw)):  # only the output is missed
+    for num_bytes in range(len(raw) - len(b"\0output"), len(raw)):  # only the output matrix is missing
         read = read_all(opened(fasttext_bin, written(tmp_path / "a", raw[:num_bytes])))
         assert read.matrix.tolist() == [[1, 1], [1, 1]]
 

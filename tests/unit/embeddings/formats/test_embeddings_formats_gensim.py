@@ -1,4 +1,4 @@
-"""gensim's files: its own and what it says of them, older ones as they were pickled then, and hostile ones."""
+"""gensim's files: recorded files with gensim's vectors, older files as they were pickled then, and hostile files."""
 
 import os
 import pickle
@@ -22,7 +22,7 @@ MATRIX = np.array([[1.5, -2], [0.25, 3], [0, 0]], np.float32)
 
 @pytest.fixture
 def classes(monkeypatch: pytest.MonkeyPatch):
-    """Give classes that pickle under the names of gensim's."""
+    """Return a function that makes classes with the module and name of gensim's classes, for pickling."""
 
     def make(module: str, name: str) -> type:
         made = type(name, (), {"__module__": module})
@@ -215,7 +215,7 @@ def test_a_file_with_a_wrong_byte_is_read_or_an_error(tmp_path: Path, name: str)
 
 
 class Hostile:
-    """What it would do when it is unpickled."""
+    """A value that calls a function when it is unpickled."""
 
     def __init__(self, function, *args) -> None:
         self.call = function, args

@@ -1,4 +1,4 @@
-"""GloVe's text: no header, and a dimension that the first lines say."""
+"""GloVe's text: no header, and a dimension that follows from the first lines."""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +14,7 @@ from slow_vectors import PACKINGS, files, first_vectors, is_utf8, numbers, packe
 
 
 def read(path: Path, wanted: set[bytes] | None = None) -> dict[bytes, bytes]:
-    """Return the first vector of each word of a file that must be recognised."""
+    """Return the first vector of each word of a file, which must be recognized."""
     source = Source(path)
     assert glove.recognises(source.head, source)
     vectors: dict[bytes, bytes] = {}
@@ -88,7 +88,7 @@ def test_a_first_line_that_is_not_like_the_others_does_not_say_the_dimension(tmp
         b"\0\0\0 1 2\n",
         b"\n\n\n",
         b"9 4\n",
-        b"9 4\nthe \x01\x02",  # word2vec's binary, cut off
+        b"9 4\nthe \x01\x02",  # binary word2vec, cut off
         b"9 4\nthe \x01\n\x02",
     ],
 )
@@ -107,9 +107,7 @@ def test_a_line_longer_than_what_is_looked_at_is_not_taken_for_a_shorter_one(tmp
 def test_hostile_files_with_good_first_lines_are_read_as_a_slow_reader_reads_them(data: st.DataObject, dimension: int):
     texts = data.draw(st.lists(numbers(), min_size=dimension, max_size=dimension))
     good = b"".join(b"good%d " % number + b" ".join(texts) + b"\n" for number in range(64))
-    raw = good + data.draw(files(dimension)).replace(
-        b"\0", b""
-    )  # which only files that are no text have at their begin
+    raw = good + data.draw(files(dimension)).replace(b"\0", b"")  # only binary files have this byte at their beginning
     expected = first_vectors(line for line in slow_lines(raw, dimension) if is_utf8(line[0]))
     with tempfile.TemporaryDirectory() as folder:
         for packing in PACKINGS:

@@ -1,4 +1,4 @@
-"""Arrays with words beside them: every way to name the words, and what is no array of vectors."""
+"""Arrays with a file of words next to them: every way to name the words, and refusal of other arrays."""
 
 import json
 import os
@@ -145,7 +145,7 @@ def test_arrays_that_are_no_vectors_are_errors(tmp_path: Path, matrix: np.ndarra
 
 
 class Hostile:
-    """What it would do when it is unpickled."""
+    """A value that makes a folder when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("ran",)

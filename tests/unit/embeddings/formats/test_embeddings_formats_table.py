@@ -1,4 +1,4 @@
-"""A table of ours as a source of vectors: words with a vector of their own, at any place and in any part."""
+"""A Plimsoll table as a source of vectors: only words with a vector count, at any place and in any part."""
 
 import gzip
 from pathlib import Path

@@ -57,7 +57,7 @@ def test_a_file_of_gensim(tmp_path: Path):
 @pytest.mark.parametrize("packing", ["", "gzip"])
 def test_a_file_that_is_cut_anywhere_keeps_its_whole_words(tmp_path: Path, packing: str):
     header_bytes = SMALL.index(b"\n") + 1
-    ends = np.cumsum([header_bytes, *(len(word) + 10 for word in WORDS)]) - 1  # without the last newline
+    ends = np.cumsum([header_bytes, *(len(word) + 10 for word in WORDS)]) - 1  # the last newline does not count
     for num_bytes in range(header_bytes + 8, len(SMALL) - 1):
         path = written(tmp_path / "cut.bin", SMALL[:num_bytes], packing)
         read = read_all(opened(word2vec_binary, path))

@@ -1,4 +1,4 @@
-"""word2vec's text: a header that the lines behind it must agree with."""
+"""word2vec's text: a header, and lines that must agree with it."""
 
 from pathlib import Path
 
@@ -38,14 +38,14 @@ def test_a_file_is_read_behind_its_header(tmp_path: Path, packing: str, ends: by
         SMALL,
         SMALL.replace(b" ", b"\t"),
         b"3 2\n",
-        b"3 2",  # cut off in the header: at least no vector of one number
+        b"3 2",  # cut off in the header, but not a GloVe vector of one number
         b"3 2\nth",
         b"3 2\nthe 0.5",
         b"3 2\nthe 0.5 -",
         b"3 2\nthe 0.5 1e-",
         b"3 2\nthe 0.5 1",
         b"300 1000\nthe" + b" 0.123456789" * 999 + b" 1\n",
-        b"300 100000\nthe" + b" 1" * 100_000 + b"\n",  # longer than what is looked at
+        b"300 100000\nthe" + b" 1" * 100_000 + b"\n",  # longer than the inspected head of the file
     ],
 )
 def test_a_header_that_its_lines_agree_with_is_recognised(tmp_path: Path, raw: bytes):
@@ -55,7 +55,7 @@ def test_a_header_that_its_lines_agree_with_is_recognised(tmp_path: Path, raw: b
 @pytest.mark.parametrize(
     "raw",
     [
-        b"3 2\nthe 0.5 -1 3\n",  # GloVe's text of one number, the first word of which is 3
+        b"3 2\nthe 0.5 -1 3\n",  # a GloVe file with vectors of one number, whose first word is 3
         b"3 2\nthe 0.5\nthe 1\n",
         b"3 0\nthe\n",
         b"-3 2\nthe 1 2\n",
@@ -65,7 +65,7 @@ def test_a_header_that_its_lines_agree_with_is_recognised(tmp_path: Path, raw: b
         b"3 2\nthe 0.5 -1 3",
         b"3 2\nthe and of",
         b"3 2\nthe \x01\x02\0\x04\x05\x06\x07\x08",
-        b"3 2\nthe \x01\x02\x03\x04\x05\x06\x07\x08",  # word2vec's binary
+        b"3 2\nthe \x01\x02\x03\x04\x05\x06\x07\x08",  # binary word2vec
         b"",
     ],
 )
@@ -88,7 +88,7 @@ def test_a_file_that_is_cut_off_is_never_taken_for_another(tmp_path: Path, kept:
         return
     found = look_at(tmp_path / "x")
     assert found.format == word2vec_text.TITLE
-    is_whole = kept >= len(SMALL) - 1  # but for the end of the last line
+    is_whole = kept >= len(SMALL) - 1  # at most the last line end is missing
     assert [fault.kind for fault in found.faults][-1:] == ([] if is_whole else ["cut off"])
 
 

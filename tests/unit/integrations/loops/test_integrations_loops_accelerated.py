@@ -1,4 +1,4 @@
-"""A scaler of Accelerate's calls the step of now, and is put back as it was."""
+"""Accelerate's gradient scaler: it calls the step in force, and is restored afterwards."""
 
 import torch
 from accelerate import Accelerator
@@ -9,7 +9,7 @@ from plimsoll.integrations.loops.accelerated import put_back_of_scaler, stepped_
 
 def prepared(with_scaler):
     accelerator = Accelerator(cpu=True)
-    if with_scaler:  # Accelerate itself makes one on a GPU only
+    if with_scaler:  # Accelerate creates one on a GPU only
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     model = nn.Linear(1, 1)
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -32,7 +32,7 @@ def test_a_scaler_that_has_seen_gradients_may_see_them_again():
     put_back = put_back_of_scaler(accelerator, optimizer)
     for _ in range(2):
         accelerator.backward(model(torch.ones(1, 1)).sum())
-        optimizer.scaler.unscale_(optimizer.optimizer)  # twice for the same update is an error
+        optimizer.scaler.unscale_(optimizer.optimizer)  # two calls for the same update are an error
         put_back()
     assert optimizer.scaler is accelerator.scaler
     assert optimizer.scaler.get_scale() == 8.0

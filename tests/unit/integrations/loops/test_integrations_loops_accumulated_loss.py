@@ -1,4 +1,4 @@
-"""Whether a loss is divided by the labels of its window: what is warned of is so, and what it says to do mends it."""
+"""The check whether a loss is divided by the labels of its window: its warnings are right, and so is the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plimsoll.integrations.loops.accumulated_loss import adds_nothing
 
 
 def _gradients(trainer: Trainer) -> list[Tensor]:
-    """The gradients of the first update."""
+    """Return the gradients of the first update."""
     found: list[Tensor] = []
 
     class Kept(TrainerCallback):
@@ -33,7 +33,7 @@ def _gradients(trainer: Trainer) -> list[Tensor]:
 
 @pytest.mark.parametrize(("make", "cls"), [(classifier, Trainer), (language_model, MeanLoss)])
 def test_a_loss_that_is_not_divided_by_the_labels_of_its_window_is_warned_of(tmp_path: Path, make, cls: type[Trainer]):
-    """What the warning says holds, and what it says to do mends it."""
+    """The claim of the warning is true, and its remedy corrects the gradients."""
     whole = trainer_of(make(), tmp_path / "a", cls, max_grad_norm=0.0)
     whole.train_dataset = whole.train_dataset[:1] * 8
     expected = _gradients(whole)
@@ -54,12 +54,12 @@ def test_a_loss_that_is_divided_by_them_is_not(tmp_path: Path, options: dict[str
     undisturbed = trainer_of(language_model(dropout=0.2), tmp_path / "a", gradient_accumulation_steps=2, **options)
     undisturbed.train()
     trainer = trainer_of(language_model(dropout=0.2), tmp_path / "b", gradient_accumulation_steps=2, **options)
-    plimsoll.transformers.fit(trainer)  # where a warning is an error
+    plimsoll.transformers.fit(trainer)  # with warnings as errors
     assert_alike(trainer, undisturbed)
 
 
 class Picky(nn.Module):
-    """A model with BatchNorm, which counts its passes; it may have a loss in training mode alone."""
+    """A model with BatchNorm, which counts its passes; it may have a loss in training mode only."""
 
     def __init__(self, only_in_training: bool) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Picky(nn.Module):
 @pytest.mark.filterwarnings("ignore:the loss of this Picky does not depend on num_items_in_batch")
 @pytest.mark.parametrize("only_in_training", [True, False])
 def test_looking_at_the_loss_changes_nothing(tmp_path: Path, only_in_training: bool):
-    """A model in evaluation mode would be cut though its BatchNorm forbids it."""
+    """A model in evaluation mode would be split although its BatchNorm forbids it."""
     undisturbed = trainer_of(Picky(only_in_training), tmp_path / "a", gradient_accumulation_steps=2)
     undisturbed.train()
     trainer = trainer_of(Picky(only_in_training), tmp_path / "b", gradient_accumulation_steps=2)

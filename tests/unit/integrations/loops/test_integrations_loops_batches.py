@@ -1,4 +1,4 @@
-"""What labels say of a loss, and micro-batches of an evaluation joined."""
+"""The units of a loss, derived from the labels, and joined outputs of evaluation micro-batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TinyForTokenClassification(nn.Module): ...
         (TinyForCausalLM(), torch.zeros(2, 3, dtype=torch.long), "next-tokens"),
         (TinyForTokenClassification(), torch.zeros(2, 3, dtype=torch.long), "tokens"),
         (TinyForTokenClassification(), torch.zeros(2, dtype=torch.long), "samples"),
-        (TinyForTokenClassification(), torch.zeros(2, 3), "samples"),  # a multi-label or a regression
+        (TinyForTokenClassification(), torch.zeros(2, 3), "samples"),  # multi-label classification or a regression
         (TinyForTokenClassification(), None, "samples"),
     ],
 )
@@ -48,7 +48,7 @@ def test_one_micro_batch_and_no_loss_stay_as_they_are():
 
 
 def test_texts_of_unequal_length_are_made_as_long_as_the_longest():
-    """As micro-batches of an evaluation generate them."""
+    """Micro-batches of an evaluation generate texts of different lengths."""
     micro_batches = [(None, torch.ones(2, 3), None), (None, torch.ones(1, 4), None)]
     _, texts, _ = joined(micro_batches, [2, 1])
     assert texts.tolist() == [[1, 1, 1, -100], [1, 1, 1, -100], [1, 1, 1, 1]]

@@ -1,4 +1,4 @@
-"""What is collected outside the device equals what transformers' own container comes to."""
+"""Outputs collected off the device: they equal those in transformers' own container."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def batches_of(kind: str) -> Iterator[Any]:
-    """Outputs of batches of 4, 4 and 2 samples."""
+    """Return outputs of batches of 4, 4 and 2 samples."""
     generator = torch.Generator().manual_seed(0)
     for rows, columns in ((4, 5), (4, 7), (2, 6)):
         scores = torch.randn(rows, columns, 3, generator=generator)
@@ -83,7 +83,7 @@ assert array.min() == array.max() == 2
 
 
 def test_inside_a_limit_what_is_collected_takes_none_of_it():
-    """In a process of its own: what earlier tests left free in the heap would count."""
+    """It runs in a separate process, because free heap memory of earlier tests would count."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

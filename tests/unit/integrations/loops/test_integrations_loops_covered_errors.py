@@ -1,4 +1,4 @@
-"""What a Trainer reads and writes around its steps: done again where that is safe, and named where it runs out."""
+"""Code that a Trainer runs around its steps: repeated if that is safe, and named if it runs out of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plimsoll.step.failpoints import exhaust_memory
 
 
 class Short(Trainer):
-    """Runs out of memory in the first calls of one of its methods."""
+    """An object that runs out of memory in the first calls of one of its methods."""
 
     name, times = "", 0
 
@@ -90,7 +90,7 @@ def test_what_is_read_or_written_is_done_again(tmp_path: Path, name: str, undist
     ],
 )
 def test_what_has_no_room_is_named_and_the_training_does_not_begin_anew(tmp_path: Path, name: str, words: str):
-    """Which `auto_find_batch_size` does at a raw error."""
+    """`auto_find_batch_size` would start the training again after a plain error."""
     trainer = trainer_of(language_model(), tmp_path, Short, **SAVING)
     trainer.name, trainer.times = name, 1000
     with pytest.raises(OutOfMemoryError, match=words):

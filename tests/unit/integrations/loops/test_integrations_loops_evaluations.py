@@ -1,4 +1,4 @@
-"""Evaluations of a Trainer inside a limit: the same predictions and metrics, and errors that say what ran out."""
+"""Evaluations of a Trainer inside a limit: unchanged predictions and metrics, and errors that name the cause."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def test_a_plan_begins_an_evaluation_with_passes_of_the_trainings_size(tmp_path:
     handle = trainer.model.register_forward_pre_hook(
         lambda module, arguments, options: seen.append(len(options["input_ids"])), with_kwargs=True
     )
-    cuts = {"recut_batch_norm": False, "recut_loss": True, "never_cut": False}  # of a model with a hook, it is asked
+    cuts = {"recut_batch_norm": False, "recut_loss": True, "never_cut": False}  # for a model with a hook
     guard = plimsoll.transformers._Guard(trainer, None, None, cuts, None)
-    guard.evaluations.begin_with(2 * 17)  # of two samples: 16 tokens and a label each
+    guard.evaluations.begin_with(2 * 17)  # two samples: 16 tokens and a label each
     with guard.at_work():
         trainer.evaluate()
     handle.remove()
@@ -107,7 +107,7 @@ def test_a_plan_begins_an_evaluation_with_passes_of_the_trainings_size(tmp_path:
 
 
 def test_a_loss_of_which_nothing_says_what_it_averages_over_is_not_cut(tmp_path: Path):
-    """As of a contrastive loss; predictions alone are cut."""
+    """An example is a contrastive loss. Only predictions are split."""
     trainer = trainer_of(language_model(), tmp_path, Unlabelled, per_device_eval_batch_size=4)
     trainer.can_return_loss, trainer.label_names = True, []
     assert trainer.model is not None
@@ -126,7 +126,7 @@ def test_a_loss_of_which_nothing_says_what_it_averages_over_is_not_cut(tmp_path:
 
 
 class Contrastive(Trainer):
-    """Compares the samples of a batch."""
+    """A trainer whose loss compares the samples of a batch."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -137,7 +137,7 @@ class Contrastive(Trainer):
 
 
 class OwnPrediction(Contrastive):
-    """Does by itself what its trainer's does."""
+    """A trainer that overrides `prediction_step` without changing it."""
 
     def prediction_step(self, *arguments: Any, **options: Any) -> Any:
         return super().prediction_step(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Validation, test and prediction that run out of memory: cut where that is exact, or an error says why."""
+"""Lightning's validation, test and prediction when memory runs out: split if that is exact, otherwise an error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _quiet() -> Iterator[None]:
 
 
 class Module(lightning.LightningModule):
-    """Two layers; outside of training no more than ``most`` samples fit."""
+    """Two layers that fit at most `most` samples outside of training."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Module(lightning.LightningModule):
 
 
 class MeanOfTargets(Module):
-    """Logs a mean over targets, as if it were one over samples."""
+    """A module that logs a mean over targets as if it were a mean over samples."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         targets = torch.where(torch.arange(len(batch["y"])) % 4 == 0, batch["y"], -100)
@@ -81,7 +81,7 @@ class MeanOfTargets(Module):
 
 
 class Keeps(Module):
-    """Keeps its outputs for the end of the epoch."""
+    """A module that keeps its outputs until the end of the epoch."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
@@ -159,7 +159,7 @@ def test_no_batch_is_cut_where_the_user_forbids_it():
 
 
 class Weighted(Module):
-    """Logs a mean over the weights of the labels."""
+    """A module that logs a mean over the weights of the labels."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", nn.functional.cross_entropy(self(batch), batch["y"], weight=torch.tensor([1.0, 9.0, 1.0])))
@@ -167,13 +167,13 @@ class Weighted(Module):
 
 @pytest.mark.parametrize("batch_of_the_rare", [0, 1])
 def test_labels_that_are_rare_or_come_later_are_seen(batch_of_the_rare: int):
-    """One of 16 samples has another label; the batch before it has been cut, since all weights in it are equal."""
+    """One of 16 samples has another label. The batch before is split, since all its weights are equal."""
     torch.manual_seed(1)
     data = [{"x": torch.randn(4), "y": torch.tensor(int(row == 16 * batch_of_the_rare + 3))} for row in range(32)]
     module = Weighted(most=8)
     with pytest.raises(OutOfMemoryError, match="was not cut, because what it logs as 'loss' is not the same"):
         trainer_with(OomProof(units="samples")).validate(module, torch.utils.data.DataLoader(data, batch_size=16))
-    compared = (8, 1, 7)  # samples of a pass
+    compared = (8, 1, 7)  # samples per pass
     assert module.seen == (*compared, *((8, 8, *compared) if batch_of_the_rare else ()))
 
 
@@ -188,7 +188,7 @@ def test_a_hook_that_runs_out_is_named_with_its_stage():
 
 
 def test_the_budget_holds_in_every_stage():
-    """From the sanity check before the plan on; afterwards there is none."""
+    """The limit holds from the sanity check before the plan to the end, and is then removed."""
     module = Module(most=100)
     trainer = trainer_with(OomProof(units="samples", budget="3GiB"))
     trainer.fit(module, loader(8, 2), loader(20, 16))

@@ -1,4 +1,4 @@
-"""What passes returned, put together as of the whole batch."""
+"""Return values of passes, joined as if the whole batch had returned them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from plimsoll.integrations.loops.lightning_logs import joined_values, mean, reme
     [
         ([torch.tensor(1.0), torch.tensor(4.0)], 2.0),
         ([torch.tensor([1, 2]), torch.tensor([3])], [1, 2, 3]),
-        ([torch.zeros(5), torch.ones(5)], [1.0] * 5),  # no row for each sample
+        ([torch.zeros(5), torch.ones(5)], [1.0] * 5),  # not one row per sample
         ([None, None], None),
         ([1], 1),
     ],

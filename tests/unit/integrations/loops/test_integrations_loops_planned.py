@@ -1,4 +1,4 @@
-"""Plans for a loop that is someone else's: of what it can have, and leaving random numbers as they were."""
+"""Plans for another library's loop: available techniques only, and unchanged random numbers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The loss of a Trainer, computed with a model that stands in for its own."""
+"""The loss of a Trainer, computed with a model that replaces the trainer's model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plimsoll.integrations.loops.trainer_loss import loss_of
 
 
 class Distance(nn.Module):
-    """A loss that has the model in it, as those of sentence-transformers have, and calls it in backward, too."""
+    """A loss that contains the model, as in sentence-transformers, and also calls it in backward."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_a_loss_that_has_the_model_in_it_has_the_other_one_and_keeps_its_own(tmp
 
 
 def test_the_loss_of_a_subclass_is_planned_with(tmp_path: Path):
-    """A model of which ``model(**batch).loss`` would fail."""
+    """With this model `model(**batch).loss` would fail."""
     import plimsoll
 
     trainer = trainer_of(language_model(), tmp_path, WithModules, remove_unused_columns=False)
@@ -66,5 +66,5 @@ def test_the_loss_of_a_subclass_is_planned_with(tmp_path: Path):
     }  # fmt: skip
     with plimsoll.transformers.protected(trainer, budget="4GiB") as protection:
         assert protection.plan is not None
-    # Nothing says how micro-batches would be weighted.
+    # The weights of micro-batches are unknown.
     assert {fallback.micro_batch for fallback in protection.plan.fallbacks} == {BATCH_SAMPLES}

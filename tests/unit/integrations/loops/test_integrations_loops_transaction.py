@@ -1,4 +1,4 @@
-"""Steps of another loop: undone as a whole, done again in micro-batches, and nothing of the loop is changed."""
+"""Steps of another loop: undone as a whole, repeated in micro-batches, and the loop stays unchanged."""
 
 from contextlib import contextmanager
 
@@ -20,13 +20,13 @@ CHECKPOINTS = Choice(technique="checkpointing", options={"blocks": "all"})
 
 
 class Loop:
-    """A loop of one's own: it clips, updates through ``optimizer.step()``, and counts what it did."""
+    """A user's loop that clips, updates through `optimizer.step()`, and counts its work."""
 
     def __init__(self, num_steps_per_update=1, make=torch.optim.AdamW, **options):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         self.optimizer = make(self.model.parameters(), lr=0.1)
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)  # puts a step of its own on the optimizer
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)  # replaces the optimizer's step method
         self.transaction = Transaction(self.model, self.optimizer, **{"units": "samples", **options})
         self.num_steps_per_update = num_steps_per_update
         self.micro_batches = []
@@ -55,7 +55,7 @@ class Loop:
 
 
 class LateLoop(Loop):
-    """A loop that updates elsewhere than where its last batch runs."""
+    """A loop that updates in another place than its last batch."""
 
     def train(self, num_batches=6):
         torch.manual_seed(1)
@@ -88,7 +88,7 @@ def test_an_update_that_comes_later_is_undone_with_its_window_as_well(num_steps_
     [("forward", (3,)), ("backward", (4,)), ("clip", (2,)), ("optimizer", (1, 2)), ("optimizer", (1, 2, 3, 4, 5))],
 )
 def test_what_ran_out_is_undone_with_its_window_and_done_again_with_the_same_bits(num_steps_per_update, point, hits):
-    """Each size that held before gets a second try, so that the cut, and with it every dropout mask, is the same."""
+    """Each size that has fitted gets a second try, so that the micro-batches and all dropout masks are the same."""
     undisturbed = Loop(num_steps_per_update).train()
     disturbed = Loop(num_steps_per_update)
     with armed(point, *hits):
@@ -117,7 +117,7 @@ def test_where_nothing_fits_the_step_is_undone_and_the_optimizer_is_left_as_it_w
     loop = Loop()
     before = [parameter.clone() for parameter in loop.model.parameters()]
     own_step = loop.optimizer.step
-    with armed("forward", *range(1, 30)), pytest.raises(OutOfMemoryError, match="smallest there is"):
+    with armed("forward", *range(1, 30)), pytest.raises(OutOfMemoryError, match="smallest possible"):
         loop.train(num_batches=1)
     assert all(torch.equal(one, other) for one, other in zip(before, loop.model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in loop.model.parameters())
@@ -146,7 +146,7 @@ def test_what_the_loop_changes_is_put_back_before_each_new_try():
             loop.train(num_batches=2)
         return len(told)
 
-    assert num_put_back(1, 2) == num_put_back() + 2  # besides those of the check that a pass can be done again
+    assert num_put_back(1, 2) == num_put_back() + 2  # more than the check of passes restores
 
 
 def test_the_fallbacks_of_a_plan_are_taken_in_order():
@@ -196,7 +196,7 @@ def test_a_scaler_made_anew_has_the_scale_and_knows_no_gradients():
     fresh = scaler_as_now(scaler)
     assert fresh.get_scale() == 64.0
     fresh.scale(torch.ones(()))
-    fresh.unscale_(optimizer)  # the old one refuses to do it twice
+    fresh.unscale_(optimizer)  # the old scaler refuses to do it twice
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_batch_without_a_target_is_refused():
 
 
 class ShortOfRoom(Cache):
-    """A technique for whose installation there is no room the first few times."""
+    """A technique whose installation runs out of memory the first few times."""
 
     def __init__(self, num_failures):
         self.num_failures = num_failures
@@ -273,7 +273,7 @@ def test_no_batch_is_cut_unasked_though_the_techniques_ran_out_of_memory(
 
 
 class Kept(nn.Module):
-    """A model that reads what its loop sets between two batches: one way to keep something for each name."""
+    """A model that reads values which its loop sets between two batches; `kind` is the place of the values."""
 
     def __init__(self, kind):
         super().__init__()
@@ -286,7 +286,7 @@ class Kept(nn.Module):
         self.memory = torch.ones(2)
 
     def forward(self, x):
-        self.log.append(self.log[-1] * 0.9)  # by passes as well
+        self.log.append(self.log[-1] * 0.9)  # passes append values, too
         self.steps.mul_(0.9)
         self.memory.mul_(1.1)
         self.array *= 0.9
@@ -299,7 +299,7 @@ class Kept(nn.Module):
         return self.linear(x) * factors.get(self.kind, 1.0)
 
     def between(self, number):
-        """What the loop does before batch ``number``."""
+        """Set the values of the loop before batch `number`."""
         value = 1.0 + number / 8
         if self.kind in {"attribute", "random"}:
             self.scale = value + (torch.rand(()).item() if self.kind == "random" else 0)
@@ -314,7 +314,7 @@ class Kept(nn.Module):
         elif self.kind == "array":
             self.array[:] = value
         elif self.kind == "new":
-            self.memory = torch.full((2,), value)  # which passes write in place
+            self.memory = torch.full((2,), value)  # passes write it in place
         elif self.kind == "generator":
             self.generator.manual_seed(number)
         elif self.kind == "frozen":
@@ -325,7 +325,7 @@ class Kept(nn.Module):
 
 
 class KeptLoop(Loop):
-    """A loop that sets something before each batch, and before an update of its own."""
+    """A loop that sets values before each batch, and before an update of its own."""
 
     def __init__(self, kind, **options):
         super().__init__(3, **options)
@@ -355,7 +355,7 @@ KINDS = ["attribute", "random", "item", "list", "buffer", "large", "array", "new
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_loop_sets_between_two_batches_is_set_again(kind, is_late):
-    """Each failure is in the third update: what a loop writes is known from the first on."""
+    """Each failure is in the third update; values that a loop writes are known from the first update on."""
     undisturbed = KeptLoop(kind).train(is_late)
     for point, hit in [("forward", 7), ("forward", 8), ("backward", 9), ("optimizer", 3)]:
         disturbed = KeptLoop(kind)
@@ -387,7 +387,7 @@ def test_in_a_first_window_the_same_is_so_or_it_is_named_and_undone(kind, hit):
 @pytest.mark.parametrize("hits", [(), (6,), (9,)])
 @pytest.mark.parametrize("kind", ["attribute", "buffer", "list", "new", "random"])
 def test_techniques_do_not_change_in_the_middle_of_a_window(kind, hits, monkeypatch):
-    """Longer texts may need others: here the second batch of the second window does."""
+    """Longer texts may need other techniques: here the second batch of the second window does."""
     undisturbed = KeptLoop(kind).train()
     monkeypatch.setitem(TECHNIQUES, "cache", ShortOfRoom(0))
     fallbacks = [[micro_batch_choice(4)], [Choice(technique="cache"), micro_batch_choice(4)]]
@@ -398,4 +398,4 @@ def test_techniques_do_not_change_in_the_middle_of_a_window(kind, hits, monkeypa
         assert torch.equal(disturbed.train(), undisturbed)
     assert len(disturbed.micro_batches) == 9 + sum(
         {6: 2, 9: 2}[hit] for hit in hits
-    )  # what went through and is done again
+    )  # passes before the error, which are repeated

@@ -1,10 +1,10 @@
-"""Trains a small model on the CPU, records every storage's birth and death, and says what was resident at most.
+"""A small training on the CPU that records the birth and death of every storage, and peak resident memory.
 
     python real_training.py gpt2|lstm MMAP_THRESHOLD      0: glibc's own threshold
 
-Storages are counted as they are asked for, but the workspace of an LSTM as it is written (`unwritten_workspace`), and
-`scratch_bytes` are there while an op runs. Prints one JSON object: the events, and the growth of private memory after
-them.
+Storages count with the size of the request, but the workspace of an LSTM only as far as it is written
+(`unwritten_workspace`). `scratch_bytes` are alive while an op runs. Prints one JSON object: the events, and the peak
+growth of private memory.
 """
 
 import gc
@@ -103,7 +103,7 @@ def main():
     torch.set_num_threads(1)
     warm = torch.ones(64, 64, requires_grad=True)
     with Recorder():
-        (warm @ warm).sum().backward()  # what Python imports at the first op is not the training's
+        (warm @ warm).sum().backward()  # imports at the first op do not belong to the training
     _ = transformers.GPT2LMHeadModel  # imported here, at its first use
     gc.collect()
     if threshold_bytes:

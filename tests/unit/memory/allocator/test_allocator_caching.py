@@ -1,4 +1,4 @@
-"""Torch's caching allocator in small: numbers by hand, and what must hold for any sequence."""
+"""A simulation of torch's caching allocator: numbers by hand, and invariants for any sequence."""
 
 import random
 from itertools import pairwise
@@ -27,7 +27,7 @@ EXPANDABLE = AllocatorRules(expandable_segments=True)
         (MIB + 1, MIB + 512, 20 * MIB),
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB - 511, 10 * MIB, 10 * MIB),  # rounded first: no longer under 10 MiB
-        (11 * MIB, 12 * MIB, 12 * MIB),  # 1 MiB would be left: not more than 1 MiB, so it is no block of its own
+        (11 * MIB, 12 * MIB, 12 * MIB),  # the rest of 1 MiB is not split off: it would have to be larger
         (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
         (12 * MIB + 1, 12 * MIB + 512, 14 * MIB),
     ],
@@ -47,7 +47,7 @@ def test_a_graph_has_blocks_of_its_own_and_begins_with_an_empty_cache():
     allocator.free(allocator.allocate(40 * MIB))
     assert allocator.reserved_bytes == 40 * MIB
     graph = allocator.allocate(30 * MIB, is_private=True)
-    assert allocator.reserved_bytes == 30 * MIB  # what was cached has gone back
+    assert allocator.reserved_bytes == 30 * MIB  # the cached segment was freed
     allocator.free(graph)
     allocator.allocate(30 * MIB)
     assert allocator.reserved_bytes == 60 * MIB

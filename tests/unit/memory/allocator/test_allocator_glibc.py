@@ -1,6 +1,6 @@
-"""The simulated heap does what glibc's does: to a page against the real one, and near it in a training.
+"""The simulated heap behaves as glibc's heap: equal to a page in a replay, and close in a training.
 
-It does just what the plain simulation of ``plain_heap`` does.
+It equals the plain simulation in ``plain_heap`` exactly.
 """
 
 import itertools
@@ -29,7 +29,7 @@ Event = tuple[int, int]
 
 
 class Trace:
-    """Makes events: what is taken gets the next id."""
+    """A list of events, in which each allocation gets the next id."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -156,8 +156,8 @@ def test_every_event_leaves_what_the_real_heap_leaves(sequence, setting, real_he
     assert abs(errors[worst]) <= 512 << 10
 
 
-# The relative error allowed on the peak of a real training. With glibc's own thresholds the peak of the same training
-# differs by 3 % from run to run: what small blocks lie between the tensors is chance.
+# The relative error allowed on the peak of a real training. With glibc's own thresholds, the peak varies by 3 % between
+# runs, due to random small blocks between the tensors.
 TRAININGS = [
     pytest.param("gpt2", TIGHT_HEAP, TIGHT_HEAP.mmap_threshold_bytes, 0.03, marks=pytest.mark.slow),
     ("lstm", TIGHT_HEAP, TIGHT_HEAP.mmap_threshold_bytes, 0.03),
@@ -256,7 +256,7 @@ def test_with_small_mapped_blocks_it_holds_inside_a_python_process(sequence, tmp
 
 
 def test_small_blocks_come_from_what_was_freed_and_keep_the_heap_from_shrinking():
-    """A node has blocks of 16 to 488 bytes. The first takes the place of one that is gone, the last lies on top."""
+    """A node has blocks of 16 to 488 bytes. The first node reuses freed memory, the last one is at the top."""
     deltas = [(1, 800_000), (2, 800_000), (3, 100), (2, -800_000), (1, -800_000), (3, -100), (4, 64)]
     nodes = {1: 1, 2: -1, 3: 1, 5: 1}
     bare, held = (simulated(deltas, DEFAULT_HEAP, nodes_before=at, trims_before={6}) for at in ({}, nodes))
@@ -267,10 +267,10 @@ def test_small_blocks_come_from_what_was_freed_and_keep_the_heap_from_shrinking(
 
 
 def test_a_threshold_holds_from_its_delta_on():
-    """Of three blocks of 1 MiB the second is asked for while blocks are mapped from 128 KiB on."""
+    """The second of three blocks of 1 MiB is allocated while blocks are mapped from 128 KiB on."""
     deltas = [(1, MIB), (2, MIB), (3, MIB), (2, -MIB), (1, -MIB)]
     found = simulated(deltas, FAST_HEAP, thresholds_before={1: 128 << 10, 2: 4 << 20}).resident_bytes
-    assert found[2] - found[3] == MIB + 4096  # it was a mapping, and is gone
+    assert found[2] - found[3] == MIB + 4096  # it was a mapping, and is unmapped
     assert found[3] == found[4]  # a hole below the third
 
 
@@ -290,7 +290,7 @@ def rules_at_random(draw: random.Random) -> HeapRules:
 
 
 def asked_at_random(draw: random.Random, num_deltas: int) -> dict:
-    """Deltas of tensors small and large, some of no bytes, with nodes, trims and thresholds between them."""
+    """Return random deltas of small, large and empty tensors, with nodes, trims and thresholds."""
     live: dict[int, int] = {}
     deltas, changes, num_nodes, most_bytes = [], {}, 0, draw.choice((2000, 60_000, 300_000, 5 * MIB))
     for index in range(num_deltas):
@@ -344,7 +344,7 @@ def test_so_it_does_in_a_training(rules):
 
 
 def test_what_holds_for_other_rules_is_what_they_give():
-    """Whether it does is known without a replay: over many, each time, and it is often so and often not."""
+    """The claim is checked without a replay; over many random cases it is often true and often false."""
     num_alike = num_others = 0
     for seed in range(25):
         draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The calls of a training: blocks are numbered as they are taken, and go in torch's order."""
+"""The heap calls of a training: blocks are numbered by allocation, and freed in torch's order."""
 
 import pytest
 

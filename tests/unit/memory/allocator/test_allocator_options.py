@@ -1,4 +1,4 @@
-"""The text of PYTORCH_CUDA_ALLOC_CONF becomes rules, or an error that says what is wrong with it."""
+"""The text of PYTORCH_CUDA_ALLOC_CONF becomes allocator rules, or an error that names its fault."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Attention as CUDA runs it, on fake tensors: what is saved, and the scratch of the backward pass by hand."""
+"""CUDA's attention on fake tensors: the saved tensors, and the scratch of the backward pass by hand."""
 
 import math
 import re
@@ -43,7 +43,7 @@ def inputs(dtype=BF16, heads=4, key_heads=4, length=48, width=64, batch=2, requi
 
 
 class Births(TorchDispatchMode):
-    """Sizes of the storages that are born, by the dtype they are born with, and how many bytes live."""
+    """A mode that records the sizes of new storages by dtype, and the live bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_every_kernel_runs_forward_and_backward_on_fake_tensors(kernel, dtype) -
             try:
                 out = scaled_dot_product_attention(query, key, value, given, **how, capability=H100)
             except DeviceError:
-                continue  # which is `choose_backend`'s to say
+                continue  # tests of `choose_backend` cover the refusal
             assert (out.shape, out.dtype) == (query.shape, dtype)
             out.sum().backward()
             assert all(one.grad.shape == one.shape and one.grad.dtype == dtype for one in (query, key, value))
@@ -294,11 +294,11 @@ def test_math_in_lower_precision_computes_in_fp32_and_keeps_the_scores() -> None
         with Births() as births:
             out = scaled_dot_product_attention(*given, dropout_p=0.5, capability=A100)
     scores = 2 * 4 * 48 * 48
-    # scores, softmax, dropout; and the copy in bf16 that nobody keeps
+    # scores, softmax, dropout; and the copy in bf16, which is freed
     assert births.sizes[FP32].count(scores * 4) == 3
     assert scores * 2 in births.sizes[BF16]
-    assert births.sizes[torch.bool].count(scores) == 2  # masked rows, and what dropout keeps
-    # of them, softmax and what dropout made of it are kept for the backward pass, and the mask of dropout
+    assert births.sizes[torch.bool].count(scores) == 2  # masked rows, and the mask of dropout
+    # Softmax, its result after dropout, and the mask of dropout are saved for backward.
     assert sorted(births.live.values()).count(scores * 4) == 2
     assert sorted(births.live.values()).count(scores) == 1
     assert out.dtype == BF16

@@ -1,4 +1,4 @@
-"""Which attention kernel CUDA picks, by hand from `sdp_utils.cpp` of torch 2.13."""
+"""The attention kernel that CUDA picks, by hand from `sdp_utils.cpp` of torch 2.13."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""CUDA's autocast on tensors of the CPU: every op of its lists, the copies it keeps, and that nothing of it stays."""
+"""CUDA's autocast on CPU tensors: all ops of its lists, the copies that it keeps, and complete restoration."""
 
 from collections.abc import Callable
 
@@ -113,7 +113,7 @@ ARGUMENTS: dict[str, Callable[[Make], tuple]] = {
     "tensordot": lambda t: (t(2, 3), t(3, 2), [1], [0]),
     "scatter_add": lambda t: (t(3), 0, LABEL, t(2)),
 }  # fmt: skip
-# No kernel for the CPU: what they are given is looked at instead.
+# Ops without a CPU kernel: their arguments are checked instead.
 ELSEWHERE: dict[str, Callable[[Make], tuple]] = {
     "_scaled_dot_product_flash_attention": lambda t: (t(1, 2, 8, 8), t(1, 2, 8, 8), t(1, 2, 8, 8)),
     "_thnn_fused_lstm_cell": lambda t: (t(2, 16), t(2, 16), t(2, 4)),
@@ -133,7 +133,7 @@ def operator(name: str):
 
 
 def maker(*dtypes: torch.dtype) -> Make:
-    """Tensors in (0.2, 0.7), their dtypes in turn."""
+    """Return a function that makes tensors with values in (0.2, 0.7), with the given dtypes in turn."""
     generator = torch.Generator().manual_seed(0)
     turn = [0]
 
@@ -156,7 +156,7 @@ def cast(value, dtype: torch.dtype):
     return [cast(one, dtype) for one in value] if isinstance(value, list | tuple) else value
 
 
-# What each list says of the output, worked out by hand: inputs -> output.
+# The output type that each list gives, by hand: inputs -> output.
 RULES = {
     "lower_precision": [((FP32,), BF16), ((BF16,), BF16)],
     "fp32": [((BF16,), FP32), ((FP32,), FP32)],
@@ -186,7 +186,7 @@ def test_an_op_of_a_list_gives_what_casting_by_hand_gives(name, inputs, output) 
     given = ARGUMENTS[name](maker(*inputs))
     with cuda_autocast_lists(), torch.autocast("cpu", dtype=BF16):
         got = operator(name)(*given)
-    # These convert in the kernel, with the sums in fp32 either way; the others before it.
+    # These convert in the kernel and sum in fp32 in both cases; the others convert before it.
     by_dtype = cuda_policies()[name].startswith("fp32_")
     expected = operator(name)(*cast(list(given), FP32 if by_dtype else output))
     for one, other in zip(tensors([got]), tensors([expected]), strict=True):
@@ -201,7 +201,7 @@ def test_an_op_of_a_list_gives_what_casting_by_hand_gives(name, inputs, output) 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_an_op_that_only_cuda_has_is_given_lower_precision(name) -> None:
     class Seen(Exception):
-        """Carries the dtypes out."""
+        """An exception that carries the dtypes."""
 
     class Look(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -252,7 +252,7 @@ def test_another_floating_dtype_among_promoted_ones_is_refused_as_cuda_does() ->
 
 
 class Copies(TorchDispatchMode):
-    """Counts casts."""
+    """A mode that counts casts."""
 
     count = 0
 
@@ -368,7 +368,7 @@ def test_under_fake_tensors_a_step_of_hundred_gigabytes_takes_no_memory() -> Non
         out.sum().backward()
         assert out.dtype == FP16
         assert layer.weight.grad.dtype == FP32
-    # input, weight, bias; the gradient of the weight and that of the bias. Of out, a sum's is expanded.
+    # input, weight, bias, and the gradients of weight and bias. The gradient of `out` is an expanded scalar.
     assert copies.count == 5
 
 

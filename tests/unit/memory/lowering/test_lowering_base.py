@@ -1,4 +1,4 @@
-"""What a lowering replaces, against what torch does with real tensors; and that it is undone."""
+"""Ops that a lowering replaces, compared with torch on real tensors; the replacement is undone."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from plimsoll.memory.trace import trace_training
 
 
 class Names(TorchDispatchMode):
-    """The names of the ops that run."""
+    """A mode that records the names of the ops that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_kernels_are_put_back_after_an_error():
 
 
 def update(fake: bool, devices: tuple[str, ...] | None) -> list[str]:
-    """The ops of an update of AdamW on two parameters."""
+    """Return the ops of an AdamW update of two parameters."""
 
     def run() -> None:
         parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
@@ -86,7 +86,7 @@ def update(fake: bool, devices: tuple[str, ...] | None) -> list[str]:
 def test_adamw_loops_on_the_cpu_as_with_real_parameters():
     real = update(fake=False, devices=None)
     assert "_foreach_add_" not in real
-    # A fake scalar is read with another op; what allocates is the same.
+    # A fake scalar is read with another op; the ops that allocate are the same.
     steps = {"addcdiv_", "mul_", "lerp_", "addcmul_", "sqrt"}
     fake = update(fake=True, devices=("cuda", "xpu"))
     assert [name for name in fake if name in steps] == [name for name in real if name in steps]
@@ -202,7 +202,7 @@ def test_apply_is_put_back_after_an_error():
 
 
 def outputs_of(is_contiguous, has_bias=True):
-    """How many tensors of the output's size a linear layer's forward makes."""
+    """Return how many tensors of the output's size the forward of a linear layer makes."""
 
     def step(place):
         layer = nn.Linear(4, 5, bias=has_bias).to("cuda")

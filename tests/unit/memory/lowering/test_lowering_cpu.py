@@ -1,4 +1,4 @@
-"""The CPU as a target: the ops of a trace are those that a real run dispatches."""
+"""The CPU as a target: the ops of a trace are the ops that a real run dispatches."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from plimsoll.memory.trace import trace_training
 from workloads import Cnn, bert, gpt2
 
 IDS = torch.arange(16).view(2, 8)
-# Asked with other ops of a real tensor, of a fake one, or of neither; they allocate nothing that lives.
+# These ops differ for real tensors, fake tensors, and no tensors; they allocate nothing that stays alive.
 LOOKS = {"detach", "_local_scalar_dense", "item", "lift_fresh", "alias", "is_same_size", "scalar_tensor"}
 
 

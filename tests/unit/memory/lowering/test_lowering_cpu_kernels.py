@@ -1,4 +1,4 @@
-"""Ops on fake tensors give as many bytes as the CPU's kernels do, for every op whose fake version says otherwise."""
+"""Ops on fake tensors return as many bytes as the CPU kernels, for every op whose fake version differs."""
 
 from collections.abc import Iterator
 from typing import Any

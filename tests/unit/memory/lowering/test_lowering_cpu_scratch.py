@@ -1,4 +1,4 @@
-"""What the module says an op takes is what the kernel counts around it."""
+"""The predicted scratch memory of an op equals the memory that the kernel counts around it."""
 
 import json
 import platform
@@ -9,11 +9,11 @@ import torch
 from plimsoll.memory.lowering.cpu_scratch import KEPT_BYTES, kept_by_libraries, scratch_bytes
 from processes import run_program
 
-pytestmark = pytest.mark.cold  # what libraries keep from their first use on
+pytestmark = pytest.mark.cold  # libraries keep memory from their first use on
 
 MIB = 1 << 20
 
-# Every op runs a first time so that the libraries have what they keep.
+# Every op runs once before, so that libraries have allocated the memory that they keep.
 _MEASURE = """
 import json, torch
 from plimsoll.device import process

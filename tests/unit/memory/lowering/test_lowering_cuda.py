@@ -1,4 +1,4 @@
-"""CUDA as a target: what runs there in place of what a CPU trace sees, as ops and bytes of the trace."""
+"""CUDA as a target: the ops and bytes that replace the ops of a CPU trace."""
 
 import pytest
 import torch

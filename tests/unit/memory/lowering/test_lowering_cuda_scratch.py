@@ -1,4 +1,4 @@
-"""What CUDA's kernels take beside their results, against the events and probes of `tests/recordings`."""
+"""Scratch memory of CUDA kernels, in addition to results, against the events and probes of `tests/recordings`."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ def probed():
 
 @pytest.mark.parametrize("row", probed(), ids=lambda row: f"{row['kernel']} {row['rows']} {row['dtype']}")
 def test_it_is_what_the_probes_of_an_h200_show(row):
-    """Within 2 MiB: torch's sort takes some, and large blocks are rounded up by up to 1 MiB."""
+    """The tolerance is 2 MiB: torch's sort needs some, and large blocks are rounded up by up to 1 MiB."""
     grad = empty(row["rows"], 768, dtype=getattr(torch, row["dtype"]))
     if row["kernel"] == "sum of rows":
         scratch = scratch_bytes(aten.sum.dim_IntList, (grad, [0]), *H200)

@@ -1,4 +1,4 @@
-"""The recurrent layers of a trace: shapes as the real module gives, and every byte cuDNN would hold."""
+"""The recurrent layers of a trace: shapes as in the real module, and every byte that cuDNN would hold."""
 
 import contextlib
 import gc
@@ -31,7 +31,7 @@ CELLS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 
 
 class Recorder(TorchDispatchMode):
-    """The bytes of every storage that is alive, by the order of birth; storages seen before count as well."""
+    """A mode that records the bytes of all live storages in order of birth, including known ones."""
 
     def __init__(self, known):
         super().__init__()
@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
 
 
 def replacements(rnn: CudnnRnn):
-    """By the function that ``__torch_function__`` receives; ``torch.lstm`` and ``torch._VF.lstm`` are the same."""
+    """Return the replacements by torch function; ``torch.lstm`` and ``torch._VF.lstm`` are the same."""
     layers = {getattr(torch, name): getattr(rnn, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
     return {**layers, torch.lstm_cell: rnn.lstm_cell, torch.gru_cell: rnn.gru_cell}
 
@@ -86,7 +86,7 @@ def traced(notes=None, **options):
 
 
 def flatten_like_cudnn(model):
-    """Join the weights of each recurrent layer, as ``.to("cuda")`` does; returns how many layers were changed."""
+    """Join the weights of each recurrent layer, as ``.to("cuda")`` does, and return the number of changed layers."""
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     first = [layer._flat_weights[0].untyped_storage()._cdata for layer in layers]
     with weights_flattened(lambda tensor: False):
@@ -96,7 +96,7 @@ def flatten_like_cudnn(model):
 
 
 def flat_weight_bytes(module):
-    """cuDNN has room for biases also where a layer has none."""
+    """Return the bytes of the flat weights. cuDNN allocates biases even for a layer without biases."""
     return shape_of(module, 1, 1).weight_elements * next(module.parameters()).element_size()
 
 
@@ -162,7 +162,7 @@ def test_of_a_packed_batch_only_the_rows_that_are_there_are_counted():
 
 
 def kept_after_forward(module, inputs, **grad):
-    """Bytes that live after forward beside the weights, the inputs and what forward returned."""
+    """Return the bytes alive after forward, without weights, inputs and results, and the module."""
     with traced() as recorder:
         module, inputs = module(), inputs()
         flatten_like_cudnn(module)
@@ -223,7 +223,7 @@ def test_only_gradients_remain_after_backward(first):
         before = recorder.total
         module(inputs)[0].sum().backward()
         gc.collect()
-        # One buffer for the gradients of all weights, and that of the input.
+        # One buffer for the gradients of all weights, and the gradient of the input.
         assert recorder.total - before == flat_weight_bytes(module) + 4 * T * B * I
         assert len({p.grad.untyped_storage()._cdata for p in module.parameters()}) == 1
 
@@ -308,7 +308,7 @@ def test_autocast_casts_the_weights_into_a_half_buffer_and_gives_float32_gradien
 
 
 def test_weights_that_autocast_has_cast_have_no_buffer_beside_them():
-    """`_cudnn_rnn_cast_reflatten` casts into the buffer itself: with both, all weights were counted once too often."""
+    """`_cudnn_rnn_cast_reflatten` casts into the buffer itself, so a second buffer would count all weights twice."""
     with traced() as recorder:
         module = module_of("lstm", num_layers=2)
         cast = [weight.half() for weight in module._flat_weights]
@@ -319,7 +319,7 @@ def test_weights_that_autocast_has_cast_have_no_buffer_beside_them():
 
 
 def test_a_gradient_of_zeros_for_the_output_lives_until_the_weights_have_theirs():
-    """A GRU of which the last state alone is used: `_cudnn_rnn_backward` makes these zeros, and keeps them."""
+    """Only the last state of the GRU is used: `_cudnn_rnn_backward` creates these zeros and holds them."""
     with traced() as recorder:
         module = module_of("gru")
         flatten_like_cudnn(module)
@@ -432,7 +432,7 @@ def test_a_packed_sequence_counts_its_longest_sample():
 
 
 def test_a_long_sequence_in_segments_passes():
-    """As `time_segments` runs it: the state goes from one segment to the next."""
+    """`time_segments` runs it like this, passing the state from one segment to the next."""
     with traced():
         module, state = module_of("lstm"), None
         for segment in torch.empty(MOST_STEPS + 1, 1, I).split(MOST_STEPS):

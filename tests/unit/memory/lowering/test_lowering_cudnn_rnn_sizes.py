@@ -1,4 +1,4 @@
-"""The sizes of cuDNN's buffers: what an H200 took for 480 shapes and in two trainings, and ranges around the likely."""
+"""The sizes of cuDNN's buffers: measured on an H200 for 480 shapes and in two trainings, and predicted ranges."""
 
 import gzip
 import itertools
@@ -35,7 +35,7 @@ def recorded_shapes() -> list[tuple[RnnShape, dict]]:
 
 
 def test_every_recorded_reserve_is_exact_and_workspaces_are_near():
-    """A peak has other things in it now and then, so of two measurements the nearer counts; the worst is off by 6 %."""
+    """A measured peak may include other memory, so the nearer of two measurements counts. The worst error is 6 %."""
     shapes = recorded_shapes()
     assert len(shapes) == 480
     assert all(reserve_bytes(one).likely == row["reserve_bytes"] for one, row in shapes)
@@ -55,7 +55,7 @@ def test_every_recorded_reserve_is_exact_and_workspaces_are_near():
 
 
 def test_two_recorded_trainings_have_these_buffers():
-    """A GRU over packed texts, of 8,030 tokens in 64 x 200, and an LSTM whose inputs are half as wide as it is."""
+    """One is a GRU over packed texts, 8,030 tokens in 64 x 200; the other is an LSTM with inputs of half its width."""
     packed = RnnShape("gru", 200, 64, 300, 512, 0, 2, True, 4, has_dropout=True, packed_rows=8030)
     assert reserve_bytes(packed).likely == 430_858_496
     assert workspace_bytes(packed).likely == pytest.approx(229_482_752, abs=512)

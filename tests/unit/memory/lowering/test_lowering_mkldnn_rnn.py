@@ -1,4 +1,4 @@
-"""The workspace of an LSTM layer, by hand and as oneDNN takes it, and what its backward pass returns."""
+"""The workspace of an LSTM layer, by hand and as oneDNN allocates it, and the results of its backward pass."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ SHAPES = [
 
 
 class Layers(TorchDispatchMode):
-    """Notes the sizes of what the ops of oneDNN's recurrent layer give, and to how many storages they belong."""
+    """A mode that records the result sizes of oneDNN's recurrent ops, and the number of their storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Layers(TorchDispatchMode):
 
 
 class RealLayers(Layers):
-    """The same without corrections."""
+    """The same mode without corrections."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -48,12 +48,12 @@ class RealLayers(Layers):
 
 
 def test_the_workspace_by_hand():
-    """Two steps of one sample, 16 wide, float32: gates 512, hidden 128, states five times 384 bytes: a page each."""
+    """Two float32 steps of one sample, 16 wide: gates 512, hidden 128, states five times 384 bytes, each in a page."""
     assert workspace_bytes(2, 1, 16, 16, 4) == 7 * 4096
 
 
 def test_rows_that_would_be_a_multiple_of_256_are_a_cache_line_longer():
-    """64 hidden: 4 gates of 64 are 256 elements, so 272 with 16 more; 1,024 steps of one sample in float32."""
+    """4 gates of 64 are 256 elements, padded to 272. There are 1,024 steps of one sample in float32."""
     gates, hidden, states = 1024 * 272 * 4, 1024 * 64 * 4, 2 * 1025 * 64 * 4
     assert workspace_bytes(1024, 1, 64, 64, 4) == gates + hidden + 5 * (states + 4096 - states % 4096)
 
@@ -84,13 +84,13 @@ def test_without_gradients_nothing_is_kept():
 
 
 def layer_arguments(*, is_reverse: bool, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    """Of 1,024 steps of one sample, 64 wide; of them shapes and the direction count."""
+    """Return arguments for 1,024 steps of one sample, 64 wide. Only the shapes and the direction matter."""
     weights = torch.empty(256, 64), torch.empty(256, 64)
     return (torch.empty(1024, 1, 64, dtype=dtype), *weights, *[None] * 4, is_reverse)
 
 
 def test_what_is_written_of_a_workspace_by_hand():
-    """Gates, 1,024 x 272, and half the cells, 2 x 1,025 x 64; right to left all states. A page is 1,024 numbers."""
+    """Gates (1,024 x 272) and half the cells (2 x 1,025 x 64) are written, and all states if reversed."""
     gates, cells, states = 1024 * 272 * 4, (2 * 1025 * 64 // 1024 + 1) * 4096, (2 * 1025 * 64 // 1024 + 1) * 4096
     whole = workspace_bytes(1024, 1, 64, 64, 4)
     for is_reverse, written in ((False, gates + cells // 2), (True, gates + cells // 2 + states)):
@@ -101,7 +101,7 @@ def test_what_is_written_of_a_workspace_by_hand():
 
 
 def test_what_backward_writes_of_it_is_float32_in_any_precision():
-    """The gradients of the layers' states, half of those of the steps' and of the cells'."""
+    """Backward writes the gradients of layer states, and half of the gradients of step and cell states."""
     part = (2 * 1025 * 64 // 1024 + 1) * 4096
     for dtype in (torch.float32, torch.bfloat16):
         assert written_in_backward_bytes(layer_arguments(is_reverse=True, dtype=dtype)) == 2 * part

@@ -1,4 +1,4 @@
-"""Recurrent nets over packed sequences: a step takes, to the byte, what it takes with the real nets."""
+"""Recurrent nets over packed sequences: a traced step allocates exactly the bytes of a real one."""
 
 from collections import Counter
 from itertools import product
@@ -41,7 +41,7 @@ SHAPES = [
 def traces(
     module: nn.Module, lengths: torch.Tensor, precision: torch.dtype | None = None, data: torch.Tensor = DATA
 ) -> tuple[Trace, Trace]:
-    """The same forward and backward pass, predicted and measured."""
+    """Return the predicted and the measured trace of one forward and backward pass."""
 
     def train(model: nn.Module, data: torch.Tensor, lengths: torch.Tensor) -> None:
         with torch.autocast("cpu", precision, enabled=precision is not None):
@@ -73,7 +73,7 @@ def test_a_training_step_takes_the_bytes_of_the_real_one(lengths: torch.Tensor, 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_so_it_does_in_other_types(lengths: torch.Tensor, dtype: torch.dtype):
-    """oneDNN has no LSTM of float64, and none of float16 that torch would train."""
+    """oneDNN lacks an LSTM in float64, and a float16 LSTM that torch could train."""
     predicted, measured = traces(nn.LSTM(6, 8, 2, bidirectional=True).to(dtype), lengths, data=DATA.to(dtype))
     assert compare(predicted, measured).is_equal
 
@@ -98,7 +98,7 @@ def test_an_lstm_of_samples_that_are_alike_is_onednns_and_others_are_not():
 
 
 def made_by_the_net(trace: Trace) -> Counter[tuple[str, str, str]]:
-    """The storages that the net's forward and backward pass made: the phase, the op and the shape."""
+    """Count the storages of the forward and backward pass of the net, by phase, op and shape."""
     texts, ops, table = trace.texts, trace.ops, trace.storages
     found = Counter(
         (ops.phase[born], texts[ops.name[born]], texts[shape])

@@ -1,4 +1,4 @@
-"""Packed sequences of fake tensors have the shapes, the counts and the bytes of real ones."""
+"""Packed sequences of fake tensors have the shapes, counts and bytes of real ones."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_a_total_length_pads_further():
 
 
 def test_the_counts_stay_until_backward():
-    """Real packing saves them for its backward pass: 3 counts of 8 bytes."""
+    """Real packing saves 3 counts of 8 bytes for its backward pass."""
     with dry_run(CpuLowering()) as place:
         data = torch.empty(3, 2, 4, requires_grad=True)
         packed, counts = pack(data, place.fake_batch(torch.tensor([3, 1])), False)
@@ -66,7 +66,7 @@ def test_lengths_must_be_known():
         pack_padded_sequence(torch.empty(3, 2, 4), torch.empty(2, dtype=torch.int64), enforce_sorted=True)
 
 
-# What torch refuses: the batch's shape (steps first), its lengths, and how they are given.
+# Cases that torch refuses: the shape of the batch (steps first), the lengths, and whether they are sorted.
 REFUSED = [
     pytest.param(
         (5, 3, 2), [5, 0, 2], False, "greater than 0", r"sample 2 \(counted from 0, longest first\)", id="zero"
@@ -95,7 +95,7 @@ def test_what_torch_refuses_is_refused_with_the_sample_and_a_remedy(
 
 
 def test_lengths_beyond_the_last_step_are_refused_though_torch_packs_them_for_a_net_that_then_fails():
-    """10 tokens are packed and 3 + 3 + 2 + 1 + 1 + 1 = 11 are counted."""
+    """10 tokens are packed, but 3 + 3 + 2 + 1 + 1 + 1 = 11 are counted."""
     packed = pack_padded_sequence(torch.ones(5, 3, 2), torch.tensor([6, 3, 2]))
     assert (len(packed.data), int(packed.batch_sizes.sum())) == (10, 11)
     with pytest.raises(RuntimeError, match=r"start \(10\) \+ length \(1\) exceeds"):

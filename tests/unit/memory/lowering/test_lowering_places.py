@@ -1,4 +1,4 @@
-"""Which memory is the device's and which the host's, as the trace of user code says it."""
+"""The assignment of memory to device or host, as the trace of user code shows it."""
 
 import copy
 
@@ -12,7 +12,7 @@ from plimsoll.memory.trace import DryRun, dry_run, trace_training
 
 
 def places_of(make) -> list[bool]:
-    """Whether the storages that some code makes are on the host, in order of birth."""
+    """Return whether each storage that `make` creates is on the host, in order of birth."""
 
     def train(place: DryRun) -> None:
         kept.append(make())

@@ -1,4 +1,4 @@
-"""A chunk at a time the loss and its gradients are those of the whole, and targets are compared as the formula says."""
+"""The loss in chunks equals the whole loss, as do its gradients. Targets are compared by the formula."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_words_that_are_left_are_one() -> None:
 
 
 def test_a_student_that_is_as_the_teacher_is_left_alone_whatever_is_kept() -> None:
-    """To take the words that are kept as if they were all would push them up."""
+    """If the kept words counted as all words, their probabilities would be pushed up."""
     teacher = logits(0)
     divergence, gradient = top(teacher, 2, 1.0).compare(teacher, 0, 3)
     torch.testing.assert_close(divergence, torch.zeros_like(divergence), rtol=0, atol=1e-12)
@@ -120,7 +120,7 @@ def both(student: nn.Module, teacher: nn.Module, loss: Tensor) -> tuple[float, d
 
 
 def with_cap(model: nn.Module) -> nn.Module:
-    """A head with a bias, and a function behind it that must be differentiated."""
+    """Add a function after the head that needs a gradient."""
     model.head.register_forward_hook(lambda layer, given, made: made.tanh() * 3)  # type: ignore[operator, union-attr]
     return model
 
@@ -160,7 +160,7 @@ def test_under_autocast_only_products_are_rounded(dtype: torch.dtype) -> None:
 
 
 def test_small_gradients_are_not_lost_in_fp16() -> None:
-    """They are of the sum, and divided where they are float32."""
+    """Gradients of the sum are computed, and divided only in float32."""
     student, teacher, batch = STUDENTS["untied"](), model_of("gpt2", 1).eval(), batch_of("gpt2")
     expected = both(student, teacher, chunked(student, teacher, batch))[1]
     with torch.autocast("cpu", torch.float16):
@@ -189,7 +189,7 @@ def test_a_second_backward_is_refused() -> None:
 
 
 def test_never_more_logits_than_asked_for() -> None:
-    """But for the one position with which a model of transformers is called as a whole."""
+    """The only exception is one position, with which a whole transformers model is called."""
     student, teacher, sizes = model_of("gpt2", 0), model_of("gpt2", 1).eval(), []
     for model in (student, teacher):
         head = model.lm_head

@@ -1,4 +1,4 @@
-"""The loss of a student with a teacher: that of both models and all logits in memory, however the batch is cut."""
+"""The loss of a student with a teacher: equal to both models and all logits in memory, for any cut of the batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def distillation(kind: str, teacher: nn.Module | None, temperature: float, hard:
 
 
 def cut(loss: Distillation, student: nn.Module, batch: dict[str, Tensor], kind: str, num_samples: int) -> float:
-    """Gradients in pieces, weighted as a step does."""
+    """Accumulate the gradients of micro-batches, weighted as in a step, and return the loss."""
     units, total = UNITS[task_of(kind)], 0.0
     for piece in split_batch(batch, num_samples):
         part = loss(student, piece) * (count_units(piece, units) / count_units(batch, units))
@@ -116,7 +116,7 @@ def test_the_fields_of_a_teacher_are_none_of_the_models() -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "lstm"])
 def test_what_was_said_before_is_as_good_as_a_teacher(kind: str) -> None:
-    """With all words kept; what a few do is in the tests of `TopTargets`."""
+    """All words are kept here; the tests of `TopTargets` keep only a few."""
     student, teacher, batch = model_of(kind, 0).double(), silent(model_of(kind, 1).double()), batch_of(kind)
     distillation(kind, teacher, 3.0, 0.5)(student, batch).backward()
     expected = gradients_of(student)

@@ -1,4 +1,4 @@
-"""A teacher: loaded without gradients, refused where it does not fit, known by what it is."""
+"""A teacher: loaded without gradients, refused if it does not fit, and identified by a digest."""
 
 from __future__ import annotations
 

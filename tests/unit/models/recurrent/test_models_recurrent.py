@@ -1,4 +1,4 @@
-"""Recurrent models under the names of the release before."""
+"""Recurrent models under their names of the previous release."""
 
 import pytest
 

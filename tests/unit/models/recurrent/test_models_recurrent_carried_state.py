@@ -1,4 +1,4 @@
-"""The carried state: pieces of a stream are the whole of it, a window can be read again, evaluation is apart."""
+"""The carried state: a cut stream equals the whole one, a window can be read again, evaluation has its own state."""
 
 from itertools import pairwise
 
@@ -69,7 +69,7 @@ def test_the_state_is_detached_and_its_loss_is_that_of_what_follows(architecture
 
 @pytest.mark.parametrize("architecture", RECURRENT)
 def test_a_window_can_be_read_again_whole_or_in_pieces(architecture, tokens):
-    """What a step that is undone needs, though nothing is put back."""
+    """A step that is undone needs this, although no state is restored."""
     model = build(architecture)
     model(**window(tokens, 0))
     first = model(**window(tokens, 1)).logits
@@ -115,7 +115,7 @@ def test_after_a_reset_nothing_before_it_is_known_and_no_gradient_goes_there(arc
     resets = torch.zeros(NUM_SLOTS, 5, dtype=torch.bool)
     resets[0, 2] = resets[1, 0] = resets[1, 3] = resets[2, 4] = True  # the last token is not read
     model(**window(tokens, 0))
-    model.carried.training_state[1, 1] = float("nan")  # what is reset may be anything
+    model.carried.training_state[1, 1] = float("nan")  # a state that is reset may have any value
     output = model(**window(tokens, 1), resets=resets)
     for slot, begins in ((0, [2]), (1, [0, 3])):
         for begin, end in pairwise([*begins, 4]):

@@ -1,4 +1,4 @@
-"""A cell over time is the loop one would write."""
+"""A cell unrolled over time equals the hand-written loop."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Recurrent models: padding changes nothing, the loss is the hand-written one, files load back bitwise."""
+"""Recurrent models: padding changes nothing, the loss is the hand-written one, and files load back bitwise."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_a_text_without_tokens_is_read_as_one_token():
 @pytest.mark.parametrize("architecture", RECURRENT)
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_a_text_without_tokens_changes_nothing_for_the_others_of_its_batch(architecture, bidirectional):
-    """Where it is among others, at any place; what it is padded with counts only for itself."""
+    """It may be at any place in the batch, and its padding affects only its own result."""
     model = build(architecture, num_labels=3, num_layers=2, bidirectional=bidirectional)
     input_ids = torch.randint(1, 11, (4, 5))
     mask = torch.tensor([[0] * 5, [1] * 5, [0] * 5, [1, 1, 0, 0, 0]])

@@ -1,4 +1,4 @@
-"""Our recurrent models say how they run in segments; one that reads in reverse says that it cannot."""
+"""Our recurrent models run in time segments, except a bidirectional one, which reports that it cannot."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ FIELDS = {"architecture": "gru", "vocab_size": 9, "embedding_size": 4, "hidden_s
 
 
 def by_hand(run, sequences, state=(), dim=1):
-    """Two stretches, without anything between."""
+    """Run two consecutive segments."""
     total = None
     for part in zip(*(sequence.split([3, sequence.shape[dim] - 3], dim) for sequence in sequences), strict=True):
         passed = run(state, *part)

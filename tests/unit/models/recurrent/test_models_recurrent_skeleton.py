@@ -1,4 +1,4 @@
-"""Recurrent models load tensor by tensor as others do."""
+"""Recurrent models load tensor by tensor, as other models do."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Recurrent taggers: padding changes nothing, the loss is the hand-written one, files load back bitwise."""
+"""Recurrent taggers: padding changes nothing, the loss is the hand-written one, and files load back bitwise."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_a_tagger_does_not_see_padding(architecture, bidirectional):
 
 
 class Plain(nn.Module):
-    """The tagger as one would write it by hand."""
+    """The hand-written tagger."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Traces made in forked processes are those made here; without processes, or where one fails, all is made here."""
+"""Dry runs in forked processes: they give the same traces, and a failed process is replaced by this one."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ UNKNOWN = Choice(technique="no such technique")
 
 @pytest.fixture(autouse=True)
 def _as_a_command(monkeypatch):
-    """Programs fork nothing; nothing else runs on this machine."""
+    """Behave like a command, which may fork, on a machine without other work."""
     monkeypatch.setattr(module, "is_a_command", lambda: True)
     monkeypatch.setattr(module, "_num_running", lambda: 1)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
@@ -36,7 +36,7 @@ def _as_a_command(monkeypatch):
 
 @pytest.fixture
 def tracers(monkeypatch):
-    """One process, whatever this machine has; none is forked from one whose earlier tests have begun threads."""
+    """Yield tracers with one process, on any machine. Skip if earlier tests have started threads in this process."""
     if not module.can_fork():
         pytest.skip("this process has begun threads")
     monkeypatch.setattr(os, "sched_getaffinity", lambda number: {0, 1})
@@ -49,7 +49,7 @@ def asked(size, lowering=None, is_short=True):
 
 
 def stopped(tracers):
-    """Its process, which does not go on."""
+    """Stop the process of the tracers with SIGSTOP and return it."""
     (worker,) = tracers._workers
     os.kill(worker.process.pid, signal.SIGSTOP)
     return worker.process
@@ -77,7 +77,7 @@ def test_they_are_the_same_event_by_event(tracers, lowering):
 
 
 def test_what_no_process_has_begun_is_made_here(tracers):
-    """Processes begin with the last."""
+    """The processes start with the last combination that was expected."""
     first, second, last = map(asked, (1, 2, 4))
     tracers.expect([first, second, last])
     assert has_begun(tracers, last)
@@ -117,9 +117,9 @@ def test_nothing_is_supposed_where_other_programs_use_the_cores(tracers, monkeyp
     stopped(tracers)
     assert tracers.number == 0
     tracers.suppose([asked(2)])
-    tracers.expect([asked(4)])  # which is made in any case
+    tracers.expect([asked(4)])  # this one is traced in any case
     assert has_begun(tracers, asked(4))
-    assert tracers.number == 1  # it is this process that runs beside this one
+    assert tracers.number == 1  # the forked process that runs next to this one
     assert tracers.take(asked(2)) is None
 
 
@@ -180,7 +180,7 @@ def test_one_core_has_no_process_beside_this_one(monkeypatch):
 
 
 def test_ctrl_c_while_processes_are_forked_is_raised_afterwards(monkeypatch):
-    """What Python calls at a fork would ignore it."""
+    """Python ignores an exception that is raised inside a fork hook."""
 
     def interrupted():
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,4 +1,4 @@
-"""A rank whose others are not there: it exchanges with nobody, and needs what a real one needs."""
+"""Dry runs of one rank without the other ranks: it communicates with nobody and needs the memory of a real rank."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_an_exchange_moves_the_whole_tensor():
 
 
 class Counting(TorchDispatchMode):
-    """Notes what the ops of exchanges move."""
+    """A dispatch mode that records the bytes that communication ops move."""
 
     def __init__(self, counter):
         super().__init__()

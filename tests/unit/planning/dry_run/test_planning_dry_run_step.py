@@ -1,4 +1,4 @@
-"""The real training step on fake tensors: what is traced is what a run does, to the byte."""
+"""Dry runs of the real training step on fake tensors: the trace equals a real run to the byte."""
 
 from importlib.util import find_spec
 
@@ -92,7 +92,7 @@ def test_a_dry_run_of_a_step_needs_what_the_real_one_needs(micro_batch, clip_nor
 @pytest.mark.parametrize("micro_batch", [2, 4, 5])
 @pytest.mark.parametrize("is_by_length", [False, True])
 def test_a_dry_run_finds_a_long_sample_wherever_it_is(place, micro_batch, is_by_length):
-    """Recurrent layers pack what a mask has, so the pass with the long sample needs most."""
+    """Recurrent layers pack the tokens of the mask, so the pass with the long sample needs most memory."""
     lengths = torch.tensor([3, 4, 2, 5, 4, 3, 2, 4, 3])
     lengths[place] = 16
     mask = (torch.arange(16) < lengths[:, None]).long()
@@ -113,8 +113,8 @@ def test_a_dry_run_finds_a_long_sample_wherever_it_is(place, micro_batch, is_by_
             recorder.step = number
             step(batch)
     measured_bytes = live_bytes(recorder.trace("measured", "cpu")).peak_bytes
-    batch_bytes = sum(tensor.nbytes for tensor in batch.values())  # of which a dry run has the part that it dry-runs
-    predicted_bytes = live_bytes(trace).peak_bytes + batch_bytes  # with what kernels take inside, which nobody records
+    batch_bytes = sum(tensor.nbytes for tensor in batch.values())  # the dry run contains only a part of it
+    predicted_bytes = live_bytes(trace).peak_bytes + batch_bytes  # plus memory inside kernels, which no recorder sees
     assert measured_bytes <= predicted_bytes <= 1.5 * measured_bytes
 
 
@@ -198,7 +198,7 @@ def test_an_evaluation_of_fewer_samples_needs_what_that_of_all_needs(monkeypatch
 
 
 def _peaks_of_phases(trace):
-    """Beside the batches themselves."""
+    """Return the peak of each phase without the batches."""
     live = live_bytes(trace)
     phases = np.asarray(trace.ops.phase)[np.asarray(trace.event_op)[live.event]]
     beside = live.total - live.by_category["inputs"]
@@ -270,7 +270,7 @@ def test_a_dry_run_of_a_recurrent_models_folder_does_not_read_it(num_labels, tmp
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 @pytest.mark.parametrize("lowering", [CpuLowering(), CudaLowering((8, 0))], ids=["cpu", "cuda"])
 def test_adapters_copy_the_head_of_a_classifier(lowering, tmp_path):
-    """Whose numbers have no address: peft calls copy.deepcopy."""
+    """Parameters of a dry run have no address, and peft copies the head with `copy.deepcopy`."""
     for label in "ab":
         (tmp_path / label).mkdir()
         (tmp_path / label / "1.txt").write_text("a text", encoding="utf-8")
@@ -292,7 +292,7 @@ def test_the_dry_run_has_a_batch_of_two_whole_passes_that_ends_as_the_whole_one(
 
 
 def test_a_smaller_last_pass_does_not_hide_that_a_whole_one_meets_gradients():
-    """Of 13 samples in passes of 4 the last is of one sample: no less is needed than for 12."""
+    """13 samples in passes of 4 leave a last pass of one sample. The peak is as for 12 samples."""
     peaks = []
     for batch_size in (12, 13):
         trace = dry_run_job(job(batch_size=batch_size), TEXTS, CpuLowering(), (micro_batch_choice(4),), is_short=True)
@@ -333,7 +333,7 @@ def masked(lengths):
     [
         ([3, 4, 2, 6, 40, 3, 2, 4, 3], [2, 6, 40, 3]),
         ([3, 4, 2, 6, 4, 3, 2, 4, 50], [2, 6, 50]),
-        ([40, 3, 2, 6, 4, 3, 2, 4, 20], [2, 6, 40, 3]),  # the last pass is smaller: it is no pass before another
+        ([40, 3, 2, 6, 4, 3, 2, 4, 20], [2, 6, 40, 3]),  # the last pass is smaller and stands for no other
         ([5] * 9, [5] * 5),
         ([40, 3, 2], [40, 3, 2]),
         ([3, 4, 2, 6], [3, 4, 2, 6]),
@@ -346,7 +346,7 @@ def test_of_a_recurrent_model_the_dry_run_has_the_two_passes_of_most_tokens_the_
 
 
 def test_of_another_model_the_dry_run_has_the_first_samples_and_by_length_the_longest_and_the_fullest_pass():
-    """By length the passes are of 30 and 29 tokens, 20 and 19, three times 18, and 1."""
+    """Sorted by length, the passes have 30 and 29 tokens, 20 and 19, three times 18, and 1."""
     lengths, plain = [18, 20, 1, 30, 18, 19, 29, 18], nn.Linear(2, 2)
     by_length = (micro_batch_choice(2), Choice(technique="by_length"))
     cut = _telling_samples(masked(lengths), 2, plain, by_length[:1])
@@ -417,7 +417,7 @@ def test_what_a_teacher_said_of_a_text_is_of_all_labels():
     ids=["files", "the host"],
 )
 def test_parameters_that_are_kept_outside_are_never_on_the_device(lowering, choice, are_all_outside):
-    """All of them in files; beside a GPU the two blocks', of 3,280 numbers each."""
+    """All parameters are in files, or both blocks (3,280 parameters each) are in host memory."""
     gpt2 = job(model={"architecture": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2})
     whole, outside = (dry_run_job(gpt2, TEXTS, lowering, (*WHOLE, *more)) for more in ((), (choice,)))
 

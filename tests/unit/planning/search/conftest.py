@@ -1,4 +1,4 @@
-"""Searches run in a made-up world: its techniques are the registry."""
+"""Fixtures for searches in a made-up world, in which the registry contains only its techniques."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from plimsoll.planning.search import choices, pins, search
 
 @pytest.fixture
 def inhabited(monkeypatch):
-    """Let the techniques of a world be all there are."""
+    """Return a function that replaces the registry by the techniques of a world."""
 
     def inhabit(world):
         for module in (plimsoll.techniques, choices):

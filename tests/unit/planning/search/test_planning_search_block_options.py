@@ -1,6 +1,6 @@
-"""Which blocks are offered for checkpointing, of models whose trace is made by hand.
+"""The blocks that are offered for checkpointing, for models with a handmade trace.
 
-Each block keeps 10 MiB for backward and 2 of them if it is checkpointed, so checkpointing all saves 8 MiB a block.
+Each block saves 10 MiB for backward, or 2 MiB if it is checkpointed. Checkpointing all blocks saves 8 MiB per block.
 """
 
 from torch import nn
@@ -37,7 +37,7 @@ def workload(num_blocks=4):
 
 
 def trace(*work, saved_mib=8):
-    """Two ops for each block: what is inside it, and its output; ``work`` is what the first one does."""
+    """Return a trace with two ops per block: its inner op, which does `work`, and its output."""
     ops = []
     for block in range(len(work)):
         ops += [
@@ -49,11 +49,11 @@ def trace(*work, saved_mib=8):
     return made.model_copy(update={"texts": tuple(names.get(text, text) for text in made.texts)})
 
 
-WORK = [{"moved_bytes": 2}, {"flops": 30}, {"flops": 10}, {"flops": 10}]  # a byte takes as long as 10 operations
+WORK = [{"moved_bytes": 2}, {"flops": 30}, {"flops": 10}, {"flops": 10}]  # moving a byte takes as long as 10 operations
 
 
 def test_the_cheapest_blocks_for_a_quarter_a_half_and_three_quarters_of_what_all_save():
-    """The last block is never among them: nothing comes after it that its room could be for."""
+    """The last block is never offered: nothing runs after it that could use the freed memory."""
     found = some_blocks(workload(), trace(*WORK))
     assert [one.choice.options["blocks"] for one in found] == ["2", "0,2", "0-2"]
     assert [one.bytes_share for one in found] == [1 / 4, 2 / 4, 3 / 4]
@@ -62,7 +62,7 @@ def test_the_cheapest_blocks_for_a_quarter_a_half_and_three_quarters_of_what_all
 
 
 def test_the_same_subset_is_offered_once():
-    """Of two blocks only the first can help, for a quarter and for a half."""
+    """Of two blocks only the first can help, both for a quarter and for a half of the savings."""
     (one,) = some_blocks(workload(2), trace({"flops": 10}, {"flops": 10}))
     assert (one.choice.options["blocks"], one.bytes_share, one.seconds_share) == ("0", 1 / 2, 1 / 2)
 

@@ -1,4 +1,4 @@
-"""The integer program finds what trying every subset finds."""
+"""The integer program for blocks gives the same result as trying every subset."""
 
 import random
 from itertools import combinations
@@ -9,7 +9,7 @@ from plimsoll.planning.search.block_subset import choose_blocks
 
 
 def needs(saved, kept, chosen):
-    """The memory when each block's backward begins."""
+    """Return the memory at the start of each block's backward."""
     return [
         saved[block] + sum(kept[earlier] if earlier in chosen else saved[earlier] for earlier in range(block))
         for block in range(len(saved))
@@ -23,7 +23,7 @@ def least_seconds(saved, seconds, kept, room):
 
 
 def test_by_hand():
-    """Four blocks of 10 of which 1 stays: the last one's backward has 40; 31 without one; 22 without two."""
+    """Four blocks save 10 and keep 1. The last one's backward needs 40, or 31 with one checkpointed, or 22 with two."""
     saved, kept = [10] * 4, [1] * 4
     assert choose_blocks(saved, [1.0] * 4, kept, 40) == ()
     assert len(choose_blocks(saved, [1.0] * 4, kept, 39)) == 1
@@ -46,7 +46,7 @@ def test_no_blocks_and_blocks_that_keep_more_when_recomputed():
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("unit", [1, 2**30 + 7], ids=["bytes", "GiB"])
 def test_against_every_subset(seed, unit):
-    """Also with rooms that a subset fills to the last byte."""
+    """The limits include totals that a subset fills to the last byte."""
     draw = random.Random(seed)
     num_blocks = draw.randint(1, 8)
     saved = [draw.randint(1, 100) * unit for _ in range(num_blocks)]
@@ -65,7 +65,7 @@ def test_against_every_subset(seed, unit):
 
 
 def test_a_deep_model():
-    """96 blocks of two kinds; what is chosen fits, and one cheap block less does not."""
+    """With 96 blocks of two kinds, the choice fits, and it no longer fits with one cheap block fewer."""
     saved = [300_000_000 + 1000 * (block % 2) for block in range(96)]
     kept, seconds = [25_000_000] * 96, [0.01 + 0.001 * (block % 3) for block in range(96)]
     room = 10_000_000_000

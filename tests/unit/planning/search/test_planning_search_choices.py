@@ -1,4 +1,4 @@
-"""What there is to search among."""
+"""The choices that a search considers."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_what_only_leaves_work_out_is_in_every_combination_that_allows_it(name, 
 
 
 def test_what_micro_batches_do_in_less_time_is_offered_where_there_are_none(inhabited):
-    """Or where it is asked for."""
+    """It is also offered if the job asks for it."""
     world = inhabited(World([MadeUp("gradient_cache", is_for_whole_batches=True)]))
     reasons = [one.reason for one in available_choices(world.problem(100)).rejected]
     assert reasons == ["this batch may be cut, and micro_batch takes less time"]

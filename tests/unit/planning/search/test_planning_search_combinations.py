@@ -1,4 +1,4 @@
-"""Combinations of made-up techniques, and the one that leaves nothing out."""
+"""Combinations of made-up techniques, and an enumeration that leaves none out."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def one(name, level=0):
 
 @pytest.fixture
 def world(inhabited):
-    """``a`` and ``b`` exclude each other, ``c`` goes with the whole batch only, ``d`` reaches the states."""
+    """Techniques `a` and `b` exclude each other, `c` needs the whole batch and `d` acts on optimizer states."""
     return inhabited(
         World(
             [

@@ -1,4 +1,4 @@
-"""What an evaluation reads from a trace: the peak of each phase, and what of it grows with the micro-batch."""
+"""Evaluations of a trace: the peak of each phase, and its part that grows with the micro-batch."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def counted(*ops):
 
 
 def test_each_phase_has_its_own_peak_with_what_grows_of_it():
-    """Forward holds 10 + 3 + 6 at its second op, backward 10 + 6 + 5 + 2; the update 10 + 5 + 20 + 1."""
+    """Forward needs 10+3+6 at its second op, backward 10+6+5+2, and the update 10+5+20+1."""
     found = phase_peaks(
         counted(
             ("setup", 0, f"+w parameters {10 * MIB}"),
@@ -33,7 +33,7 @@ def test_each_phase_has_its_own_peak_with_what_grows_of_it():
         "copy": PhasePeak(10 * MIB, 3 * MIB),
         "forward": PhasePeak(10 * MIB, 9 * MIB),
         "backward": PhasePeak(15 * MIB, 8 * MIB),
-        "optimizer": PhasePeak(36 * MIB, 0),  # its temporaries are as large as the parameters, whatever the batch
+        "optimizer": PhasePeak(36 * MIB, 0),  # its temporaries are as large as the parameters, for any batch
     }
 
 

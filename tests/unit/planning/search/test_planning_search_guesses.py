@@ -1,4 +1,4 @@
-"""Rows of many combinations: what is guessed of each by itself, but where it was traced what is known."""
+"""Guesses for many combinations at once equal the guess for each one; traced combinations keep their known values."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a search knows: combinations of what was learned, the best guess among them, and a copy that learns alone."""
+"""The knowledge of a search: evaluated combinations, the best guess, and a copy that learns independently."""
 
 import pytest
 
@@ -14,7 +14,7 @@ WEAK, STRONG = (Choice(technique="recompute", options={"level": level}) for leve
 
 @pytest.fixture
 def known(inhabited):
-    """The plain training, and a technique with its strongest option learned."""
+    """Return knowledge of plain training and of one technique with its strongest option."""
     world = inhabited(World([MadeUp("recompute", (2, 4), seconds=(0.1, 0.2))], pass_seconds=0.1))
     found = Known(AvailableChoices((), SIZES, {"recompute": (WEAK, STRONG)}, (), ()), frozenset(), lambda choices: True)
     evaluations = [

@@ -1,4 +1,4 @@
-"""Which plans are about as fast as the chosen one, and the order that a run can go down."""
+"""The plans that are about as fast as the chosen one, and the fallback order of a run."""
 
 import pytest
 
@@ -17,7 +17,7 @@ LIMIT_BYTES = 100
 
 
 def evaluate(samples, *combination, need=90, seconds=1.0, fits=True, likely=None):
-    """What a trace says: bytes, and seconds that may be a quarter more."""
+    """Return an evaluation with these bytes, and seconds with an uncertainty of a quarter."""
     peak = Estimate(likely_bytes=likely or need, low_bytes=likely or need, high_bytes=need)
     step_time = Duration(likely_seconds=seconds, low_seconds=seconds / 1.25, high_seconds=1.25 * seconds)
     return Evaluation((micro_batch_choice(samples), *combination), samples, peak, fits, step_time, {}, {})
@@ -48,7 +48,7 @@ def test_what_is_unlike_comes_before_what_is_nearly_alike_and_the_fastest_first(
 
 
 def test_of_what_is_alike_one_that_should_be_faster_than_the_plan_is_tried():
-    """The plan is the one of the fewest techniques of those that cannot be told apart."""
+    """Among plans that cannot be told apart, the chosen plan has the fewest techniques."""
     faster = evaluate(8, FUSED, seconds=0.99)
     others = [evaluate(4, seconds=1.1), evaluate(2, seconds=1.15), evaluate(1, seconds=1.2)]
     assert beside(evaluate(8), *others, faster) == (faster, *others[:2])
@@ -59,7 +59,7 @@ def test_what_changes_the_training_is_the_same_in_all():
 
 
 def test_a_candidate_can_go_down_to_a_fallback_of_the_plan():
-    """Taking states back from the disk needs room in the crisis."""
+    """Loading states back from disk takes memory, which is missing after an out-of-memory error."""
     fallback = evaluate(1, FUSED, need=40)
     assert beside(evaluate(8), evaluate(4, ON_DISK), fallbacks=(fallback,)) == ()
     assert len(beside(evaluate(8), evaluate(4, FUSED), fallbacks=(fallback,))) == 1
@@ -107,7 +107,7 @@ def test_other_candidates_come_in_between_where_they_need_clearly_less():
     assert in_falling_order(first, fallbacks, [configuration(4, KEPT, need=88)]) == (
         first,
         *fallbacks,
-    )  # it would run out as well
+    )  # it would run out of memory, too
     assert in_falling_order(first, fallbacks, [configuration(4, ON_DISK, need=80)]) == (first, *fallbacks)
     assert in_falling_order(first, fallbacks, [configuration(2, FUSED, need=30)]) == (
         first,
@@ -118,7 +118,7 @@ def test_other_candidates_come_in_between_where_they_need_clearly_less():
 
 
 def test_passes_with_the_same_techniques_get_smaller():
-    """A run goes from one to the next without exchanging anything."""
+    """A run moves from one to the next without changing its techniques."""
     assert in_falling_order(configuration(4, need=90), [configuration(8, need=80), configuration(2, need=50)]) == (
         configuration(4, need=90),
         configuration(2, need=50),

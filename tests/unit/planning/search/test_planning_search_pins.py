@@ -1,4 +1,4 @@
-"""Pins in terms of what techniques offer."""
+"""Pins, expressed as choices of the techniques."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_a_name_alone_leaves_the_options_to_the_plan_unless_there_is_one(world):
 
 
 class ForSeveral(MadeUp):
-    """Needs several ranks."""
+    """A technique that needs several ranks."""
 
     def choices(self, workload, setting):
         return "the job has 1 rank" if setting.num_ranks == 1 else super().choices(workload, setting)
@@ -53,7 +53,7 @@ def test_a_pin_that_only_the_number_of_ranks_forbids_is_left_out_with_the_reason
     assert decide([parse_pin(pin)], [], problem.workload, several).pinned == (
         Choice(technique="shards", options={"level": 0}),
     )
-    with pytest.raises(InputError, match="it cannot be used here: the job has 1 rank"):  # with however many ranks
+    with pytest.raises(InputError, match="it cannot be used here: the job has 1 rank"):  # invalid on any number
         decided(world, ["shards(depth=3)"])
 
 
@@ -94,7 +94,7 @@ def test_an_option_that_the_choices_leave_out_can_be_pinned(inhabited):
         (["micro_batch=1.5"], [], "samples is 1.5: give a whole number, for example --pin micro_batch=16"),
         (["micro_batch=true"], [], "samples is true: give a whole number, for example --pin micro_batch=16"),
         (["micro_batch=17"], [], "a micro-batch of 17 is not a part of a batch of 16: give 1 to that many"),
-        (["recompute=0", "recompute=1"], [], "are both pinned, and a plan can have only one of them: leave one out"),
+        (["recompute=0", "recompute=1"], [], "cannot both be pinned: leave one of them out"),
         (["recompute=0"], ["recompute"], "is pinned and `recompute` is forbidden: leave one of the two out"),
     ],
 )

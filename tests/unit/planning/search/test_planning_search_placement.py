@@ -1,7 +1,7 @@
-"""The search for rows and places, on a model whose needs are known in whole numbers.
+"""The search for rows and placement, on a model whose needs are known as whole numbers.
 
-A row needs 10 MiB and computes for 1 s, on top of 100 MiB and of 1 s for the pass; six blocks have 50 MiB each, the
-output layer 30, the tables 20, the rest 5, which is always there.
+A row needs 10 MiB and computes for 1 s, in addition to 100 MiB and 1 s per pass. The six blocks have 50 MiB each, the
+output layer 30, the tables 20, and the rest, which is always resident, 5.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def test_what_the_page_cache_keeps_is_not_read_again():
 
 
 def test_reading_wants_large_passes_and_computing_does_not():
-    # 330 MiB at 10 MiB/s are 33 s, which a pass of 32 rows computes as well.
+    # 330 MiB at 10 MiB/s take 33 s, which is also the compute time of a pass of 32 rows.
     reads = planned(600, free_mib=0)
-    assert reads.rows == 48  # 100 + 480 MiB and the rest: nothing else has room
+    assert reads.rows == 48  # 100 + 480 MiB and the rest: nothing else fits
     assert reads.resident == {"the rest"}
     assert reads.rows_per_second == pytest.approx(48 / 49)
     room = planned(900, free_mib=0)
@@ -93,7 +93,7 @@ def test_reading_wants_large_passes_and_computing_does_not():
 
 
 def test_the_output_layer_stays_first_then_blocks_at_equal_distances():
-    # One row needs 115 MiB with the rest, so 135 are left: 30 for the output layer, 100 for two blocks.
+    # One row needs 115 MiB with the rest. The remaining 135 MiB hold the output layer (30) and two blocks (100).
     guess = next(one for one in placer(250).guesses() if one.rows == 1)
     assert guess.resident == {"the rest", "output layer", "h.2", "h.5"}
 
@@ -111,11 +111,11 @@ def test_a_link_carries_all_that_is_streamed():
 
 
 def test_what_the_host_has_no_room_for_stays_on_the_device():
-    # 330 MiB are streamed; with room for 180 of them 150 are too many, which are three blocks.
+    # 330 MiB are streamed. If 180 of them fit, 150 remain, which are three blocks.
     room = Reading(180 * MIB, link_bytes_per_second=33.0 * MIB)
     assert placer(115, reading=room).least() == {"the rest", "h.1", "h.3", "h.5"}
     assert planned(115, reading=room) is None
-    assert planned(115 + 130, reading=room) is None  # the output layer and two blocks: three are left with 200 MiB
+    assert planned(115 + 130, reading=room) is None  # the output layer and two blocks: three need 200 MiB
     found = planned(115 + 180, reading=room)
     assert (found.rows, len(found.resident & {block.name for block in BLOCKS})) == (1, 3)
     assert placer(115, reading=Reading(None, link_bytes_per_second=33.0 * MIB)).least() == {"the rest"}

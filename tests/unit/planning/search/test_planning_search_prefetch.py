@@ -1,4 +1,4 @@
-"""What is asked for ahead: in the order of the search, each after what came before is taken as guessed."""
+"""Traces requested ahead, in the order of the search; each request assumes that the guesses before it were right."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ RECOMPUTE = Choice(technique="recompute", options={"level": 0})
 def searching(
     *combinations: Choices, chosen: Choices, evaluation: Evaluation
 ) -> tuple[Callable[[], object], list, dict]:
-    """A search that evaluates combinations in this order, and what it chooses at full length."""
+    """Return a search that evaluates these combinations in order and chooses the given one at full length."""
     known: list[Choices] = []
     held: dict[Choices, Evaluation] = {}
 

@@ -1,4 +1,4 @@
-"""The search against worlds in which the best combination is known, or found by trying all."""
+"""The search in worlds whose best combination is known or found by trying all."""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +18,7 @@ from worlds import BATCH_SIZE, MadeUp, World
 
 
 def searched(world, limit_bytes, decided=Decided((), frozenset(), frozenset()), allow=()):
-    """Search; what was expected to be traced was traced in the end, and no sooner; what is supposed changes nothing."""
+    """Search, and check that expected traces are made later, and that assumed ones do not change the result."""
     problem, expected, num_asked = world.problem(limit_bytes, decided, allow), [], len(world.asked)
 
     def expect(combinations):
@@ -39,7 +39,7 @@ def without_heap(choices):
 
 
 def best_by_trying_all(world, problem):
-    """The fastest combination that fits, over every technique, option and size."""
+    """Return the fastest combination that fits, over every technique, option and size."""
     fitting = []
     alternatives = [(None, *technique.choices(None, None)) for technique in world.techniques if not technique.reason]
     for picked in product(*alternatives):
@@ -58,25 +58,25 @@ def test_where_all_fits_nothing_is_traced_but_the_plain_training(inhabited):
     found, _ = searched(world, 1000)
     assert found.chosen.choices == (micro_batch_choice(16),)
     assert found.fits
-    assert not [choices for choices in world.asked[:2] if len(choices) > 1]  # then what a fallback may need
+    assert not [choices for choices in world.asked[:2] if len(choices) > 1]  # singles first
 
 
 def test_a_smaller_micro_batch_comes_before_a_slow_technique(inhabited):
     world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.3,))]))
-    found, _ = searched(world, 250)  # 50 + 200 of the update; 10 samples a pass would do
+    found, _ = searched(world, 250)  # the update needs 50 + 200; 10 samples per pass would fit
     assert found.chosen.micro_batch == 8
     assert found.chosen.combination == ()
 
 
 def test_a_technique_that_saves_passes_may_be_faster_than_small_micro_batches(inhabited):
     world = inhabited(World([MadeUp("cheap", (9,), saves_fixed=100, seconds=(0.001,))]))
-    found, _ = searched(world, 175)  # guesses leave room for what they are off
+    found, _ = searched(world, 175)  # the limit leaves headroom for errors of the guesses
     assert [choice.technique for choice in found.chosen.combination] == ["cheap"]
-    assert found.chosen.micro_batch == 16  # 116 bytes in a pass: one pass is enough
+    assert found.chosen.micro_batch == 16  # a pass needs 116 bytes, so one pass is enough
 
 
 def test_what_saves_nothing_with_small_passes_is_chosen_where_large_ones_are_faster(inhabited):
-    """Within 250 bytes 8 samples go plainly, and the update is the peak; a pass is 1 s, and 0.5 s to recompute."""
+    """Within 250 bytes plain passes have 8 samples, and the update is the peak. A pass takes 1 s, recomputing 0.5 s."""
     world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.5,))], pass_seconds=1))
     found, problem = searched(world, 250)
     assert [choice.technique for choice in found.chosen.combination] == ["recompute"]
@@ -85,7 +85,7 @@ def test_what_saves_nothing_with_small_passes_is_chosen_where_large_ones_are_fas
 
 
 def test_a_technique_that_was_only_guessed_to_save_time_beside_another_is_not_in_the_plan(inhabited):
-    """The whole batch fits with ``recompute``, which takes 2.55 s with and without ``graph``, not 2.6 and 2.7."""
+    """With `recompute` the whole batch fits and takes 2.55 s with or without `graph`, not the guessed 2.6 and 2.7."""
 
     class ToldByATraceOnly(World):
         def evaluate(self, choices):
@@ -105,7 +105,7 @@ def test_a_technique_that_was_only_guessed_to_save_time_beside_another_is_not_in
 
 
 def test_what_would_be_much_faster_and_is_guessed_not_to_fit_is_traced(inhabited):
-    """The whole batch with both needs 10 % less than the sum of what each does says, and then fits."""
+    """With both techniques the whole batch needs 10 % less than the sum of their effects, and then fits."""
 
     class LessTogether(World):
         def evaluate(self, choices):
@@ -129,7 +129,7 @@ def test_what_would_be_much_faster_and_is_guessed_not_to_fit_is_traced(inhabited
 
 
 def test_what_does_not_depend_on_one_another_is_expected_together(inhabited):
-    """Each technique that may be of use."""
+    """All techniques that may help are traced at once."""
     world, expected = inhabited(World([MadeUp(name, (4,), seconds=(0.1,)) for name in "abc"])), []
     search(world.problem(155), world.evaluate, expected.append)
     learned, *_ = expected
@@ -137,7 +137,7 @@ def test_what_does_not_depend_on_one_another_is_expected_together(inhabited):
 
 
 def test_two_of_one_category_are_supposed_and_then_expected_together(inhabited):
-    """While techniques are traced by themselves; what comes after them is supposed while the pairs are."""
+    """Pairs are assumed while single techniques are traced, and their successors while the pairs are traced."""
     world, told = inhabited(World([MadeUp(name, (4,), seconds=(0.1,)) for name in "abc"])), []
     search(
         world.problem(155), world.evaluate, lambda combinations: told.append(("expected", list(combinations))),
@@ -152,7 +152,7 @@ def test_two_of_one_category_are_supposed_and_then_expected_together(inhabited):
 
 
 def test_where_guesses_are_right_what_follows_was_supposed(inhabited):
-    """From the pair of them on, each is the first that was supposed while the one before was traced."""
+    """After the pairs, each combination was the first assumed one while its predecessor was traced."""
     techniques = [MadeUp("recompute", (4,), saves_fixed=40, seconds=(0.5,)), MadeUp("other", (4,), 40, (0.6,))]
     world, supposed = inhabited(World(techniques)), []
 
@@ -201,7 +201,7 @@ def test_nothing_fits_and_the_least_is_said(inhabited):
     world = inhabited(World([MadeUp("recompute", (8,), saves_fixed=20, seconds=(0.3,)), lossy]))
     found, _ = searched(world, 100)
     assert not found.fits
-    assert found.chosen.need_bytes == 230  # 50 + 200 - 20: the update
+    assert found.chosen.need_bytes == 230  # the update: 50 + 200 - 20
     assert [evaluation.combination[-1].technique for evaluation in found.lossy_alternatives] == ["lossy"]
     found, _ = searched(world, 155, allow=["lossy"])
     assert found.fits
@@ -209,7 +209,7 @@ def test_nothing_fits_and_the_least_is_said(inhabited):
 
 
 def test_what_saves_more_on_top_of_another_than_alone_is_found_before_it_is_called_impossible(inhabited):
-    """One sample with both needs 50 + 80, as only a trace knows; from each alone 50 + 101 would be expected."""
+    """One sample needs 50 + 80 with both, which only a trace shows; the single effects suggest 50 + 101."""
     techniques = [MadeUp(name, (4,), saves_fixed=60, seconds=(0.1,)) for name in ("a", "b")]
     world = inhabited(World(techniques, clashes_bytes=-60))
     found, _ = searched(world, 140)
@@ -233,7 +233,7 @@ def test_a_lossy_alternative_leaves_out_what_conflicts_with_it(inhabited):
 
 def test_what_would_save_nothing_is_no_lossy_alternative(inhabited):
     found, _ = searched(inhabited(World([MadeUp("lossy", (9,), numerics="lossy")])), 60)
-    assert (found.fits, found.lossy_alternatives) == (False, ())  # the update sets the peak, which it does not reach
+    assert (found.fits, found.lossy_alternatives) == (False, ())  # the update sets the peak
 
 
 def test_pins_are_in_every_fallback_and_what_is_forbidden_in_none(inhabited):
@@ -279,7 +279,7 @@ def test_fallbacks_fall_and_keep_what_is_for_the_run(inhabited):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_it_is_as_fast_as_the_best_of_all_combinations(inhabited, seed):
-    """Effects that add up, and (odd seeds) techniques that cost each other memory, which only a trace can tell."""
+    """Effects add up; with odd seeds techniques also cost each other memory, which only a trace shows."""
     random = Random(seed)
     techniques = []
     for number in range(4):
@@ -309,7 +309,7 @@ def test_it_is_as_fast_as_the_best_of_all_combinations(inhabited, seed):
 
 
 def test_further_options_are_traced_of_what_may_be_in_the_plan_only(inhabited):
-    """Of two techniques that would do the cheaper one is taken; a weaker option of it is cheaper still."""
+    """Two techniques would suffice, and the cheaper one is chosen. Its weaker option is cheaper still."""
     both = frozenset({"activations"})
     cheap = MadeUp("cheap", (8, 9), saves_fixed=90, seconds=(0.1, 0.2), reaches=both)
     dear = MadeUp("dear", (8, 9), saves_fixed=90, seconds=(0.9, 1.0), reaches=both)
@@ -324,7 +324,7 @@ def test_further_options_are_traced_of_what_may_be_in_the_plan_only(inhabited):
 
 
 def test_where_nothing_fits_no_weaker_option_is_traced(inhabited):
-    """Nor is what reaches nothing of a peak tried on top of others."""
+    """A technique that affects no part of the peak is not combined with others either."""
     states = MadeUp("states", (0, 0), saves_fixed=90, seconds=(0.1, 0.2), reaches=frozenset({"optimizer states"}))
     useless = MadeUp("useless", (2,), reaches=frozenset({"temporaries"}))
     world = inhabited(World([useless, MadeUp("recompute", (4, 8), seconds=(0.2, 0.3)), states]))
@@ -335,11 +335,11 @@ def test_where_nothing_fits_no_weaker_option_is_traced(inhabited):
 
 
 def test_a_heap_is_counted_on_every_trace_and_takes_none(inhabited):
-    """The fastest heap needs 16 bytes a sample: it fits with 8 samples, and with 16 only where others save."""
+    """The fastest heap needs 16 bytes per sample: it fits with 8 samples, and with 16 only if other techniques help."""
     heap = MadeUp("heap", (-6, 2), seconds=(-0.4, 0.3), may_be_faster=True, is_traced=False)
     world = inhabited(World([MadeUp("recompute", (9,), saves_fixed=20, seconds=(0.3,)), heap]))
     found, problem = searched(world, 290)
-    assert set(Counter(map(without_heap, world.asked[:-1])).values()) == {3}  # each in each, but for the last resort
+    assert set(Counter(map(without_heap, world.asked[:-1])).values()) == {3}  # except the last resort
     assert found.chosen.combination == (Choice(technique="heap", options={"level": 0}),)
     assert found.chosen.micro_batch == 8
     assert found.chosen.seconds == best_by_trying_all(world, problem).seconds
@@ -347,7 +347,7 @@ def test_a_heap_is_counted_on_every_trace_and_takes_none(inhabited):
     assert [len(combination) for combination in said] == [
         0,
         1,
-    ]  # the plan without a heap of its own, and with the other
+    ]  # the plan without a heap option, and with the other heap
 
 
 def test_a_heap_that_is_pinned_is_the_only_one(inhabited):
@@ -370,14 +370,14 @@ def test_the_same_problem_has_the_same_plan(inhabited):
 
 def test_a_need_that_is_guessed_below_nothing_does_not_stop_the_search(inhabited):
     techniques = [MadeUp("a", (12,), 95, (0.01,)), MadeUp("b", (9,), 180, (0.3,)), MadeUp("c", (12,), 95, (0.3,))]
-    world = inhabited(World(techniques, clashes_bytes=-190))  # together they need much less than is guessed
+    world = inhabited(World(techniques, clashes_bytes=-190))  # together they need much less than guessed
     found, _ = searched(world, 400)
     assert found.fits
     assert found.fallbacks
 
 
 def test_what_does_not_hold_at_full_length_is_not_chosen(inhabited):
-    """The whole batch with ``recompute`` fits in short evaluations only; 8 samples do at any length."""
+    """With `recompute` the whole batch fits in short evaluations only; 8 samples fit at any length."""
     world = inhabited(World([MadeUp("recompute", (8,), seconds=(0.01,))], pass_seconds=1))
 
     def at_length(choices):
@@ -399,7 +399,7 @@ def test_what_acts_in_one_part_of_a_step_is_traced_where_that_part_may_be_too_mu
     part = MadeUp(name, (0,), saves_fixed=40, reaches=frozenset({"optimizer states"}), only_in=only_in)
     update_is_peak = name == "optimizer_kernel"
     world = inhabited(World([part, MadeUp("recompute", (8,), saves_fixed=60, seconds=(0.1,))]))
-    searched(world, 230)  # of which the update alone needs 250
+    searched(world, 230)  # the update alone needs 250
     alone = [choices for choices in world.asked if [choice.technique for choice in choices[1:]] == [name]]
     assert bool(alone) == update_is_peak
 

@@ -1,4 +1,4 @@
-"""Stream slots by hand: calls of 1 s, kernels of 5 s, copies of 4 s, and what waits for what."""
+"""Timelines of CUDA streams by hand: calls of 1 s, kernels of 5 s and copies of 4 s, and their dependencies."""
 
 import pytest
 

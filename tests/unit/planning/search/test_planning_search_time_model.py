@@ -1,4 +1,4 @@
-"""Seconds of hand-made traces: products run at 100 flops a second, bytes at 10, the link at 5; a call takes 1 s."""
+"""Seconds of handmade traces: 100 flops/s for products, 10 bytes/s in memory, 5 bytes/s on the link, 1 s per call."""
 
 import pytest
 
@@ -34,14 +34,14 @@ SPEED = Speed(
 MAPPED = HeapRules(mmap_threshold_bytes=4096, is_dynamic=False)
 GPU = SPEED.model_copy(update={"overlaps": True, "kernel_seconds": 3})
 NO_CALLS = dict.fromkeys(("op_seconds", "module_op_seconds", "backward_op_seconds"), 0)
-# A step of two micro-batches, and an update.
+# A step of two micro-batches and an update.
 TWO = (
     ("setup", 0, ""), ("forward", 1, ""), ("forward", 2, ""), ("backward", 2, ""), ("forward", 2, ""),
     ("backward", 2, ""), ("clip", 2, ""), ("optimizer", 2, ""), ("evaluation", 2, ""),
 )  # fmt: skip
 TWO_WORK = {
     0: {"moved_bytes": 999}, 1: {"moved_bytes": 999}, 8: {"moved_bytes": 999},
-    2: {"flops": 400, "moved_bytes": 10},  # 4 s, more than 1 s for its bytes; and the call
+    2: {"flops": 400, "moved_bytes": 10},  # 4 s of compute, more than 1 s for its bytes, plus the call
     3: {"moved_bytes": 50},  # 5 s
     4: {"flops": 400, "moved_bytes": 10},
     5: {"moved_bytes": 70},  # 7 s
@@ -71,7 +71,7 @@ def test_the_last_step_is_added_up_without_setup_and_evaluation():
     ("batch", "micro", "dry_run", "expected"),
     [
         (2, 1, 2, 11 + 13 + 7),
-        (5, 1, 2, 11 + 4 * 13 + 7),  # those after the first meet gradients, as the second does
+        (5, 1, 2, 11 + 4 * 13 + 7),  # from the second on, micro-batches add to existing gradients
         (9, 2, 3, 4 * 11 + 13 + 7),  # four micro-batches of 2 samples, then one
     ],
 )
@@ -125,7 +125,7 @@ def test_an_op_that_is_of_no_known_kind_or_type_is_plain():
 
 
 def test_the_ops_of_a_graph_wait_for_no_calls_but_those_of_its_launch():
-    """Three kernels of 5 s a pass: called one by one, by calls of 9 s, or after the few of the launch."""
+    """Three kernels of 5 s per pass: calls of 9 s each limit them, but not the few calls of a graph launch."""
     ops = [("forward", 1, ""), ("forward", 1, ""), ("backward", 1, ""), ("optimizer", 1, "")]
     trace = trace_of(*ops, work={row: {"moved_bytes": 50} for row in range(3)})
     slow = GPU.model_copy(update={"op_seconds": 0.01, "module_op_seconds": 9, "backward_op_seconds": 9})
@@ -138,13 +138,13 @@ def test_the_ops_of_a_graph_wait_for_no_calls_but_those_of_its_launch():
 @pytest.mark.parametrize(
     ("heap", "num_pages"),
     [
-        (MAPPED, 2 * 257),  # each time a mapping, with its header
-        (FAST_HEAP.model_copy(update={"trim_threshold_bytes": 1 << 20}), 2 * 256),  # the top goes back each time
+        (MAPPED, 2 * 257),  # each mapping is new, with its header
+        (FAST_HEAP.model_copy(update={"trim_threshold_bytes": 1 << 20}), 2 * 256),  # the top is returned each time
         (KEPT_HEAP, 0),
     ],
 )
 def test_what_the_heap_has_given_back_is_cleared_anew(heap, num_pages):
-    """In the second step; the first has made the heap as large as it has to be."""
+    """In the second step; the first one has grown the heap to its final size."""
     names = {1: ("a", "b"), 2: ("c", "d")}
     ops = [("forward", step, f"+{name} activations {1 << 20} -{name}") for step in names for name in names[step]]
     speed = SPEED.model_copy(update={"fresh_seconds_per_byte": 1 / 4096} | NO_CALLS)
@@ -158,15 +158,15 @@ def test_memory_outside_is_not_cleared():
 
 def test_on_a_gpu_a_kernel_begins_when_it_is_called_and_the_one_before_it_has_ended():
     assert one({"moved_bytes": 50}, speed=GPU) == 1 + 5
-    assert one({"moved_bytes": 10}, speed=GPU) == 1 + 3  # no kernel is shorter
+    assert one({"moved_bytes": 10}, speed=GPU) == 1 + 3  # the minimum duration of a kernel
     large, small, view = {"moved_bytes": 80}, {"moved_bytes": 40}, {}
-    assert in_a_row(large, small, small) == 1 + 8 + 4 + 4  # called meanwhile
-    assert in_a_row(*[view] * 20, small) == pytest.approx(20 * 0.3 + 1 + 4)  # waited for
+    assert in_a_row(large, small, small) == 1 + 8 + 4 + 4  # called in the meantime
+    assert in_a_row(*[view] * 20, small) == pytest.approx(20 * 0.3 + 1 + 4)  # the queue is waited for
     assert in_a_row(large, *[view] * 40, small) == pytest.approx(1 + 40 * 0.3 + 1 + 4)  # the queue has run empty
     assert one({}, speed=GPU) == pytest.approx(0.3)
 
 
-COPY = {"moved_bytes": 35, "outside_bytes": 35}  # 7 s on the link, and 3 s to begin it
+COPY = {"moved_bytes": 35, "outside_bytes": 35}  # 7 s on the link, and 3 s to start it
 KERNEL = {"moved_bytes": 80}
 
 
@@ -177,9 +177,9 @@ def test_on_a_gpu_a_copy_is_an_op_of_the_queue_like_others():
 @pytest.mark.parametrize(
     ("waits", "seconds"),
     [
-        ((), 1 + 3 + 7),  # beside the kernel, from 2 to 10
+        ((), 1 + 3 + 7),  # next to the kernel, from 2 to 10
         (((1, 0, False),), 1 + 3 + 7 + 8),
-        (((1, 0, True),), 1 + 3 + 7 + 1 + 8),  # the kernel is called after it
+        (((1, 0, True),), 1 + 3 + 7 + 1 + 8),  # the kernel is called after the copy
         (((2, 0, True),), 1 + 3 + 7),  # after the last op
     ],
 )
@@ -187,7 +187,7 @@ def test_one_on_a_stream_of_its_own_runs_beside_them_until_it_is_waited_for(wait
     trace = trace_of(("forward", 1, ""), ("forward", 1, ""), work={0: COPY, 1: KERNEL})
     trace = trace.model_copy(update={"copies": ((0, True),), "waits": waits})
     assert seconds_of(trace, GPU) == seconds
-    assert seconds_of(trace) == seconds_of(trace.model_copy(update={"copies": (), "waits": ()}))  # a processor
+    assert seconds_of(trace) == seconds_of(trace.model_copy(update={"copies": (), "waits": ()}))  # a CPU
 
 
 def test_gradients_that_left_the_device_are_added_up_on_the_host_while_backward_goes_on():
@@ -259,7 +259,7 @@ def test_a_set_that_was_never_run_is_as_the_others():
     assert learned_ratio(known, "cuda 8.6", []) is None
 
 
-# A gathered block takes 1 s to be asked for, 2 s to begin and 1 s for each 4 bytes; sums take 1 s for each 2.
+# A gathered block takes 1 s for the request, 2 s to start and 1 s per 4 bytes; sums take 1 s per 2 bytes.
 EXCHANGE = ExchangeSpeed(
     device="by hand",
     source="measured",
@@ -274,7 +274,7 @@ EXCHANGE = ExchangeSpeed(
 
 
 def of_ranks(*named, speed=SPEED, **sizes):
-    """Seconds of a step of micro-batches; each op is ``(phase, name, moved bytes)``."""
+    """Return the seconds of a step of micro-batches; each op is `(phase, name, moved bytes)`."""
     trace = trace_of(
         *((phase, 1, "") for phase, _, _ in named),
         work={number: {"moved_bytes": moved} for number, (_, _, moved) in enumerate(named)},
@@ -288,7 +288,7 @@ def of_ranks(*named, speed=SPEED, **sizes):
 GATHERED = ("forward", "c10d._allgather_base_", 8)  # 1 + 2 + 2 s
 SCATTERED = ("backward", "c10d._reduce_scatter_base_", 8)
 ADDED = ("backward", "c10d.allreduce_", 8)  # 2 + 4 s
-PRODUCT = ("forward", "aten.add", 20)  # 2 s, and 1 s for its call
+PRODUCT = ("forward", "aten.add", 20)  # 2 s, and 1 s for the call
 
 
 def test_what_ranks_exchange_takes_the_time_of_their_link():

@@ -1,4 +1,4 @@
-"""What backward begins with is what autograd makes of it, and gradients begin with what leaves them as they are."""
+"""The seed of a captured backward pass, and gradients that accumulate onto -0.0 unchanged."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A print tells equal bits from others, and rounding from another result, without a copy."""
+"""A fingerprint separates equal bits from rounding differences and from other results, without a copy."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_what_is_no_plain_tensor_of_floats_has_a_print_too():
 
 
 def test_a_gradient_that_is_nothing_but_rounding_is_near():
-    """Of a bias before BatchNorm, beside gradients that are not."""
+    """Such is the gradient of a bias before BatchNorm, next to gradients of normal size."""
 
     def passed(tiny):
         gradients = [print_of(torch.full((4,), tiny)), print_of(torch.ones(4))]

@@ -1,4 +1,4 @@
-"""A pass is another over again to the bit where others are, and else as near to them as they are to each other."""
+"""A pass must equal others bit for bit if they agree, and otherwise be as near to them as they are to each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_passes_with_the_same_bits_must_have_them_again():
 
 
 def test_what_differs_between_them_must_be_as_near():
-    """And everything else has its bits still."""
+    """Tensors that did not differ must still be equal bit for bit."""
     passes = [seen(NOISY + noise(number)) for number in range(4)]
     assert are_alike(passes)
     for number in range(4, 40):
@@ -44,7 +44,7 @@ def test_what_differs_between_them_must_be_as_near():
 
 
 def test_differences_that_are_rare_are_told_by_those_of_other_tensors():
-    """Of a table of embeddings few rows have any, which a sample may miss in two passes and meet in the third."""
+    """Few rows of an embedding table differ: a sample may miss them in two passes and hit one in the third."""
 
     def rare(number, at):
         table = EXACT.clone()

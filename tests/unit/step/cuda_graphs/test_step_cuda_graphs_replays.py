@@ -1,4 +1,4 @@
-"""Micro-batches that are replayed are those of plain steps, to the bit, or are not replayed and say why.
+"""Replayed micro-batches equal plain steps bit for bit; a refused replay names its reason.
 
 A tape of operators stands in for the graph (`op_tapes`); tests/numerics/test_replays_cuda.py has real ones.
 """
@@ -40,7 +40,7 @@ REFUSED = dict.fromkeys(("t5", "tagger"), "hands Python a value that depends on 
 
 @pytest.fixture
 def tapes(monkeypatch):
-    """Let the CPU have graphs."""
+    """Enable graphs on the CPU, and return the captured tapes."""
     monkeypatch.setitem(captured.GRAPHS, "cpu", OpTape)
     monkeypatch.setattr(cuda_graph, "_obstacle", lambda workload, setting: None)
     OpTape.made.clear()
@@ -48,7 +48,7 @@ def tapes(monkeypatch):
 
 
 def test_steps_are_those_without_replays_and_a_smaller_last_micro_batch_runs_eagerly(tapes):
-    """Two of the three micro-batches of each step but the first; dropout, BatchNorm's statistics and clipping too."""
+    """From the second step on, two of three micro-batches are replayed, with dropout, BatchNorm and clipping."""
     assert both(Net()).num_replays == 2 * (NUM_STEPS - 1)
     assert len(tapes) == 1
     assert tapes[0].is_released
@@ -68,7 +68,7 @@ def test_memory_of_replays_counts_from_the_step_after_the_capture(tapes):
 
 
 def test_a_step_that_is_put_back_keeps_the_graph_and_passes_settle_with_the_capture(tapes):
-    """As a trial of a plan does it, which times passes and puts everything back."""
+    """A trial of a plan times passes in this way, and restores everything afterwards."""
     settled = []
 
     def put_back(step):
@@ -84,7 +84,7 @@ def test_a_step_that_is_put_back_keeps_the_graph_and_passes_settle_with_the_capt
 
 
 def test_a_step_that_is_one_of_several_from_one_state_captures_as_any_other(tapes):
-    """As a trial does several: random numbers have moved since."""
+    """A trial runs several such passes; the random generator has advanced in between."""
     batch = batches()[0]
 
     def several(step):
@@ -127,7 +127,7 @@ def test_shapes_that_change_run_eagerly_and_the_next_shape_is_captured_once_it_s
 
 @pytest.mark.parametrize("training", TRAININGS)
 def test_any_kind_of_model_is_trained_as_plain_pytorch_does(tapes, training):
-    """Replayed, or not and then for a reason."""
+    """Passes are replayed, or a reason against it is given."""
     setup = setup_for(training, ["cuda_graph"])
     step = setup.step([configuration_of(GRAPH)], recut_loss=True)
     with warnings.catch_warnings():
@@ -144,7 +144,7 @@ def test_any_kind_of_model_is_trained_as_plain_pytorch_does(tapes, training):
 
 
 class Counting:
-    """A loss that counts its calls where Python keeps them."""
+    """A loss that counts its calls in a Python attribute."""
 
     def __init__(self):
         self.num_calls = 0
@@ -155,7 +155,7 @@ class Counting:
 
 
 class Keeping(Net):
-    """Keeps what its last pass has computed."""
+    """A model that keeps the output of its last pass."""
 
     def forward(self, x):
         self.last = super().forward(x)
@@ -220,7 +220,7 @@ class Weighted:
 
 
 def test_what_the_loop_changes_between_steps_is_captured_anew(tapes):
-    """Twice in nine steps; each takes a capture, and no step computes with the old weight."""
+    """The weight changes twice in nine steps. Each change needs a capture, and no step uses the old weight."""
 
     def train(*more):
         loss = Weighted()
@@ -352,7 +352,7 @@ def test_extra_state_and_iterators_are_not_captured_with(tapes):
 
 
 def test_a_loop_inside_of_autocast_is_not_captured(tapes):
-    """Which would go on with the weights as they were cast before the capture."""
+    """Its replays would continue to use the weights that were cast before the capture."""
     net = Net()
     with torch.autocast("cpu", torch.bfloat16):
         assert "inside torch.autocast" in refused(net)

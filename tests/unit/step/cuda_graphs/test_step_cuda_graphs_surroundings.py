@@ -1,4 +1,4 @@
-"""What the loop changes between steps, and no operator shows, is seen before the next replay, or nothing is captured.
+"""Changes between steps that no operator shows are noticed before the next replay, or nothing is captured.
 
 A tape of operators stands in for the graph (`op_tapes`).
 """
@@ -21,7 +21,7 @@ VARIABLE = "PLIMSOLL_TEST_WEIGHT"
 
 @pytest.fixture
 def tapes(monkeypatch):
-    """Let the CPU have graphs."""
+    """Enable graphs on the CPU, and return the captured tapes."""
     monkeypatch.setitem(capture.GRAPHS, "cpu", OpTape)
     monkeypatch.setattr(cuda_graph, "_obstacle", lambda workload, setting: None)
     monkeypatch.setenv(VARIABLE, "1")
@@ -30,7 +30,7 @@ def tapes(monkeypatch):
 
 
 class Loss:
-    """A loss whose weights lie in many places, and which reads them past torch's dispatcher."""
+    """A loss with weights in many places, which it reads without torch's dispatcher."""
 
     def __init__(self):
         self.array, self.tensor, self.config = numpy.ones(1), torch.ones(1), {"weight": 1.0}
@@ -97,7 +97,7 @@ def variable_of_a_function_that_came_later(loss, monkeypatch):
 
 
 def come(loss):
-    """Before the pass is captured, and after everything was looked for."""
+    """Add new weights after the search for state, and before the capture."""
     weights = [1.0]
     loss.array, loss.config, loss.function = numpy.ones(1), {"weight": 1.0}, lambda: weights[0]
     loss.weights = weights
@@ -138,7 +138,7 @@ def test_what_stays_is_captured_once(tapes):
 
 
 class CountingOnTheHost(Loss):
-    """Counts in a tensor, which no operator is seen to write."""
+    """A loss that counts in a tensor, with writes that no operator shows."""
 
     def __call__(self, model, batch):
         self.tensor.numpy()[0] += 1

@@ -1,4 +1,4 @@
-"""What a replay would not do again is seen in the operators of a pass; the meta device stands in for a GPU."""
+"""Operations that a replay could not repeat are found among the operators of a pass. The meta device plays a GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Blocks that are alike, and what makes them different."""
+"""The test that blocks are alike, and the differences that it finds."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Blocks that are noted as others were: the trace is that of running each of them, and what may differ is run."""
+"""Folding of alike blocks: the trace equals the trace of running each block, and blocks that may differ are run."""
 
 from functools import partial
 from random import Random as Rng
@@ -53,7 +53,7 @@ COMBINATIONS = [
 
 @pytest.fixture
 def noted(monkeypatch):
-    """The numbers of the blocks that were noted."""
+    """Return the list of the numbers of folded blocks."""
     numbers, note = [], folded_blocks._Row._note
 
     def counted(self, number, given, example):
@@ -83,9 +83,9 @@ TRAININGS = [(one, "fp32") for one in ARCHITECTURES] + [("gpt2", "fp16"), ("gpt2
 @pytest.mark.parametrize("target", LOWERINGS)
 @pytest.mark.parametrize(("architecture", "precision"), TRAININGS)
 def test_the_trace_is_that_of_running_all_blocks(architecture, target, precision, noted, monkeypatch):
-    """Of five blocks three are noted in each pass that is run: four of them with a scaler, which makes its scale."""
+    """Each pass that runs folds three of five blocks. With a gradient scaler, the first pass creates its scale."""
     trace = job_traced(architecture, target, precision)
-    all_run(monkeypatch, trace)  # which imports, and asks torch for what it then remembers
+    all_run(monkeypatch, trace)  # a warm-up: the first trace imports modules and fills caches of torch
     folded = trace()
     assert noted == [1, 2, 3] * (4 if precision == "fp16" else 3)
     assert written_out(folded) == written_out(all_run(monkeypatch, trace))
@@ -112,7 +112,7 @@ def test_blocks_are_run_where_a_technique_goes_on_from_one_to_the_next(technique
 
 
 def of_transformers(kind):
-    """A class as if transformers had it, whose code is known."""
+    """Return the class as if it were defined in transformers, whose code is known."""
     kind.__module__ = "transformers.of_test"
     forward = kind.forward
     names = {**forward.__globals__, "__name__": kind.__module__}
@@ -122,7 +122,7 @@ def of_transformers(kind):
 
 @of_transformers
 class Block(nn.Module):
-    """A block that may do something else where its number is `odd`."""
+    """A block that may behave differently if its number is `odd`."""
 
     def __init__(self, number, odd=-1):
         super().__init__()
@@ -138,7 +138,7 @@ class Block(nn.Module):
 
 @of_transformers
 class OddBackward(Block):
-    """A block of which only the backward pass is another."""
+    """A block of which only the backward pass differs."""
 
     def forward(self, hidden, scale=None):
         inner = self.first(hidden).relu()
@@ -155,7 +155,7 @@ class TwoResults(Block):
 
 @of_transformers
 class Model(nn.Module):
-    """Blocks in a row, each called with `arguments` of its number."""
+    """A row of blocks, each called with ``arguments(number)``."""
 
     def __init__(self, blocks, arguments=lambda number: {}, order=None):
         super().__init__()
@@ -178,7 +178,7 @@ class Model(nn.Module):
 
 @of_transformers
 class UsedElsewhere(Model):
-    """What a block in the middle takes and has, used in another place of the model, too."""
+    """A model that also uses an input, output or parameter of a middle block elsewhere."""
 
     def __init__(self, use):
         super().__init__(map(Block, range(5)))
@@ -283,7 +283,7 @@ def test_what_is_computed_between_blocks_is_run(noted, monkeypatch):
 
 
 def test_layers_that_transformers_checkpoints_itself_are_noted(noted, monkeypatch):
-    """It puts a list of handles into each, whose name is that of hooks."""
+    """transformers puts a list of handles into each layer, under a name that hooks have, too."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(**FEW_KEYS, vocab_size=64, use_cache=False)).train()
@@ -311,7 +311,7 @@ USES = {
 
 @of_transformers
 class Random(Model):
-    """Between blocks, drawn for all of them or for each, something of the tensor that goes on or of the next block."""
+    """A model with random uses, between blocks, of the hidden tensor or of the next block."""
 
     def __init__(self, seed):
         random = Rng(seed)

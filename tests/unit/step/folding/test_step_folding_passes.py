@@ -1,4 +1,4 @@
-"""Passes that are noted again: the trace is that of running each of them, and what may differ is run."""
+"""Folding of alike passes: the trace equals the trace of running each pass, and passes that may differ are run."""
 
 from functools import partial, wraps
 from types import FunctionType
@@ -41,7 +41,7 @@ ARCHITECTURES = {
 
 @pytest.fixture
 def folds(monkeypatch):
-    """How many passes were noted again; without one if they are all to be run."""
+    """Return a list with an entry for each folded pass."""
     noted, again = [], Stretch.again
 
     def counted(self, ended=(), renamed=None):
@@ -61,9 +61,9 @@ def job(**changes):
 @pytest.mark.parametrize("target", LOWERINGS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_trace_of_a_job_is_that_of_all_its_passes(architecture, target, folds, monkeypatch):
-    """Three steps of two micro-batches and a smaller last one, an evaluation between: three passes are run.
+    """Three steps have two micro-batches and a smaller last one, with an evaluation between: three passes are run.
 
-    In half precision four: the scaler of the loss makes its scale in the first.
+    In half precision four passes are run, because the gradient scaler creates its scale in the first one.
     """
     precision = "fp16" if architecture in ("gpt2", "lstm") else "fp32"
     monkeypatch.setattr(
@@ -74,7 +74,7 @@ def test_the_trace_of_a_job_is_that_of_all_its_passes(architecture, target, fold
         data={"train": "nowhere.txt", "validation": 0.1}, evaluate_every=2,
     )  # fmt: skip
     trace = partial(dry_run_job, one, TEXTS, LOWERINGS[target], (micro_batch_choice(4),))
-    all_run(monkeypatch, trace)  # which imports, and asks torch for what it then remembers
+    all_run(monkeypatch, trace)  # a warm-up: the first trace imports modules and fills caches of torch
     folded = trace()
     assert len(folds) == (5 if precision == "fp16" else 6)
     assert written_out(folded) == written_out(all_run(monkeypatch, trace))
@@ -92,7 +92,7 @@ def test_the_trace_with_any_technique_is_that_of_all_its_passes(name, training, 
         choices = in_order({one.technique: one for one in (micro_batch, choice)}.values())
         options = {"units": case.units, "choices": choices, "clip_norm": 1.0, "precision": "fp32"}
         trace = partial(dry_run_step, model, optimizer, case.batches()[0], model_loss, LOWERINGS["cuda"], **options)
-        all_run(monkeypatch, trace)  # the first in a process may import, and asks torch for what it then remembers
+        all_run(monkeypatch, trace)  # a warm-up: the first trace may import modules, and fills caches of torch
         folded = trace()
         assert folds
         assert folded == all_run(monkeypatch, trace)
@@ -114,13 +114,13 @@ def gpt2_traced(model_loss=model_loss, prepare=lambda model: None):
 
 
 def of_transformers(function):
-    """The same as if transformers had it, whose code is known."""
+    """Return the function as if it were defined in transformers, whose code is known."""
     names = {**function.__globals__, "__name__": "transformers.of_test"}
     return FunctionType(function.__code__, names, closure=function.__closure__)
 
 
 def test_a_model_that_changes_from_pass_to_pass_is_run_each_time(folds):
-    """An attribute of any module that is another after a pass: the next may do something else."""
+    """If a pass changes an attribute of a module, the next pass may differ."""
 
     def count(model, args, output):
         model.num_passes += 1
@@ -159,7 +159,7 @@ def test_code_that_is_not_known_is_run_each_time(folds):
 
 
 def test_micro_batches_are_alike_whose_values_are_known_and_the_same():
-    """Masks and lengths decide what is run, so two micro-batches of one shape may need different passes."""
+    """Masks and lengths choose the operators, so two micro-batches of one shape may need different passes."""
     mask = torch.ones(2, 3, dtype=torch.int64)
     parameter = torch.nn.Parameter(torch.zeros(1))
 
@@ -184,7 +184,7 @@ def _through(forward, *args):
 
 @pytest.mark.parametrize("place", ["hook", "backward hook", "forward", "class"])
 def test_code_that_is_called_with_a_module_is_known_or_all_passes_are_run(place, folds, monkeypatch):
-    """What counts in a closure is seen nowhere."""
+    """Folding cannot see state in a closure."""
 
     def prepare(model):
         head = model.lm_head

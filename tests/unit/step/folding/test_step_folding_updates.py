@@ -1,4 +1,4 @@
-"""Pieces of an update that are noted again: the trace is that of running each of them."""
+"""Folding of alike chunks of an update: the trace equals the trace of running each chunk."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ TEXTS = TextSketch(vocab_size=300, num_labels=None, end_id=0)
 OPTIMIZERS = {
     "adamw": {"amsgrad": True}, "sgd": {}, "adafactor": {}, "adagrad": {}, "rprop": {}, "nadam": {}, "radam": {},
     "rmsprop": {"momentum": 0.9, "centered": True},
-    "asgd": {"t0": 1},  # whose updates average parameters from the second on
+    "asgd": {"t0": 1},  # from the second update on, it averages parameters
 }  # fmt: skip
 TECHNIQUES = {
     "optimizer_kernel": {"kernel": "fused"}, "low_bit_optimizer": {"bits": 8}, "lora": {"rank": 2, "alpha": 2},
@@ -34,12 +34,12 @@ TECHNIQUES = {
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Every parameter has a piece of its own."""
+    """Give every parameter a separate chunk."""
     monkeypatch.setattr(commit, "_CHUNK_BYTES", dict.fromkeys(LOWERINGS, 1))
 
 
 def folded_and_run(trace, monkeypatch):
-    """The trace with pieces noted again, how many these were, and that of running them all."""
+    """Return the folded trace, the number of folded chunks, and the trace of running all chunks."""
     num_noted, again = 0, Stretch.again
 
     def counted(stretch, ended=(), renamed=None):
@@ -47,7 +47,7 @@ def folded_and_run(trace, monkeypatch):
         num_noted += bool(ended)
         return again(stretch, ended, renamed)
 
-    trace()  # which imports, and asks torch for what it then remembers
+    trace()  # a warm-up: the first trace imports modules and fills caches of torch
     with monkeypatch.context() as patch:
         patch.setattr(Stretch, "again", counted)
         folded = trace()
@@ -83,7 +83,7 @@ def test_the_trace_with_a_technique_is_that_of_all_its_pieces(name, target, monk
 
 @pytest.mark.usefixtures("small_pieces")
 def test_parameters_that_have_been_updated_more_often_are_of_another_kind(monkeypatch):
-    """RAdam takes more from its sixth update on."""
+    """RAdam needs more memory from its sixth update on."""
     setup = setup_for("gpt2", ["micro_batch"])
     model, _ = setup.fresh()
     optimizer, batch = torch.optim.RAdam(model.parameters()), setup.case.batches()[0]
@@ -102,4 +102,4 @@ def test_parameters_that_have_been_updated_more_often_are_of_another_kind(monkey
 def test_what_is_not_known_of_a_state_has_its_piece_run():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter])
-    assert FoldedUpdates(None, optimizer)._kind_of(0, parameter) is None  # that is no fake tensor
+    assert FoldedUpdates(None, optimizer)._kind_of(0, parameter) is None  # the parameter is not a fake tensor

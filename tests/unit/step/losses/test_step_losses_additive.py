@@ -1,4 +1,7 @@
-"""What must not be cut, in each way a loss can hide it; that random ones are cut exactly or refused is in numerics."""
+"""The check that a loss is additive: losses that must not be cut are found, however they hide it.
+
+That random losses are cut exactly or refused is tested in tests/numerics.
+"""
 
 import pytest
 import torch
@@ -135,7 +138,7 @@ def test_a_loss_that_keeps_a_state_is_found():
 
 
 class Kept:
-    """Where a check does not look."""
+    """An object that the check does not search."""
 
 
 def test_a_state_that_nobody_sees_is_not_taken_for_rounding():
@@ -151,7 +154,7 @@ def test_a_state_that_nobody_sees_is_not_taken_for_rounding():
 
 
 def predicting_well(term=0.0):
-    """A model whose errors are a few thousand roundings of what it predicts, and its loss."""
+    """Return a loss, and a model whose errors are only a few thousand times the rounding of its predictions."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
     batch = batch_of()
@@ -263,7 +266,7 @@ def test_a_loss_that_fails_for_one_sample_is_compared_in_larger_parts():
 
 
 def asked(additivity, batches):
-    """How often the loss is computed for each batch."""
+    """Return how often the loss is checked for each batch."""
     counts = []
     for batch in batches:
         before = additivity._num_checks

@@ -1,4 +1,4 @@
-"""What is asked with a few samples, of a loss whose embeddings are made in slices; the training is then as before."""
+"""A check of a training with a few samples, for losses whose embeddings are computed in slices. It changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plimsoll.techniques.gradient_cache import gradient_cache_choice, refusal_of
 
 
 class Centered(Encoder):
-    """Embeddings without their mean over the batch, a little."""
+    """An encoder that subtracts a little of the batch mean from its embeddings."""
 
     def forward(self, ids):
         embeddings = super().forward(ids)

@@ -74,7 +74,7 @@ def test_a_head_is_not_known_by_its_name():
 
 
 class Whiten(nn.Module):
-    """A user's module, which computes across the samples."""
+    """A user's module that computes across samples."""
 
     def __init__(self, layer):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The line that keeps a value, and what to write for it: models of all kinds, whose sources are this file."""
+"""The line that stores a value, and its replacement, for models of all kinds. Their source is this file."""
 
 import linecache
 from collections import deque
@@ -12,7 +12,7 @@ LOSSES = []
 
 
 class Keeper(nn.Module):
-    """Keeps in every way."""
+    """A module that stores values in all kinds of places."""
 
     def __init__(self):
         super().__init__()
@@ -54,11 +54,11 @@ class Keeper(nn.Module):
 
 
 class Heir(Keeper):
-    """Has the methods of another."""
+    """A class that inherits its methods."""
 
 
 class Tracker:
-    """Is kept by a module."""
+    """An object that a module holds."""
 
 
 def make():
@@ -126,7 +126,7 @@ def test_the_line_and_what_to_write_for_it(kind, name, kept, code, remedy):
 
 @pytest.mark.parametrize("name", ["harmless", "number", "hidden", "never"])
 def test_what_keeps_no_graph_is_not_the_line(name):
-    """`hidden` is a variable of a method, and no attribute."""
+    """`hidden` is a local variable of a method, not an attribute."""
     assert assignment_of([Keeper()], name) is None
 
 

@@ -1,4 +1,4 @@
-"""Which graphs are alive after a step, who keeps them, and what an error of backward says; in a loop of one's own."""
+"""Graphs that stay alive after a step, the objects that hold them, and the error of backward, in a user's own loop."""
 
 import gc
 from collections import deque
@@ -19,7 +19,7 @@ ELSEWHERE = {}
 
 
 class Model(nn.Module):
-    """A layer, and a way of keeping what it computes."""
+    """A layer, and a method `keep` that stores its output."""
 
     def __init__(self, keep):
         super().__init__()
@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Feeds its state back."""
+    """A model that passes its state to the next step."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ def mean_square(model, batch):
 
 
 def long_mean_square(model, batch):
-    """Of seven steps in time."""
+    """Return the mean square of the output over seven time steps."""
     output, model.hidden = model.cell(batch["x"].unsqueeze(1).expand(4, 7, 4), model.hidden)
     return output.square().mean()
 
@@ -111,7 +111,7 @@ def test_what_does_not_grow_makes_no_line(keep):
 
 
 def test_a_list_of_outputs_is_found_with_its_line():
-    """Each of 4 x 4 float32, 64 bytes."""
+    """Each output has 4 x 4 float32, which is 64 bytes."""
     graphs = trained("all").graphs
     assert graphs.line_of(10) is graphs.line_of(11) is None  # of an earlier check, and none
     (retained,) = graphs.line_of(12).retained
@@ -122,7 +122,7 @@ def test_a_list_of_outputs_is_found_with_its_line():
 
 
 def test_the_graph_is_counted_in_three_steps_and_no_more():
-    """An output is one Addmm and one transposition of the weight, on two leaves that all share."""
+    """An output adds an Addmm node and a transposition of the weight, on two leaves that all outputs share."""
     counted = [line.retained[0].num_nodes for line in trained("all").graphs.lines]
     assert counted == [8, 10, 12] + [None] * 5
     assert {line.retained[0].graph_bytes for line in trained("all").graphs.lines} == {0, None}
@@ -135,13 +135,13 @@ def test_a_state_that_is_carried_on_keeps_all_steps():
 
 
 def test_of_a_window_only_its_own_steps_are_alive():
-    """Of three outputs."""
+    """The window has three outputs."""
     (retained,) = trained("window", num_steps=8).graphs.line_of(8).retained
     assert (retained.num_tensors, retained.alive_steps, retained.marked_steps) == (3, (6, 7), (1, 2, 3, 4, 5, 6, 7))
 
 
 def test_losses_that_somebody_keeps_are_alive_and_have_no_name():
-    """The list is reached through a dict that no check goes through: of a global that the loss names."""
+    """The list is in a dict that checks do not search: a global variable that the loss uses."""
     ELSEWHERE["kept"] = []
 
     def loss(model, batch):
@@ -217,7 +217,7 @@ def test_a_state_that_is_fed_back_is_named_with_its_line(micro_batch):
 
 
 def test_segments_in_time_name_it_as_plain_training_does():
-    """And what is explained of the step is what the error said, until a step has gone well."""
+    """`explain` quotes the error as evidence, until a step succeeds."""
     messages = []
     for fallbacks in ([[micro_batch_choice(4)]], [[micro_batch_choice(4), time_segments_choice(2)]]):
         model = Recurrent()
@@ -249,7 +249,7 @@ def test_without_a_holder_the_remedy_is_general():
     carried = {}
 
     class Hidden:
-        """Keeps where no check goes."""
+        """A loss that stores its output in a place that checks do not search."""
 
         __slots__ = ()
 
@@ -280,7 +280,7 @@ def test_other_errors_of_backward_stay_as_they_are():
 
 @pytest.mark.parametrize("is_nested", [False, True], ids=["in a script", "in a function"])
 def test_a_list_that_the_loop_around_the_step_fills_has_its_line(tmp_path, is_nested):
-    """Neither the model's code nor the loss stores anything: the user's loop does."""
+    """The user's loop stores it; the model and the loss store nothing."""
     program = [
         "model.history = []",
         "for _ in range(6):",

@@ -1,4 +1,4 @@
-"""Where tensors with a graph are found, and where they are not looked for."""
+"""Tensors with a graph: the places in which they are found, and the places that are not searched."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ GLOBAL_LOSSES = []
 
 
 class Tracker:
-    """A plain object of the user's."""
+    """A plain object of a user."""
 
     def __init__(self):
         self.losses = []
@@ -185,13 +185,13 @@ def test_of_a_list_only_tensors_with_a_graph_are_retained():
 
 
 class Slotted:
-    """An object without attributes that can be listed."""
+    """An object whose attributes cannot be listed."""
 
     __slots__ = ("loss",)
 
 
 class Table(Mapping):
-    """A mapping that cannot be gone through from its end."""
+    """A mapping that does not support reversed iteration."""
 
     def __init__(self, items):
         self.items_of = items

@@ -1,4 +1,4 @@
-"""What a loop changes between two batches: done again after an undo, or named."""
+"""Changes that a loop makes between two batches are repeated after an undo, or named in an error."""
 
 import numpy
 import pytest
@@ -19,7 +19,7 @@ class Model(nn.Module):
 
 
 class Counter:
-    """Says its state itself, as an average of weights does; nothing else knows it."""
+    """An object whose state is only available from its `state_dict`, such as an average of weights."""
 
     def __init__(self):
         self._hidden = torch.zeros(2)
@@ -96,7 +96,7 @@ def test_state_that_says_itself_is_that_of_the_loop_again():
 
 
 def test_what_passes_wrote_before_is_still_missed_after_the_loop_wrote_it():
-    """Where nothing had been copied, the count of versions must not begin anew."""
+    """If nothing was copied, version counts must not be reset."""
     model = Model()
     undo = Undo({"model": model}, backend_for("cpu"))
     undo.remember()

@@ -1,4 +1,4 @@
-"""Contents of many places: what is taken is what was there, and all that differs is found."""
+"""Contents of many places: the saved contents are the original ones, and every difference is found."""
 
 import random
 from array import array
@@ -15,7 +15,7 @@ class Thing:
 
 
 class OwnDict(dict):
-    """Iterates over nothing, as a class may that keeps its items elsewhere."""
+    """A dict that iterates over nothing, as a class may that stores its items elsewhere."""
 
     def __iter__(self):
         return iter(())

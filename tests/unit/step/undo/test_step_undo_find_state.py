@@ -1,4 +1,4 @@
-"""What training code can keep something in is found, whoever holds it, and its content can be put back."""
+"""All places in which training code can store state are found, whoever holds them, and can be restored."""
 
 import ctypes
 import functools
@@ -34,7 +34,7 @@ class Slotted:
 
 
 class Averager:
-    """An object of a user's, as an exponential average is."""
+    """A user's object, such as an exponential average."""
 
     def __init__(self):
         self.values, self.inner = {"mean": [0.0]}, Slotted()
@@ -68,7 +68,7 @@ def put_back(reached, contents):
 
 
 def changes(net, queue):
-    """What a pass may change, each with what shows it."""
+    """Return the changes that a pass may make, by name, each with a function that shows its effect."""
     hook = next(iter(net.linear.weight._post_accumulate_grad_hooks.values()))
     return {
         "an attribute": (lambda: setattr(net, "calls", 1), lambda: hasattr(net, "calls")),

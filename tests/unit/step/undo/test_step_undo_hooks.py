@@ -1,4 +1,4 @@
-"""Hooks that come and go in a step are put back; those of Plimsoll's own are left to their owners."""
+"""Hooks that a step adds or removes are restored; hooks that Plimsoll owns are not touched."""
 
 import functools
 

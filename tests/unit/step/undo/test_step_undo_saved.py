@@ -1,4 +1,4 @@
-"""What is copied before a step is put back: values, sizes, places, and the states of generators."""
+"""Saved copies are restored: values, sizes, memory addresses, and the states of generators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work of others is undone, and what only failing changes is told from state."""
+"""Work of code outside this package is undone, and changes that only a failure makes are separated from state."""
 
 import numpy
 import pytest
@@ -9,7 +9,7 @@ from plimsoll.step.undo.user_state import Kept
 
 
 class Keeper:
-    """Something that work changes."""
+    """An object that the work changes."""
 
     def __init__(self):
         self.count, self.items, self.tensor, self.array = 0, [1, 2], torch.zeros(2), numpy.zeros(2)
@@ -69,7 +69,7 @@ class Failing:
 
 
 def failed(work, moving=(), left=(), **arguments):
-    """Run work that fails and put it back; returns what its failure changed, by name."""
+    """Run work that fails, restore the state, and return the changes of the failure."""
     snapshot = snapshot_of(work, moving=set(moving), **arguments)
     with pytest.raises(MemoryError):
         snapshot.run(work, left)
@@ -98,7 +98,7 @@ def test_what_has_moved_in_work_that_went_through_is_no_change_of_failing():
 
 
 def test_state_and_flags_that_go_with_an_object_are_never_left():
-    """`is_ready` may say that the tensor beside it is there."""
+    """The flag `is_ready` may mean that the tensor next to it exists."""
     assert [change.name for change in failed(Failing(1, has_flag=True))] == ["owner.tokens"]
     assert not failed(Failing(1), is_state=lambda name: True)
 

@@ -1,4 +1,4 @@
-"""What was reached and is other than before a step is found; what others do in between does not count."""
+"""State that is reachable and differs from before a step is found. Changes by others in between do not count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers and buffers go back to what they were."""
+"""Random number generators and buffers are restored."""
 
 import functools
 import random
@@ -15,7 +15,7 @@ from plimsoll.step.undo.step_state import Undo, left_alone
 
 
 class Counting(nn.Module):
-    """A module with a buffer that it may change in place, one that it may reassign, and one it may set."""
+    """A module with three buffers: to change in place, to reassign, and to set."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ def test_the_same_random_numbers_are_drawn_again():
 
 
 class Teaching(nn.Module):
-    """A model with everything that a pass may write and that is not a buffer."""
+    """A model with all kinds of state, besides buffers, that a pass may write."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ def same(one, other):
 
 @pytest.fixture
 def training():
-    """A model, a loss that writes a tensor of its own, that tensor, and an undo of both."""
+    """Return a model, a loss that writes a queue, the queue, and an undo of both."""
     model, queue = Teaching(), torch.zeros(2)
 
     def loss(model, batch):
@@ -304,7 +304,7 @@ def test_what_a_loop_adds_to_a_list_is_put_back_too(make):
 
 
 def test_what_came_into_a_place_that_changes_is_put_back_too():
-    """A hidden state that is a new tensor after each pass, and is written in place besides."""
+    """The hidden state is a new tensor after each pass, and is also written in place."""
     model = nn.Module()
     model.states = [torch.zeros(2)]
 
@@ -328,7 +328,7 @@ def test_what_came_into_a_place_that_changes_is_put_back_too():
 
 
 class Counter:
-    """State of a user's that is nowhere to be found from the model."""
+    """User state that cannot be reached from the model."""
 
     def __init__(self):
         self.number = 0
@@ -382,7 +382,7 @@ class Keeping(nn.Module):
 
 
 class Centred(nn.Module):
-    """A loss with a state of its own."""
+    """A loss with state."""
 
     def __init__(self):
         super().__init__()
@@ -396,7 +396,7 @@ class Centred(nn.Module):
 
 
 class Holder:
-    """Has a loss, and a call that is bound to itself, as what wraps calls of others has."""
+    """An object with a loss and a reference to that bound method, as wrappers of calls have."""
 
     def __init__(self):
         self.calls = 0
@@ -445,7 +445,7 @@ def test_a_loss_that_is_a_module_or_a_method_is_left_alone_too():
 
 
 def test_what_only_numpy_writes_is_put_back_by_the_oldest_copy():
-    """Also where it was put back once in the block: that is a write, too, and the copy before it has the new values."""
+    """This also holds after a restore in the block, which is a write, too: the copy before it has new values."""
     model = nn.Module()
     model.register_buffer("mean", torch.zeros(2))
     with left_alone({"model": model}, backend_for("cpu")) as before:

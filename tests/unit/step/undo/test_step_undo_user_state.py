@@ -1,4 +1,4 @@
-"""What is kept is looked for once, copied where it may change, and held no longer than its owner holds it."""
+"""User state is searched for once, copied if it may change, and released when its owner releases it."""
 
 import gc
 import weakref
@@ -10,14 +10,14 @@ from plimsoll.step.undo.user_state import Kept
 
 
 class Owner:
-    """Something with state of its own."""
+    """An object with state."""
 
     def __init__(self):
         self.items, self.count = [1], 0
 
 
 def do(kept, work):
-    """Do a work in which all changes are seen."""
+    """Run the work and report all of its changes."""
     work()
     changed = ((known, known.change()) for known in kept.copied)
     kept.passed([(known, now) for known, now in changed if now is not None])

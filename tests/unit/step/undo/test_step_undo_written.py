@@ -1,4 +1,4 @@
-"""What a block writes of what was there before is seen, whoever holds it, and copied as it was."""
+"""Writes of a block to existing tensors are detected, whoever holds them, and the old contents are copied."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from plimsoll.step.undo.written import Writes, key_of
 
 
 def before_and_in(write):
-    """Run ``write`` on a tensor of before; returns whether it was seen, and what the copy holds."""
+    """Run ``write`` on an existing tensor. Return the copied contents (``None`` without a write) and the tensor."""
     tensor = torch.arange(6.0).reshape(2, 3)
     with Writes() as writes:
         write(tensor)

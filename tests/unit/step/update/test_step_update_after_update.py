@@ -1,4 +1,4 @@
-"""What follows an update is done once, as a whole, whatever memory does; the update is never to be repeated."""
+"""The parts that follow an update are done once, as a whole, even if memory runs out. The update is never repeated."""
 
 import re
 import weakref
@@ -21,7 +21,7 @@ NUM_STEPS = 4
 
 
 class Warmup(torch.optim.lr_scheduler.LRScheduler):
-    """Counts in an attribute, a list and a tensor, then sets the rate; memory runs out in between, so often."""
+    """A schedule that counts in an attribute, a list and a tensor, and then may run out of memory."""
 
     def __init__(self, optimizer, failures=(), work=exhaust_memory):
         self.count, self.rates, self.total, self.work, self.failures = 0, [], torch.zeros(()), work, []
@@ -40,7 +40,7 @@ class Warmup(torch.optim.lr_scheduler.LRScheduler):
 
 
 def trained(failures=(), precision="fp32", **arguments):
-    """Train for some steps; ``failures`` are those of the schedule after the first."""
+    """Yield each step and its batch; ``failures`` are the failures of the schedule after the first step."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -77,7 +77,7 @@ def test_a_schedule_in_which_memory_runs_out_has_stepped_once_all_the_same(failu
 
 
 def test_an_error_says_that_the_update_is_done_and_nothing_else_is_half_done():
-    """The step after it goes on as if the schedule had not been asked."""
+    """The next step continues as if the schedule had not been called."""
     done = []
     for number, (step, batch) in enumerate(trained()):
         schedule = step.workload.schedule
@@ -92,7 +92,7 @@ def test_an_error_says_that_the_update_is_done_and_nothing_else_is_half_done():
                 step(batch)
             assert (schedule.count, schedule.rates, schedule.total.item(), schedule.get_last_lr()) == before
             assert [parameter.tolist() for parameter in step.workload.model.parameters()] != weights
-            assert done == [True]  # what tidies up is done all the same
+            assert done == [True]  # cleanup functions run even so
             del schedule.step
         else:
             step(batch)
@@ -113,7 +113,7 @@ def test_another_error_of_a_schedule_counts_the_step_whose_update_is_done():
 
 
 def test_what_fails_and_moves_is_state_and_begins_as_it_was():
-    """A counter that failing changes is left changed in the last try, moves on in it, and is therefore put back."""
+    """A counter that failures change is not restored before the last try. It changes there, so it is state."""
     count, failures, seen = [0], [True, True], []
 
     def tidy_up():
@@ -156,7 +156,7 @@ def test_the_message_has_what_a_user_needs():
 
 
 class Trainer:
-    """What a schedule's function is a method of; it has much that no schedule changes."""
+    """The object whose method is the function of a schedule. Most of its state is never changed by the schedule."""
 
     def __init__(self):
         self.arrays = [numpy.zeros(1 << 16) for _ in range(4)]  # of half a MiB
@@ -172,11 +172,11 @@ class Trainer:
 
 
 class MyLambda(torch.optim.lr_scheduler.LambdaLR):
-    """A schedule of the user's."""
+    """A user's schedule."""
 
 
 class Steps:
-    """What follows updates of an optimizer with a schedule whose function is bound to a trainer."""
+    """Updates and the parts that follow them, with a schedule whose function is bound to a trainer."""
 
     def __init__(self):
         self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
@@ -196,14 +196,14 @@ def test_what_a_schedule_keeps_is_looked_for_when_something_new_has_come(monkeyp
     monkeypatch.setattr(Kept, "_look_for_all", lambda *given: looked.append(1) or look(*given))
     steps = Steps()
     steps(6)
-    assert len(looked) == 2  # the second time it is seen what is exchanged: torch's list of rates
+    assert len(looked) == 2  # the second search finds the list that torch replaces: its rates
     steps.trainer.records[-1]["new"] = []
     steps(1)
     assert len(looked) == 3
 
 
 def test_what_nobody_was_seen_to_change_is_not_copied(monkeypatch):
-    """Neither the arrays beyond one MiB nor the records behind the first places; it is looked at now and then."""
+    """Arrays beyond one MiB and records after the first places are not copied, and only sometimes compared."""
     steps, copied = Steps(), []
     taken = Kept.arrays
     monkeypatch.setattr(Kept, "arrays", lambda kept: copied.append(tally(kept, [*taken(kept)])) or taken(kept))
@@ -213,7 +213,7 @@ def test_what_nobody_was_seen_to_change_is_not_copied(monkeypatch):
 
 
 def tally(kept, arrays):
-    """How many arrays are copied, and whether all places are."""
+    """Return the number of copied arrays, and whether all places are copied."""
     return sum(copy is not None for _, _, copy in arrays), not kept.others
 
 

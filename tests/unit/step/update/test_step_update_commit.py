@@ -1,4 +1,4 @@
-"""The optimizer's step in pieces, each of which happens or does not; sizes in bytes by hand (float32 is 4 bytes)."""
+"""The optimizer step in chunks, each of which happens or does not; sizes in bytes by hand (float32 is 4 bytes)."""
 
 import copy
 import gc
@@ -22,11 +22,11 @@ from processes import run_program
 
 
 class FromElsewhere(torch.optim.SGD):
-    """An optimizer that is not of torch.optim: it might look at all parameters together."""
+    """An optimizer from outside torch.optim, which might use all parameters together."""
 
 
 def parameters(*lengths):
-    """Parameters of as many floats, each with a gradient of ones."""
+    """Return parameters of the given lengths, each with a gradient of ones."""
     made = [nn.Parameter(torch.full((length,), float(length))) for length in lengths]
     for parameter in made:
         parameter.grad = torch.ones_like(parameter)
@@ -34,7 +34,7 @@ def parameters(*lengths):
 
 
 def commit_of(optimizer, chunk_bytes=1):
-    """Each parameter is a piece of its own, where nothing else is asked for."""
+    """Return a commit, by default with a separate chunk for each parameter."""
     return StepCommit(optimizer, backend_for("cpu"), Position(step=4, phase="optimizer"), chunk_bytes)
 
 
@@ -58,7 +58,7 @@ def test_the_largest_come_first_and_a_piece_has_at_most_so_many_bytes(chunk_byte
 
 
 def test_parts_of_parameters_are_cut_alike_on_every_rank():
-    """Rows of 1025 on two ranks are 513 and 512: by their own sizes one would have two pieces and the other one."""
+    """1025 rows on two ranks are 513 and 512. By local sizes, one rank would have two chunks and the other one."""
     of_ranks = []
     for own in ((513, 1, 513), (512, 0, 512)):
         rows = parameters(*own)
@@ -86,7 +86,7 @@ def test_a_parameter_without_a_gradient_is_in_no_piece():
 def test_the_groups_of_parameters_keep_their_own_options():
     first, second, third = parameters(4, 2, 3)
     optimizer = torch.optim.SGD([{"params": [first, second], "lr": 1.0}, {"params": [third], "lr": 10.0}])
-    commit_of(optimizer, chunk_bytes=28).step()  # one piece of both groups, then the last parameter
+    commit_of(optimizer, chunk_bytes=28).step()  # one chunk with both groups, then the last parameter
     assert (first.tolist(), second.tolist(), third.tolist()) == ([3] * 4, [1] * 2, [-7] * 3)
     assert [group["params"] for group in optimizer.param_groups] == [[first, second], [third]]
 
@@ -110,7 +110,7 @@ def test_it_is_one_piece_after_a_failure_too(make):
     commit = commit_of(optimizer)
     with armed("optimizer", 1):
         commit.step()
-    assert (sizes, commit.outcome) == ([3], None)  # what the hook noted of the try that failed is gone with it
+    assert (sizes, commit.outcome) == ([3], None)  # the size that the hook recorded in the failed try was undone, too
     with armed("optimizer", 1, 2):
         give_gradients(optimizer)
         commit.step()
@@ -147,7 +147,7 @@ def test_when_the_first_piece_fails_twice_nothing_has_happened():
         commit.step()
     assert (commit.outcome.phase, commit.outcome.step) == ("optimizer", 5)
     assert [parameter.tolist() for parameter in chosen] == [[5] * 5, [2] * 2]
-    assert len(optimizer.state) == 0  # states that the step had made are gone again
+    assert len(optimizer.state) == 0  # states that the step created are removed
     assert all(parameter.grad is not None for parameter in chosen)
     assert [group["params"] for group in optimizer.param_groups] == [chosen]
 
@@ -170,7 +170,7 @@ def test_states_are_as_before_when_a_later_step_fails():
 
 
 class StridedStates(torch.optim.SGD):
-    """Like an optimizer that keeps a transposed state; it is of one piece."""
+    """An optimizer with a transposed state, which is updated in one chunk."""
 
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
@@ -233,7 +233,7 @@ def test_when_a_later_piece_fails_twice_the_step_is_torn_and_says_so():
 
 
 class FailsInTheMiddle(torch.optim.SGD):
-    """Changes the first parameter, then runs out of memory, so often."""
+    """An optimizer that changes the first parameter, then runs out of memory, `num_failures` times."""
 
     num_failures = 1
 
@@ -318,7 +318,7 @@ with backend.limited(backend.probe().capacity_bytes):  # large blocks are mapped
 
 @pytest.fixture(scope="module")
 def inside_limits():
-    """What became of a step of AdamW, by the number of parameters, of steps before it, and the room in MiB."""
+    """Return results of an AdamW step, by number of parameters, number of earlier steps, and free memory in MiB."""
     cases = [(4, 0, 160, {}), (4, 0, 200, {}), *((1, 1, free_mib, {}) for free_mib in (40, 56, 200))]
     cases += [(1, 1, free_mib, {"amsgrad": True}) for free_mib in (56, 88, 200)]
     done = run_program(LIMITED, json.dumps(cases))
@@ -327,9 +327,9 @@ def inside_limits():
 
 
 def test_the_first_step_is_done_only_where_all_its_states_will_fit(inside_limits):
-    """Of four parameters the first would fit into 160 MiB, its copy (16 MiB) and states beside those of the others.
+    """In 160 MiB, the copy (16 MiB) and the states of the first of four parameters would fit.
 
-    But not what comes after it: states of 3 x 2 x 16 MiB, and the temporaries of one, of 3 x 16.
+    The rest would not: states of 3 x 2 x 16 MiB, and the temporaries of one parameter, of 3 x 16 MiB.
     """
     too_little, enough = inside_limits[4, 0, 160], inside_limits[4, 0, 200]
     assert too_little == {"is_done": False, "requested_mib": 16, "num_states": 0, "values": [1, 1, 1, 1]}
@@ -340,7 +340,7 @@ def test_the_first_step_is_done_only_where_all_its_states_will_fit(inside_limits
 
 @pytest.mark.parametrize("case", [(1, 1, 56), (1, 1, 56, "amsgrad"), (1, 1, 88, "amsgrad")])
 def test_where_a_copy_leaves_no_room_for_the_update_it_is_done_without_one(inside_limits, case):
-    """A copy is the parameter and its states: 48 MiB for Adam, 64 for AMSGrad; an update takes up to 2 x 16 more."""
+    """A copy holds the parameter and its states: 48 MiB for Adam, 64 for AMSGrad. An update takes up to 2 x 16 more."""
     with_a_copy = inside_limits[(1, 1, 200, *case[3:])]
     assert inside_limits[case] == with_a_copy
     assert with_a_copy["is_done"]
@@ -354,7 +354,7 @@ def test_where_the_update_has_no_room_nothing_happens(inside_limits):
 
 @pytest.mark.parametrize("leave", [False, True], ids=["on the device", "outside"])
 def test_what_is_to_come_must_fit_unless_it_leaves_the_device(leave):
-    """Of the second parameter a state, and three temporaries."""
+    """The reserve covers a state of the second parameter and three temporaries."""
     first, second = parameters(1000, 500)
     optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.9)
     recorder = Recorder(phase=lambda: "optimizer")
@@ -381,7 +381,7 @@ def test_an_update_at_once_copies_nothing_and_is_the_optimizers_own():
 
 def differentiable(chosen):
     for parameter in chosen:
-        parameter.requires_grad_(False)  # else torch does not let it be updated
+        parameter.requires_grad_(False)  # otherwise torch refuses to update it
     return torch.optim.SGD(chosen, lr=1.0, differentiable=True)
 
 
@@ -406,7 +406,7 @@ def test_an_update_at_once_is_looked_at_again_when_other_parameters_have_gradien
 
 
 class OfTwo(Ranks):
-    """One of two, of which the other has no room for its part."""
+    """One of two ranks; the other one has enough memory for its part only if `is_room`."""
 
     def __init__(self, is_room):
         super().__init__()
@@ -419,7 +419,7 @@ class OfTwo(Ranks):
 
 @pytest.mark.parametrize(("is_room", "values"), [(True, [4, 3]), (False, [5, 4])])
 def test_ranks_keep_the_first_piece_if_all_of_them_have_done_it(is_room, values):
-    """What fails in a later piece is mended on the rank where it does."""
+    """A failure in a later chunk is recovered on the rank where it happens."""
     chosen, ranks = parameters(5, 4), OfTwo(is_room)
     optimizer = torch.optim.SGD(chosen, lr=1.0)
     commit = StepCommit(optimizer, backend_for("cpu"), Position(phase="optimizer"), 1, ranks)
@@ -470,7 +470,7 @@ def test_an_update_has_the_memory_reserved_for_it_though_all_that_was_left_is_ta
     assert json.loads(done.stdout) == [1, 0.0]
 
 
-# All parameters at once are shown 4 x 3 x 16 MiB of room for what `foreach` computes, one at a time a quarter.
+# All parameters at once reserve 4 x 3 x 16 MiB for the temporaries of `foreach`, one at a time a quarter of it.
 NO_ROOM_AT_ONCE = (
     LIMITED.rpartition("with backend.limited(backend.probe()")[0]
     + """

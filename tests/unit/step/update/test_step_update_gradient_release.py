@@ -1,4 +1,4 @@
-"""Updates in backward, without the step around them: when they happen, what undoes them, and when they are not done."""
+"""Updates in backward, without a surrounding step: when they happen, how they are undone, and when they are skipped."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def backward(model, release, num_times=1):
 
 @pytest.mark.parametrize(("chunk_bytes", "sizes"), [(1, [1] * 6), (64, [2, 2, 2]), (1000, [6])])
 def test_parameters_wait_until_they_make_up_a_piece(chunk_bytes, sizes):
-    """Weights have 64 bytes and biases 16; the last layer comes first."""
+    """Weights have 64 bytes and biases 16. The last layer is updated first."""
     model, calls = net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     update = optimizer.step
@@ -42,7 +42,7 @@ def test_parameters_wait_until_they_make_up_a_piece(chunk_bytes, sizes):
 
 @pytest.mark.parametrize(("kind", "num_together"), [("cpu", 2), ("cuda", 16)])
 def test_a_piece_has_the_size_that_suits_the_device(kind, num_together):
-    """Of parameters of 1 MiB."""
+    """Each parameter has 1 MiB."""
     model, calls = nn.ParameterList([nn.Parameter(torch.ones(1 << 18)) for _ in range(17)]), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     update = optimizer.step
@@ -130,7 +130,7 @@ def test_a_copy_that_fails_leaves_its_piece_as_it_was():
 
 
 class OfTwo(Ranks):
-    """One of two, who add their gradients up first."""
+    """One of two ranks, which add up their gradients first."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Copies made together: where tensors lie, when that is looked up again, and which memory is kept."""
+"""Copies made together: the addresses of tensors, when they are looked up again, and the memory that is kept."""
 
 import torch
 
@@ -33,7 +33,7 @@ def test_a_layout_is_of_all_its_tensors_and_of_no_others():
 
 
 def test_a_layout_ends_where_memory_is_seen_as_another_shape():
-    """Copies are made of views of one dimension, which are those of the shape at first."""
+    """Copies are made from one-dimensional views, which belong to the original shape."""
     for seen_as in (torch.t, lambda tensor: tensor[:1]):
         tensor = torch.ones(2, 3)
         layout = Layout([tensor])

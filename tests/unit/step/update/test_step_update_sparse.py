@@ -1,4 +1,4 @@
-"""Steps on tables with sparse gradients: only rows are copied for the undo; all else is as for dense ones."""
+"""Steps on tables with sparse gradients: only rows are copied for the undo; all else equals the dense case."""
 
 import copy
 
@@ -17,10 +17,10 @@ from plimsoll.step.train_step import TrainStep
 from plimsoll.step.update.commit import StepCommit
 from plimsoll.step.update.sparse import bytes_of, bytes_updated, changed_rows, clippable
 
-# torch 2.13 says this of every optimizer's own sparse tensors, once in a process.
+# torch 2.13 warns once in a process, about the sparse tensors that any optimizer makes.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 
-ROWS, WIDTH, NUM_STEPS = 200_000, 4, 4  # a table of 3 MB: larger than a piece, so a piece of its own
+ROWS, WIDTH, NUM_STEPS = 200_000, 4, 4  # a table of 3 MB: larger than a chunk, so a separate chunk
 PHASES = ("copy", "forward", "loss", "backward", "clip", "optimizer")
 
 
@@ -46,7 +46,7 @@ def batches():
 
 
 def fresh(on_host, kind, path=None):
-    """A model with a table, on the host or a plain one, and its optimizer; SparseAdam takes no other parameters."""
+    """Return a model with a host or plain table, and its optimizer. SparseAdam accepts no other parameters."""
     torch.manual_seed(1)
     plain = nn.Embedding(ROWS, WIDTH, sparse=True)
     table = HostEmbedding.from_rows(plain.weight.detach(), path=path) if on_host else plain
@@ -56,7 +56,7 @@ def fresh(on_host, kind, path=None):
 
 
 def by_hand(kind, clip_norm=None, cut=8):
-    """Plain PyTorch: the norm is that of the coalesced gradients."""
+    """Train in plain PyTorch, with the norm of the coalesced gradients."""
     model, optimizer = fresh(False, kind)
     for batch in batches():
         optimizer.zero_grad()
@@ -135,7 +135,7 @@ def test_an_oom_in_any_phase_loses_nothing(kind, on_host, phase, at_step, tmp_pa
 @placed
 @pytest.mark.parametrize("num_steps_before", [0, 2])
 def test_what_an_optimizer_had_begun_is_undone_bit_for_bit(kind, on_host, num_steps_before):
-    """The update has happened when memory runs out, twice: nothing has happened."""
+    """Memory runs out twice after the update; afterwards nothing has changed."""
     model, optimizer = fresh(on_host, kind)
     step = TrainStep(model, optimizer, loss_of, units="samples")
     *first, last = list(batches())[: num_steps_before + 1]
@@ -167,7 +167,7 @@ def test_only_rows_are_copied(kind, on_host):
 
 
 def test_an_optimizer_that_changes_other_rows_is_copied_as_a_whole():
-    """Momentum moves rows that earlier gradients had, and keeps them in a sparse state; a hook may do anything."""
+    """Momentum changes rows of earlier gradients, which its sparse state holds; a hook may change anything."""
     model, _ = fresh(False, torch.optim.SGD)
     with_momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     hooked = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -191,7 +191,7 @@ def test_momentum_over_a_plain_table_is_undone():
 
 
 def test_the_norm_is_that_of_the_sums_of_rows():
-    """A row that is looked up twice with gradient (3, 4) has (6, 8): the norm is 10 and is clipped to 1."""
+    """A row used twice with gradient (3, 4) has (6, 8) in total: the norm is 10 and is clipped to 1."""
     table = nn.Embedding(5, 2, sparse=True)
     (table(torch.tensor([1, 1])) * torch.tensor([3.0, 4.0])).sum().backward()
     assert nn.utils.clip_grad_norm_(clippable([table.weight]), 1.0).item() == 10
@@ -199,7 +199,7 @@ def test_the_norm_is_that_of_the_sums_of_rows():
 
 
 def test_bytes_of_a_sparse_gradient():
-    """Three ids of 8 bytes, three rows of 2 float32; an update takes multiples of twice as much."""
+    """Three ids of 8 bytes and three rows of 2 float32 are 48 bytes; an update counts twice as much."""
     table = nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([1, 1, 4])).sum().backward()
     assert (bytes_of(table.weight.grad), bytes_updated(table.weight), bytes_of(table.weight)) == (48, 96, 40)

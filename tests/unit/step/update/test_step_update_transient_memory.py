@@ -1,4 +1,4 @@
-"""What an update takes at most, counted in updates of all of torch.optim; sizes in bytes by hand."""
+"""The peak memory of an update, measured for all optimizers of torch.optim; sizes in bytes by hand."""
 
 import inspect
 import random
@@ -42,7 +42,7 @@ def room_for(optimizer, members):
 
 
 def took_and_shown(optimizer, parameters):
-    """What an update took beyond what was there, and the room that was shown for it."""
+    """Return the bytes that an update allocated beyond known tensors, and the bytes that were reserved for it."""
     members = [
         (index, parameter)
         for index, group in enumerate(optimizer.param_groups)
@@ -64,11 +64,11 @@ def took_and_shown(optimizer, parameters):
 @pytest.mark.parametrize(("name", "options"), ALL_OF_TORCH, ids=str)
 @pytest.mark.parametrize("widths", [(128,), (128, 128, 128, 128), (128, 8), (8, 128)], ids=str)
 def test_no_update_of_torch_takes_more_than_the_memory_reserved_for_it(name, options, widths):
-    """Counted in the first step, which makes states, and in the second; up to 64 KiB each, so that little else counts.
+    """The first step, which creates states, and the second one are measured. Tensors have up to 64 KiB.
 
-    Of states an eighth more is shown than come, for the heap's holes: with much more, a training went in pieces that
-    its plan had not simulated, and ran out of memory in the next step. (Adafactor's are small, as a rule; Muon's is
-    there without momentum, too.)
+    An eighth more than the states need is reserved, for fragmentation of the heap. With much more, a training would use
+    chunks that its plan did not simulate, and run out of memory in the next step. (Adafactor's states are small, as a
+    rule; Muon has a state without momentum, too.)
     """
     chosen = [nn.Parameter(torch.randn(width, 128)) for width in widths]
     optimizer = getattr(torch.optim, name)(chosen, lr=0.1, **options)
@@ -87,7 +87,7 @@ def test_no_update_of_torch_takes_more_than_the_memory_reserved_for_it(name, opt
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES_OF_TORCH)
 def test_nor_does_one_with_groups_shapes_and_settings_as_they_come(name):
-    """Settings change after the second step; some gradients are not there in the first, some are not contiguous."""
+    """Settings change after the second step. Some gradients are missing in the first, some are not contiguous."""
     drawn = random.Random(name)
     for _ in range(8):
         groups = [group_of(name, drawn) for _ in range(drawn.choice([1, 2, 3]))]
@@ -129,7 +129,7 @@ def state_bytes_of(optimizer):
 
 
 def test_blocks_are_as_large_as_the_parameters_and_states_that_exist_are_not_counted():
-    """Of 40, 20 and 8 bytes temporaries of the two largest, and states of the one without, with an eighth more."""
+    """Of 40, 20 and 8 bytes, temporaries of the two largest count, and states of the one without, plus an eighth."""
     chosen = [nn.Parameter(torch.ones(length)) for length in (10, 5, 2)]
     optimizer = torch.optim.Adam(chosen)
     for parameter in chosen[:2]:
@@ -141,7 +141,7 @@ def test_blocks_are_as_large_as_the_parameters_and_states_that_exist_are_not_cou
 
 
 class FromElsewhere(torch.optim.Adam):
-    """Of an optimizer that is not of torch.optim nothing is known."""
+    """An optimizer from outside torch.optim, about which nothing is known."""
 
 
 def test_states_of_an_optimizer_from_elsewhere_are_as_many_as_is_said():
@@ -168,7 +168,7 @@ def test_of_a_matrix_adafactor_keeps_rows_and_columns(shape, expected_bytes):
 
 
 def test_an_optimizer_of_this_package_says_what_it_takes():
-    """Parameters take turns, so that the temporaries of one are there."""
+    """Parameters are updated in turn, so only the temporaries of one of them exist."""
     chosen = [nn.Parameter(torch.ones(length)) for length in (5000, 300, 7000)]
     members = [(0, parameter) for parameter in chosen]
     optimizer = LowBitAdam(chosen, bits=8)
@@ -186,7 +186,7 @@ def test_free_memory_is_proven_by_taking_all_blocks_at_once_and_giving_them_back
 
 
 def test_a_buffer_of_none_is_no_state():
-    """As SGD of torch before 2.0 saved it where there was no momentum, which a loaded training may then have."""
+    """SGD of torch before 2.0 saved such a buffer without momentum; a loaded training may still have it."""
     parameter = nn.Parameter(torch.ones(10))
     optimizer = torch.optim.SGD([parameter], momentum=0.9)
     optimizer.state[parameter]["momentum_buffer"] = None
@@ -197,7 +197,7 @@ def test_a_buffer_of_none_is_no_state():
 
 
 def test_on_a_gpu_all_temporaries_of_a_piece_are_there_at_once():
-    """``foreach`` is what torch takes there by itself; the loop on the CPU has those of two."""
+    """torch defaults to ``foreach`` on a GPU; the loop on the CPU holds the temporaries of two parameters."""
     lengths = (10, 5, 2)
     on_gpu = [nn.Parameter(torch.ones(length, device="meta")) for length in lengths]
     here = [nn.Parameter(torch.ones(length)) for length in lengths]
@@ -209,7 +209,7 @@ def test_on_a_gpu_all_temporaries_of_a_piece_are_there_at_once():
 
 
 def test_each_group_has_the_kernel_and_the_settings_that_it_has():
-    """Temporaries of the loop's one, no state of what has momentum 0; and none of `fused`, whatever else is asked."""
+    """A looped parameter has temporaries, but no state for momentum 0; `fused` has no temporaries in any case."""
     looped, fused = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(5))
     groups = [{"params": [looped]}, {"params": [fused], "fused": True, "momentum": 0.9, "weight_decay": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=0.1)

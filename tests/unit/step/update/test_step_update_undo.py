@@ -1,4 +1,4 @@
-"""What an update changes is copied before it, and what is not copied is known not to be."""
+"""The data that an update changes is copied before it, and data that is not copied is known not to change."""
 
 import weakref
 
@@ -45,13 +45,13 @@ def whole_of(optimizer, learned, is_again=False):
         (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": True, "weight_decay": 0.1}, False),
         (torch.optim.Rprop, {"foreach": True}, False),
         (torch.optim.AdamW, {"foreach": True}, False),
-        (torch.optim.AdamW, {"fused": True}, False),  # whose schema says that it writes gradients
+        (torch.optim.AdamW, {"fused": True}, False),  # its schema declares that it writes gradients
     ],
 )
 def test_it_is_seen_whether_an_update_changes_gradients(kind, settings, changes):
     parameter = with_gradient()
     optimizer = kind([parameter], lr=0.1, **settings)
-    for update in range(2):  # Rprop's second is another where signs differ
+    for update in range(2):  # the second update of Rprop differs if signs change
         parameter.grad = torch.full_like(parameter, 2.0 - 4 * update)
         copy = piece_of(optimizer)
         copy.run(optimizer.step)
@@ -84,7 +84,7 @@ def test_updates_are_observed_less_and_less_often():
 
 
 def hooked(parameter, average, is_due):
-    """SGD whose hook changes a large average in those updates of which ``is_due`` says so."""
+    """Return SGD with a hook that changes a large average in the updates for which ``is_due`` is true."""
     optimizer, count = torch.optim.SGD([parameter], lr=1.0), [0]
 
     def hook(*_):
@@ -121,7 +121,7 @@ def test_what_a_hook_writes_for_the_first_time_in_an_update_that_fails_is_named(
 
 
 class HalvesGradients(torch.optim.SGD):
-    """Changes gradients in its third update, and fails."""
+    """An optimizer that changes gradients in its third update, and fails."""
 
     num_updates = 0
 
@@ -134,7 +134,7 @@ class HalvesGradients(torch.optim.SGD):
 
 
 def test_where_gradients_are_lost_the_update_is_not_tried_again():
-    """The step is: it makes them anew."""
+    """The whole step is retried instead, which computes the gradients again."""
     parameter = with_gradient()
     commit = commit_of(HalvesGradients([parameter], lr=1.0))
     for _ in range(3):
@@ -144,7 +144,7 @@ def test_where_gradients_are_lost_the_update_is_not_tried_again():
 
 
 def test_an_error_that_is_not_about_memory_leaves_nothing_of_the_update():
-    """A hook that is broken is called when the parameters have changed."""
+    """The failing hook is called after the parameters have changed."""
     parameter = with_gradient()
     optimizer = torch.optim.Adam([parameter], lr=0.1)
 
@@ -200,7 +200,7 @@ def test_an_optimizer_from_elsewhere_is_called_even_where_nothing_is_to_be_updat
 
 
 def test_a_copy_is_gone_with_its_update():
-    """Not when Python next looks for cycles: it is as large as parameters and states together."""
+    """It must not wait for the garbage collector, as it is as large as parameters and states together."""
     optimizer = torch.optim.SGD([with_gradient()], lr=0.1)
     learned, copies = Learned(optimizer), []
     for _ in range(3):
@@ -212,7 +212,7 @@ def test_a_copy_is_gone_with_its_update():
 
 
 class ExchangesItsState(torch.optim.SGD):
-    """Has another tensor in its state after each update."""
+    """An optimizer that replaces a state tensor in each update."""
 
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:

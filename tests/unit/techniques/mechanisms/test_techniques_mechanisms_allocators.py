@@ -1,4 +1,4 @@
-"""How the heap and the CUDA allocator of a process are set up for choices, and the rules that they then have."""
+"""The setup of the heap and the CUDA allocator of a process for choices, and the resulting allocator rules."""
 
 import subprocess
 import sys

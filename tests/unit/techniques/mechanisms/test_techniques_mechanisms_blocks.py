@@ -1,4 +1,4 @@
-"""The layers of a transformer are found wherever they are; what only looks like them is not."""
+"""The layers of a transformer are found in any place of a model; modules that only look similar are not."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def mlp(width):
 
 
 def test_small_parts_that_repeat_are_no_blocks():
-    """Two heads of 16 x 8 beside a recurrent net, and beside blocks."""
+    """The model has two heads of 16 x 8 next to a recurrent net, and next to blocks."""
     model = nn.Module()
     model.rnn = nn.LSTM(16, 64)
     model.heads = nn.ModuleList([mlp(8), mlp(8)])

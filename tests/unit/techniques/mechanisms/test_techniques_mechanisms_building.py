@@ -1,4 +1,4 @@
-"""Where a model is built with techniques that keep its parameters elsewhere, and what of it goes to the device."""
+"""The place where a model is built with techniques that keep parameters off the device, and the parts moved there."""
 
 import pytest
 

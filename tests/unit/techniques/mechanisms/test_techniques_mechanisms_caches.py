@@ -1,4 +1,4 @@
-"""A cache is copied by its structure; its tensors are shared while they are needed, and no longer."""
+"""A cache is copied with its structure; its tensors are shared only while they are needed."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_a_cache_that_is_only_read_is_kept():
 
 
 def test_a_cache_of_caches():
-    """T5's: which layers hold the encoder's keys already is a dictionary, which must be a copy too."""
+    """T5 has one: its dictionary of layers that already hold the encoder's keys must be copied, too."""
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     before = CachesBefore([cache])
     cache.cross_attention_cache.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)

@@ -1,4 +1,4 @@
-"""The cross entropy in chunks by itself: every option against torch in fp64, half precision, and what it refuses."""
+"""The cross entropy in chunks: all options against torch in fp64, half precision, and unsupported inputs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights in codes of 8 and 4 bits: how far off they are, and which values 4 bits stand for."""
+"""Weights in codes of 8 and 4 bits: their error, and the values that 4 bits represent."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_what_it_can_stand_for_comes_back_as_it_was(base):
 
 
 def test_normal_weights_lose_less_in_sixteen_quantiles_than_in_sixteen_steps():
-    """The reason for these values: the paper's claim, on the group's own scale."""
+    """This is the paper's reason for these values, with a scale for each group."""
     weight = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
     dense, _, _ = decoded("nf4", weight)
     groups = weight.view(256, 8, 64)

@@ -1,4 +1,4 @@
-"""A forward is replaced on the instance, and is itself again."""
+"""A forward is replaced on the instance, and later restored."""
 
 import copy
 

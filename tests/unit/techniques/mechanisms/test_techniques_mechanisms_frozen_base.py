@@ -1,4 +1,4 @@
-"""Frozen layers of weights in codes: what they compute, what autograd keeps, and which layers are left alone."""
+"""Frozen layers with quantized weights: their results, the tensors that autograd saves, and layers that stay."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from plimsoll.techniques.mechanisms.frozen_base import CodedLinear, KeptOutside,
 
 
 class Wrapper(nn.Module):
-    """As peft has a layer in one of its own."""
+    """A module that wraps a layer, as in peft."""
 
     def __init__(self, base_layer):
         super().__init__()
@@ -34,7 +34,7 @@ def coded(layer, base):
 
 
 def changed(model, base="int8"):
-    """Its wrappers' layers in codes; what was kept is returned."""
+    """Quantize the layers of the wrappers, and return the object that keeps the originals."""
     kept = KeptOutside()
     to_codes([module for module in model.modules() if isinstance(module, Wrapper)], model, kept, base)
     return kept
@@ -150,7 +150,7 @@ class Tied(nn.Module):
 
 
 class OwnLinear(nn.Linear):
-    """Who knows what its forward does."""
+    """A subclass, whose forward may be different."""
 
 
 def hooked():

@@ -1,4 +1,4 @@
-"""Logits that are not computed: what keeps them so, and that everything else gets the real ones."""
+"""Logits that are not computed: operations that keep them lazy, and real logits for all others."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ B, T, D, V = 3, 5, 4, 7
 
 
 class Case:
-    """A layer, its input, and its logits both ways."""
+    """A layer, its input, and its lazy and real logits."""
 
     def __init__(self, dtype=torch.float32):
         torch.manual_seed(0)
@@ -30,7 +30,7 @@ class Case:
         return torch.autograd.grad(result, [self.hidden, *self.head.parameters()])
 
     def assert_gives(self, function):
-        """The same value and gradients as of the real logits."""
+        """Assert that lazy logits give the value and gradients of real logits."""
         lazily, plainly = function(self.lazy()), function(self.plain())
         assert lazily.shape == plainly.shape
         assert lazily.dtype == plainly.dtype
@@ -93,7 +93,7 @@ BECOME_REAL = {
 
 
 class Reversed(torch.autograd.Function):
-    """A library's own function, of which torch functions do not know; its backward is not that of its forward."""
+    """A function of a library, unknown to torch functions, whose backward is not the gradient of its forward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -213,7 +213,7 @@ def test_a_backward_hook_of_the_head_sees_the_gradient_of_the_logits():
 def test_a_change_that_others_would_not_see_is_refused(act):
     lazy = Case().lazy()
     lazy.view(-1, V)
-    with pytest.raises(InputError, match="move it before them, or leave chunked_loss out"):
+    with pytest.raises(InputError, match="move the call before them, or leave chunked_loss out"):
         act(lazy)
 
 

@@ -1,4 +1,4 @@
-"""Which samples go together and what is cut off; numbers by hand."""
+"""The grouping of samples by length, and the columns that are cut off; numbers by hand."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Adam with moments of few bits: torchao's bit for bit, with less memory in between."""
+"""Adam with low-bit moments equals the optimizer of torchao bit for bit, with fewer temporaries."""
 
 import copy
 
@@ -35,7 +35,7 @@ def steps_of(optimizer, some, num_steps=4, first=0):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """So that a parameter of 76800 numbers is updated in several, the last one smaller."""
+    """Make parts so small that a parameter of 76800 elements has several, the last one smaller."""
     monkeypatch.setattr(low_bit_adam, "_PART_ELEMENTS", {"cpu": 1 << 14})
 
 
@@ -43,7 +43,7 @@ def small_parts(monkeypatch):
 @pytest.mark.parametrize("is_decoupled", [True, False], ids=["AdamW", "Adam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_torchaos_bit_for_bit(bits, is_decoupled, dtype, small_parts):
-    """With whole blocks, with fewer than 4096 numbers, and with a gradient that is not contiguous."""
+    """The parameters have whole blocks, fewer than 4096 elements, or a gradient that is not contiguous."""
     torchao_optim = pytest.importorskip("torchao.optim", reason="torchao, to compare with, is not installed")
     ours, theirs = (parameters((300, 256), (64,), (128, 512), dtype=dtype) for _ in range(2))
     own = LowBitAdam(ours, bits=bits, decoupled_weight_decay=is_decoupled, **SETTINGS)
@@ -66,7 +66,7 @@ def test_it_is_torchaos_bit_for_bit(bits, is_decoupled, dtype, small_parts):
 @BOTH
 @pytest.mark.parametrize("has_sign", [True, False])
 def test_every_number_gets_torchaos_code(bits, has_sign):
-    """Those around which another code begins, to the last bit, and others of every size."""
+    """The numbers are those next to code boundaries, to the last bit, and others of every size."""
     pytest.importorskip("torchao.optim", reason="torchao, to compare with, is not installed")
     from torchao.optim import quant_utils
     from torchao.optim.subclass_4bit import OptimState4bit
@@ -88,7 +88,7 @@ def test_every_number_gets_torchaos_code(bits, has_sign):
 
 @BOTH
 def test_what_does_not_make_up_a_block_is_a_smaller_one(bits):
-    """5000 numbers are 19 blocks of 256 and 136 more, or 39 of 128 and 8; torchao leaves such a parameter in fp32."""
+    """5000 elements are 19 blocks of 256 and 136 more, or 39 of 128 and 8. torchao keeps such a parameter in fp32."""
     some = parameters((50, 100))
     optimizer = LowBitAdam(some, bits=bits, **SETTINGS)
     steps_of(optimizer, some)
@@ -139,7 +139,7 @@ def test_sparse_gradients_are_refused():
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_that_were_saved_go_on_bit_for_bit(bits, dtype, tmp_path):
-    """As a checkpoint has them: read back with weights_only, and codes stay bytes."""
+    """They are read back from a checkpoint with weights_only, and codes stay bytes."""
     shapes = (64, 100), (10,)
     some = parameters(*shapes, dtype=dtype)
     optimizer = LowBitAdam([{"params": some[:1]}, {"params": some[1:], "lr": 1e-2}], bits=bits, **SETTINGS)
@@ -166,7 +166,7 @@ def test_a_copy_of_it_goes_on_bit_for_bit():
 
 
 def taken_bytes(some, optimizer):
-    """The most beside what stays, and the states, as counted in the ops of an update."""
+    """Return the peak of temporaries and the size of the states in an update, in bytes."""
     give(some, 9)
     known = [("", one) for parameter in some for one in (parameter, parameter.grad)]
     with Recorder(phase=lambda: "optimizer") as recorder:
@@ -198,7 +198,7 @@ def test_a_large_parameter_takes_no_more_than_one_part_of_it(small_parts):
 
 
 def test_least_is_where_torchao_begins_to_round_up():
-    """Half of the way from 1 to 2, and the float from which the difference to the number below is half of a gap."""
+    """It is the middle of 1 and 2, or the smallest float that is at least half a gap above the lower number."""
     assert low_bit_adam._least(np.asarray([1, 2, 4], np.float32)).tolist() == [1.5, 3.0]
     below, above = np.float32(0.1), np.float32(0.7)
     (least,) = low_bit_adam._least(np.asarray([below, above]))

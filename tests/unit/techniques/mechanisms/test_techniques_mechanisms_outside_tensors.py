@@ -1,4 +1,4 @@
-"""A tensor from outside of a segment is refused, and what a segment may use is not."""
+"""A tensor from outside a segment is refused, unless the segment may use it."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from plimsoll.techniques.mechanisms.outside_tensors import next_operation, refus
 
 
 class Doubled(Function):
-    """An operation in Python, with an attribute that leaves have."""
+    """A Python operation with an attribute that leaf nodes have."""
 
     @staticmethod
     def forward(ctx, given):
@@ -28,27 +28,27 @@ def test_what_was_computed_before_is_refused_by_its_operation():
     context = weight.exp()
     begin = next_operation()
     result = (weight * context).sum()
-    with pytest.raises(InputError, match=r"computed before it, by `Exp`, .* give it to `unroll` as one of"):
+    with pytest.raises(InputError, match=r"that `Exp` computed before .* give it to `unroll` as one of"):
         refuse_what_is_outside([result], [weight], begin)
 
 
 def test_what_is_computed_later_by_another_is_refused_too():
-    """As the numbers of another thread may be."""
+    """Sequence numbers of another thread may be larger."""
     weight = torch.ones(2, requires_grad=True)
     begin = next_operation() + 1000
-    with pytest.raises(InputError, match=r"by `Mul`"):
+    with pytest.raises(InputError, match=r"that `Mul` computed"):
         refuse_what_is_outside([weight * 2], [weight], begin)
 
 
 def test_a_leaf_that_was_not_given_is_refused():
     weight, other = torch.ones(2, requires_grad=True), nn.Parameter(torch.ones(3, 1))
     begin = next_operation()
-    with pytest.raises(InputError, match=r"a tensor of shape \[3, 1\] that needs a gradient and is no parameter"):
+    with pytest.raises(InputError, match=r"a tensor of shape \[3, 1\] that needs a gradient but is not a parameter"):
         refuse_what_is_outside([weight * 2, other * weight], [weight], begin)
 
 
 def test_what_is_given_may_have_a_graph():
-    """A layer's weight may be computed of others (weight normalization): it is given as it is."""
+    """The weight of a layer may be computed from others (weight normalization); it is passed as it is."""
     weight = torch.ones(2, requires_grad=True).exp()
     frozen = torch.ones(2)
     begin = next_operation()

@@ -1,4 +1,4 @@
-"""Every weight of a model is in one part, whole, and tied ones are where they are needed first."""
+"""Every weight of a model is in exactly one part; a tied weight is in the part that needs it first."""
 
 import pytest
 import torch

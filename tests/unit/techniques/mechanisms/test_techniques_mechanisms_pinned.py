@@ -1,4 +1,4 @@
-"""Tensors of the host for a training on CUDA; here the CPU stands in, so they are not pinned."""
+"""Host tensors for a training on CUDA. The CPU stands in for the GPU, so they are not pinned."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Code that changes what it is given is refused, with its line."""
+"""Code that changes its arguments or state is refused, with its line."""
 
 import re
 from collections import deque

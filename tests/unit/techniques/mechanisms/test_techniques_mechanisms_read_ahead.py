@@ -1,4 +1,4 @@
-"""Reading ahead, seen in the real page cache: the following part is there before it computes, and no other."""
+"""Reading ahead, checked in the real page cache: only the following part is there before it computes."""
 
 import sys
 import threading
@@ -17,7 +17,7 @@ PAGES = 5
 
 
 class Part(nn.Module):
-    """Looks at nothing, so that only what is read ahead is in the cache."""
+    """A part that reads no weights, so that only pages that were read ahead are in the cache."""
 
     def forward(self, hidden):
         return hidden + 1

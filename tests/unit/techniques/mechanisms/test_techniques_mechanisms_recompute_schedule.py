@@ -1,4 +1,4 @@
-"""The schedule computes as little again as any does, and visits every segment once."""
+"""The schedule recomputes as little as possible, and visits every segment once."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ from plimsoll.techniques.mechanisms.recompute_schedule import backward_states, f
 
 @cache
 def least_advances(num_segments, num_slots):
-    """By trying every place for the next state: the recursion of Gruslys et al. 2016."""
+    """Return the minimum by trying every place for the next state (recursion of Gruslys et al. 2016)."""
     if num_segments == 1:
         return 0
     if num_slots == 0:

@@ -1,4 +1,4 @@
-"""torch's recurrent layers in segments against the same layers as they are: outputs, states and all gradients."""
+"""Recurrent layers of torch in segments against the unchanged layers: outputs, states and all gradients."""
 
 import copy
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 
 
 def twins(name, dtype=torch.float64, cut=(3, 0), **options):
-    """A layer, and its copy in segments."""
+    """Return a layer, and its copy that runs in segments."""
     torch.manual_seed(0)
     plain = LAYERS[name](INPUTS, HIDDEN, **options).to(dtype)
     segmented = copy.deepcopy(plain)
@@ -75,7 +75,7 @@ def test_one_sequence_without_a_batch(name):
 
 
 def by_layers(layer, inputs, spans, masks):
-    """Two layers with dropout between them, as plain PyTorch over the whole sequence, with masks that are given."""
+    """Run two layers with the given dropout masks between them in plain PyTorch, over the whole sequence."""
     first, second = ((layer._flat_weights[4 * n : 4 * n + 4]) for n in (0, 1))
     kernel = torch._VF.lstm
     zeros = torch.zeros(1, inputs.shape[1], HIDDEN, dtype=inputs.dtype)
@@ -85,7 +85,7 @@ def by_layers(layer, inputs, spans, masks):
 
 
 def test_with_the_same_masks_dropout_has_the_gradients_of_plain_pytorch():
-    """The masks of each segment, drawn as the segments draw them, and put on the whole sequence at once."""
+    """The masks are drawn segment by segment, and applied to the whole sequence at once."""
     plain, segmented = twins("lstm", num_layers=2, dropout=0.4)
     inputs = tensors((13, 4, INPUTS), torch.float64, 1)
     spans = Cut(3).spans(13)
@@ -165,7 +165,7 @@ def test_one_tensor_as_hidden_and_cell_state():
 
 
 def test_weights_are_those_of_now():
-    """Also of a parametrization, and those that `functional_call` puts there."""
+    """Current weights also include parametrized ones, and weights set by `functional_call`."""
     plain, segmented = twins("lstm")
     inputs = tensors((7, 2, INPUTS), torch.float64, 1)
     for layer in (plain, segmented):

@@ -1,4 +1,4 @@
-"""Another optimizer in the place of the user's: groups, schedules, and the way back."""
+"""Another optimizer in place of the user's: parameter groups, schedules, and the restored original."""
 
 import pytest
 import torch

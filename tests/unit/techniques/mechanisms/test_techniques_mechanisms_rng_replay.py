@@ -1,4 +1,4 @@
-"""Random numbers and autocast as they were the first time."""
+"""Random numbers and autocast are the same in a repeated computation."""
 
 from __future__ import annotations
 

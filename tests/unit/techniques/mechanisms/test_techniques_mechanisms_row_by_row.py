@@ -1,4 +1,4 @@
-"""Whether each row is computed by itself: what mixes rows a little is found, and what does not is let through."""
+"""The check that rows are computed independently: even slight mixing is found, and independent rows pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARE = 1e-3
 
 
 class Mixed(nn.Module):
-    """Rows of numbers through two layers, then mixed."""
+    """Two layers on rows of numbers, followed by a function that may mix the rows."""
 
     def __init__(self, mix):
         super().__init__()
@@ -91,7 +91,7 @@ def test_random_numbers_stay_where_they_were():
 def test_rows_that_are_all_the_same_tell_nothing():
     assert told(MIXED["the mean"], torch.ones(9, WIDTH)) is None
     rows = torch.ones(9, WIDTH)
-    rows[6] = 2.0  # one that differs is found
+    rows[6] = 2.0  # a row that differs is enough to find it
     with pytest.raises(InputError, match="2 rows together"):
         told(MIXED["the mean"], rows)
 

@@ -1,4 +1,4 @@
-"""A chain in segments has the gradients of the chain as a whole, and keeps no more than it says."""
+"""A chain in segments has the gradients of the whole chain, and retains no more than promised."""
 
 import gc
 import weakref
@@ -16,7 +16,7 @@ WIDTH, STEPS, SAMPLES = 3, 11, 2
 
 
 def chain(segment, state, slices, weight, bias):
-    """``state = tanh(state W + input + b)``, with a sum of all states."""
+    """Run ``state = tanh(state W + input + b)``, and sum up all states."""
     (inputs,) = slices
     hidden = state[0] if state else torch.zeros(SAMPLES, WIDTH, dtype=inputs.dtype)
     outputs = []
@@ -170,7 +170,7 @@ def test_a_row_lookup_is_added_up_in_one_dense_gradient_unless_it_is_to_stay_spa
 
 @pytest.mark.parametrize("truncates", [False, True])
 def test_parameters_that_share_a_gradient_each_get_it_once(truncates):
-    """Of a sum of two parameters torch returns one gradient tensor for both."""
+    """torch returns one gradient tensor for both parameters of a sum."""
     base, delta = (torch.randn(WIDTH, dtype=torch.float64).requires_grad_() for _ in range(2))
     inputs = torch.randn(STEPS, SAMPLES, WIDTH, dtype=torch.float64)
 
@@ -253,7 +253,7 @@ def test_truncated_gradients_end_where_a_segment_begins():
 
 def test_truncated_segments_give_nothing_but_one_sum():
     given = tensors()
-    with pytest.raises(InputError, match=r"gives 1 outputs and 1 sums: use time_segments"):
+    with pytest.raises(InputError, match=r"returns 1 outputs and 1 sums: use time_segments"):
         walked(given, 3, truncates=True)
 
 
@@ -261,7 +261,7 @@ def test_truncated_segments_give_nothing_but_one_sum():
 
 
 def test_no_more_than_one_segment_is_alive():
-    """Of the results of `run`, at any time, those of one segment, and states."""
+    """At any time, only the results of `run` for one segment are alive, and states."""
     alive, most = weakref.WeakSet(), []
 
     class Marked(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""One rank's shards of a model, with nobody else: what is left of the model, and that all of it comes back."""
+"""The shards of one rank without its peers: the remaining model, and the restored one."""
 
 from collections.abc import Iterator
 
@@ -173,7 +173,7 @@ def test_an_infinite_gradient_of_one_rank_is_one_of_all(workload, sharded):
     scaler.unscale_(workload.optimizer)
     sharded.agree_on_infinities(scaler, workload.optimizer)
     assert not sum(scaler._found_inf_per_device(workload.optimizer).values())
-    workload.ranks.agree = lambda flag, place=0: True  # another says so
+    workload.ranks.agree = lambda flag, place=0: True  # another rank reports an infinity
     workload.ranks.require_all = lambda place=0: None
     sharded.agree_on_infinities(scaler, workload.optimizer)
     assert sum(scaler._found_inf_per_device(workload.optimizer).values()) == 1

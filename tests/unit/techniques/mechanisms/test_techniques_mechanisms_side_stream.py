@@ -1,4 +1,4 @@
-"""Copies beside the computation: who waits for them sees them, and nothing is used again before."""
+"""Copies on a side stream: a reader that waits for them sees them, and no memory is reused before."""
 
 import copy
 import random
@@ -103,7 +103,7 @@ def test_a_late_link_brings_what_the_processor_has_written_to_what_was_sent():
 
 
 class Net(nn.Module):
-    """Blocks of random width, some of them used twice, some checkpointed."""
+    """A model of blocks of random width, some of them used twice, some checkpointed."""
 
     def __init__(self, chance: random.Random):
         super().__init__()
@@ -124,7 +124,7 @@ class Net(nn.Module):
 
 
 def passes(model, num_passes=3):
-    """Gradients of passes that add up, and an evaluation between them."""
+    """Return the accumulated gradients of passes with evaluations between them."""
     for number in range(num_passes):
         torch.manual_seed(number)
         model(torch.randn(4, 8)).square().mean().backward()
@@ -145,7 +145,7 @@ def test_streamed_blocks_wait_for_their_copies_whatever_the_link_does(seed):
 
 
 def chosen(chance):
-    """Some of the techniques that copy, and what else may be beside them."""
+    """Return a random choice of techniques that copy, and of techniques that may be combined with them."""
     bounded = ACTIVATIONS.model_copy(
         update={"options": {"to": "host", "pool_bytes": chance.choice((300, 2000, 10**6))}}
     )
@@ -154,7 +154,7 @@ def chosen(chance):
 
 
 def trained(model, choices, optimizer=torch.optim.AdamW, fails=MappingProxyType({})):
-    """Losses of four steps, the states, and the weights; memory runs out in some phase of some steps."""
+    """Return losses of four steps, states and weights; memory runs out in the phases given by `fails`."""
     device = next(model.parameters()).device
 
     def loss(model, batch):
@@ -177,7 +177,7 @@ def trained(model, choices, optimizer=torch.optim.AdamW, fails=MappingProxyType(
 
 @pytest.mark.parametrize("seed", range(16))
 def test_steps_have_the_bits_of_plain_ones_whatever_the_link_does(seed, monkeypatch):
-    """Also where memory runs out in some phase of some steps."""
+    """This holds even if memory runs out in some phase of some steps."""
     monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1)
     chance = random.Random(seed)
     choices, is_short = chosen(chance), chance.random() < 0.5

@@ -1,4 +1,4 @@
-"""What a module must not do, to be computed in slices and again: each is seen, and refused by name."""
+"""Actions that prevent a module from being computed in slices and repeated: each is found, and refused by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plimsoll.techniques.mechanisms.sliced import Slicing
 
 
 class Changed(Encoder):
-    """An encoder that does something else to its embeddings."""
+    """An encoder that applies `change` to its embeddings."""
 
     def __init__(self, change):
         super().__init__()
@@ -62,8 +62,8 @@ def counting(model, embeddings):
 
 
 def test_what_comes_to_something_else_the_second_time_is_refused():
-    """It counts its calls; the few rows that are looked at before are too few to see it."""
-    with pytest.raises(InputError, match="the second time it came to something else"):
+    """The module counts its calls; the check with a few rows beforehand does not notice it."""
+    with pytest.raises(InputError, match="the second result differs"):
         gradients_in_slices(Changed(counting))
 
 
@@ -80,7 +80,7 @@ def test_a_forward_that_goes_backward_is_refused():
         torch.autograd.grad(embeddings.square().sum(), [model.embedding.weight], retain_graph=True)
         return embeddings
 
-    with pytest.raises(InputError, match="goes backward by itself"):
+    with pytest.raises(InputError, match="runs backward itself"):
         gradients_in_slices(Changed(change))
 
 
@@ -102,7 +102,7 @@ def test_rows_of_other_shapes_from_slice_to_slice_are_refused():
 
 
 def test_inputs_that_need_gradients_get_theirs():
-    """Rows, and a table that all rows have."""
+    """The inputs are rows, and a table that all rows share."""
 
     class Shifted(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Blocks on copies of their parameters: the same bits with and without gradients, and at most two blocks there."""
+"""Blocks on copies of their parameters: the same bits with and without gradients, and at most two blocks copied."""
 
 import copy
 import gc
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class Tower(nn.Module):
-    """Blocks in a row, each used ``times`` times, checkpointed if that is asked for."""
+    """A row of blocks, each used ``times`` times, optionally checkpointed."""
 
     def __init__(self, num_blocks=5, width=16, times=1, is_checkpointed=False):
         super().__init__()
@@ -92,7 +92,7 @@ def test_models_of_transformers_too(training):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Weak references to the copies, and the most that were alive when one was made."""
+    """Return weak references to the copies, and the largest number of copies alive at once."""
     alive, most, plain = [], [0], torch.empty_strided
 
     def noted(*args, **kwargs):
@@ -194,7 +194,7 @@ def test_parameters_shared_between_blocks_get_the_gradient_of_both(x):
 
 
 def seconds_of_a_pass(stream, link_rate, is_checkpointed=False):
-    """Forward and backward where each kernel takes a second, calls take nothing, and only the link is slow."""
+    """Return the time of a pass in which a kernel takes a second, calls take no time, and the link is slow."""
     lowering = CudaLowering((8, 6))
     with dry_run(lowering, lambda: "forward") as stage:
         model = Tower(num_blocks=NUM_BLOCKS, is_checkpointed=is_checkpointed)

@@ -1,4 +1,4 @@
-"""What a setting is without being told, and what a technique is that says no more than it must."""
+"""The defaults of a setting, and of a technique that defines only the required methods."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""What keeps a batch whole: gradients that would be others in micro-batches are refused, not made."""
+"""Batches that must stay whole: if micro-batches would change the gradients, they are refused."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def step_of(model, **options):
 
 
 def moved(model, *batches):
-    """What plain accumulation adds to the rows of an embedding."""
+    """Return the gradient of an embedding after plain accumulation."""
     for ids in batches:
         (model(ids, labels=ids).loss / len(batches)).backward()
     return model.embedding.weight.grad
@@ -59,7 +59,7 @@ def test_plain_accumulation_itself_changes_gradients_that_are_scaled_by_what_is_
     ids=lambda choice: choice.technique,
 )
 def test_no_technique_makes_other_gradients_of_it(choice):
-    told = "an embedding with scale_grad_by_freq divides gradients by how often a pass has a row"
+    told = "an embedding with scale_grad_by_freq divides gradients by a row's count in a pass"
     assert told in TECHNIQUES[choice.technique].choices(workload_of(model_of()), SETTING)
     assert told in conflict_among((choice,), workload_of(model_of()), SETTING)
     assert conflict_among((choice,), workload_of(model_of(scaled=False)), SETTING) is None

@@ -1,4 +1,4 @@
-"""Several tensors of a file that are one weight of torchao."""
+"""Weights of torchao that are stored as several tensors."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_parts_are_one_entry_under_the_name_of_the_weight(folder):
 
 def test_a_part_that_is_missing_is_named(folder):
     saved_again(folder, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj._weight_scale"))
-    with pytest.raises(WeightsError, match="is a Int8Tensor of 3 parts, of which 1 are not there"):
+    with pytest.raises(WeightsError, match="is a Int8Tensor of 3 parts, of which 1 are missing"):
         open_checkpoint(folder)
 
 
@@ -52,11 +52,11 @@ def test_a_class_that_torchao_does_not_list_is_not_made(folder):
         metadata[NAME] = json.dumps({**json.loads(metadata[NAME]), "_type": "Popen"})
 
     saved_again(folder, change_metadata=change)
-    with pytest.raises(WeightsError, match=r"cannot be made of its 3 parts \(Failed to find class Popen"):
+    with pytest.raises(WeightsError, match=r"cannot be built from its 3 parts \(Failed to find class Popen"):
         open_checkpoint(folder)
 
 
 def test_a_header_that_cannot_be_read_is_said(folder):
     saved_again(folder, change_metadata=lambda metadata: metadata.update({"tensor_names": "{"}))
-    with pytest.raises(WeightsError, match="the header says of which tensors weights are made"):
+    with pytest.raises(WeightsError, match="cannot read from the header .* which tensors form the quantized weights"):
         open_checkpoint(folder)

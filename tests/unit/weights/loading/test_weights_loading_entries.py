@@ -1,4 +1,4 @@
-"""One tensor of a file: read into any memory, in pieces, and mapped without private memory."""
+"""One tensor of a file: read into any memory, in parts, and mapped without private memory."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def test_mapped_tensors_take_no_private_memory_and_share_one_map(is_read_only, t
     assert int(one.sum(dtype=torch.int64)) == 64 << 20
     after = process.private_memory()
     assert after.private_bytes - before.private_bytes < 8 << 20
-    assert (after.data_bytes - before.data_bytes < 8 << 20) is is_read_only  # what ulimit -d counts
+    assert (after.data_bytes - before.data_bytes < 8 << 20) is is_read_only  # the memory that ulimit -d counts
 
 
 def test_what_is_written_becomes_private_memory_and_never_reaches_the_file(tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoint folders: one file or several, and what is wrong with those that cannot be opened."""
+"""Checkpoint folders with one or several files, and the faults of folders that cannot be opened."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_safetensors_come_first(tmp_path):
 @pytest.mark.parametrize(
     ("places", "message"),
     [
-        ({"a": "three.safetensors"}, r"names three.safetensors, which is missing .*1 tensors, a among"),
+        ({"a": "three.safetensors"}, r"names three.safetensors, which is missing .*1 tensors, such as a\)"),
         ({"a": "../one.safetensors"}, "which is not in its folder"),
         ({"a": 3}, "has no `weight_map` of names"),
         ([], "has no `weight_map` of names"),
@@ -72,7 +72,7 @@ def test_an_index_that_is_wrong_is_named(tmp_path, places, message):
 @pytest.mark.parametrize("text", ["{", "[]", "{}", "[" * 90_000, "\xff"])
 def test_an_index_that_is_none_is_named(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin-1")
-    with pytest.raises(WeightsError, match="is no index of weights"):
+    with pytest.raises(WeightsError, match="is not an index of weights"):
         open_checkpoint(tmp_path)
 
 
@@ -92,12 +92,12 @@ def test_a_shard_that_is_cut_off_says_how_much_is_missing(tmp_path):
 
 
 def test_folders_that_are_none_are_named(tmp_path):
-    with pytest.raises(WeightsError, match="is not a folder: give one"):
+    with pytest.raises(WeightsError, match="is not a folder: give a folder"):
         open_checkpoint(tmp_path / "none")
-    with pytest.raises(WeightsError, match="has no weights .*there is nothing"):
+    with pytest.raises(WeightsError, match="has no weights .*found nothing"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(WeightsError, match=r"has no weights .*there is config.json"):
+    with pytest.raises(WeightsError, match=r"has no weights .*found config.json"):
         open_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     with pytest.raises(WeightsError, match="hold no tensor"):
@@ -106,7 +106,7 @@ def test_folders_that_are_none_are_named(tmp_path):
     with pytest.raises(WeightsError, match="run `git lfs pull`"):
         open_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_text("nonsense, and more of it")
-    with pytest.raises(WeightsError, match="is of no known format"):
+    with pytest.raises(WeightsError, match="has an unknown format"):
         open_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").mkdir()

@@ -1,4 +1,4 @@
-"""Inside a limit of ours, what an optimizer writes of a file counts before it is written; what is only read never."""
+"""Under a memory limit, mapped weights count before an optimizer writes them. Pages that are only read never count."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def outcome(weights, free_mib):
 
 def test_what_has_no_room_is_an_error_before_anything_is_written(weights):
     read, said = outcome(weights, 48)
-    assert float(read) == 24 << 20  # reading takes none of the 48 MiB
+    assert float(read) == 24 << 20  # reading uses none of the 48 MiB
     assert said.startswith("MemoryError out of memory: 96.0 MiB of weights that are mapped from a file")
 
 

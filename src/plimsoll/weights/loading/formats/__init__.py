@@ -1,8 +1,8 @@
-"""How weights lie in files: one module per format, each with the functions of `Format`.
+"""Formats of weight files: one module per format, each with the functions of `Format`.
 
-A format is told by the first bytes of a file and never by its name. A format reads headers alone: where each tensor is
-and of which shape and type; what is in a file is never run. `plimsoll.weights.loading.opening` lists the modules; the
-contract tests run over every module of this folder.
+The first bytes of a file determine its format, never its name. Only headers are read, for the place, shape and type
+of each tensor; code in a file is never run. `plimsoll.weights.loading.opening` lists the modules; the contract tests
+cover every module of this folder.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Protocol
 from plimsoll.weights.loading.entries import Entry, WeightFile
 
 HEAD_BYTES = 16
-"""What `Format.recognises` is given of a file, or less where it is shorter."""
+"""The number of bytes that `Format.recognises` receives; fewer if the file is shorter."""
 
 
 class Format(Protocol):
-    """What a module of this folder offers."""
+    """The interface of a module in this folder."""
 
     TITLE: str
-    """How the format is called in messages."""
+    """The name of the format in messages."""
 
     def recognises(self, head: bytes) -> bool:
-        """Whether a file that begins so is of this format."""
+        """Return whether a file that begins with these bytes has this format."""
         ...
 
     def read_entries(self, source: WeightFile) -> list[Entry]:
-        """List the tensors of a file.
+        """Return the tensors of a file.
 
         Raises:
-            WeightsError: if it is damaged, cut off, or holds something else than tensors.
+            WeightsError: if the file is damaged, truncated, or holds something other than tensors.
         """
         ...

@@ -1,10 +1,10 @@
-"""Safetensors: eight bytes that give the length of a JSON header, the header, and the tensors one after the other.
+"""The safetensors format: eight bytes with the length of a JSON header, the header, and the tensors one after another.
 
-https://github.com/huggingface/safetensors#format. The header is read and checked here and the tensors are read by
-`Entry`: the library maps the file as private memory that could be written, which counts whole against ``RLIMIT_DATA``.
-Checked as the library does: no gaps, no overlaps, the shape fits the bytes, the file ends with the last tensor.
+See https://github.com/huggingface/safetensors#format. The header is parsed here and `Entry` reads the tensors. The
+library would map the file as writable private memory, all of which counts against ``RLIMIT_DATA``. The checks are
+those in the library: no gaps, no overlaps, shapes match the bytes, and the file ends with the last tensor.
 
-It does NOT cover types that torch has none for, or of less than a byte (F4, F6).
+Does NOT cover types that torch lacks, or types of less than one byte (F4, F6).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _DTYPES = {
 
 
 def recognises(head: bytes) -> bool:
-    """Whether a file begins with a length and a JSON object."""
+    """Return whether a file begins with a length and a JSON object."""
     return head[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{"
 
 
 def read_entries(source: WeightFile) -> list[Entry]:
-    """List the tensors of a file, in the order they lie in it.
+    """Return the tensors of a file, in file order.
 
     Raises:
-        WeightsError: if the header is damaged or the file is cut off.
+        WeightsError: if the header is damaged or the file is truncated.
     """
     header, header_bytes = _header(source)
     header.pop("__metadata__", None)
@@ -64,17 +64,17 @@ def read_entries(source: WeightFile) -> list[Entry]:
 
 
 def read_metadata(source: WeightFile) -> dict[str, Any]:
-    """Return what the header says beside the tensors; texts by name.
+    """Return the metadata in the header: strings by name.
 
     Raises:
-        WeightsError: if the header is damaged or the file is cut off.
+        WeightsError: if the header is damaged or the file is truncated.
     """
     said = _header(source)[0].get("__metadata__") or {}
     return said if isinstance(said, dict) else {}
 
 
 def _header(source: WeightFile) -> tuple[dict[str, Any], int]:
-    """The header and how many bytes it has."""
+    """Return the header and its length in bytes."""
     with source.path.open("rb", buffering=0) as file:
         num_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if source.num_bytes < _LENGTH_BYTES or num_bytes > _MOST_HEADER_BYTES:
@@ -91,9 +91,9 @@ def _header(source: WeightFile) -> tuple[dict[str, Any], int]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, WeightsError):
             raise
-        raise _damaged(source, f"its header is no JSON: {error}") from None
+        raise _damaged(source, f"its header is not JSON: {error}") from None
     if not isinstance(header, dict):
-        raise _damaged(source, "its header is no JSON object")
+        raise _damaged(source, "its header is not a JSON object")
     return header, num_bytes
 
 
@@ -101,13 +101,13 @@ def _unique(source: WeightFile, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     named = dict(pairs)
     if len(named) < len(pairs):
         names = [name for name, _ in pairs]
-        raise _damaged(source, f"`{next(name for name in names if names.count(name) > 1)}` is there twice")
+        raise _damaged(source, f"`{next(name for name in names if names.count(name) > 1)}` is listed twice")
     return named
 
 
 def _entry(source: WeightFile, name: str, facts: Any, first_byte: int) -> Entry:
     if not isinstance(facts, dict):
-        raise _damaged(source, f"nothing is said of `{name}`")
+        raise _damaged(source, f"the header does not describe `{name}`")
     shape: Any = facts.get("shape")
     offsets: Any = facts.get("data_offsets")
     kind: Any = facts.get("dtype")
@@ -115,7 +115,7 @@ def _entry(source: WeightFile, name: str, facts: Any, first_byte: int) -> Entry:
         raise _damaged(source, f"`{name}` has shape {shape} and offsets {offsets}")
     if not isinstance(kind, str) or kind not in _DTYPES:
         raise WeightsError(
-            f"`{name}` in {source.path} is of type {kind}, which is not known here: convert the checkpoint to one of "
+            f"`{name}` in {source.path} is of type {kind}, which is not supported: convert the checkpoint to one of "
             f"{', '.join(_DTYPES)}"
         )
     numel = 1
@@ -138,4 +138,4 @@ def _place(entry: Entry) -> tuple[int, int]:
 
 
 def _damaged(source: WeightFile, what: str) -> WeightsError:
-    return WeightsError(f"{source.path} is no whole safetensors file: {what}; download or save it again")
+    return WeightsError(f"{source.path} is not a valid safetensors file: {what}; download or save it again")

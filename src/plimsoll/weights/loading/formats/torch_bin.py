@@ -1,11 +1,11 @@
-"""Files of ``torch.save`` (``pytorch_model.bin``): a zip whose records are a pickle and the bytes of each storage.
+"""Files of ``torch.save`` (``pytorch_model.bin``): a zip with a pickle and one record of bytes per storage.
 
-Read with ``torch.load(weights_only=True)`` onto the meta device: nothing in the pickle is run but what makes tensors,
-and of each storage torch says where its record is, so that its bytes are read or mapped later. Views and tensors that
-share a storage are covered.
+They are read by ``torch.load(weights_only=True)`` onto the meta device, so the pickle can only create tensors. torch
+reports the offset of each storage's record, and the bytes are read or mapped later. Views and tensors that share a
+storage are covered.
 
-It does NOT cover files of before torch 1.6, which are no zip, other pickles, and zips whose records are compressed:
-the errors say how to convert them.
+Does NOT cover files from before torch 1.6 (not a zip), other pickles, and zips with compressed records: the errors
+tell how to convert them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from plimsoll.weights.loading.entries import Entry, WeightFile, num_bytes_of
 TITLE = "torch.save"
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
-_OLD = bytes([0x80, 2, 0x8A, 10]) + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")  # a pickle of the magic number
+_OLD = bytes([0x80, 2, 0x8A, 10]) + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")  # the pickled magic number
 
 _FAULTS = (
     ArithmeticError,
@@ -42,19 +42,19 @@ _FAULTS = (
     ValueError,
     struct.error,
 )
-"""What torch's reader raises on damaged bytes; it is not one kind of error."""
+"""The various errors that torch's reader raises for damaged bytes."""
 
 
 def recognises(head: bytes) -> bool:
-    """Whether a file begins as a zip or a pickle."""
+    """Return whether a file begins like a zip or a pickle."""
     return head.startswith((_ZIP, _PICKLE))
 
 
 def read_entries(source: WeightFile) -> list[Entry]:
-    """List the tensors of a file, in the order they lie in it.
+    """Return the tensors of a file, in file order.
 
     Raises:
-        WeightsError: if it is damaged or cut off, needs code to be read, or was written in a way not covered here.
+        WeightsError: if the file is damaged or truncated, needs code to be read, or has a variant that is not covered.
     """
     with source.path.open("rb") as file:
         head = file.read(len(_OLD))
@@ -67,8 +67,8 @@ def read_entries(source: WeightFile) -> list[Entry]:
 
 def _described(source: WeightFile) -> Mapping[str, Any]:
     try:
-        with source.path.open("rb") as file, catch_warnings():  # given a name, torch would go by it
-            simplefilter("ignore", UserWarning)  # of pickles of another protocol: what it cannot read it refuses
+        with source.path.open("rb") as file, catch_warnings():  # given a path, torch would look at its suffix
+            simplefilter("ignore", UserWarning)  # about other pickle protocols: unreadable ones raise anyway
             described = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise _needs_code(source, str(error)) from None
@@ -76,8 +76,7 @@ def _described(source: WeightFile) -> Mapping[str, Any]:
         raise _damaged(source, str(error).partition("\n")[0]) from None
     if not isinstance(described, Mapping) or not all(isinstance(name, str) for name in described):
         raise WeightsError(
-            f"{source.path} holds a {type(described).__name__}, not tensors by their names: save "
-            "`model.state_dict()` instead"
+            f"{source.path} holds a {type(described).__name__}, not tensors by name: save `model.state_dict()` instead"
         )
     return described
 
@@ -101,13 +100,13 @@ def _entry(source: WeightFile, name: str, value: Any) -> Entry:
 
 
 def _check_records(source: WeightFile) -> None:
-    """Check what the zip says of itself, so that no byte is taken for a weight that is none."""
+    """Check the directory of the zip, so that all bytes read later belong to a record."""
     try:
         with zipfile.ZipFile(source.path) as archive:
             records = archive.infolist()
-    # zipfile's own NotImplementedError, for a zip that needs a later version of the format to be read: damage, here.
+    # zipfile raises NotImplementedError for a later version of the zip format: here, this means damage.
     except (zipfile.BadZipFile, NotImplementedError, *_FAULTS) as error:
-        raise _damaged(source, f"{error}, which its end should have: is it cut off?") from None
+        raise _damaged(source, f"{error}; its end may be missing") from None
     for record in records:
         if record.compress_type != zipfile.ZIP_STORED:
             raise WeightsError(
@@ -121,20 +120,20 @@ def _check_records(source: WeightFile) -> None:
 def _of_another_kind(source: WeightFile, head: bytes) -> WeightsError:
     if head.startswith(_OLD):
         return WeightsError(
-            f"{source.path} was written by a torch before 1.6, or as it did: convert it with "
-            "`torch.save(torch.load(path, weights_only=True), path)`, which takes as much memory as it is long"
+            f"{source.path} has the format of a torch before 1.6: convert it with "
+            "`torch.save(torch.load(path, weights_only=True), path)`, which needs memory for the whole file"
         )
     return _needs_code(source, "")
 
 
 def _needs_code(source: WeightFile, what: str) -> WeightsError:
     found = re.search(r"GLOBAL ([\w.]+)", what)
-    needed = f"runs `{found[1]}`" if found else "is a pickle of more than tensors"
+    needed = f"needs to run `{found[1]}`" if found else "is a pickle of more than tensors and needs code"
     return WeightsError(
-        f"{source.path} {needed} to be read, and code in a checkpoint is never run here: where you trust it, convert "
+        f"{source.path} {needed} to be read, and Plimsoll never runs code in a checkpoint: if you trust it, convert "
         "it with `safetensors.torch.save_file(torch.load(path, weights_only=False), 'model.safetensors')`"
     )
 
 
 def _damaged(source: WeightFile, what: str) -> WeightsError:
-    return WeightsError(f"{source.path} is no whole file of torch.save ({what}): download or save it again")
+    return WeightsError(f"{source.path} is not a valid torch.save file ({what}): download or save it again")

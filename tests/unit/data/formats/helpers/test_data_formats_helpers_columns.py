@@ -1,4 +1,4 @@
-"""Which columns are the text, and how many are shown."""
+"""The choice of the text columns, and the number of columns that a message shows."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A part is read with the byte before it and the rest of its last row."""
+"""Reading of rows: a part includes the byte before it and the rest of its last row."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_a_part_is_read_until_its_last_row_is_whole(tmp_path: Path, monkeypatch:
     assert (offset, raw[:2], len(raw) >= 14) == (7, bytes([7, 8]), True)
     assert digest == xxhash.xxh3_128_digest(bytes(range(8, 16)))
     raw, _, _ = records.read_rows(part, lambda raw: False)
-    assert len(raw) >= 9 + 30  # no more than it takes to say that a row is too long, and what came with it
+    assert len(raw) >= 9 + 30  # only enough to detect that a row is too long, and the bytes read with it
     assert len(records.read_rows(part._replace(begin=0, end=8), lambda raw: True)[0]) == 8
     with pytest.raises(DataError, match="ends before byte 108"):
         records.read_rows(part._replace(end=108), lambda raw: True)

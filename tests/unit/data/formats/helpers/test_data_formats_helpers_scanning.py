@@ -1,4 +1,4 @@
-"""Newlines and UTF-8 in chunks, against Python's own, and stretches of bytes as strings, against slices."""
+"""Newlines and UTF-8 found in chunks, compared with Python's results; byte ranges as strings, compared with slices."""
 
 import tempfile
 from pathlib import Path
@@ -19,7 +19,7 @@ def chunks_of(path: Path, begin: int, end: int) -> tuple[list[scanning.Chunk], s
     hasher = xxhash.xxh3_128()
     found = [
         chunk._replace(raw=chunk.raw.copy()) for chunk in scanning.chunks(str(path), begin, end, hasher)
-    ]  # they share a buffer
+    ]  # copied, because chunks share a buffer
     return found, hasher.hexdigest()
 
 
@@ -44,7 +44,10 @@ def test_chunks_are_valid_exactly_if_their_file_is(content: bytes, chunk_bytes: 
 
 @pytest.mark.parametrize("num_words", [16, 400])
 def test_sparse_and_dense_text_is_checked_alike(tmp_path: Path, num_words: int):
-    """Few words that are not ASCII are picked out, many are decoded as they are."""
+    """Text with few and with many non-ASCII words is checked by the same rules.
+
+    Few such words are checked one by one; if there are many, the whole chunk is decoded.
+    """
     content = ("abcdefg " * 400).encode()
     for place in range(0, num_words * 8, 8):
         content = content[:place] + "\u20ac".encode() + content[place + 3 :]

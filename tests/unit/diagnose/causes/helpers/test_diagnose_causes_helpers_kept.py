@@ -1,4 +1,4 @@
-"""What is kept: how much is much, and the finding of it."""
+"""Growth of memory that variables keep alive: the threshold and the finding."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def test_the_graph_of_the_last_step_is_not_kept(fields):
 
 
 def risen(mib_per_step, *own):
-    """Twenty steps after each of which so much more is in use."""
+    """Return twenty steps, each of which adds the same amount of used memory."""
     used = tuple((step, (500 + mib_per_step * step) * MIB) for step in range(1, 21))
     return replace(live(*own, num_steps=20), used_bytes=used)
 

@@ -1,4 +1,4 @@
-"""Parts of a peak: how large, where from, and which remedy was tried."""
+"""Parts of a peak: their size, their place in the code, and the remedy that was tried."""
 
 import pytest
 

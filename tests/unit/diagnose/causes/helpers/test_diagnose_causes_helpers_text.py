@@ -1,4 +1,4 @@
-"""Likely and possible causes of a text."""
+"""Likely and possible causes of an error message."""
 
 from plimsoll.diagnose.causes.helpers.text import is_possible, perhaps
 from plimsoll.records.oom_text import OomText

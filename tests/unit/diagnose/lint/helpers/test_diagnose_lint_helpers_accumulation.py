@@ -1,4 +1,4 @@
-"""What is gradient accumulation."""
+"""The recognition of gradient accumulation."""
 
 import ast
 

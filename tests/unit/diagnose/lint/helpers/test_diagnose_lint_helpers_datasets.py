@@ -1,4 +1,4 @@
-"""What is a data set, and what it holds."""
+"""The recognition of data sets and their contents."""
 
 import pytest
 

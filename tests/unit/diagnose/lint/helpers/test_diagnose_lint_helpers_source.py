@@ -1,4 +1,4 @@
-"""What a file is taken apart into."""
+"""The parsed parts of a source file."""
 
 import ast
 

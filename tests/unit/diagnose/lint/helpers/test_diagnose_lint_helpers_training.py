@@ -1,4 +1,4 @@
-"""What is training and what evaluation."""
+"""The recognition of training and evaluation."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_optimizers_are_known_by_class_or_name():
     assert [step.lineno for step in steps(source)] == [2, 3, 4]
     assert (
         len(zero_grads(parse("optimizer.zero_grad()\nmodel.zero_grad()\nthing.zero_grad()"))) == 3
-    )  # it has gradients
+    )  # thing has gradients, too
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a name holds."""
+"""The values that a name may refer to."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Records of a word and so many bytes, taken apart as one by one; words that matter; numbers that are not finite."""
+"""Fixed-size records with a word each: parsed together as one by one; wanted words; numbers that are not finite."""
 
 import numpy as np
 from hypothesis import given

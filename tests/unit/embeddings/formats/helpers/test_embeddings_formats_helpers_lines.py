@@ -1,4 +1,4 @@
-"""Lines of word vectors are read as a slow reader reads them, wherever parts of the file begin and end."""
+"""Lines of word vectors: equal to the results of a slow reader for any division of the file into parts."""
 
 import tempfile
 from collections.abc import Collection, Iterator
@@ -22,7 +22,7 @@ HEADER = b"17 3 \r\n"
 
 @contextmanager
 def parts_of(part_bytes: int, more_bytes: int) -> Iterator[None]:
-    """Read so few bytes at a time, of a file and of a stream."""
+    """Read files and streams in parts of `part_bytes`, and the rest of a file's last line in steps of `more_bytes`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_lines, "_PART_BYTES", part_bytes)
         patch.setattr(_lines, "_MORE_BYTES", more_bytes)
@@ -31,7 +31,7 @@ def parts_of(part_bytes: int, more_bytes: int) -> Iterator[None]:
 
 
 def lines_of(lines: Lines, wanted: Collection[bytes] | None) -> tuple[dict[int, tuple[bytes, bytes | str]], int]:
-    """Return, by the number of the line, its word and vector, or the kind of its fault; and the number of lines."""
+    """Return the word and vector, or the kind of fault, by line number, and the number of lines."""
     found: dict[int, tuple[bytes, bytes | str]] = {}
     first = 0
     for part in lines.parts(wanted):
@@ -54,7 +54,7 @@ def lines_of(lines: Lines, wanted: Collection[bytes] | None) -> tuple[dict[int, 
 
 
 def slowly(raw: bytes, dimension: int, separator: bytes, wanted: Collection[bytes] | None):
-    """Return what `lines_of` should."""
+    """Return the expected result of `lines_of`."""
     lines = slow_lines(raw, dimension, separator)
     if wanted is None:
         lines = [(b"", "utf-8") if not is_utf8(word) else (word, vector) for word, vector in lines]
@@ -110,7 +110,10 @@ def test_a_line_is_read_from_the_right(tmp_path: Path):
 @pytest.mark.parametrize("dimension", [1, 255, 256, 257, 1000])
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_short_line_is_found_among_long_ones(tmp_path: Path, dimension: int, packing: str):
-    """Also one that lacks 256 numbers, and one whose missing numbers a word of many spaces makes up for."""
+    """A short line is found among long ones.
+
+    This includes a line that lacks 256 numbers. The next word contains as many extra spaces, so their total is right.
+    """
     numbers = b" 1.5" * dimension
     for missing in {1, 256} & {*range(dimension + 1)}:
         short = b"b" + b" 1.5" * (dimension - missing) + b"\n"
@@ -213,7 +216,7 @@ def test_rows_of_any_words_of_a_part_are_theirs(tmp_path: Path):
     [
         (b"the 0.1 0.2\na 1 2\n", 2),
         (b"the 0.1 0.2", 2),
-        (b"the 0.1 0.2\na 1", 2),  # the last line may be cut off
+        (b"the 0.1 0.2\na 1", 2),  # the last line may be incomplete
         (b"the\t0.1\t0.2\n", 2),
         (b". . . 1 2 3\n1 2 3 4\nx y 1 2 3\n", 3),
         (b"1 2 3 4\n", 3),

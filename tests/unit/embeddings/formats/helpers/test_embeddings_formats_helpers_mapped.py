@@ -1,4 +1,4 @@
-"""Words beside an array: parts of the words, rows of the array."""
+"""An array with a separate list of words: parts of the words, rows of the array."""
 
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_an_array_is_mapped_or_an_error(tmp_path: Path):
     assert isinstance(mapped_array(tmp_path / "a.npy"), np.memmap)
     (tmp_path / "b.npy").write_bytes(b"\x93NUMPY\x01\x00\x10\x00__import__('os')")
     raw = (tmp_path / "a.npy").read_bytes()
-    (tmp_path / "c.npy").write_bytes(raw.replace(b"}", b"{"))  # for which numpy raises what its tokenizer does
+    (tmp_path / "c.npy").write_bytes(raw.replace(b"}", b"{"))  # numpy raises the error of its tokenizer for this header
     for name in ("b.npy", "c.npy"):
         with pytest.raises(EmbeddingError, match=f"cannot map .*{name} as an array"):
             mapped_array(tmp_path / name)

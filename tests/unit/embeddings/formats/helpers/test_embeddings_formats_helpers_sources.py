@@ -1,4 +1,4 @@
-"""Files, gzip files and zip archives: the same bytes from each, and what is said where they end early."""
+"""Files, gzip files and zip archives: the same bytes from each, and the error for a file that is cut off."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ def test_what_is_damaged_keeps_what_is_before_and_says_so(tmp_path: Path, packin
     source = Source(path)
     there = b"".join(chunk for chunk, _ in source.chunks())
     assert source.is_cut
-    assert there[:2_000_000] == RAW[:2_000_000]  # of what is before, up to 1 MiB may be lost
+    assert there[:2_000_000] == RAW[:2_000_000]  # up to 1 MiB before the cut may be lost
     with (
         pytest.raises(EmbeddingError, match=r"a\..* is cut off or damaged after .*iB, unpacked: download it again"),
         source.as_file(),

@@ -1,4 +1,4 @@
-"""Character n-grams: against fastText's loop, written out, and numbers that others have published."""
+"""Character n-grams, compared with a copy of fastText's loop and with published numbers."""
 
 import struct
 
@@ -12,7 +12,7 @@ from plimsoll.embeddings.formats.helpers.subwords import Ngrams, buckets_of, sum
 
 
 def fnv(raw: bytes) -> int:
-    """The hash of `dictionary.cc`, a byte at a time."""
+    """Return the hash of `dictionary.cc`, computed byte by byte."""
     number = 2166136261
     for byte in raw:
         signed = struct.unpack("b", bytes([byte]))[0]
@@ -21,7 +21,7 @@ def fnv(raw: bytes) -> int:
 
 
 def one_by_one(word: bytes, ngrams: Ngrams) -> list[int]:
-    """`computeSubwords` of `dictionary.cc`, loop by loop."""
+    """Return the result of `computeSubwords` in `dictionary.cc`, with the same loops."""
     word, found = b"<" + word + b">", []
     for begin in range(len(word)):
         if (word[begin] & 0xC0) == 0x80:
@@ -52,7 +52,7 @@ def test_ngrams_are_those_of_the_loop(words: list[bytes], min_letters: int, max_
 
 
 def test_fnv_of_known_texts():
-    # http://www.isthe.com/chongo/src/fnv/test_fnv.c: FNV-1a of 32 bits of "", "a" and "foobar"
+    # Published values for 32-bit FNV-1a of "", "a" and "foobar": http://www.isthe.com/chongo/src/fnv/test_fnv.c
     assert [fnv(raw) for raw in (b"", b"a", b"foobar")] == [0x811C9DC5, 0xE40C292C, 0xBF9CF968]
 
 

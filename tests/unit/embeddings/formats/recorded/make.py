@@ -1,6 +1,6 @@
-"""Made the files of this folder, once, with gensim 4.4.0 and fasttext 0.9.3 (numpy 2.4): ``python make.py``.
+"""Script that made the files of this folder, with gensim 4.4.0 and fasttext 0.9.3 (numpy 2.4): ``python make.py``.
 
-``expected.npz`` holds what each library says of its own file: words in their order, their vectors, and the vectors of
+``expected.npz`` holds the results of each library for its own file: words in order, their vectors, and the vectors of
 `UNKNOWN`.
 """
 

@@ -1,4 +1,4 @@
-"""What a format is given of a file is enough to tell all of them apart."""
+"""The head of a file, which is long enough to distinguish all formats."""
 
 from plimsoll.weights.loading.formats import HEAD_BYTES, safetensors, torch_bin
 

@@ -1,4 +1,4 @@
-"""The header of safetensors: what it says is what the library reads, and any damage is a `WeightsError`."""
+"""The header of safetensors: it is read like the library reads it, and any damage is a `WeightsError`."""
 
 import json
 from pathlib import Path
@@ -50,19 +50,19 @@ def one(**facts: object) -> dict[str, object]:
         (b"\x01", "its header would have"),
         ((1 << 62).to_bytes(8, "little") + b"{", "its header would have"),
         ((900).to_bytes(8, "little") + b"{}", "898 bytes of its header are missing"),
-        (file_of(b"{nonsense}"), "its header is no JSON"),
-        (file_of(b"[" * 90_000), "its header is no JSON"),
-        (file_of(b'{"\xff": 1}'), "its header is no JSON"),
-        (file_of(b"[]"), "its header is no JSON object"),
-        (file_of(b'{"a": {}, "a": {}}'), "`a` is there twice"),
-        (file_of({"w": 3}), "nothing is said of `w`"),
+        (file_of(b"{nonsense}"), "its header is not JSON"),
+        (file_of(b"[" * 90_000), "its header is not JSON"),
+        (file_of(b'{"\xff": 1}'), "its header is not JSON"),
+        (file_of(b"[]"), "its header is not a JSON object"),
+        (file_of(b'{"a": {}, "a": {}}'), "`a` is listed twice"),
+        (file_of({"w": 3}), "the header does not describe `w`"),
         (file_of(one(shape=None), bytes(8)), "has shape None"),
         (file_of(one(shape=[-2]), bytes(8)), r"has shape \[-2\]"),
         (file_of(one(shape=[True]), bytes(8)), r"has shape \[True\]"),
         (file_of(one(shape=[1 << 40, 1 << 40]), bytes(8)), "has shape"),
         (file_of(one(data_offsets=[0]), bytes(8)), r"offsets \[0\]"),
-        (file_of(one(dtype="F4"), bytes(8)), "`w` in .* is of type F4, which is not known here"),
-        (file_of(one(dtype=["F32"]), bytes(8)), "which is not known here"),
+        (file_of(one(dtype="F4"), bytes(8)), "`w` in .* is of type F4, which is not supported"),
+        (file_of(one(dtype=["F32"]), bytes(8)), "which is not supported"),
         (file_of(one(data_offsets=[0, 12]), bytes(12)), r"has 12 bytes, but shape \[2\] of F32"),
         (file_of(one(data_offsets=[4, 12]), bytes(12)), "begins at byte"),
         (file_of(one(), bytes(5)), "is cut off: 3 of its .* bytes are missing"),

@@ -1,4 +1,4 @@
-"""Files of torch.save: tensors where torch says their records are; nothing in them is run."""
+"""Files of torch.save: tensors are found in their records, and no code of the file runs."""
 
 import zipfile
 from pathlib import Path
@@ -55,7 +55,7 @@ class Code:
 
 def test_a_pickle_that_needs_code_is_refused_and_not_run(path, capsys):
     torch.save({"w": torch.ones(2), "x": Code()}, path)
-    with pytest.raises(WeightsError, match="runs `.*print` to be read, .* convert it with `safetensors"):
+    with pytest.raises(WeightsError, match="needs to run `.*print` to be read, .* convert it with `safetensors"):
         entries_of(path)
     assert "this was run" not in capsys.readouterr().out
 
@@ -75,7 +75,7 @@ def test_another_pickle_is_refused(path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([torch.ones(2)], "holds a list, not tensors by their names"),
+        ([torch.ones(2)], "holds a list, not tensors by name"),
         ({"state_dict": {"w": torch.ones(2)}}, "`state_dict` in .* is a dict, not a dense tensor"),
         ({3: torch.ones(2)}, "holds a dict"),
     ],
