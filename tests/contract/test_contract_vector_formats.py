@@ -180,7 +180,7 @@ def test_what_is_no_file_of_vectors_is_an_error_that_lists_what_is(tmp_path: Pat
     (tmp_path / "vectors").write_bytes(raw)
     with pytest.raises(EmbeddingError, match=r"vectors .*: (give|name|load|convert|save|export)") as raised:
         open_file(tmp_path / "vectors")
-    if "known here" in str(raised.value):
+    if "known format" in str(raised.value):
         assert all(module.TITLE in str(raised.value) for module in FORMATS.values())
 
 

@@ -79,7 +79,7 @@ def test_a_hidden_state_that_is_fed_back(tmp_path, cache):
     assert done.returncode == 2
     number = line_of("self.hidden = hidden")
     told = (
-        r"error: step 2: the backward pass came to the graph of an earlier forward pass, which is already freed: "
+        r"error: step 2: the backward pass reached the graph of an earlier forward pass, which is already freed: "
         r"`model\.hidden` is kept from pass to pass and not detached \(a hidden state, for example\); in .*"
         rf"leaky_models\.py:{number}, write `self\.hidden = hidden\.detach\(\)` for `self\.hidden = hidden`"
     )

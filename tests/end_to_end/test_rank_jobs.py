@@ -327,7 +327,7 @@ def test_a_rank_that_nobody_meets_says_where_it_waited(rank: str, whom: str):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--nproc", "16"), "ranks 16 cannot share a batch_size of 15"),
+        (("--nproc", "16"), "ranks 16 exceeds batch_size 15"),
         (("--nproc", "0"), "--nproc"),
         (("--set", "ranks=two"), "ranks"),
     ],

@@ -1,12 +1,12 @@
-"""Pretrained word vectors: only the rows that are needed, in little memory.
+"""Pretrained word vectors: only the needed rows, in little memory.
 
     from plimsoll import embeddings
 
     subset = embeddings.subset("glove.840B.300d.zip", tokenizer)      # once; from the cache in milliseconds after that
-    print(plimsoll.render(subset.facts))                              # what was found, how, and what was not
-    embedding = embeddings.load(subset, trainable=True)               # an nn.Embedding whose memory is the cached file
+    print(plimsoll.render(subset.facts))                              # words that were found and words that were not
+    embedding = embeddings.load(subset, trainable=True)               # an nn.Embedding mapped from the cached file
 
-The names are resolved when they are first used: taking a subset needs no torch.
+Names are imported when they are first used, so taking a subset needs no torch.
 """
 
 from importlib import import_module

@@ -1,11 +1,11 @@
-"""Word vectors in a fraction of their memory, and what that costs: product quantization and low-rank factorization.
+"""Compression of word vectors by product quantization or low-rank factorization, with a report of the error.
 
-Both are lossy. Product quantization (Jegou et al. 2011, doi:10.1109/TPAMI.2010.57) cuts vectors into parts and keeps of
-each the number of the nearest of 256 centroids, a byte. A low-rank factorization keeps the best approximation of
-rank r (Eckart and Young 1936) as two matrices, as ALBERT's embedding has them (arXiv:1909.11942), and can be trained.
-The error is reported as the cosine between each row and what became of it. Does NOT retrain anything to make up for it.
+Both are lossy. Product quantization (Jegou et al. 2011, doi:10.1109/TPAMI.2010.57) splits vectors into parts and stores
+for each part the index of the nearest of 256 centroids, one byte. Low-rank factorization stores the best rank-r
+approximation (Eckart and Young 1936) as two matrices, like ALBERT's embedding (arXiv:1909.11942). It can be trained.
+The error is reported as the cosine between the original and the compressed row. Does NOT retrain to recover the loss.
 
-Shapes: V rows, D numbers of a vector, P parts, C centroids, R rank.
+Shapes: V rows, D numbers per vector, P parts, C centroids, R rank.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from plimsoll.errors import EmbeddingError
 from plimsoll.files.store import Progress, silent
 from plimsoll.records.embeddings import CompressionFacts
 
-_CENTROIDS = 256  # what a byte can tell apart
+_CENTROIDS = 256  # the number of values of a byte
 _ITERATIONS = 10
 _SAMPLED_ROWS = 1 << 15
 _BLOCK_ROWS = 4096
 
 
 class ProductQuantizedEmbedding(nn.Module):
-    """An embedding of bytes: ``codes`` (V, P) choose among ``centroids`` (P, C, D / P). It is not trained."""
+    """A frozen embedding: byte ``codes`` (V, P) select ``centroids`` (P, C, D / P)."""
 
     codes: Tensor
     centroids: Tensor
@@ -43,14 +43,14 @@ class ProductQuantizedEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = len(codes), centroids.shape[0] * centroids.shape[2]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return vectors (..., D) of ids (...)."""
+        """Return the vectors (..., D) of ids (...)."""
         codes_P = self.codes[ids].long()
         vectors = self.centroids[torch.arange(codes_P.shape[-1], device=ids.device), codes_P].flatten(-2)
         return vectors if self.padding_idx is None else vectors * (ids != self.padding_idx).unsqueeze(-1)
 
 
 class FactorizedEmbedding(nn.Module):
-    """An embedding of R numbers and what makes D of them: V * R + R * D numbers in place of V * D."""
+    """An embedding of rank R, with V * R + R * D numbers in place of V * D."""
 
     def __init__(self, rows_VR: Tensor, directions_DR: Tensor, padding_idx: int | None = None) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class FactorizedEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = len(rows_VR), len(directions_DR)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return vectors (..., D) of ids (...)."""
+        """Return the vectors (..., D) of ids (...)."""
         projected: Tensor = self.projection(self.rows(ids))
         return projected
 
@@ -71,16 +71,19 @@ def product_quantized(
     seed: int = 0,
     progress: Progress = silent,
 ) -> tuple[ProductQuantizedEmbedding, CompressionFacts]:
-    """Quantize vectors part by part, with the centroids of k-means over up to 32,768 rows.
+    """Quantize vectors part by part. The centroids are from k-means over up to 32,768 rows.
 
     Args:
         vectors: a subset, an embedding, or an array (V, D).
-        num_parts: bytes of a row, a divisor of D; ``None``: parts of about 4 numbers.
-        seed: of the rows drawn and of k-means.
+        num_parts: bytes per row, a divisor of D; ``None``: parts of about 4 numbers.
+        seed: seed of the sampled rows and of k-means.
         progress: called with the stage ``"quantizing"``.
 
+    Returns:
+        the compressed embedding, and the sizes and errors.
+
     Raises:
-        EmbeddingError: if the vectors cannot be cut into so many parts, or there are fewer rows than centroids.
+        EmbeddingError: if D is not divisible by ``num_parts``, or there are fewer rows than centroids.
     """
     from scipy.cluster.vq import kmeans2, vq
 
@@ -97,7 +100,7 @@ def product_quantized(
     for part in range(num_parts):
         columns = slice(part * length, (part + 1) * length)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "One of the clusters is empty")  # a centroid that nothing is nearest to
+            warnings.filterwarnings("ignore", "One of the clusters is empty")  # a centroid may end without rows
             centroids[part], _ = kmeans2(
                 rows_VD[sample, columns].astype(np.float32), _CENTROIDS, _ITERATIONS, minit="points", rng=generator
             )
@@ -110,21 +113,24 @@ def product_quantized(
 
 
 def low_rank(vectors: Subset | nn.Embedding | NDArray[Any], rank: int) -> tuple[FactorizedEmbedding, CompressionFacts]:
-    """Factorize vectors into V x R and R x D numbers, the nearest to them of that rank.
+    """Factorize vectors (V, D) into V x R and R x D numbers, the best approximation of that rank.
 
     Args:
         vectors: a subset, an embedding, or an array (V, D).
         rank: R, less than D.
 
+    Returns:
+        the compressed embedding, and the sizes and errors.
+
     Raises:
-        EmbeddingError: if the rank is none, or saves nothing.
+        EmbeddingError: if the rank is less than 1, or saves no memory.
     """
     rows_VD, padding_idx, num_bytes = _rows_of(vectors)
     num_rows, dimension = rows_VD.shape
     if rank < 1 or rank * (num_rows + dimension) >= num_rows * dimension:
         most = (num_rows * dimension - 1) // (num_rows + dimension)
         raise EmbeddingError(
-            f"rank {rank} saves nothing for {num_rows:,} vectors of {dimension} numbers: give one from 1 to {most}"
+            f"rank {rank} saves no memory for {num_rows:,} vectors of {dimension} numbers: give a rank from 1 to {most}"
         )
     squares_DD = np.zeros((dimension, dimension))
     for begin in range(0, num_rows, _BLOCK_ROWS):
@@ -140,7 +146,7 @@ def low_rank(vectors: Subset | nn.Embedding | NDArray[Any], rank: int) -> tuple[
 
 
 def _rows_of(vectors: Subset | nn.Embedding | NDArray[Any]) -> tuple[NDArray[Any], int | None, int]:
-    """Return vectors, the row for padding, and the bytes they take as they are."""
+    """Return the vectors, the padding row, and the bytes of the uncompressed vectors."""
     if isinstance(vectors, nn.Embedding):
         rows, padding_idx = vectors.weight.detach().cpu().float().numpy(), vectors.padding_idx
         num_bytes = vectors.weight.nbytes
@@ -148,7 +154,7 @@ def _rows_of(vectors: Subset | nn.Embedding | NDArray[Any]) -> tuple[NDArray[Any
         rows, padding_idx = (vectors.rows, vectors.table.padding) if isinstance(vectors, Subset) else (vectors, None)
         num_bytes = rows.nbytes
     if rows.ndim != 2 or not rows.any():
-        what = "are no table" if rows.ndim != 2 else "are all zeros"
+        what = "are not a matrix" if rows.ndim != 2 else "are all zeros"
         raise EmbeddingError(f"vectors of shape {rows.shape} {what}: give an array (rows, numbers) that is not empty")
     return rows, padding_idx, num_bytes
 
@@ -159,7 +165,7 @@ def _num_parts(dimension: int, asked: int | None) -> int:
         return min(divisors, key=lambda number: abs(dimension / number - 4))
     if asked not in divisors:
         raise EmbeddingError(
-            f"{dimension} numbers cannot be cut into {asked} equal parts: give one of {', '.join(map(str, divisors))}"
+            f"{dimension} numbers cannot be split into {asked} equal parts: give one of {', '.join(map(str, divisors))}"
         )
     return asked
 

@@ -1,10 +1,10 @@
-"""A file of word vectors written in another format: all words of it, or the rows of a subset.
+"""Conversion of a file of word vectors to another format: all words, or the rows of a subset.
 
-The format is that of the name: ``.safetensors`` a table of ours, ``.npy`` an array with its words in ``.txt`` beside
-it, ``.txt`` GloVe's text, ``.vec`` word2vec's text, ``.bin`` word2vec's binary. Numbers are written so that they are
-read back bit for bit. The result appears under its name when it is whole. Vectors go through a table beside it, so
-memory holds the words only; of words that occur twice the first is kept. Text formats cannot hold a word with a
-newline, and word2vec's none with a space, which are an error.
+The suffix of the name selects the format: ``.safetensors`` a table of Plimsoll, ``.npy`` an array with a ``.txt`` file
+of its words, ``.txt`` GloVe text, ``.vec`` word2vec text, ``.bin`` word2vec binary. Numbers are read back bit for bit.
+The result appears under its name when it is complete. Vectors go through a temporary table next to the result, so
+memory holds only the words. If a word occurs twice, its first vector is kept. Text formats cannot store a word with a
+newline, and word2vec formats cannot store a space in a word: both are errors.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def convert(
     strict: bool = False,
     progress: Progress = silent,
 ) -> Conversion:
-    """Write all words of a file of word vectors in the format of the name ``output``.
+    """Write all words of a file of word vectors, in the format given by the suffix of ``output``.
 
     Args:
         path: the file, in any of the formats of `plimsoll.embeddings.formats`.
-        output: the new file; an existing one is replaced when the new one is whole.
-        precision: in what the numbers are kept; text has them as they are in that precision.
-        strict: whether the first thing that is wrong with the file is an error; otherwise it is left out.
+        output: the new file. An existing file is replaced when the new one is complete.
+        precision: data type of the numbers; text has the shortest form that is exact in this type.
+        strict: whether the first fault of the file raises an error; otherwise faulty entries are left out.
         progress: called with the stage ``"vectors"``.
 
     Raises:
-        EmbeddingError: if the file cannot be read, has no words, or a word cannot be written in that format.
-        OutputError: if the output cannot be written, or its name says no format.
+        EmbeddingError: if the file cannot be read, has no words, or has a word that the format cannot store.
+        OutputError: if the output cannot be written, or its suffix is unknown.
     """
     start_seconds = time.perf_counter()
     opened = open_file(Path(path))
@@ -87,13 +87,13 @@ def convert(
 
 
 def export(table: Table, output: Path) -> None:
-    """Write the rows of a table in the format of the name ``output``.
+    """Write the rows of a table, in the format given by the suffix of ``output``.
 
-    A table of ours and an array keep all rows; text and word2vec's binary have those that were found alone.
+    ``.safetensors`` and ``.npy`` keep all rows; text and word2vec binary contain only rows that were found.
 
     Raises:
-        EmbeddingError: if a word cannot be written in that format.
-        OutputError: as `convert`.
+        EmbeddingError: if a word cannot be stored in that format.
+        OutputError: as for `convert`.
     """
     check_output(output)
     with _beside(output) as folder:
@@ -103,21 +103,19 @@ def export(table: Table, output: Path) -> None:
 
 
 def outputs_of(output: Path) -> list[Path]:
-    """Return the files that are written: of an array also the one with its words."""
+    """Return the files that are written: for an array, also the file with its words."""
     return [output, output.with_suffix(".txt")] if output.suffix == ".npy" else [output]
 
 
 def check_output(output: Path, inputs: Iterable[Path] = ()) -> None:
-    """Refuse a name that says no format, and an array whose words would replace what they are made of.
+    """Check that the suffix of a name is known, and that the words of an array do not overwrite an input.
 
     Raises:
-        OutputError: it says what to give instead.
+        OutputError: if not. The message names a remedy.
     """
     words = outputs_of(output)[-1]
     if output.suffix == ".npy" and any(path.exists() and words.exists() and path.samefile(words) for path in inputs):
-        raise OutputError(
-            f"the words of {output} would be written to {words}, which is what they are taken from: give another -o"
-        )
+        raise OutputError(f"the words of {output} would be written to {words}, which is an input: give another -o")
     if output.is_dir():
         raise OutputError(f"{output} is a folder: give -o the name of a file in it")
     if output.suffix not in {".safetensors", *_WRITERS}:
@@ -128,16 +126,15 @@ def check_output(output: Path, inputs: Iterable[Path] = ()) -> None:
 
 
 def require_writable(output: Path, force: bool, inputs: Iterable[Path]) -> None:
-    """Refuse an output as `check_output` does, and one that is there or has no folder.
+    """Check an output as `check_output` does, and that it does not exist and its folder does.
 
     Args:
         output: the file to write.
-        force: whether it may be overwritten.
+        force: whether an existing file may be overwritten.
         inputs: files that are read.
 
     Raises:
-        OutputError: it says why.
-        EmbeddingError: see `check_output`.
+        OutputError: if the file cannot be written.
     """
     check_output(output, inputs)
     there = [str(path) for path in outputs_of(output) if path.exists()]
@@ -149,10 +146,10 @@ def require_writable(output: Path, force: bool, inputs: Iterable[Path]) -> None:
 
 @contextmanager
 def _beside(output: Path) -> Iterator[Path]:
-    """Give a folder on the disk of the output, which is gone afterwards."""
+    """Yield a temporary folder on the disk of the output, and delete it afterwards."""
     folder = output.with_name(f".{output.name}.part")
     try:
-        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
         folder.mkdir()
         try:
             yield folder
@@ -176,7 +173,7 @@ def _write(table: Table, folder: Path, output: Path) -> None:
 
 
 def _rows(table: Table) -> Iterator[tuple[list[bytes], NDArray[Any]]]:
-    """Yield words and vectors, some at a time, without the rows that have no vector of their own."""
+    """Yield blocks of words and vectors, without rows that have no vector from the file."""
     words = table.raw_words()
     for begin in range(0, len(words), _BLOCK_ROWS):
         rows = begin + np.flatnonzero(table.found[begin : begin + _BLOCK_ROWS] < MISSING)
@@ -190,8 +187,8 @@ def _num_rows(table: Table) -> int:
 def _refuse(word: bytes, holds: bytes) -> None:
     if any(byte in word for byte in holds):
         raise EmbeddingError(
-            f"the word {word.decode('utf-8', 'replace')!r} cannot be written in this format, for it would be read as "
-            "two: write .safetensors"
+            f"the word {word.decode('utf-8', 'replace')!r} cannot be written in this format, because it would be "
+            "read as two words: write .safetensors"
         )
 
 
@@ -210,7 +207,7 @@ def _write_lines(table: Table, file: IO[bytes], refused: bytes) -> None:
     for words, vectors in _rows(table):
         for word, vector in zip(words, vectors, strict=True):
             _refuse(word, refused)
-            # The shortest text that is read back as the same number of this precision.
+            # str gives the shortest text that is read back as the same number in this precision.
             file.write(word + b" " + " ".join(map(str, vector)).encode() + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a file of word vectors: counted, with the first examples of each kind, or an error."""
+"""Faults in a file of word vectors: counted with the first examples of each kind, or raised as an error."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _NAMES: dict[FaultKind, str] = {
 
 
 class FaultList:
-    """Collects what is wrong with a file, part by part.
+    """The faults of a file, collected part by part.
 
     Attributes:
-        num_entries: words so far as the file has them: those with faults and those that came again are among them.
-        num_duplicates: words that came again.
+        num_entries: number of entries so far, including faulty and duplicate ones.
+        num_duplicates: number of repeated words.
     """
 
     def __init__(self, opened: Opened, strict: bool) -> None:
@@ -38,10 +38,10 @@ class FaultList:
         self.num_entries = self.num_duplicates = 0
 
     def add(self, block: Block, indexes: NDArray[np.int64], rows: Rows) -> None:
-        """Add the faults of a part, and those of the vectors that were parsed of it.
+        """Add the faults of a part, and the faults of the vectors parsed from it.
 
         Raises:
-            EmbeddingError: the first of them, if no fault is allowed.
+            EmbeddingError: for the first fault, in strict mode.
         """
         of_rows = [_in_part(fault, block, int(indexes[fault.at])) for fault in rows.faults]
         for fault in sorted([*block.faults, *of_rows], key=lambda fault: fault.at):
@@ -49,33 +49,33 @@ class FaultList:
         self.num_entries += block.num_words
 
     def end(self) -> None:
-        """Say so if the file has fewer words than it promises, or more.
+        """Add a fault if the file has fewer or more words than its header states.
 
         Raises:
-            EmbeddingError: as `add`.
+            EmbeddingError: as for `add`.
         """
         promised = self._opened.vectors.num_promised
         if promised is not None and self.num_entries < promised and "truncated" not in self._counts:
-            self._add("truncated", f"{self.num_entries:,} of the {promised:,} words that the header promises")
+            self._add("truncated", f"{self.num_entries:,} of the {promised:,} words that the header states")
         elif promised is not None and self.num_entries > promised:
-            self._add("header", f"it promises {promised:,} words, and there are {self.num_entries:,}")
+            self._add("header", f"it states {promised:,} words, but the file has {self.num_entries:,}")
 
     def add_again(self, words: Iterable[bytes]) -> None:
-        """Count words that were in the file before.
+        """Count words that occurred in the file before.
 
         Raises:
-            EmbeddingError: as `add`.
+            EmbeddingError: as for `add`.
         """
         for word in words:
             if self._strict:
                 raise EmbeddingError(
-                    f"{self._opened.source.name}: {word.decode('utf-8', 'replace')!r} is there more than once: remove "
+                    f"{self._opened.source.name}: {word.decode('utf-8', 'replace')!r} occurs more than once: remove "
                     "all but one, or leave out --strict to take the first"
                 )
             self.num_duplicates += 1
 
     def counts(self) -> tuple[FaultCount, ...]:
-        """Return what was found."""
+        """Return the number of faults of each kind, with examples."""
         return tuple(
             FaultCount(kind=_NAMES[kind], count=count, examples=tuple(self._examples[kind]))
             for kind, count in self._counts.items()
@@ -85,7 +85,7 @@ class FaultList:
         if self._strict:
             raise EmbeddingError(
                 f"{self._opened.source.name}: {example} ({_NAMES[kind]}): correct the file, or leave out --strict to "
-                "go on without"
+                "skip such entries"
             )
         self._counts[kind] = self._counts.get(kind, 0) + 1
         examples = self._examples.setdefault(kind, [])
@@ -98,6 +98,6 @@ class FaultList:
 
 
 def _in_part(fault: Fault, block: Block, index: int) -> Fault:
-    """Return the fault of a vector as one of its part, with the word."""
+    """Return the fault of a vector with its position in the part and its word."""
     word = block.words[index].decode("utf-8", "replace")
     return fault._replace(at=int(block.places[index]), what=f"{word!r}: {fault.what}")

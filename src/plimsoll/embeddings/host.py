@@ -1,14 +1,14 @@
-"""An embedding table that stays in the host's memory, or in a file; only the rows of a batch are on the device.
+"""An embedding table that stays in host memory or in a file; only the rows of a batch are on the device.
 
     table = HostEmbedding(10_000_000, 64, path="table.bin")
     optimizer = optimizer_of(model, torch.optim.Adagrad, lr=0.1)
     for batch in table.prefetched(loader, ids=lambda batch: batch["input_ids"], optimizer=optimizer):
         ...
 
-It takes the place of ``nn.Embedding(sparse=True)``: the same call, ids, outputs and gradients. With ``path=`` the table
-is a file mapped as shared, which no limit on private memory counts.
+It replaces ``nn.Embedding(sparse=True)``, with the same calls, ids, outputs and gradients. With ``path=`` the table is
+a shared memory-mapped file, which limits on private memory do not count.
 
-Shapes: N rows of the table, D their width, U different ids of a batch, K ids that have a gradient.
+Shapes: N rows of the table, D numbers per row, U distinct ids of a batch, K ids that have a gradient.
 """
 
 from __future__ import annotations
@@ -31,31 +31,32 @@ from plimsoll.device.dtypes import floating_type
 from plimsoll.embeddings.host_prefetch import prefetched, read_rows
 from plimsoll.errors import InputError, OutputError
 
-_BLOCK_ELEMENTS = 1 << 24  # a multiple of 16: torch draws normal numbers by sixteen, so blocks have the bits of a whole
+_BLOCK_ELEMENTS = 1 << 24  # a multiple of 16: torch draws normal numbers in groups of 16, and blocks must not matter
 
 
 class HostEmbedding(nn.Module):
-    """An embedding table on the host, whose weight is a parameter on the CPU that no ``.to()`` moves.
+    """An embedding table on the host. Its weight is a parameter on the CPU that ``.to()`` does not move.
 
-    ``.half()``, ``.to(dtype)`` and the like change the type of what comes out, not that of the table. On the CPU it has
-    the bits of ``nn.Embedding(sparse=True)`` under Adagrad and SparseAdam. Over several micro-batches, under SGD (which
-    adds the parts of a row's gradient to the weight one by one) and on other devices the rounding order differs.
+    ``.half()``, ``.to(dtype)`` and the like change the type of the output, not of the table. On the CPU, results are
+    bitwise identical to ``nn.Embedding(sparse=True)`` under Adagrad and SparseAdam. The rounding order differs over
+    several micro-batches and on other devices. It also differs under SGD, which adds the parts of a row's gradient one
+    by one.
 
-    Does NOT cover ``max_norm`` and ``scale_grad_by_freq``, dense gradients (Adam, AdamW, weight decay), a second
-    derivative, ``torch.compile``, several processes that train one table, and ``copy.deepcopy``, which makes a copy of
-    a mapped table in memory.
+    Does NOT support ``max_norm``, ``scale_grad_by_freq``, dense gradients (Adam, AdamW, weight decay), second
+    derivatives, ``torch.compile``, or several processes that train one table. ``copy.deepcopy`` copies a mapped table
+    into memory.
 
     Args:
-        num_embeddings: rows of the table, at least 1.
-        embedding_dim: their width, at least 1.
-        padding_idx: the row that gets no gradient and begins as zeros; negative ones count from the end.
-        path: the file to keep the table in, opened as it is if it exists; ``None`` for memory.
-        dtype: of the table, such as ``torch.float16`` or ``"fp16"``; by default torch's.
-        initialize: writes the first values into a block of rows, where there is no file yet.
+        num_embeddings: the number of rows, at least 1.
+        embedding_dim: the numbers per row, at least 1.
+        padding_idx: the row that is initialized to zeros and gets no gradient; negative values count from the end.
+        path: the file for the table. An existing file is opened unchanged. ``None``: keep the table in memory.
+        dtype: data type of the table, such as ``torch.float16`` or ``"fp16"``; default: torch's default type.
+        initialize: function that initializes a block of rows in place; not called for an existing file.
 
     Raises:
         InputError: if a number is out of its range.
-        OutputError: if the file has another size, cannot be written to, or finds no space on its disk.
+        OutputError: if the file has the wrong size, cannot be written, or does not fit on its disk.
     """
 
     weight: nn.Parameter
@@ -91,19 +92,19 @@ class HostEmbedding(nn.Module):
         padding_idx: int | None = None,
         path: str | Path | None = None,
     ) -> HostEmbedding:
-        """Make one of a table that there is; like ``nn.Embedding.from_pretrained`` it leaves the padding row as it is.
+        """Make a table from existing rows. Like ``nn.Embedding.from_pretrained``, it does not change the padding row.
 
         Args:
-            rows: a matrix of floats, in memory or mapped (``numpy.memmap``).
-            trainable: copy the rows, so that a training does not change them. A frozen table without a ``path`` uses
-                them where they are; of rows in a file that was opened for reading, what is written (by
-                ``load_state_dict``) gets memory of its own.
+            rows: a matrix of floats (N, D), in memory or mapped (``numpy.memmap``).
+            trainable: copy the rows, so that training does not change the original. A frozen table without a ``path``
+                uses the original rows. If these are in a file opened for reading, later writes (by ``load_state_dict``)
+                go to private memory.
             padding_idx: as in the class.
-            path: a new file to copy the rows to; ``None`` for memory.
+            path: a new file for a copy of the rows; ``None``: keep them in memory.
 
         Raises:
-            InputError: if the rows are no matrix of floats.
-            OutputError: if the file exists, or finds no space on its disk.
+            InputError: if the rows are not a matrix of floats.
+            OutputError: if the file exists, or does not fit on its disk.
         """
         rows_ND = _matrix(rows)
         num_rows, width = rows_ND.shape
@@ -120,7 +121,13 @@ class HostEmbedding(nn.Module):
         return embedding
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids of any shape; the result is on their device.
+        """Return the rows of ids.
+
+        Args:
+            ids: integers of any shape (...), on any device.
+
+        Returns:
+            the rows (..., D) on the device of the ids.
 
         Raises:
             IndexError: if an id is not a row of the table.
@@ -129,11 +136,11 @@ class HostEmbedding(nn.Module):
         return rows.to(self.output_dtype)
 
     def prefetch(self, ids: Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Have the rows of ids read from the disk, and wait until they are; it changes and keeps nothing.
+        """Read the rows of ids from the disk into the page cache, and wait until they are there.
 
         Args:
-            ids: of any shape.
-            optimizer: whose states of these rows are read as well.
+            ids: integers of any shape.
+            optimizer: also read its states of these rows.
 
         Raises:
             IndexError: if an id is not a row of the table.
@@ -151,16 +158,17 @@ class HostEmbedding(nn.Module):
         ahead: int = 1,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> Iterator[Any]:
-        """Yield the batches of a loader, while a thread has the rows of the following ones read from the disk.
+        """Yield the batches of a loader while a thread reads the rows of the following batches from the disk.
 
-        Rows are read and not kept, so a lookup finds what the last update left. The loader itself is used in this
-        thread, and is ``ahead`` batches further than what was yielded: so is its error, and a position it keeps.
+        Rows are read into the page cache and not copied, so a lookup sees the latest update. The loader is used in the
+        calling thread, and is ``ahead`` batches further than the batch yielded. Its errors and its saved position are
+        ahead, too.
 
         Args:
-            loader: gives the batches.
-            ids: returns the ids that a batch will look up.
-            ahead: batches to read ahead, at least 1.
-            optimizer: whose states of these rows are read as well.
+            loader: an iterable of batches.
+            ids: function that returns the ids that a batch will look up.
+            ahead: number of batches to read ahead, at least 1.
+            optimizer: also read its states of these rows.
 
         Raises:
             InputError: if ``ahead`` is less than 1.
@@ -171,7 +179,7 @@ class HostEmbedding(nn.Module):
         return prefetched(loader, lambda batch: self.prefetch(ids(batch), optimizer), ahead)
 
     def extra_repr(self) -> str:
-        """Describe it as ``nn.Embedding`` does."""
+        """Return a description like that in ``nn.Embedding``."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}" + (f", path={self.path}" if self.path else "")
 
@@ -189,15 +197,15 @@ class HostEmbedding(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *arguments: Any
     ) -> None:
-        # `assign=True` would put a table in memory where this one is.
+        # `assign=True` would replace this table by one in memory.
         in_place = local_metadata | {"assign_to_params_buffers": False}
         super()._load_from_state_dict(state_dict, prefix, in_place, *arguments)
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a table on the CPU, where the ids are; the gradient is sparse and on the CPU.
+    """A lookup in a table on the CPU, with the result on the device of the ids. The gradient is sparse and on the CPU.
 
-    Coalesced (`_coalesce_gradient`), it suits every optimizer of ``torch.optim`` that takes a sparse one.
+    After `_coalesce_gradient` it is accepted by every optimizer of ``torch.optim`` that takes sparse gradients.
     """
 
     @staticmethod
@@ -231,7 +239,7 @@ def _are_on_one_device(ids: Tensor, weight_ND: Tensor) -> bool:
 
 
 def _rows_at(weight_ND: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The different ids, on the host; where each id is among them, and their rows, both on the ids' device."""
+    """Return the distinct ids on the host, and on the device of the ids: each id's index among them, and their rows."""
     ids_U, positions = torch.unique(ids, return_inverse=True)
     host_ids_U = ids_U.cpu()
     _refuse_outside(host_ids_U, len(weight_ND))
@@ -242,13 +250,13 @@ def _rows_at(weight_ND: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _summed_on_device(positions: Tensor, num_rows: int, gradient_KD: Tensor) -> Tensor:
-    """The sum of the gradients of each of the different ids, on the host."""
+    """Return the sum of the gradients of each distinct id, on the host."""
     sums_UD: Tensor = torch.ops.aten.embedding_dense_backward(gradient_KD, positions.flatten(), num_rows, -1, False)
     return sums_UD.cpu()
 
 
 def _coalesce_gradient(weight_ND: Tensor) -> None:
-    """Add up what there is for each row: autograd forgets that a gradient is coalesced, or adds another to it."""
+    """Coalesce the gradient: autograd loses the coalesced flag, or adds a second gradient to it."""
     assert weight_ND.grad is not None
     weight_ND.grad = weight_ND.grad.coalesce()
 
@@ -256,7 +264,7 @@ def _coalesce_gradient(weight_ND: Tensor) -> None:
 def _table(
     path: Path | None, shape: mapped_memory.Shape, dtype: torch.dtype, fill: Callable[[Tensor], object]
 ) -> Tensor:
-    """A new table, written by ``fill``, or what is in the file."""
+    """Return a new table, written by ``fill``, or the table in an existing file."""
     if path is None:
         weight_ND = torch.empty(shape, dtype=dtype)
         fill(weight_ND)
@@ -265,18 +273,16 @@ def _table(
 
 
 def _matrix(rows: NDArray[Any] | Tensor) -> Tensor:
-    """The rows as a tensor on the CPU, without a copy of those that are there."""
+    """Return the rows as a tensor on the CPU, without a copy if possible."""
     if isinstance(rows, np.ndarray):
         rows = torch.from_numpy(rows if rows.flags.writeable else _writable(rows))
     if rows.dim() != 2 or not rows.is_floating_point():
-        raise InputError(
-            f"cannot make a table of {rows.dtype} of shape {tuple(rows.shape)}: give rows of floats, a matrix"
-        )
+        raise InputError(f"cannot make a table of {rows.dtype} of shape {tuple(rows.shape)}: give a matrix of floats")
     return rows.detach().cpu()
 
 
 def _writable(rows: NDArray[Any]) -> NDArray[Any]:
-    """The same rows of a file that is mapped for reading, copied page by page as they are written; else a copy."""
+    """Return a writable array of the same rows: a copy-on-write map of the file if they are mapped, or else a copy."""
     root = rows
     while isinstance(root.base, np.ndarray):
         root = root.base
@@ -299,7 +305,7 @@ def _padding_row(padding_idx: int | None, num_rows: int) -> int | None:
         return None
     if not -num_rows <= padding_idx < num_rows:
         raise InputError(
-            f"padding_idx {padding_idx} is not a row of a table of {num_rows:,}: give one from {-num_rows} to "
+            f"padding_idx {padding_idx} is not a row of a table of {num_rows:,} rows: give one from {-num_rows} to "
             f"{num_rows - 1}, or None"
         )
     return padding_idx % num_rows
@@ -312,5 +318,5 @@ def _refuse_outside(ids: Tensor, num_rows: int) -> None:
     if lowest < 0 or highest >= num_rows:
         raise IndexError(
             f"ids from {lowest} to {highest} were looked up in a table of {num_rows:,} rows: map ids outside of 0 to "
-            f"{num_rows - 1} to one for unknown words, or make the table larger"
+            f"{num_rows - 1} to the id of unknown words, or make the table larger"
         )

@@ -1,13 +1,13 @@
-"""The optimizers of ``torch.optim`` over tables on the host, with states where the table is.
+"""The optimizers of ``torch.optim`` for tables on the host. Their states are stored where the table is.
 
     optimizer = optimizer_of(model, torch.optim.Adagrad, lr=0.1)
 
-What is returned is torch's own optimizer. It is made over one row of each table, so that it allocates nothing of the
-table's size, and is then given the table, and states that begin as those of the row: in unnamed files next to the
-table's file, or in memory for a table that is. Loading writes into these states.
+The result is torch's optimizer. It is constructed with one row of each table, so that it allocates nothing of the
+table's size. Then it gets the table, and states with the initial values of that row. The states are in unnamed files
+next to the table's file, or in memory for a table in memory. Loading a state dict writes into these states.
 
-Covers the classes that take sparse gradients, over tables and other parameters at once (SparseAdam: over tables only).
-Does NOT cover momentum (its state in torch is a sparse tensor that grows to the size of the table) and pickling.
+Covers the classes that take sparse gradients, for tables and other parameters at once (SparseAdam: for tables only).
+Does NOT support momentum (torch keeps it in a sparse tensor that grows to the size of the table) or pickling.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ def optimizer_of(
     parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
     **arguments: Any,
 ) -> torch.optim.Optimizer:
-    """Make an optimizer whose states of the tables in ``module`` take no more memory than the tables.
+    """Make an optimizer whose states for the tables in ``module`` are stored where the tables are.
 
     Args:
-        module: a `HostEmbedding`, or a model with some in it.
+        module: a `HostEmbedding`, or a model that contains some.
         kind: ``torch.optim.Adagrad``, ``SparseAdam`` or ``SGD``.
-        parameters: what it updates, or groups of it; by default all that ``module`` trains.
-        arguments: of ``kind``, such as ``lr``.
+        parameters: the parameters to update, or parameter groups; default: all parameters of ``module`` that require
+            gradients.
+        arguments: arguments of ``kind``, such as ``lr``.
 
     Raises:
-        InputError: if ``kind`` takes no sparse gradients, or none but these, or momentum or weight decay is asked for.
+        InputError: if ``kind`` does not take sparse gradients, takes only these but gets other parameters, or if
+            momentum or weight decay is set.
         OutputError: if the disk has too little space for the states.
     """
     if kind not in _KINDS:
@@ -75,7 +77,7 @@ def _with_twins(
     parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
     twin_of: dict[nn.Parameter, nn.Parameter],
 ) -> list[dict[str, Any]]:
-    """The groups of parameters, with one row in place of each table."""
+    """Return the parameter groups, with one row in place of each table."""
     if parameters is None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     given: list[Any] = list(parameters)
@@ -93,9 +95,9 @@ def _refuse_momentum(optimizer: torch.optim.Optimizer, table_of: dict[nn.Paramet
 
 
 def _states(optimizer: torch.optim.Optimizer, twin: nn.Parameter, table: HostEmbedding) -> dict[str, Any]:
-    """The states of a table, with the values of those of one row."""
+    """Return the states of a table, filled with the values of one row's states."""
     states = optimizer.state.pop(twin, {})
-    if isinstance(optimizer, torch.optim.SparseAdam):  # which makes them in its first step
+    if isinstance(optimizer, torch.optim.SparseAdam):  # it creates its states in the first step
         states = {"step": 0, "exp_avg": torch.zeros_like(twin), "exp_avg_sq": torch.zeros_like(twin)}
     return {name: _as_large(value, table) if _is_like(value, twin) else value for name, value in states.items()}
 
@@ -116,7 +118,7 @@ def _as_large(state_1D: Tensor, table: HostEmbedding) -> Tensor:
 
 @torch.no_grad()
 def _write_into(kept: dict[nn.Parameter, dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Copy what was loaded into the states there were, which are where the table is."""
+    """Copy loaded states into the previous states, which are stored where the table is."""
     for weight, states in kept.items():
         loaded = optimizer.state[weight]
         for name, state in states.items():

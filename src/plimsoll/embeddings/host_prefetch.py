@@ -1,10 +1,10 @@
-"""Rows of a mapped table read from the disk before they are looked up, so that a lookup does not wait for each page.
+"""Prefetching of rows of a mapped table from the disk, so that a lookup does not wait for each page.
 
-Nothing is kept but the kernel's pages, which every update writes to as well: there is no copy that could be stale.
+Rows are only read into the page cache. Updates write to the same pages, so there are no stale copies.
 
-Source: process_madvise(2), which takes a thousand ranges in one call: with madvise(2) for each, reading 4,096 rows
-ahead that are in memory took 9 ms, now 2. Where the kernel refuses it (Linux before 5.10, some sandboxes), the rows
-are still read, page after page. Does NOT cover other systems than Linux.
+Source: process_madvise(2), which takes a thousand ranges per call. Prefetching 4,096 rows that were in memory took 9 ms
+with one madvise(2) per row, and takes 2 ms now. If the kernel refuses it (Linux before 5.10, some sandboxes), the rows
+are read page by page. Supports Linux only.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 _C_LIBRARY = ctypes.CDLL(None)
-_PROCESS_MADVISE = 440  # of every architecture
+_PROCESS_MADVISE = 440  # the same number on every architecture
 _MOST_RANGES = 1024  # UIO_MAXIOV
 _PAGE_BYTES = mmap.PAGESIZE
 
 
 def prefetched(loader: Iterable[Any], read: Callable[[Any], None], ahead: int) -> Iterator[Any]:
-    """Yield the batches of ``loader``; a thread calls ``read`` on each, up to ``ahead`` batches before it is yielded.
+    """Yield the batches of ``loader``. A thread calls ``read`` on each, up to ``ahead`` batches in advance.
 
-    An error of ``read`` is raised where its batch would be yielded. The thread ends with the iterator.
+    An error of ``read`` is raised when its batch would be yielded. The thread ends with the iterator.
     """
     waiting: deque[tuple[Any, Future[None]]] = deque()
     pool = ThreadPoolExecutor(1, thread_name_prefix="plimsoll-rows")
@@ -51,7 +51,7 @@ def _next(waiting: deque[tuple[Any, Future[None]]]) -> Any:
 
 
 def read_rows(tables: Iterable[Tensor], ids: Tensor) -> None:
-    """Read the rows of ids, in any order and repeated, in every table: all pages are asked for before any is awaited.
+    """Read the rows of ids, in any order and repeated, in every table. All pages are requested before any is awaited.
 
     Raises:
         IndexError: if an id is not a row.
@@ -67,7 +67,7 @@ def read_rows(tables: Iterable[Tensor], ids: Tensor) -> None:
 
 
 def _ask_for(weight_ND: Tensor, ids_U: Tensor) -> None:
-    """Have the kernel begin to read the pages of these rows, which are in order."""
+    """Ask the kernel to start reading the pages of these rows, which are in ascending order."""
     row_bytes = weight_ND.shape[1] * weight_ND.element_size()
     begin_U = weight_ND.data_ptr() + ids_U * row_bytes
     first_U, end_U = begin_U // _PAGE_BYTES, (begin_U + row_bytes - 1) // _PAGE_BYTES + 1

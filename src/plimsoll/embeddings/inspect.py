@@ -1,6 +1,6 @@
-"""What is in a file of word vectors: every word and every number is looked at, and nothing is kept but counts.
+"""Inspection of a file of word vectors: every word and number is read, and only counts are kept.
 
-Takes about 100 bytes of memory for each word of the file, to tell those that occur twice.
+Takes about 100 bytes of memory per word, to detect duplicates.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _SHOWN_WORDS = 8
 
 
 def every_row(block: Block) -> tuple[NDArray[np.int64], Rows]:
-    """Parse all vectors of a part."""
+    """Parse all vectors of a part, and return their indexes and rows."""
     indexes = np.arange(len(block.words))
     return indexes, block.rows(indexes)
 
 
 def first_usable(block: Block, rows: Rows, seen: set[bytes], faults: FaultList) -> list[int]:
-    """Return which vectors of a part are those of words: whole, and the first of their word; add the words to ``seen``.
+    """Return the indexes of the valid vectors in a part that are the first of their word. Add these words to ``seen``.
 
-    What a file has twice is counted among the faults. This is what a word of a file is, wherever words are counted.
+    Duplicates are added to ``faults``. All code that counts the words of a file uses this function.
     """
     wrong, kept = {fault.at for fault in rows.faults}, []
     for index, word in enumerate(block.words):
@@ -44,15 +44,15 @@ def first_usable(block: Block, rows: Rows, seen: set[bytes], faults: FaultList) 
 
 
 def look_at(path: str | Path, strict: bool = False, progress: Progress = silent) -> VectorFile:
-    """Read a file of word vectors from its begin to its end and say what is in it.
+    """Read a whole file of word vectors and return facts about it.
 
     Args:
         path: the file, in any of the formats of `plimsoll.embeddings.formats`.
-        strict: whether the first thing that is wrong with it is an error.
+        strict: whether the first fault raises an error.
         progress: called with the stage ``"vectors"``.
 
     Raises:
-        EmbeddingError: if it cannot be read, is of no known format, or, with ``strict``, has a fault.
+        EmbeddingError: if it cannot be read, has no known format, or, with ``strict``, has a fault.
     """
     start_seconds = time.perf_counter()
     opened = open_file(Path(path))

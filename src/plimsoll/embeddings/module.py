@@ -1,9 +1,9 @@
-"""Word vectors as a ``torch.nn.Embedding``, whose memory is the cached file until something is written to it.
+"""Word vectors as a ``torch.nn.Embedding`` whose memory is the cached file until they are changed.
 
-The file is mapped copy-on-write: opening it takes a millisecond, processes that use the same vectors share its pages,
-and a page becomes memory of the process when it is first written to. Frozen vectors stay in the file; of vectors that
-are trained with sparse gradients, only the pages of rows that were used leave it. ``.to(device)`` copies straight from
-the file. A limit on private memory (RLIMIT_DATA) counts the mapping in full all the same.
+The file is mapped copy-on-write. Opening it takes a millisecond, and processes that use the same vectors share its
+pages. A page becomes private memory of a process when it is first written to. Frozen vectors therefore stay in the
+file. If vectors are trained with sparse gradients, only pages with rows that were used become private. ``.to(device)``
+copies directly from the file. A limit on private memory (RLIMIT_DATA) counts the whole mapping nevertheless.
 """
 
 from __future__ import annotations
@@ -30,20 +30,23 @@ def load(
     dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> nn.Embedding:
-    """Make an ``nn.Embedding`` on the host, in training mode; move it with the model when that is moved.
+    """Return an ``nn.Embedding`` on the host, in training mode. It moves to a device with its model.
 
     Args:
-        source: a file of word vectors, or a subset that was taken from one.
-        vocabulary: the words of the rows, as `plimsoll.embeddings.subset` takes them; ``None`` for a subset, and for a
-            table that Plimsoll wrote, whose rows are used as they are.
+        source: a file of word vectors, or a subset of one.
+        vocabulary: the words of the rows, as for `plimsoll.embeddings.subset`. ``None`` for a subset, and for a table
+            written by Plimsoll, whose rows are used unchanged.
         trainable: whether the vectors get gradients.
         sparse: whether gradients are sparse, for ``SparseAdam``, ``Adagrad`` and ``SGD``.
-        dtype: of the weights, such as ``torch.float16`` or ``"fp16"``; ``None``: as they are kept. Another one
-            than that takes a copy in memory.
-        **options: how the subset is made, as `plimsoll.embeddings.subset` takes it.
+        dtype: data type of the weights, such as ``torch.float16`` or ``"fp16"``; ``None``: the type of the rows. Any
+            other type needs a copy in memory.
+        **options: options of `plimsoll.embeddings.subset`.
+
+    Returns:
+        an embedding (rows, dimension).
 
     Raises:
-        EmbeddingError: as `plimsoll.embeddings.subset`, or if a vocabulary is needed or not needed.
+        EmbeddingError: as for `plimsoll.embeddings.subset`, or if a vocabulary is missing or not allowed.
         OutputError: if the cache cannot be written.
     """
     dtype = None if dtype is None else floating_type(dtype, EmbeddingError)
@@ -61,7 +64,7 @@ def load(
 
 
 def tied_output(embedding: nn.Embedding) -> nn.Linear:
-    """Make the output layer of a language model (no bias) that has the embedding's weight as its own.
+    """Return an output layer for a language model (no bias) that shares the weight of the embedding.
 
     Raises:
         EmbeddingError: if the embedding has sparse gradients, which an output layer cannot have.
@@ -79,7 +82,7 @@ def tied_output(embedding: nn.Embedding) -> nn.Linear:
 def _table_of(source: str | Path | Subset, vocabulary: Any, options: dict[str, Any]) -> Table:
     if isinstance(source, Subset):
         if vocabulary is not None:
-            raise EmbeddingError(f"the subset {source.facts.folder} has its words: leave out vocabulary")
+            raise EmbeddingError(f"the subset {source.facts.folder} already has words: leave out vocabulary")
         return _unchanged(source.table, options)
     if vocabulary is not None:
         return take_subset(source, vocabulary, **options).table
@@ -95,7 +98,7 @@ def _table_of(source: str | Path | Subset, vocabulary: Any, options: dict[str, A
 def _unchanged(table: Table, options: dict[str, Any]) -> Table:
     if options:
         raise EmbeddingError(
-            f"the rows of {table.path} are made already: leave out {', '.join(options)}, or give the file they are "
-            "from and vocabulary="
+            f"the rows of {table.path} exist already: leave out {', '.join(options)}, or give the original file "
+            "and vocabulary="
         )
     return table

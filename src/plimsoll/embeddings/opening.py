@@ -1,6 +1,6 @@
-"""Opens a file of word vectors, whatever its format, and reads it part by part on all cores.
+"""Opening of files of word vectors in any format, and reading of their parts on all cores.
 
-The formats are modules of `plimsoll.embeddings.formats`; the first that recognises the begin of the file reads it.
+Each format is a module of `plimsoll.embeddings.formats`. The first module that recognises the start of a file reads it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ FORMATS: dict[str, ModuleType] = {
     "word2vec_text": word2vec_text,
     "glove": glove,
 }
-"""In the order in which they are asked: what any text could be comes last."""
+"""The formats in the order in which they are tried. The least specific text format is last."""
 
 _MOST_WORKERS = 8
-_FORKED_PARTS = 32  # from which starting processes is worth it
+_FORKED_PARTS = 32  # with fewer parts, starting processes takes longer than it saves
 _PARTS_PER_TASK = 8
 _SHOWN_BYTES = 24
 
@@ -57,7 +57,7 @@ Result = TypeVar("Result")
 
 
 class Opened(NamedTuple):
-    """A file of word vectors, and its format."""
+    """An open file of word vectors, and its format."""
 
     source: Source
     format: str
@@ -66,19 +66,19 @@ class Opened(NamedTuple):
 
 
 def open_file(path: Path) -> Opened:
-    """Open a file of word vectors; ``path`` may name a file of a zip archive (``archive.zip/name``).
+    """Open a file of word vectors. ``path`` can name a file in a zip archive (``archive.zip/name``).
 
     Raises:
-        EmbeddingError: if there is none, or it is of no known format.
+        EmbeddingError: if the file does not exist, or has no known format.
     """
     return open_source(Source(path))
 
 
 def open_source(source: Source) -> Opened:
-    """Open what is in a file that was found.
+    """Open a source of word vectors.
 
     Raises:
-        EmbeddingError: as `open_file`.
+        EmbeddingError: as for `open_file`.
     """
     head = source.head
     if not head:
@@ -89,7 +89,7 @@ def open_source(source: Source) -> Opened:
             return Opened(source, name, form.TITLE, form.open_vectors(source))
     titles = ", ".join(module.TITLE for module in FORMATS.values())
     raise EmbeddingError(
-        f"{source.name} holds no word vectors that are known here (it begins with {head[:_SHOWN_BYTES]!r}): give "
+        f"{source.name} is not in a known format of word vectors (it begins with {head[:_SHOWN_BYTES]!r}): give "
         f"one of {titles}; .gz and .zip of these"
     )
 
@@ -97,11 +97,15 @@ def open_source(source: Source) -> Opened:
 def read_parts(
     vectors: Vectors, wanted: Collection[bytes] | None, read: Callable[[Block], Result]
 ) -> Iterator[tuple[Block, Result, float]]:
-    """Yield the parts of a file in its order, with what ``read`` makes of each, and how much has been read by then.
+    """Yield the parts of a file in order, each with the result of ``read`` and the share of the file read so far.
 
-    They are read on all cores: by forked processes where the format says that its parts are worth them, else by
-    threads; some are ahead of what is yielded. A part is only kept as its words and faults: ``rows`` of what is yielded
-    is of no use.
+    Parts are read ahead on all cores: by forked processes if the format splits the file into enough parts, otherwise by
+    threads. A yielded part has only its words and faults; do not call its ``rows``.
+
+    Args:
+        vectors: the open file.
+        wanted: the words that matter; ``None``: all words.
+        read: function that is called with each part, in any thread or process.
     """
 
     def work(part: Callable[[], Block]) -> tuple[Block, Result]:
@@ -122,7 +126,7 @@ def read_parts(
 
 Work = Callable[[Callable[[], Block]], tuple[Block, Result]]
 _INHERITED: dict[str, Any] = {}
-"""In a forked process: the parts, and what is done with each."""
+"""State of a forked process: the parts, and the function to call with each."""
 
 
 def _begin(parts: list[Callable[[], Block]], work: Work[Any]) -> None:
@@ -144,7 +148,7 @@ def _of_processes(
         begin, end, future = waiting.popleft()
         try:
             done = [work(part) for part in parts[begin:end]] if future is None else future.result()
-        except BrokenProcessPool:  # one was killed: this process goes on alone
+        except BrokenProcessPool:  # a process was killed: this process reads the rest
             done = [work(part) for part in parts[begin:end]]
         for place, (block, result) in enumerate(done, begin + 1):
             yield block, result, place / len(parts)
@@ -172,11 +176,11 @@ def _of_threads(
 
 
 def _forgotten(indexes: NDArray[np.int64]) -> Rows:
-    raise AssertionError("the bytes of a part are gone once it has been read")
+    raise AssertionError("the bytes of a part are freed once it has been read")
 
 
 def dimension_of(source: VectorSource) -> int:
-    """Return how many numbers a vector has.
+    """Return the number of values per vector.
 
     Raises:
         JobError: if the file cannot be used.

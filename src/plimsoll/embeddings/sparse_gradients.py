@@ -1,6 +1,6 @@
-"""Which optimizers of ``torch.optim`` take sparse gradients, with which settings: refused before a step would fail.
+"""A check that an optimizer of ``torch.optim`` accepts sparse gradients with its settings, before a step fails.
 
-Read off torch 2.13, and compared with it in the tests. Does NOT judge optimizers that are not torch's own.
+The rules are from torch 2.13; tests compare them with torch. Optimizers outside ``torch.optim`` are NOT checked.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _TAKE_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
 
 def refuse_wrong_gradients(optimizer: torch.optim.Optimizer, tables: Mapping[Tensor, str]) -> None:
-    """Refuse an optimizer whose first step would fail for gradients being sparse, or dense.
+    """Raise an error if the optimizer's first step would fail because gradients are sparse, or dense.
 
     Args:
-        optimizer: of any kind; only those of ``torch.optim`` are known.
-        tables: names of the parameters that get sparse gradients, as of ``nn.Embedding(sparse=True)``.
+        optimizer: any optimizer; only those in ``torch.optim`` are checked.
+        tables: names of the parameters with sparse gradients, as in ``nn.Embedding(sparse=True)``.
 
     Raises:
-        InputError: it names the parameter and the setting.
+        InputError: if the step would fail. The message names the parameter and the setting.
     """
     kind = type(optimizer)
     if kind not in vars(torch.optim).values():
@@ -34,7 +34,7 @@ def refuse_wrong_gradients(optimizer: torch.optim.Optimizer, tables: Mapping[Ten
         if kind is torch.optim.SparseAdam and len(names) < len(learning):
             raise InputError(
                 f"SparseAdam takes sparse gradients only, and {len(learning) - len(names)} of its {len(learning)} "
-                "parameters have dense ones: use torch.optim.Adagrad or SGD for all of them, or leave these out"
+                "parameters have dense gradients: use torch.optim.Adagrad or SGD for all of them, or leave these out"
             )
         if names and kind not in _TAKE_SPARSE:
             raise InputError(
@@ -43,8 +43,8 @@ def refuse_wrong_gradients(optimizer: torch.optim.Optimizer, tables: Mapping[Ten
             )
         if names and group.get("weight_decay"):
             raise InputError(
-                f"weight_decay {group['weight_decay']:g} would change every row of {names[0]}, whose gradients are of "
-                "some: set weight_decay=0, for it in a parameter group of its own, or for all"
+                f"weight_decay {group['weight_decay']:g} would change every row of {names[0]}, but its gradients have "
+                "only some rows: set weight_decay=0 for all, or for it in a separate parameter group"
             )
         if names and group.get("fused"):
             raise InputError(

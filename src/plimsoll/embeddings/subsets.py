@@ -1,13 +1,13 @@
-"""The rows that a vocabulary needs, taken from a file of word vectors and kept in the cache.
+"""The rows that a vocabulary needs, taken from a file of word vectors and cached.
 
-The file is read once, front to back, a few MiB at a time; only lines of wanted words are parsed, straight into the
-mapped file of the result. So neither the size of the file nor that of the result is memory of the process. The same
-file, words and options give the same rows, bit for bit, and are not read again: the result has a name made of all of
-them. Rows of words that the file does not have are zeros, the mean of the rows found, or drawn from the normal
-distribution with the mean and deviation, per dimension, of the rows found.
+The file is read once, sequentially, a few MiB at a time. Only lines of wanted words are parsed, directly into the
+mapped result file. So neither the input nor the result occupies memory of the process. The result's name depends on the
+file, the words and the options. If they are the same, the cached rows are used; they are identical to a new result.
+Rows of missing words are zeros, the mean of the rows found, or random. Random rows have a normal distribution with the
+mean and deviation, per dimension, of the rows found.
 
-Does NOT cover phrases that a file writes with underscores, and words split otherwise than the file's: no rule but case
-is tried.
+Does NOT find phrases that a file writes with underscores, or words that the file splits differently: only upper and
+lower case are varied.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from plimsoll.records.base import cache_folder
 from plimsoll.records.embeddings import SubsetFacts
 
 Missing = Literal["zeros", "mean", "normal"]
-"""What stands in the rows of words that the file does not have."""
+"""The values of the rows of words that the file does not have."""
 
 _FILE = "table.safetensors"
-_RECIPE = 2  # raise it when the same file, words and options give other rows
+_RECIPE = 2  # increase it when the same file, words and options give other rows
 _BLOCK_BYTES = 1 << 20
 _MOST_MISSES = 20
 _SHOWN_WORDS = 5
@@ -50,7 +50,7 @@ _SHOWN_BYTES = 40
 
 
 class _Options(NamedTuple):
-    """How rows are made, as `take_subset` has it."""
+    """The options of `take_subset` that determine the rows."""
 
     missing: Missing
     ignore_case: bool
@@ -60,7 +60,7 @@ class _Options(NamedTuple):
 
 
 class Subset(NamedTuple):
-    """The rows of a vocabulary in a file that is mapped, how they were found, and a hash of all bytes of the file."""
+    """The rows of a vocabulary in a mapped file, facts about how they were found, and a hash of the whole file."""
 
     table: Table
     facts: SubsetFacts
@@ -68,7 +68,7 @@ class Subset(NamedTuple):
 
     @property
     def rows(self) -> NDArray[Any]:
-        """The vectors (words, dimension), which cannot be written to."""
+        """The vectors (words, dimension), read-only."""
         return self.table.vectors
 
 
@@ -91,24 +91,27 @@ def take_subset(
     cache: str | Path | None = None,
     progress: Progress = silent,
 ) -> Subset:
-    """Return the rows of the words of ``vocabulary``, from the cache if they are there.
+    """Return the rows of the words of ``vocabulary``, from the cache if possible.
 
     Args:
-        source: a file of word vectors, in any of the formats of `plimsoll.embeddings.formats`; one of several in a zip
-            archive is named as in a folder (``glove.6B.zip/glove.6B.300d.txt``).
-        vocabulary: whatever `plimsoll.embeddings.vocabulary.vocabulary_of` takes: a tokenizer, a file, words, counts.
-        missing: what stands in the rows of words that are not found, and in those that stand for no word.
-        ignore_case: whether a word that is not found as it is written is looked for in lower case, then capitalised.
-        precision: in what the rows are kept.
-        strict: whether anything that is wrong with the file is an error, and not counted.
-        seed: of the rows that are drawn.
-        padding: the word whose row is zero; ``None``: what the tokenizer says, if it does.
-        cache: the folder for the result; ``None``: the user's.
+        source: a file of word vectors, in any of the formats of `plimsoll.embeddings.formats`. A file in a zip archive
+            with several files is named like a file in a folder (``glove.6B.zip/glove.6B.300d.txt``).
+        vocabulary: any input of `plimsoll.embeddings.vocabulary.vocabulary_of`: a tokenizer, a file, words, counts.
+        missing: the values of rows of words that are not found, and of rows without a word.
+        ignore_case: whether a word that is not found as written is searched for in lower case, then capitalised.
+        precision: data type of the rows.
+        strict: whether faults in the file raise an error; otherwise they are counted.
+        seed: seed of the rows that are drawn.
+        padding: the word whose row is zero; ``None``: the tokenizer's padding token, if it has one.
+        cache: the folder for the result; ``None``: the user's cache folder.
         progress: called with the stage ``"vectors"``.
 
+    Returns:
+        the rows (words, dimension), with facts about how they were found.
+
     Raises:
-        EmbeddingError: if the file or the words cannot be used, if the file has none of them, or if something is wrong
-            with the file and ``strict``.
+        EmbeddingError: if the file or the words cannot be used, if the file has none of the words, or, with ``strict``,
+            if the file has a fault.
         OutputError: if the cache cannot be written.
     """
     words = vocabulary_of(vocabulary, padding)
@@ -141,14 +144,14 @@ def _require_known(options: _Options) -> None:
         if value not in known:
             raise EmbeddingError(f"{name} is {value!r}: give one of {', '.join(known)}")
     if not isinstance(options.seed, int) or options.seed < 0:
-        raise EmbeddingError(f"the seed is {options.seed!r}: give a whole number from 0")
+        raise EmbeddingError(f"the seed is {options.seed!r}: give a whole number of at least 0")
 
 
 def open_rows(folder: Path) -> Table:
-    """Map the rows of a subset that is in the cache.
+    """Map the rows of a cached subset.
 
     Raises:
-        DataError: if it is gone, or torn.
+        DataError: if the folder is missing or incomplete.
     """
     kept_facts(folder, "word vectors")
     require_whole(folder)
@@ -160,19 +163,19 @@ def _key(source: Source, words: Vocabulary, options: _Options) -> str:
     for path in (source.path, *source.companions()):
         status = path.stat()
         files.append(_File(str(path.absolute()), status.st_size, status.st_mtime_ns))
-    identity = [[*entry[1:3], entry[3].hex()] for entry in identity_of(files)]  # wherever they are
+    identity = [[*entry[1:3], entry[3].hex()] for entry in identity_of(files)]  # without the paths
     facts = [_RECIPE, identity, source.member, words.key, *options]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def _digest(path: Path) -> str:
-    """Hash a whole file: a few milliseconds where it is in memory anyway."""
+    """Return a hash of a whole file. It takes a few milliseconds if the file is in the page cache."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         return xxhash.xxh3_128_hexdigest(mapped)
 
 
 def _sealed(digest: str, facts: Any) -> Facts:
-    """Return what is kept with a file, with a hash of it."""
+    """Return the facts that are stored with a file: its digest, the subset's facts, and a hash of both."""
     return {"digest": digest, "subset": facts, "seal": xxhash.xxh3_128_hexdigest(json.dumps([digest, facts]).encode())}
 
 
@@ -209,7 +212,7 @@ def _write(source: Source, words: Vocabulary, options: _Options, progress: Progr
 
 
 def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progress: Progress) -> FaultList:
-    """Read the file into the table; return what was wrong with it."""
+    """Read the file into the table, and return its faults."""
     vectors = opened.vectors
     faults = FaultList(opened, options.strict)
 
@@ -222,7 +225,7 @@ def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progr
         row_of[indexes] = np.arange(len(indexes))
         row_of[indexes[[fault.at for fault in rows.faults]]] = -1
         pairs = wanted.give(block.words, row_of >= 0)
-        # What else was parsed depends on which part was read first.
+        # Faults of other words depend on which part was read first.
         matter = tuple(fault for fault in rows.faults if int(indexes[fault.at]) in pairs.refused)
         faults.add(block, indexes, rows._replace(faults=matter))
         faults.add_again(pairs.again)
@@ -234,7 +237,7 @@ def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progr
 
 
 def _build(table: Table, wanted: Wanted, words: Vocabulary, vectors: Vectors) -> None:
-    """Make the rows of words that are not in the file, where the format makes vectors of their parts."""
+    """Build the rows of words that are not in the file, if the format builds vectors from parts of words."""
     for rows in _blocks(np.flatnonzero(wanted.state == MISSING), vectors.dimension):
         built = vectors.build([str(words.words[row]).encode("utf-8", "surrogatepass") for row in rows.tolist()])
         if built is None:
@@ -258,14 +261,14 @@ def _moments(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def _refuse_no_deviation(table: Table, options: _Options, deviation: NDArray[np.float64], opened: Opened) -> None:
-    """Refuse to draw rows that would all be the one vector that was found."""
+    """Raise an error if drawn rows would all equal the only vector that was found."""
     num_others = int(((table.found == MISSING) | (table.found == NO_WORD)).sum())
     if options.missing == "normal" and num_others and not deviation.any():
         num_found = int((table.found < MISSING).sum())
         raise EmbeddingError(
-            f"only {num_found} of the {len(table.found):,} rows is found in {opened.source.name}, or all found are "
-            f"alike, so the {num_others:,} others cannot be drawn with their deviation, which is 0: give missing "
-            "zeros or mean (--missing zeros; embeddings.missing of a job), or other vectors"
+            f"{num_found} of the {len(table.found):,} rows were found in {opened.source.name}, all with the same "
+            f"vector, so the other {num_others:,} cannot be drawn from their distribution: set missing to zeros "
+            "or mean (--missing zeros; embeddings.missing of a job), or use other vectors"
         )
 
 
@@ -279,14 +282,14 @@ def _fill_missing(table: Table, options: _Options, mean: NDArray[np.float64], de
 
 
 def _blocks(rows: NDArray[np.int64], dimension: int) -> Iterator[NDArray[np.int64]]:
-    """Yield some rows at a time: about 1 MiB of vectors in double precision."""
+    """Yield blocks of rows, of about 1 MiB of vectors in double precision."""
     num_rows = max(_BLOCK_BYTES // (8 * dimension), 1)
     for begin in range(0, len(rows), num_rows):
         yield rows[begin : begin + num_rows]
 
 
 def _hits(state: NDArray[np.uint8], words: Vocabulary) -> dict[str, Any]:
-    """Count the words that were found, and list those that were not, the most used first."""
+    """Count the words that were found, and list words that were not, most frequent first."""
     is_word = (state != NO_WORD) & (state != PADDING)
     missed = np.flatnonzero(state == MISSING)
     counts = words.counts
@@ -319,5 +322,5 @@ def _no_hits(opened: Opened, words: Vocabulary) -> str:
     ours = ", ".join([word for word in known if word.isalpha()] or known)[:80]
     return (
         f"none of the {len(words):,} words of {words.name} ({ours}, ...) is in {opened.source.name} ({theirs}, ...): "
-        "give vectors of the same language, or the vocabulary they were made for"
+        "give vectors of the same language, or the vocabulary that belongs to them"
     )

@@ -1,9 +1,11 @@
-"""A table of vectors with its words in one safetensors file, opened by memory map.
+"""A table of word vectors: one safetensors file, opened as a memory map.
 
-Tensors: ``vectors`` (words, dimension) in float32 or float16; ``words``, the UTF-8 bytes of all words one after the
-other; ``word_ends``, where each ends; ``found``, where each row has its vector from (`plimsoll.embeddings.wanted`). Any
-program that reads safetensors reads it. The place of every byte is known before the first vector is, so a table is
-filled in place, in a file that is mapped, and takes no memory of the process that the kernel cannot have back.
+Tensors: ``vectors`` (words, dimension) in float32 or float16; ``words``, the concatenated UTF-8 bytes of all words;
+``word_ends``, the end of each word; ``found``, the source of each row's vector (`plimsoll.embeddings.wanted`). Any
+program that reads safetensors can read it.
+
+All offsets are known before the first vector. So a table is filled in place, in a mapped file, and needs no memory that
+the kernel cannot reclaim.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ Precision = Literal["float32", "float16"]
 Access = Literal["read", "write", "copy"]
 _ACCESS = {"read": mmap.ACCESS_READ, "write": mmap.ACCESS_WRITE, "copy": mmap.ACCESS_COPY}
 _LENGTH_BYTES = 8
-_RESERVED_BYTES = 1024  # for the header: more than it can need, and a good alignment
-_NO_WORD = b"\xff"  # a byte that UTF-8 does not have: the row stands for no word
+_RESERVED_BYTES = 1024  # for the header: more than its maximum, and aligned
+_NO_WORD = b"\xff"  # never in UTF-8: marks a row without a word
 _TYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I64": np.int64}
 _NAMES = {np.dtype(kind).name: name for name, kind in _TYPES.items()}
 
 
 class Table(NamedTuple):
-    """Vectors in a file that is mapped."""
+    """A table of vectors in a mapped file."""
 
     path: Path
     vectors: NDArray[Any]
@@ -45,12 +47,12 @@ class Table(NamedTuple):
 
     @property
     def padding(self) -> int | None:
-        """The row that is for padding, if one is."""
+        """The row for padding; ``None`` if there is no such row."""
         rows = np.flatnonzero(self.found == PADDING)
         return int(rows[0]) if len(rows) else None
 
     def texts(self) -> list[str | None]:
-        """Return the word of each row; it takes a Python object per word."""
+        """Return the word of each row. This creates a Python object per word."""
         return [None if raw == _NO_WORD else _text(raw) for raw in self.raw_words()]
 
     def raw_words(self) -> list[bytes]:
@@ -62,15 +64,15 @@ class Table(NamedTuple):
 def _text(raw: bytes) -> str:
     try:
         return raw.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:  # a word of a file that is not UTF-8
+    except UnicodeDecodeError:  # the word was not UTF-8 in its file
         return raw.decode("utf-8", "surrogateescape")
 
 
 def create_table(path: Path, words: Sequence[str | None], dimension: int, precision: Precision) -> Table:
-    """Make the file of a table whose vectors are zero and still to be filled.
+    """Create the file of a table whose vectors are zero and still to be filled.
 
     Raises:
-        OSError: if the disk is full: its blocks are taken at once.
+        OSError: if the disk is full. All blocks are allocated at once.
     """
     raw = [_NO_WORD if word is None else word.encode("utf-8", "surrogatepass") for word in words]
     ends = np.cumsum([0, *map(len, raw)], dtype=np.int64)[1:]
@@ -86,7 +88,7 @@ def create_table(path: Path, words: Sequence[str | None], dimension: int, precis
 
 
 class TableWriter:
-    """Writes a table of words that come one after the other, how many is not known before. Use it with ``with``.
+    """A writer for a table with an unknown number of words. Use it as a context manager.
 
     Raises:
         OSError: if the disk is full.
@@ -103,7 +105,7 @@ class TableWriter:
         return self
 
     def add(self, words: Sequence[bytes], vectors: NDArray[np.float32]) -> None:
-        """Add words with their vectors."""
+        """Add words with their vectors (words, dimension)."""
         for word in words:
             self._words += word
             self._ends.append(len(self._words))
@@ -119,10 +121,10 @@ class TableWriter:
 
 
 def open_table(path: Path, access: Access = "read") -> Table:
-    """Map a table: to read, to write into its file, or to write what only this process sees (``copy``).
+    """Map a table: to read, to write to its file, or to write private changes (``copy``).
 
     Raises:
-        EmbeddingError: if it is cut off, or none of ours.
+        EmbeddingError: if it is incomplete, or not a table of Plimsoll.
     """
     with path.open("rb+" if access == "write" else "rb") as file:
         try:
@@ -141,7 +143,7 @@ def open_table(path: Path, access: Access = "read") -> Table:
 
 
 def is_table(head: bytes) -> bool:
-    """Whether a file that begins with ``head`` is a table."""
+    """Return whether a file that begins with ``head`` is a table."""
     length = int.from_bytes(head[:_LENGTH_BYTES], "little")
     return f'"{KIND}"'.encode() in head[_LENGTH_BYTES : _LENGTH_BYTES + length]
 
@@ -156,7 +158,7 @@ def _shapes(num_words: int, num_bytes: int, dimension: int, precision: str) -> d
 
 
 def _header(shapes: dict[str, tuple[tuple[int, ...], str]]) -> tuple[bytes, int]:
-    """Return the head of a safetensors file, and how many bytes follow it."""
+    """Return the header of a safetensors file, and the number of bytes after it."""
     entries: dict[str, Any] = {"__metadata__": {"format": KIND}}
     end = 0
     for name, (shape, kind) in shapes.items():
@@ -168,16 +170,19 @@ def _header(shapes: dict[str, tuple[tuple[int, ...], str]]) -> tuple[bytes, int]
 
 
 def _read_header(mapped: mmap.mmap, path: Path) -> tuple[dict[str, Any], int]:
-    """Return what the file says of its tensors, and where their bytes begin."""
+    """Return the header's entries for the tensors, and the offset of the data."""
     begin = _LENGTH_BYTES + int.from_bytes(mapped[:_LENGTH_BYTES], "little")
     try:
         entries = json.loads(mapped[_LENGTH_BYTES:begin])
         kind = entries.pop("__metadata__", {}).get("format")
         end = begin + max(entry["data_offsets"][1] for entry in entries.values())
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise EmbeddingError(f"{path} has no header of a safetensors file: make it again") from None
+        raise EmbeddingError(f"{path} has no safetensors header: make it again") from None
     if kind != KIND or set(entries) != {*Table._fields} - {"path"}:
-        raise EmbeddingError(f"{path} holds {', '.join(sorted(entries))} and is no table of word vectors: give one")
+        raise EmbeddingError(
+            f"{path} holds {', '.join(sorted(entries))} and is not a table of word vectors: give a table that Plimsoll "
+            "wrote"
+        )
     if end > len(mapped):
         raise EmbeddingError(f"{path} is cut off: it has {len(mapped):,} bytes of {end:,}; make it again")
     return entries, begin

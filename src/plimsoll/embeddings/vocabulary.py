@@ -1,9 +1,9 @@
-"""The words that vectors are wanted for, in the order of the rows they get, and how often each is used.
+"""The words of a table of vectors in row order, and how often each word is used.
 
-From a file with a word per line (a tab and more may follow: BERT's ``vocab.txt``, counts), a tokenizer, counted words,
-or any iterable. The row of a line is its number, counted from 0; an empty one stands for no word. Rows of a tokenizer
-are its ids; a token that begins a word (``Ġthe``, ``▁the``) stands for that word, one that goes on inside of a word
-(``##ing``) or is special for none.
+Sources are a file with a word per line (ignoring a tab and the text after it: BERT's ``vocab.txt``, counts), a
+tokenizer, counted words, or any iterable. In a file, rows are line numbers from 0, and an empty line is a row without a
+word. In a tokenizer, rows are ids. A token that begins a word (``Ġthe``, ``▁the``) stands for that word. A token that
+continues a word (``##ing``) and a special token stand for no word.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from plimsoll.errors import EmbeddingError
 
 PADDING, UNKNOWN = "<pad>", "<unk>"
-_BYTES_BEGIN, _SPACE = "Ġ", "▁"  # a space, as byte-level BPE and SentencePiece spell it
-_MARKED_SHARE = 0.05  # of the tokens of a tokenizer that does not say how it spells
+_BYTES_BEGIN, _SPACE = "Ġ", "▁"  # the space in byte-level BPE and in SentencePiece
+_MARKED_SHARE = 0.05  # share of tokens that shows the prefix, if the tokenizer does not describe it
 _INSIDE = "##"
 _MOST_EMPTY_ROWS = 10_000
 
@@ -34,9 +34,9 @@ class Vocabulary:
     """Words, one per row.
 
     Attributes:
-        words: the word of each row; ``None``: the row stands for no word.
-        name: where they are from, for messages.
-        counts: how often each is used; ``None``: not known.
+        words: the word of each row; ``None`` for a row without a word.
+        name: the source of the words, for messages.
+        counts: the number of uses of each word; ``None`` if unknown.
         padding: the row that stays zero, if any.
         num_other_tokens: uses of words that have no row.
     """
@@ -52,21 +52,22 @@ class Vocabulary:
 
     @cached_property
     def key(self) -> str:
-        """A hash of everything a row depends on."""
+        """A hash of all values that determine the rows."""
         return hashlib.sha256(json.dumps([self.padding, *self.words]).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def vocabulary_of(source: Any, padding: str | None = None) -> Vocabulary:
-    """Make the vocabulary of whatever names words.
+    """Make a vocabulary from any source of words.
 
     Args:
         source: a path to a file with a word per line or to a ``tokenizer.json``; a tokenizer of ``tokenizers`` or
-            ``transformers``; a ``collections.Counter``; a dictionary from words to their rows; a `Vocabulary`; or an
-            iterable of words that has an order.
-        padding: the word whose row is for padding; it must be one of them.
+            ``transformers``; a ``collections.Counter``; a dictionary from words to rows; a `Vocabulary`; or an ordered
+            iterable of words.
+        padding: the word whose row is for padding; it must be one of the words.
 
     Raises:
-        EmbeddingError: if there are no words, one occurs twice, they have no order, or ``padding`` is none of them.
+        EmbeddingError: if there are no words, a word occurs twice, the words have no order, or ``padding`` is not one
+            of them.
     """
     if isinstance(source, Vocabulary):
         return source if padding is None else replace(source, padding=_row_of(padding, source.words, source.name))
@@ -86,12 +87,12 @@ def vocabulary_of(source: Any, padding: str | None = None) -> Vocabulary:
 
 
 def _by_row(rows: Mapping[str, Any]) -> list[str | None]:
-    """Return the words by their rows, which are the values."""
+    """Return the words in the order of their rows, which are the values."""
     numbers = list(rows.values())
     if not all(isinstance(number, int) and number >= 0 for number in numbers) or len({*numbers}) != len(numbers):
         raise EmbeddingError(
-            f"a dictionary of {len(rows):,} words whose values are not their rows, each another: give a list, or a "
-            "collections.Counter of how often each is used"
+            f"a dictionary of {len(rows):,} words needs a different row number as the value of each word: give a "
+            "list, or a collections.Counter of how often each is used"
         )
     if numbers and max(numbers) > 2 * len(numbers) + _MOST_EMPTY_ROWS:
         raise EmbeddingError(
@@ -104,16 +105,16 @@ def _by_row(rows: Mapping[str, Any]) -> list[str | None]:
 
 
 def of_counts(counts: Iterable[tuple[str, int]], name: str, max_words: int | None, min_count: int) -> Vocabulary:
-    """Make the vocabulary of counted words: a row for padding, one for unknown words, then the most frequent first.
+    """Make a vocabulary from counted words: padding, the unknown word, then words by falling count.
 
     Args:
-        counts: words and how often each is used, the most frequent first.
-        name: where they are from.
-        max_words: most words; ``None``: all.
-        min_count: words used less often are unknown words.
+        counts: words with their counts, most frequent first.
+        name: the source of the words.
+        max_words: maximum number of words; ``None``: no maximum.
+        min_count: words used less often count as unknown.
 
     Raises:
-        EmbeddingError: if no word is left.
+        EmbeddingError: if no words remain.
     """
     words: list[str | None] = [PADDING, UNKNOWN]
     uses, others = [0, 0], 0
@@ -130,20 +131,20 @@ def of_counts(counts: Iterable[tuple[str, int]], name: str, max_words: int | Non
 
 
 def of_tokenizer(tokenizer: Any, name: str, padding: str | None = None) -> Vocabulary:
-    """Make the vocabulary of a tokenizer, a row per id.
+    """Make a vocabulary from a tokenizer, with one row per id.
 
     Args:
-        tokenizer: one of ``tokenizers`` or ``transformers``.
-        name: where it is from.
-        padding: the token whose row is for padding; ``None``: what the tokenizer says, if it does.
+        tokenizer: a tokenizer of ``tokenizers`` or ``transformers``.
+        name: the source of the tokenizer.
+        padding: the token whose row is for padding; ``None``: the tokenizer's padding token, if it has one.
 
     Raises:
-        EmbeddingError: if it has no tokens, or ``padding`` is none of them.
+        EmbeddingError: if it has no tokens, or ``padding`` is not one of them.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     ids: dict[str, int] = tokenizer.get_vocab()
     if not ids:
-        raise EmbeddingError(f"{name} has 0 tokens: give one that is trained")
+        raise EmbeddingError(f"{name} has 0 tokens: give a trained tokenizer")
     words: list[str | None] = [None] * (1 + max(ids.values()))
     begin = _begin_of_words(backend, ids)
     for token, number in ids.items():
@@ -154,12 +155,14 @@ def of_tokenizer(tokenizer: Any, name: str, padding: str | None = None) -> Vocab
     said = getattr(backend, "padding", None) or {}
     padding = padding or getattr(tokenizer, "pad_token", None) or said.get("pad_token")
     if padding is not None and padding not in ids:
-        raise EmbeddingError(f"{padding!r} is no token of {name}: name one of its tokens as padding, or leave it out")
+        raise EmbeddingError(
+            f"{padding!r} is not a token of {name}: name one of its tokens as padding, or leave it out"
+        )
     return Vocabulary(words, name, padding=None if padding is None else ids[padding])
 
 
 def said_padding(path: Path) -> str | None:
-    """Return the token for padding that is named beside a tokenizer: in its folder, or that of its file."""
+    """Return the padding token from the configuration files in a tokenizer's folder; ``None`` if not found."""
     folder = path if path.is_dir() else path.parent
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
@@ -172,7 +175,7 @@ def said_padding(path: Path) -> str | None:
 
 
 def _begin_of_words(backend: Any, ids: Mapping[str, int]) -> str | None:
-    """Return what tokens that begin a word begin with; ``None``: nothing tells them from others."""
+    """Return the prefix of tokens that begin a word; ``None`` if the tokenizer has no such prefix."""
     parts = [getattr(backend, name, None) for name in ("decoder", "pre_tokenizer", "normalizer")]
     described = " ".join(repr(part) for part in parts if part is not None)
     if described:
@@ -195,7 +198,7 @@ def _word_of(token: str, begin: str | None) -> str | None:
 
 
 def _spelled(token: str) -> str:
-    """Undo the spelling of GPT-2, in which each byte is a letter."""
+    """Return a token of byte-level BPE as text: GPT-2 writes each byte as a letter."""
     from tokenizers.decoders import ByteLevel
 
     spelled: str = ByteLevel().decode([token])
@@ -225,7 +228,7 @@ def _from_tokenizer_file(file: Path, padding: str | None) -> Vocabulary:
     try:
         backend = tokenizers.Tokenizer.from_buffer(file.read_bytes())
     except ValueError as error:
-        raise EmbeddingError(f"{file} is no tokenizer of the `tokenizers` library ({error}): give another") from None
+        raise EmbeddingError(f"{file} is not a tokenizer of the `tokenizers` library ({error}): give another") from None
     return of_tokenizer(backend, str(file), padding or said_padding(file))
 
 
@@ -246,5 +249,5 @@ def _of_words(
 
 def _row_of(padding: str, words: Sequence[str | None], name: str) -> int:
     if padding not in words:
-        raise EmbeddingError(f"{padding!r} is none of the words of {name}: add it, or leave padding out")
+        raise EmbeddingError(f"{padding!r} is not one of the words of {name}: add it, or leave padding out")
     return words.index(padding)

@@ -1,7 +1,7 @@
-"""Which rows of a table wait for which words of a file, and what they got so far.
+"""The rows of a table that wait for words of a file, and the words they have got so far.
 
-A row waits for its word as it is written, then in lower case, then capitalised: the first of these that the file has
-wins, wherever it stands; among equal words the first in the file.
+A row waits for its word as written, in lower case, and capitalised. The first of these forms that the file has is used,
+wherever it is in the file. Of equal words, the first in the file is used.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 EXACT, LOWER, CAPITALISED, BUILT, MISSING, NO_WORD, PADDING = range(7)
-"""Where a row has its vector from: one of the forms of its word, parts of it, or not the file."""
-_FORMS = 3  # of a word: the first three of these
+"""The source of a row's vector: a form of its word, parts of the word, or not the file."""
+_FORMS = 3  # the number of forms of a word: the first three above
 
 
 class Pairs(NamedTuple):
     """Rows and the words of a block that they take: ``rows[i]`` takes word ``indexes[i]``.
 
-    ``refused`` are the words that rows would have taken, had they a vector; ``again`` those that were there before.
+    ``refused`` are the indexes of words that rows would have taken if they had a usable vector. ``again`` are words
+    that occurred before.
     """
 
     rows: NDArray[np.int64]
@@ -33,12 +34,11 @@ class Wanted:
     """The rows of a table.
 
     Attributes:
-        state: where each row has its vector from, as far as the file has been read.
-        words: what may be looked for in a file, as bytes.
+        state: the source of each row's vector, for the part of the file read so far.
     """
 
     def __init__(self, words: Sequence[str | None], padding: int | None, ignores_case: bool) -> None:
-        self._keys: dict[bytes, int | list[int]] = {}  # row * _FORMS + form of each row that waits for a word
+        self._keys: dict[bytes, int | list[int]] = {}  # row * _FORMS + form of each waiting row
         self.state = np.full(len(words), MISSING, np.uint8)
         for row, word in enumerate(words):
             if row == padding:
@@ -60,25 +60,25 @@ class Wanted:
 
     @property
     def words(self) -> Collection[bytes]:
-        """What may be looked for in a file."""
+        """The words to search for in a file, as bytes."""
         return self._keys.keys()
 
     def _takers(self, word: bytes) -> list[tuple[int, int]]:
-        """Return the rows that would take a word, and as which form."""
+        """Return the rows that would take a word, and its form for each row."""
         codes = self._keys.get(word, [])
         pairs = (divmod(code, _FORMS) for code in (codes if isinstance(codes, list) else [codes]))
         return [(row, form) for row, form in pairs if form < self.state[row] < NO_WORD]
 
     def open_words(self, words: Sequence[bytes]) -> NDArray[np.int64]:
-        """Return the indexes of the words that a row would take; it may be asked while others are given."""
+        """Return the indexes of the words that a row would take. Thread-safe during `give`."""
         return np.array([index for index, word in enumerate(words) if self._takers(word)], np.int64)
 
     def give(self, words: Sequence[bytes], is_usable: NDArray[np.bool_]) -> Pairs:
-        """Give the words of a block, in the order of the file, to the rows that take them.
+        """Assign the words of a block, in file order, to the rows that take them.
 
         Args:
-            words: some words of a block.
-            is_usable: whether each has a vector; of one that has none, the next of its kind is taken.
+            words: words of a block.
+            is_usable: whether each word has a valid vector. If not, a later occurrence of the word is taken.
         """
         taken: dict[int, int] = {}
         refused, again = set(), []

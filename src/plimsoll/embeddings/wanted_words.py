@@ -1,4 +1,4 @@
-"""Which words' vectors are wanted: those of a file, of a tokenizer, or the ones that texts use.
+"""The words whose vectors are wanted: words of a file, of a tokenizer, or of texts.
 
 WantedWords(corpus=("corpus/*.txt",), min_count=3).vocabulary_in(cache)
 """
@@ -21,15 +21,15 @@ from plimsoll.records.job import Job
 
 @dataclass(frozen=True)
 class WantedWords:
-    """Says in one of three ways which words are wanted.
+    """The wanted words, given by one of ``vocabulary``, ``tokenizer`` and ``corpus``.
 
     Args:
         vocabulary: a file with a word per line.
-        tokenizer: a tokenizer's file, or its folder.
-        corpus: texts (files, folders, patterns), or a job file: their words are counted.
-        changes: ``a.b=c`` of how a corpus is read.
-        min_count: of a corpus, words used less are left out.
-        max_words: of a corpus, only so many, the most frequent.
+        tokenizer: a tokenizer's file or folder.
+        corpus: texts (files, folders, patterns), or a job file. Their words are counted.
+        changes: ``a.b=c`` settings for reading a corpus.
+        min_count: of a corpus, leave out words used less often.
+        max_words: of a corpus, keep at most this number of words, the most frequent ones.
         padding: the word whose row is zeros.
     """
 
@@ -42,10 +42,10 @@ class WantedWords:
     padding: str | None = None
 
     def vocabulary_in(self, cache: Path | None = None, progress: Progress = silent) -> Vocabulary:
-        """Return the words of whichever option names them; the index of a corpus is kept in ``cache``.
+        """Return the wanted words. The index of a corpus is cached in ``cache``.
 
         Raises:
-            EmbeddingError: if not exactly one does.
+            EmbeddingError: if not exactly one source is given.
             DataError: if a corpus or a tokenizer cannot be used.
         """
         self._check()
@@ -66,11 +66,13 @@ class WantedWords:
         progress: Progress = silent,
         **options: Any,
     ) -> SubsetFacts:
-        """Take the rows of the words from a file of word vectors, and write them to ``output``, if it is given.
+        """Take the rows of the words from a file of word vectors, and write them to ``output`` if it is given.
+
+        ``options`` are options of `plimsoll.embeddings.subsets.take_subset`.
 
         Raises:
-            EmbeddingError: see `vocabulary_in`, `plimsoll.embeddings.subsets.take_subset`, which has the ``options``,
-                and `plimsoll.embeddings.conversion.export`.
+            EmbeddingError: see `vocabulary_in`, `plimsoll.embeddings.subsets.take_subset` and
+                `plimsoll.embeddings.conversion.export`.
             OutputError: if the output or the cache cannot be written.
         """
         found = take_subset(vectors, self.vocabulary_in(cache, progress), cache=cache, progress=progress, **options)

@@ -1,11 +1,11 @@
-"""The nouns: frozen, torch-free values, each a JSON file with a kind and a schema version; one module per stage."""
+"""Records: frozen, torch-free values, each a JSON file with a kind and a schema version. One module per stage."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 
 class Shown:
-    """Something a notebook shows as HTML, where ``to_html`` knows it; else as its text."""
+    """A value that a notebook shows as HTML if ``to_html`` supports it, and as its text otherwise."""
 
     to_html: ClassVar[Callable[[Any], str | None] | None] = None
 

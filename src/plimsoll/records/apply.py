@@ -1,4 +1,4 @@
-"""What `plimsoll apply` did: the rows, how they were computed, and what it took."""
+"""The result of `plimsoll apply`: the rows, the settings, and the time and memory used."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from plimsoll.records.base import Record
 from plimsoll.records.run import OomEvent
 
 Dtype = Literal["stored", "fp32", "bf16", "fp16"]
-"""What weights can be of."""
+"""The data types of weights; ``stored`` means the type in the checkpoint."""
 
 
 class ApplyFacts(Record):
-    """A model applied to the rows of a file; counts are of all of them, also of those before a resume.
+    """The result of applying a model to the rows of a file. Counts include rows from before a resume.
 
-    What is measured (seconds, passes, padding, errors of memory, the peak) is of this process alone, which did the
-    ``num_new_rows`` behind ``first_row``. ``faults`` are the reasons of the first rows that have no result.
+    Measurements (seconds, passes, padding, out-of-memory errors, peak) are of this process alone. It processed the
+    ``num_new_rows`` rows after ``first_row``. ``faults`` are the reasons of the first rows without a result.
     """
 
     record_kind: ClassVar[str] = "apply"

@@ -1,6 +1,7 @@
-"""What a job does to its training samples as they are read, as `job.yaml` has it: see `docs/data/augmentation.md`.
+"""The augmentation settings of a job: changes to training samples as they are read. See `docs/data/augmentation.md`.
 
-Covers the values; it does NOT check that the table or the function exist: that is said where they are opened.
+The values are checked here. Does NOT check that the table or the function exists: that error is raised when it is
+opened.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ DEFAULT_SYNONYM = 0.1  # the share of words that EDA replaces: Wei and Zou 2019,
 
 
 class Augmentation(Frozen):
-    """Probabilities for each token or word; another draw for each sample and epoch.
+    """Probabilities per token or word, drawn anew for each sample and epoch.
 
-    On tokens: ``mask`` puts the mask token in their place, ``delete`` leaves them out, ``swap`` moves them behind one
-    of the next ``swap_distance`` (1: neighbours trade places), ``token_function`` is called last. On words, before the
-    text is tokenized: ``synonym`` takes another word from the table ``synonyms``, ``delete_word`` and ``swap_word`` as
-    for tokens, and ``function`` is called last. Functions are named ``module:function``.
+    On tokens: ``mask`` replaces them by the mask token, ``delete`` removes them, and ``swap`` moves them behind one of
+    the next ``swap_distance`` tokens (1: neighbours are exchanged). ``token_function`` is called last.
+
+    On words, before the text is tokenized: ``synonym`` replaces them by another word from the table ``synonyms``.
+    ``delete_word`` and ``swap_word`` work as for tokens, and ``function`` is called last. Functions are named
+    ``module:function``.
     """
 
     mask: Probability = 0.0
@@ -52,15 +55,15 @@ class Augmentation(Frozen):
 
     @property
     def synonym_share(self) -> float:
-        """The probability that a word of the table is replaced: 0 without a table."""
+        """The probability that a word of the table is replaced; 0 without a table."""
         return 0.0 if self.synonyms is None else DEFAULT_SYNONYM if self.synonym is None else self.synonym
 
     @property
     def changes_tokens(self) -> bool:
-        """Whether anything is done to tokens."""
+        """True if any token can change."""
         return bool(self.mask or self.delete or self.swap or self.token_function)
 
     @property
     def changes_text(self) -> bool:
-        """Whether anything is done to the text before it is tokenized, so that it must be tokenized as it is read."""
+        """True if the text can change before tokenization, so that it must be tokenized as it is read."""
         return bool(self.synonym_share or self.delete_word or self.swap_word or self.function)

@@ -1,8 +1,9 @@
-"""What every record is: frozen, torch-free, and a JSON file with a kind and a schema version.
+"""The base classes of records: frozen, torch-free values that are JSON files with a kind and a schema version.
 
     {"record": "run", "schema": 1, ...fields...}
 
-A record of an unknown kind, a newer schema or with a missing or extra field is refused by name; nothing is guessed.
+A record of an unknown kind, with a newer schema, or with a missing or extra field is refused by name. Nothing is
+guessed.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from plimsoll.records.former import renamed, warn_of_former
 
 
 class Frozen(BaseModel):
-    """A value: compared by content, never changed, no field beyond the declared ones."""
+    """An immutable value that is compared by content and accepts declared fields only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="constants")
 
 
 class FormerNames(Frozen):
-    """A value whose file may have former names of fields; ``former_names`` maps them to today's."""
+    """A value whose file may use former field names. ``former_names`` maps them to current names."""
 
     former_names: ClassVar[Mapping[str, str]]
 
@@ -39,7 +40,7 @@ class FormerNames(Frozen):
     def _with_names_of_today(cls, fields: Any) -> Any:
         return renamed(fields, cls.former_names) if isinstance(fields, dict) else fields
 
-    if not TYPE_CHECKING:  # which would take every name for one that is there
+    if not TYPE_CHECKING:  # with __getattr__, mypy would accept every attribute name
 
         def __getattr__(self, name: str) -> Any:
             today = type(self).former_names.get(name)
@@ -50,12 +51,12 @@ class FormerNames(Frozen):
 
 
 class Record(Frozen, Shown):
-    """A value that can be a file of its own."""
+    """A value that can be stored as a file."""
 
     record_kind: ClassVar[str]
     schema_version: ClassVar[int] = 1
     also_reads: ClassVar[frozenset[int]] = frozenset()
-    """Earlier schema versions whose files are read as well."""
+    """Earlier schema versions that can be read, too."""
     former_kind: ClassVar[str | None] = None
 
     def to_json(self) -> str:
@@ -65,7 +66,11 @@ class Record(Frozen, Shown):
 
     @classmethod
     def from_json(cls, text: str, source: str = "record") -> Self:
-        """Read a record back.
+        """Read a record from JSON text.
+
+        Args:
+            text: a JSON object, as from `to_json`.
+            source: the name of the text in error messages, such as its path.
 
         Raises:
             RecordError: if the text is not JSON, is another kind of record, has another schema version or wrong fields.
@@ -78,7 +83,8 @@ class Record(Frozen, Shown):
         if not isinstance(fields, dict) or fields.get("record") not in kinds:
             found = fields.get("record") if isinstance(fields, dict) else type(fields).__name__
             raise RecordError(
-                f"{source} holds a record of kind {found!r}, but {cls.record_kind!r} is needed here: give that file"
+                f"{source} holds a record of kind {found!r}, but {cls.record_kind!r} is needed here: give "
+                "a file of that kind"
             )
         if fields.get("schema") not in {cls.schema_version, *cls.also_reads}:
             raise RecordError(
@@ -120,22 +126,22 @@ class Record(Frozen, Shown):
 
 
 def cache_folder() -> Path:
-    """Return the folder for what can be made again."""
+    """Return the cache folder: ``PLIMSOLL_CACHE``, else ``plimsoll`` in the XDG cache or the temporary folder."""
     if own := os.environ.get("PLIMSOLL_CACHE"):
         return Path(own)
     if usual := os.environ.get("XDG_CACHE_HOME"):
         return Path(usual) / "plimsoll"
     try:
         return Path.home() / ".cache" / "plimsoll"
-    except RuntimeError:  # a user without a home, as containers have them
+    except RuntimeError:  # the user has no home folder, as in some containers
         return Path(tempfile.gettempdir()) / f"plimsoll-{os.getuid()}"
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk.
+    """Flush a file, or the entries of a folder, to the disk.
 
     Raises:
-        OSError: if the disk cannot take them.
+        OSError: if the disk cannot write it.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -147,19 +153,23 @@ def sync(path: Path) -> None:
 _WAYS_OUT = {
     errno.ENOENT: ", or make the folder",
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ", or free some space"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), ", or allow writing there"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), ", or change its permissions"),
 }
 
 
 def write_atomically(path: Path, content: bytes | Iterable[bytes], option: str = "--out", mode: int = 0o666) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new, never a part.
+    """Write a file atomically: readers and crashes see the old content or the new content, never a part.
 
-    The content, as a whole or part by part, goes to a temporary name in the same folder, is synced to the disk, and is
-    then renamed. ``option`` is what a user chooses the place with, for the message; ``mode`` says who may read it, as
-    far as the umask lets them.
+    The content goes to a temporary file in the same folder, which is flushed to the disk and then renamed.
+
+    Args:
+        path: the file to write.
+        content: bytes, or an iterable of chunks.
+        option: the command-line option that sets the path, for the error message.
+        mode: permission bits of the file, before the umask.
 
     Raises:
-        OutputError: if the folder cannot be written or the disk is full; the old file is then untouched.
+        OutputError: if the folder cannot be written or the disk is full. The old file is then unchanged.
     """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
@@ -172,6 +182,6 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes], option: str =
         remedy = _WAYS_OUT.get(error.errno or 0, "")
         raise OutputError(f"cannot write {path}: {error.strerror}; give another {option}{remedy}") from error
     finally:
-        # It has been renamed, or nothing can be removed where nothing can be written.
+        # After the rename the file is missing; after a failed write it may be impossible to delete.
         with contextlib.suppress(OSError):
             temporary.unlink()

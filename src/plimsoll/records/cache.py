@@ -1,4 +1,4 @@
-"""What lies in the cache folder, by kind."""
+"""The content of the cache folder, by kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plimsoll.records.base import Frozen, Record
 
 
 class CachedKind(Frozen):
-    """Files of one kind; ``used_seconds`` is when the last of them was read or written, in seconds since 1970."""
+    """Files of one kind. ``used_seconds`` is the time of the last read or write, in seconds since 1970."""
 
     name: str
     num_files: int
@@ -17,9 +17,9 @@ class CachedKind(Frozen):
 
 
 class CacheContents(Record):
-    """Everything in a cache folder; ``most_bytes`` is what predictions, plans, baselines and traces take in all.
+    """The content of a cache folder. ``most_bytes`` limits the total of predictions, plans, baselines and traces.
 
-    ``is_removed``: it is what was there before it was removed.
+    With ``is_removed``, it is the content before it was deleted.
     """
 
     record_kind: ClassVar[str] = "cache"

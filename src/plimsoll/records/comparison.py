@@ -1,6 +1,6 @@
-"""How a predicted trace and a measured one differ: in the peak, at the first op that does, and in what is alive then.
+"""Differences between a predicted trace and a measured trace: in the peak, at the first differing op, and by module.
 
-``Calibration`` is what was learned from a target's measured runs, kept in a file between runs.
+``Calibration`` stores corrections learned from measured runs, by kind of target.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from plimsoll.records.trace import Category
 
 
 class Counters(Frozen):
-    """What the device counted while a training was recorded; the recorder itself sees the storages only.
+    """Values that the device counted while a training was recorded; the recorder itself sees only storages.
 
-    On CUDA ``peak_bytes`` is what torch's allocator had given out and ``reserved_bytes`` its segments, at their peaks;
-    on the CPU they are private memory and what ``RLIMIT_DATA`` counts. ``baseline_bytes`` was in use before the
-    training. ``samples`` are seconds since the beginning and bytes in use.
+    On CUDA, ``peak_bytes`` and ``reserved_bytes`` are the peaks of allocated and reserved memory. On the CPU they are
+    the peaks of private memory and of the memory that ``RLIMIT_DATA`` counts. ``baseline_bytes`` was in use before the
+    training. ``samples`` are pairs of seconds since the start and bytes in use.
     """
 
     device: str
@@ -30,7 +30,7 @@ class Counters(Frozen):
 
 
 class Side(Frozen):
-    """The peak of one trace: its bytes, by category, and the moment."""
+    """The peak of one trace: its bytes, in total and by category, and its moment."""
 
     peak_bytes: int
     parts: dict[Category, int]
@@ -45,9 +45,9 @@ class Block(Frozen):
 
 
 class Difference(Frozen):
-    """An op at which two traces are not alike: what only one of them allocated or gave back at it.
+    """An op at which two traces differ: the storages that only one of them allocated or freed.
 
-    ``row`` is the op's row in the trace it is in, the predicted one if it is in both.
+    ``row`` is the op's row in its trace; in the predicted trace, if the op is in both.
     """
 
     row: int
@@ -61,7 +61,7 @@ class Difference(Frozen):
 
 
 class Group(Frozen):
-    """What one op of one module has alive at the peak of each trace, in one category."""
+    """Bytes in one category that one op of one module has alive at the peak of each trace."""
 
     op: str
     module: str
@@ -71,15 +71,15 @@ class Group(Frozen):
 
     @property
     def difference_bytes(self) -> int:
-        """Bytes that were measured beyond those predicted."""
+        """The measured bytes minus the predicted bytes."""
         return self.measured_bytes - self.predicted_bytes
 
 
 class Comparison(Record):
-    """A prediction against a measurement of the same training.
+    """A comparison of a prediction with a measurement of the same training.
 
-    ``groups`` are those that differ, the largest first; all of them (``num_groups``) add up to the difference of the
-    peaks. ``num_differing_ops`` counts ops that allocated or freed otherwise, also those in one trace only.
+    ``groups`` lists the groups that differ, largest first. All ``num_groups`` groups add up to the difference of the
+    peaks. ``num_differing_ops`` counts ops that allocated or freed different storages, including ops in only one trace.
     """
 
     record_kind: ClassVar[str] = "comparison"
@@ -96,22 +96,22 @@ class Comparison(Record):
 
     @property
     def is_equal(self) -> bool:
-        """Whether the peaks are equal to the byte."""
+        """True if the peaks are equal to the byte."""
         return self.predicted.peak_bytes == self.measured.peak_bytes
 
     @property
     def error_bytes(self) -> int:
-        """Bytes by which the measured peak is above the predicted one."""
+        """The measured peak minus the predicted peak."""
         return self.measured.peak_bytes - self.predicted.peak_bytes
 
     @property
     def relative_error(self) -> float:
-        """The error as a share of the measured peak; 0 where nothing was measured."""
+        """The error as a share of the measured peak; 0 if nothing was measured."""
         return self.error_bytes / self.measured.peak_bytes if self.measured.peak_bytes else 0.0
 
 
 class Learned(Frozen):
-    """The mean and the range of one number over the runs it was measured in."""
+    """The mean and range of a value over the runs that measured it."""
 
     num_runs: int = Field(ge=1)
     mean: float
@@ -119,7 +119,7 @@ class Learned(Frozen):
     high: float
 
     def with_run(self, value: float) -> Learned:
-        """Return what is known after one more run."""
+        """Return the values updated with one more run."""
         num_runs = self.num_runs + 1
         return Learned(
             num_runs=num_runs,
@@ -130,13 +130,15 @@ class Learned(Frozen):
 
 
 class Target(Frozen):
-    """What was learned from the measured runs on one kind of target.
+    """The corrections learned from measured runs on one kind of target. ``None`` means not known yet.
 
-    ``None`` is not known yet. ``live_ratio`` is measured over predicted peak of live bytes. The other two need
-    counters: ``baseline_bytes`` is what was in use before the training, ``beyond_ratio`` what the process took on top
-    of that, over the measured peak of live bytes: the allocator's rounding and kept blocks, and what kernels and
-    libraries hold. ``step_ratios`` are measured over predicted seconds of a step, and ``peak_ratios`` of the process's
-    peak, by the techniques that were in force, in order and joined by ``+`` (a micro-batch does not count).
+    ``live_ratio`` is the ratio of measured to predicted peak of live bytes. The next two need counters.
+    ``baseline_bytes`` is the memory in use before the training. ``beyond_ratio`` is the additional memory of the
+    process, divided by the measured peak of live bytes. It covers the allocator's rounding and cached blocks, kernels
+    and libraries.
+
+    ``step_ratios`` and ``peak_ratios`` are ratios of measured to predicted step time and peak of the process. Their
+    keys are the names of the techniques in order, joined by ``+``, without the micro-batch.
     """
 
     live_ratio: Learned | None = None
@@ -147,7 +149,7 @@ class Target(Frozen):
 
 
 class Calibration(Record):
-    """What was learned from runs about predictions, by the kind of target they were lowered to."""
+    """Corrections of predictions that were learned from runs, by kind of target."""
 
     record_kind: ClassVar[str] = "calibration"
 

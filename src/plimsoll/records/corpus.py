@@ -1,4 +1,4 @@
-"""What `plimsoll data` says: of a corpus, of its tokens, of the samples they make, and of how fast they are fed."""
+"""The output of `plimsoll data`: facts about a corpus, its tokens and samples, and the speed of reading them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from plimsoll.records.base import Frozen, Record
 
 
 class LabelCount(Frozen):
-    """How many texts are of one class."""
+    """The number of texts of one class."""
 
     name: str
     num_texts: int
 
 
 class TagCount(Frozen):
-    """How many words have one tag."""
+    """The number of words with one tag."""
 
     name: str
     num_words: int
 
 
 class CorpusFacts(Record):
-    """A corpus that is indexed; ``skipped`` names the first 100 files and rows that were left out, with the reason.
+    """An indexed corpus. ``skipped`` lists the first 100 files and rows that were left out, with reasons.
 
-    ``num_hidden`` hidden files and folders, below the folders that were given, are left out, too, and not among these.
+    ``num_hidden`` hidden files and folders below the given folders are left out, too, and not counted as skipped.
     """
 
     record_kind: ClassVar[str] = "corpus"
@@ -44,7 +44,7 @@ class CorpusFacts(Record):
 
 
 class TokenFacts(Record):
-    """A corpus that is tokenized; ``seconds`` are of tokenizing, and next to nothing where the cache had the tokens."""
+    """A tokenized corpus. ``seconds`` is the time of tokenizing, almost 0 if the tokens were in the cache."""
 
     record_kind: ClassVar[str] = "tokens"
 
@@ -59,9 +59,9 @@ class TokenFacts(Record):
 
 
 class Filling(Frozen):
-    """One way to make samples of the texts, and what of a batch is padding then.
+    """A way to make samples from the texts, and the padding in its batches.
 
-    ``num_dropped_tokens`` are seen in no epoch; ``num_long_texts`` were cut or truncated.
+    ``num_dropped_tokens`` tokens are used in no epoch; ``num_long_texts`` texts were cut or truncated.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Filling(Frozen):
 
 
 class Inspection(Record):
-    """What is in a corpus and what becomes of it as samples of ``sequence_length`` tokens.
+    """The content of a corpus and its samples of ``sequence_length`` tokens.
 
-    Lengths are in tokens, those around a text not counted, of ``num_seen_texts``: all of them, or evenly drawn ones.
-    ``special_tokens`` are those that the tokenizer puts around a text; ``num_borders``: between sentences or paragraphs
-    of the texts seen, where windows are to end at these.
+    Lengths are in tokens, without the special tokens around a text. They are from ``num_seen_texts`` texts: all texts,
+    or an even sample. ``special_tokens`` are the tokens that the tokenizer adds around a text. ``num_borders`` is the
+    number of sentence or paragraph borders in the texts seen, if windows should end there.
     """
 
     record_kind: ClassVar[str] = "data-inspection"
@@ -101,7 +101,7 @@ class Inspection(Record):
 
 
 class Rate(Frozen):
-    """How fast one stage goes. ``private_bytes`` is the most its processes used at once; ``None`` if not watched."""
+    """The speed of one stage. ``private_bytes`` is the peak of its processes together; ``None`` if not measured."""
 
     stage: str
     detail: str
@@ -111,7 +111,7 @@ class Rate(Frozen):
 
 
 class FeedRates(Record):
-    """How fast a corpus is read, tokenized and fed on this machine; ``notes`` say what was left out, and why."""
+    """The speed of reading, tokenizing and loading a corpus on this machine. ``notes`` list stages left out."""
 
     record_kind: ClassVar[str] = "data-bench"
 

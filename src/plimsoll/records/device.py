@@ -1,4 +1,4 @@
-"""What a machine has and how much of it a run may use."""
+"""The memory and speed of a machine, and the part of the memory that a run may use."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from plimsoll.records.units import parse_bytes
 
 
 class Limit(Frozen):
-    """One bound on memory and where it comes from, e.g. ``cgroup v2 memory.max`` or ``RLIMIT_DATA``."""
+    """A limit on memory and its source, such as ``cgroup v2 memory.max`` or ``RLIMIT_DATA``."""
 
     source: str
     bytes: int
 
 
 class MemoryUse(Frozen):
-    """What one process uses of one device's memory at one moment, in bytes.
+    """The memory that one process uses on one device at one moment, in bytes.
 
-    On the CPU ``used_bytes`` is private memory (RssAnon) and ``reserved_bytes`` what RLIMIT_DATA counts (VmData); on
-    CUDA they are the allocator's allocated and reserved bytes. ``others_bytes`` is what other processes hold of the
-    same device; ``None`` where it cannot be known.
+    On the CPU, ``used_bytes`` is private memory (RssAnon) and ``reserved_bytes`` the memory that RLIMIT_DATA counts
+    (VmData). On CUDA they are the allocator's allocated and reserved bytes. ``others_bytes`` is the memory of other
+    processes on the same device; ``None`` if unknown.
     """
 
     used_bytes: int
@@ -33,7 +33,7 @@ class MemoryUse(Frozen):
 
 
 class Device(Record):
-    """A device as it really is: the capacity is the smallest of the hardware and every limit on this process."""
+    """The state of a device. ``capacity_bytes`` is the minimum of the hardware and all limits on this process."""
 
     record_kind: ClassVar[str] = "device"
 
@@ -51,7 +51,7 @@ class Device(Record):
 
 
 class Machine(Record):
-    """Every device of this machine and the libraries that drive them."""
+    """All devices of this machine, and the versions of the libraries and drivers for them."""
 
     record_kind: ClassVar[str] = "machine"
 
@@ -63,9 +63,9 @@ Size = Annotated[int, BeforeValidator(parse_bytes)]
 
 
 class Budget(Frozen):
-    """The line: bytes a run may use on its device and on the host; ``None`` means what the machine has.
+    """The memory budget: bytes that a run may use on its device and on the host; ``None`` means all available memory.
 
-    A job file calls them ``device`` and ``host`` and may give them as text, for example ``2GiB``.
+    A job file names the fields ``device`` and ``host`` and can give text, such as ``2GiB``.
     """
 
     device_bytes: Size | None = None
@@ -73,9 +73,9 @@ class Budget(Frozen):
 
 
 class Flops(Frozen):
-    """Peak floating-point (or integer) operations a second by data type: dense, products added up in fp32.
+    """Peak operations per second by data type, for dense matrices with accumulation in fp32.
 
-    ``None``: the GPU has no units for this type, or its clock is not known.
+    ``None``: the GPU does not support this type in hardware, or its clock is unknown.
     """
 
     fp32: float | None = None
@@ -87,13 +87,13 @@ class Flops(Frozen):
 
 
 class DeviceSpec(Frozen):
-    """A GPU's facts; ``None`` is "not known".
+    """The specification of a GPU. ``None`` means unknown.
 
-    ``capacity_bytes`` is the smallest total memory that CUDA was seen to report under Linux with ECC as the card is
-    sold, ``capacity_high_bytes`` the largest: both lie below ``nominal_bytes``, the number in the name of the card, and
-    depend on the driver. The context is what the driver takes for a process outside torch's allocator, as a range: it
-    grows with the kernels that are loaded.
-    ``host_link_bytes_per_second`` is the theoretical rate of the card's own connector in one direction.
+    ``capacity_bytes`` and ``capacity_high_bytes`` are the minimum and maximum total memory that CUDA reported under
+    Linux, with ECC in its factory setting. Both are below ``nominal_bytes``, the number in the name of the card, and
+    depend on the driver. The context is driver memory of a process outside torch's allocator. It is given as a range,
+    because it grows with the kernels that are loaded. ``host_link_bytes_per_second`` is the theoretical rate of the
+    card's connector in one direction.
     """
 
     name: str

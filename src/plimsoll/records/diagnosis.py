@@ -1,7 +1,7 @@
-"""What explains the memory of a run: findings, each with its evidence, its share of the peak and what to do about it.
+"""The explanation of a run's memory: causes with evidence, their share of the peak, and remedies.
 
-Every number says how it is known: measured, counted (sizes of objects that were seen), predicted or assumed. A number
-that is not known is ``None``, never a guess.
+Every number has a source: measured, counted (from sizes of objects), predicted or assumed. A number that is not known
+is ``None``, never a guess.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from plimsoll.records.base import Frozen, Record
 from plimsoll.records.oom_text import OomText
 from plimsoll.records.plan import Choice
 
-GRAPH_IS_GONE = "the backward pass came to the graph of an earlier forward pass"
-"""How the message of a step begins that failed for a state that is not detached; a run that ended so has it, too."""
+GRAPH_IS_GONE = "the backward pass reached the graph of an earlier forward pass"
+"""The beginning of a step's error message if backward reaches the freed graph of an earlier forward pass.
+
+The cause is recurrent state that is not detached. The message of a run that failed in this way begins with it, too.
+"""
 
 KnownHow = Literal["measured", "counted", "predicted", "assumed"]
 
 
 class MemoryGrowth(Frozen):
-    """How memory in use after a step changes from step to step, in bytes per step, from ``first_step`` on.
+    """The growth of memory after each step, in bytes per step, from ``first_step`` on.
 
-    ``low_bytes`` and ``high_bytes`` are the least and the most of three parts of the steps. It ``is_steady`` where all
-    of them grow alike and by more than the noise of an allocator; see `plimsoll.diagnose.growth`.
+    ``low_bytes`` and ``high_bytes`` are the minimum and maximum over three parts of the steps. ``is_steady`` is true if
+    all parts grow alike and by more than the noise of an allocator; see `plimsoll.diagnose.growth`.
     """
 
     likely_bytes: int
@@ -34,28 +37,28 @@ class MemoryGrowth(Frozen):
 
 
 class Fact(Frozen):
-    """One piece of evidence, and how it is known."""
+    """A piece of evidence and its source."""
 
     text: str
     known: KnownHow
 
 
 class Finding(Frozen):
-    """One cause that used memory.
+    """One cause of memory use.
 
     Attributes:
-        cause: the name of the cause, which is that of its page.
-        title: what it is, in a sentence.
-        place: the line of the user's, ``file.py:12``; "" where it was not found.
-        evidence: what it is known by.
-        peak_share: what part of the peak it was.
+        cause: the name of the cause, also the name of its page.
+        title: a sentence about it.
+        place: the line of user code, ``file.py:12``; "" if not found.
+        evidence: the evidence for the cause.
+        peak_share: its share of the peak.
         remedy: a technique, or a sentence.
-        code: what to type, if that is known.
-        effect_bytes: what the peak would have been less without it.
-        effect_known: how that is known.
-        effect_high_bytes: the most it can be, where more than ``effect_bytes`` grew and may be of this cause, too.
-        page: of the documentation, where it is not that of the cause.
-        is_unused: whether the training goes on as before without it.
+        code: the code or command to type, if known.
+        effect_bytes: the bytes by which the peak falls without it.
+        effect_known: the source of that number.
+        effect_high_bytes: the upper bound, if more memory than ``effect_bytes`` grew and may have the same cause.
+        page: the page of the documentation, if it is not the page of the cause.
+        is_unused: true if the training is the same without it.
     """
 
     cause: str
@@ -73,11 +76,11 @@ class Finding(Frozen):
 
 
 ASKED = "asked for"
-"""The category of what was refused: it is no part of what was in use."""
+"""The category of the refused request, which is not part of the memory in use."""
 
 
 class Share(Frozen):
-    """What of the peak one category has, and the line of the user's that made the most of it ("": not known)."""
+    """The bytes of one category at the peak, and the line of user code that allocated most of them ("": unknown)."""
 
     category: str
     num_bytes: int
@@ -86,19 +89,19 @@ class Share(Frozen):
 
 
 class Remedy(Frozen):
-    """One change that would free memory, and what it costs.
+    """A change that frees memory, and its cost.
 
     Attributes:
-        choices: the techniques of it, in the order they are installed; none where it is not a technique.
-        text: what to do, in a sentence.
-        code: what to type.
-        settings: what of a job file it changes, by dotted name, for ``--apply``.
-        saving_bytes: what the peak falls by; ``None``: not known.
-        saving_low_bytes: the least it can be.
-        saving_high_bytes: the most it can be.
-        step_time_factor: the time of a step with it, against without; ``None``: not known.
-        known: how the saving is known.
-        fits: whether the peak with it is under the limit; ``None``: not known.
+        choices: its techniques in the order of installation; empty if it is not a technique.
+        text: a sentence that describes it.
+        code: the code or command to type.
+        settings: the fields of a job file that ``--apply`` sets, by dotted name.
+        saving_bytes: the bytes by which the peak falls; ``None`` if unknown.
+        saving_low_bytes: the lower bound of the saving.
+        saving_high_bytes: the upper bound of the saving.
+        step_time_factor: the step time with it, divided by the step time without it; ``None`` if unknown.
+        known: the source of the saving.
+        fits: whether the peak is then under the limit; ``None`` if unknown.
     """
 
     choices: tuple[Choice, ...] = ()
@@ -114,16 +117,16 @@ class Remedy(Frozen):
 
     @property
     def changes_training(self) -> bool:
-        """Whether the job would have to allow it first, as it changes the training or its precision."""
+        """True if it changes the training or its precision, so that the job must allow it."""
         return bool({"allow", "precision"} & self.settings.keys())
 
 
 class Diagnosis(Record):
-    """What was found in a run, a text or a snapshot.
+    """The explanation of a run, an error message or a memory snapshot.
 
-    The largest effect comes first, of findings and of remedies. ``event`` is the out-of-memory error that is explained,
-    if there was one; ``shares`` are what the peak is made of, largest first, of ``limit_bytes`` that there are;
-    ``notes`` say what was seen and is no finding. ``num_steps`` is 0 for what did not run.
+    Findings and remedies are sorted by effect, largest first. ``event`` is the out-of-memory error that is explained,
+    if any. ``shares`` are the parts of the peak, largest first; ``limit_bytes`` is the memory limit. ``notes`` are
+    observations that are not findings. ``num_steps`` is 0 if nothing ran.
     """
 
     record_kind: ClassVar[str] = "diagnosis"
@@ -141,5 +144,5 @@ class Diagnosis(Record):
 
     @property
     def has_answer(self) -> bool:
-        """Whether there is something to explain: a finding, or memory that ran out."""
+        """True if there is something to explain: a finding, a remedy, or an out-of-memory error."""
         return bool(self.findings or self.remedies) or (self.event is not None and self.event.is_oom)

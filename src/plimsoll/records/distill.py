@@ -1,6 +1,6 @@
-"""What a job says of a model that teaches; see `docs/distill.md`.
+"""The distillation settings of a job; see `docs/distill.md`.
 
-It does NOT check that there is such a folder, and that its model fits the job: that is said where it is opened.
+Does NOT check that the teacher's folder exists or that its model fits the job: that error is raised when it is opened.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from plimsoll.records.base import Frozen
 
 
 class DistillSource(Frozen):
-    """A model that teaches: its folder, how softly (``temperature``), and how much the labels count beside it.
+    """A teacher model: its folder, the ``temperature`` that softens predictions, and the weight ``hard`` of the labels.
 
-    ``hidden`` is how much hidden states count beyond that; ``form`` where the teacher's weights are, ``None`` as suits
-    the device; ``cache`` how many words of each position are kept in a file, in place of the teacher.
+    ``hidden`` is the additional weight of the difference of hidden states. ``form`` is the location of the teacher's
+    weights; ``None`` chooses by device. ``cache`` is the number of likeliest words per position that are stored in a
+    file; the file then replaces the teacher.
     """
 
     teacher: str = Field(min_length=1)
@@ -30,26 +31,26 @@ class DistillSource(Frozen):
     def _agrees(self) -> DistillSource:
         if self.cache and self.hidden:
             raise ValueError(
-                f"cache {self.cache} keeps what the teacher says, and none of its hidden states, which hidden "
+                f"cache {self.cache} stores the teacher's predictions, but not the hidden states that hidden "
                 f"{self.hidden:g} needs: leave out one of the two"
             )
         return self
 
     def fault(self, order: str, anew: str) -> str | None:
-        """Say why it cannot go with the data of a job, ``None`` if it can.
+        """Return why distillation cannot be used with the data of a job; ``None`` if it can.
 
         Args:
-            order: of the samples.
-            anew: the field by which samples are made anew each time they are read, empty if none does.
+            order: the order of the samples.
+            anew: the field that makes samples change each time they are read; empty if there is no such field.
         """
         if order == "streams":
             return (
-                "distill is for samples that stand alone, and data.order: streams has windows that go on where those "
-                "before end, of which the teacher would have to keep the state: use another order, or leave out distill"
+                "distill needs independent samples, but data.order: streams carries the state from window to window: "
+                "use another order, or leave out distill"
             )
         if self.cache and anew:
             return (
-                f"distill.cache {self.cache} keeps what the teacher says of samples that stay as they are, and "
-                f"data.{anew} makes them anew each time: leave out one of the two"
+                f"distill.cache {self.cache} stores the teacher's predictions for fixed samples, but "
+                f"data.{anew} changes samples each time they are read: leave out one of the two"
             )
         return None

@@ -1,4 +1,4 @@
-"""Word vectors: what a job says of them, what a file of them has, and the rows that were taken from one."""
+"""Records of word vectors: the setting in a job, the content of a file, and rows taken from a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plimsoll.records.base import Frozen, Record
 
 
 class VectorSource(Frozen):
-    """A file of word vectors for the tokens: whether they are trained, and what stands in rows it has no vector for."""
+    """A file of word vectors for the tokens, whether they are trained, and the values of tokens without a vector."""
 
     path: str
     trainable: bool = False
@@ -16,7 +16,7 @@ class VectorSource(Frozen):
 
 
 class FaultCount(Frozen):
-    """How many words had one kind of fault; ``examples`` name the first ones, with line or number and reason."""
+    """The number of words with one kind of fault. ``examples`` name the first ones, with line or number and reason."""
 
     kind: str
     count: int
@@ -24,11 +24,11 @@ class FaultCount(Frozen):
 
 
 class VectorFile(Record):
-    """A file of word vectors that was read as a whole.
+    """The content of a file of word vectors that was read completely.
 
-    ``num_words`` are different and have a vector; ``num_entries`` is what the file has, with those that come again and
-    those that something is wrong with; ``num_promised`` is what its header says. ``norms`` are the shortest, the median
-    and the longest of the vectors of words.
+    ``num_words`` counts distinct words with a valid vector. ``num_entries`` counts all entries, including duplicates
+    and faulty ones. ``num_promised`` is the number in the header. ``norms`` are the minimum, median and maximum norm of
+    the vectors.
     """
 
     record_kind: ClassVar[str] = "vector-file"
@@ -48,12 +48,12 @@ class VectorFile(Record):
 
     @property
     def num_full_bytes(self) -> int:
-        """What all of it takes in memory, in single precision."""
+        """The bytes of all vectors in single precision."""
         return 4 * self.num_words * self.dimension
 
 
 class Conversion(Record):
-    """A file of word vectors that was written in another format; words and entries as of a `VectorFile`."""
+    """The conversion of a file of word vectors to another format. Words and entries are counted as in `VectorFile`."""
 
     record_kind: ClassVar[str] = "vector-conversion"
 
@@ -72,12 +72,13 @@ class Conversion(Record):
 class SubsetFacts(Record):
     """The rows of a vocabulary, taken from a file of word vectors.
 
-    Rows are of words (``num_words``), of padding, or stand for no word. Of the words, as many were found exactly as
-    written, in lower case, capitalised, or built from their parts; ``misses`` are the most frequent of the others, the
-    first ones where no counts are known (-1). ``num_tokens`` are the uses of all words, those without a row included,
-    ``num_hit_tokens`` of those found; ``None``: no counts. ``mean`` and ``deviation`` are of the numbers found.
-    ``num_entries`` are those of the file, as of a `VectorFile`: which of them have a vector is looked at where a word
-    is wanted. ``seconds`` is what reading the file took, now or, where the rows are from the cache, then.
+    Each row belongs to a word (``num_words``), to padding, or to no word. Words were found exactly as written
+    (``num_exact``), in lower case, capitalised, or built from their parts. ``misses`` are the most frequent of the
+    other words with their counts, or the first of them with count -1 if counts are unknown. ``num_tokens`` are the uses
+    of all words, also of words without a row, and ``num_hit_tokens`` the uses of found words (``None``: no counts).
+    ``mean`` and ``deviation`` are statistics of the values found. ``num_entries`` is counted as in `VectorFile`.
+    Vectors are checked only for words that are wanted. ``seconds`` is the time of reading the file, also if the rows
+    now come from the cache.
     """
 
     record_kind: ClassVar[str] = "embedding-subset"
@@ -110,14 +111,14 @@ class SubsetFacts(Record):
 
     @property
     def num_found(self) -> int:
-        """Words that have a vector from the file."""
+        """The number of words that got a vector from the file."""
         return self.num_exact + self.num_lower + self.num_capitalised + self.num_built
 
 
 class CompressionFacts(Record):
-    """Vectors that were made smaller, and the cosine between each row and what became of it.
+    """Compressed word vectors, and the cosine between each row before and after compression.
 
-    ``low_cosine`` is what 99 % of the rows reach; rows of zeros do not count.
+    99 % of the rows have at least ``low_cosine``. Rows of zeros do not count.
     """
 
     record_kind: ClassVar[str] = "embedding-compression"

@@ -1,6 +1,6 @@
-"""Names of the release before: fields of records and arguments that are called otherwise now.
+"""Support for the names of the previous release: renamed fields of records and renamed arguments.
 
-They are read for one release. `docs/architecture.md` has the table of old and new names.
+They are accepted for one release. `docs/architecture.md` has the table of old and new names.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ R = TypeVar("R")
 
 
 def renamed(fields: Mapping[str, Any], former_names: Mapping[str, str]) -> dict[str, Any]:
-    """Return fields by today's names.
+    """Return the fields under their current names.
 
     Raises:
-        ValueError: if a field is given by both of its names.
+        ValueError: if a field is given under both names.
     """
     for former in former_names.keys() & fields.keys():
         if former_names[former] in fields:
@@ -27,10 +27,10 @@ def renamed(fields: Mapping[str, Any], former_names: Mapping[str, str]) -> dict[
 
 
 def former_arguments(**former_names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function be called with former names of keyword arguments, with a `DeprecationWarning`.
+    """Return a decorator that accepts former names of keyword arguments, with a `DeprecationWarning`.
 
     Args:
-        former_names: today's name of each.
+        former_names: the current name of each former name.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:

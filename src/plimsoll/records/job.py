@@ -1,7 +1,8 @@
-"""job.yaml: what to train, on what, with which budget. See `docs/job.md` for every field.
+"""The job file ``job.yaml``: the model, the data, the budget and all other settings of a run.
 
-Covers reading, `--set a.b=c`, and checking that needs no file and no model. It does NOT check that paths exist or that
-a model can be built: that is said where they are opened.
+`docs/job.md` describes every field. This module reads job files, applies ``--set a.b=c``, and does the checks that need
+neither files nor a model. Does NOT check that paths exist or that a model can be built: those errors are raised when
+they are opened.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from plimsoll.records.distill import DistillSource
 from plimsoll.records.embeddings import VectorSource
 from plimsoll.records.job_yaml import near, parse_value, read_fields
 from plimsoll.records.plan import PinText
-from plimsoll.records.tokenizer import TokenizerSource as TokenizerSource  # noqa: PLC0414 -- where pages import it
+from plimsoll.records.tokenizer import TokenizerSource as TokenizerSource  # noqa: PLC0414 -- public here
 
-HUB_PREFIX = "hf:"  # of a dataset by its name on the Hugging Face hub
+HUB_PREFIX = "hf:"  # prefix of the name of a dataset on the Hugging Face hub
 _NOT_EMPTY = Field(min_length=1)
 _Column = Annotated[
     str, _NOT_EMPTY, BeforeValidator(lambda name: str(name) if isinstance(name, int) else name)
-]  # 1 is a name too
+]  # YAML reads a column named 1 as an int
 
 
 def _is_share(value: Any) -> bool:
-    """Whether a text is a share in quotes, and no path."""
+    """Return whether a value is a quoted share such as ``"0.02"``, not a path."""
     return isinstance(value, str) and re.fullmatch(r"0?\.\d+", value) is not None
 
 
@@ -44,9 +45,9 @@ def _share_of(value: Any) -> Any:
 
 
 class DataSource(Frozen):
-    """Where the text is, and how it becomes samples; every field is explained in `docs/job.md`.
+    """The text files and how they become samples. `docs/job.md` explains every field.
 
-    ``validation`` is a path, or the share (0 to 1) of the training samples held out.
+    ``validation`` is a path, or the share (0 to 1) of the training samples that is held out.
     """
 
     train: Annotated[str, Field(min_length=1)] | Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _NOT_EMPTY]
@@ -82,43 +83,43 @@ class DataSource(Frozen):
         if self.stride and (self.borders or self.long_texts != "window"):
             raise ValueError(
                 f"stride {self.stride} is for windows that do not end at borders, and long_texts {self.long_texts!r} "
-                "makes none: leave out stride, or borders and long_texts"
+                "makes no windows: leave out stride, or borders and long_texts"
             )
         if self.on_the_fly and (self.borders or self.stride or self.long_texts == "window"):
             raise ValueError(
-                "on_the_fly: true cannot cut texts into windows, for it does not know how long they are: leave out "
+                "on_the_fly: true cannot cut texts into windows, because text lengths are unknown: leave out "
                 "borders and stride and add `long_texts: truncate` or `long_texts: stop`, or tokenize once"
             )
         if self.order == "streams" and (self.pack or self.borders or self.stride or self.on_the_fly):
             raise ValueError(
-                "order: streams reads all texts laid end to end, window after window: leave out pack, borders, stride "
+                "order: streams reads all texts concatenated, window after window: leave out pack, borders, stride "
                 "and on_the_fly"
             )
         if self.reset and self.order != "streams":
             raise ValueError(
-                f"reset {self.reset!r} is of the state that order: streams carries on, and order is {self.order!r}: "
+                f"reset {self.reset!r} needs order: streams, and order is {self.order!r}: "
                 "leave out reset, or use order: streams"
             )
         if self.augment and self.augment.changes_text and not self.on_the_fly:
             raise ValueError(
-                "augment changes words, which are known only where texts are tokenized as they are read: add "
+                "augment changes words, which needs texts that are tokenized when they are read: add "
                 "`on_the_fly: true`, or change tokens (mask, delete, swap, token_function)"
             )
         return self
 
     @property
     def has_padding(self) -> bool:
-        """Whether samples of language modelling are of many lengths."""
+        """True if samples of language modelling differ in length, so that batches are padded."""
         return self.on_the_fly or self.borders is not None
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """What ``train`` names, as a list."""
+        """The entries of ``train`` as a tuple."""
         return (self.train,) if isinstance(self.train, str) else self.train
 
 
 class OptimizerChoice(Frozen):
-    """A ``torch.optim`` optimizer by name, its learning rate, the schedule, and further arguments as they are."""
+    """A ``torch.optim`` optimizer by name, its learning rate and schedule, and its other arguments."""
 
     name: str = "adamw"
     lr: float = Field(default=3e-4, gt=0, allow_inf_nan=False)
@@ -129,14 +130,14 @@ class OptimizerChoice(Frozen):
 
 
 class CheckpointPolicy(Frozen):
-    """A checkpoint ``every`` so many steps; the last ``keep`` stay."""
+    """The number of steps between checkpoints (``every``) and how many of the last checkpoints are kept (``keep``)."""
 
     every: int = Field(default=50, ge=1)
     keep: int = Field(default=2, ge=1)
 
 
 RECUTS = ("recut_batch_norm", "recut_loss")
-"""What a job can allow beside techniques: to cut a batch though that changes the training or its result."""
+"""The values of ``allow`` that are not techniques: they allow splitting a batch although the result changes."""
 
 Task = Literal["language-modeling", "classification", "token-classification"]
 
@@ -146,7 +147,7 @@ def _listed(value: Any) -> Any:
 
 
 class Job(Record):
-    """Everything a run needs to know; two runs of one job are the same run."""
+    """All settings of a run. Two runs of one job are the same run."""
 
     record_kind: ClassVar[str] = "job"
 
@@ -189,23 +190,24 @@ class Job(Record):
         if data.long_texts != "window" and not (is_labelled or data.pack or data.has_padding):
             raise ValueError(
                 f"data.long_texts {data.long_texts!r} is for texts that are samples, but language-modeling cuts "
-                "windows of all of them laid end to end: leave it out, or set data.pack or data.borders"
+                "windows from all texts concatenated: leave it out, or set data.pack or data.borders"
             )
         if data.augment and data.augment.mask and self.tokenizer.path is None:
             raise ValueError(
-                f"data.augment.mask {data.augment.mask:g} needs a tokenizer with a mask token; one that is "
-                "trained has none: give tokenizer a folder with one, or use delete"
+                f"data.augment.mask {data.augment.mask:g} needs a tokenizer with a mask token, and a "
+                "tokenizer trained by the job has no mask token: give tokenizer a folder with one, or use delete"
             )
         if data.pack and is_labelled:
             raise ValueError(f"data.pack joins texts into rows, but {self.task} takes them one by one: leave it out")
         if data.augment and not (is_labelled or data.has_padding):
             raise ValueError(
-                "data.augment changes texts, but a window of language-modeling has parts of several: use data.borders, "
-                "data.on_the_fly or another task"
+                "data.augment changes texts, but a window of language-modeling has parts of several texts: use "
+                "data.borders, data.on_the_fly or another task"
             )
         if data.order == "by_length" and not (is_labelled or data.has_padding):
             raise ValueError(
-                "data.order: by_length, but all windows of language-modeling are equally long: use shuffle or blocks"
+                "data.order: by_length has no effect, because all windows of language-modeling have the same "
+                "length: use shuffle or blocks"
             )
         if data.order == "streams" and is_labelled:
             raise ValueError(
@@ -214,12 +216,12 @@ class Job(Record):
         if data.stride and data.stride > self.sequence_length:
             raise ValueError(
                 f"data.stride {data.stride} would leave out tokens between windows of sequence_length "
-                f"{self.sequence_length}: give a stride up to that"
+                f"{self.sequence_length}: give a stride of at most sequence_length"
             )
         if self.batch_tokens is not None and data.on_the_fly:
             raise ValueError(
-                f"batch_tokens {self.batch_tokens} needs texts whose tokens are counted, and data.on_the_fly counts "
-                "none before they are read: give batch_size, or tokenize once"
+                f"batch_tokens {self.batch_tokens} needs the token counts of all texts, which data.on_the_fly "
+                "does not know in advance: give batch_size, or tokenize once"
             )
         if self.batch_tokens is not None:
             number = self.batch_tokens // self.sequence_length
@@ -231,7 +233,7 @@ class Job(Record):
             if self.batch_size != number:
                 raise ValueError(
                     f"batch_tokens {self.batch_tokens} are {number} samples of sequence_length = {self.sequence_length}"
-                    f", and more of shorter ones, not batch_size {self.batch_size}: give one of them"
+                    f" (more if samples are shorter), not batch_size {self.batch_size}: give one of them"
                 )
         return self
 
@@ -247,15 +249,17 @@ class Job(Record):
         for name, value in asked.items() if self.task == "token-classification" else ():
             if value:
                 raise ValueError(
-                    f"data.{name} {value!r} is not for words with tags, which are in one column, tokenized once and "
-                    "one by one, and make no running text: leave it out, or name the column of the words"
+                    f"data.{name} {value!r} cannot be used with tagged words, which are in one column and are "
+                    "tokenized once and one by one: leave it out, or name the column of the words"
                 )
         return self
 
     @model_validator(mode="after")
     def _agrees_with_a_teacher_and_ranks(self) -> Job:
         if self.ranks > self.batch_size:
-            raise ValueError(f"ranks {self.ranks} cannot share a batch_size of {self.batch_size}: give fewer, or more")
+            raise ValueError(
+                f"ranks {self.ranks} exceeds batch_size {self.batch_size}: give at most one rank per sample"
+            )
         data, distill = self.data, self.distill
         fault = distill and distill.fault(data.order, "augment" if data.augment else "on_the_fly" * data.on_the_fly)
         if fault:
@@ -264,36 +268,36 @@ class Job(Record):
 
     @property
     def is_labelled(self) -> bool:
-        """Whether texts, or their words, come with labels: they are samples one by one, and nothing else is learned."""
+        """True if texts or words have labels. Each text is then a separate sample, and only labels are predicted."""
         return self.task != "language-modeling"
 
     @property
     def reads_streams(self) -> bool:
-        """Whether texts are laid end to end, and a sample may reach from one into the next."""
+        """True if texts are concatenated, so that a sample may extend from one text into the next."""
         data = self.data
         return not (self.is_labelled or data.pack or data.borders or data.on_the_fly)
 
     @property
     def draws_held_out(self) -> bool:
-        """Whether the texts that are held out are drawn; else they are the last ones."""
+        """True if the held-out texts are drawn at random. Otherwise they are the last texts."""
         return self.data.order not in {"blocks", "as_is", "streams"}
 
     @property
     def own_precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """What it computes in where no plan says otherwise: ``auto`` leaves it to the plan, and is fp32 without."""
+        """The precision without a plan: ``auto`` leaves the choice to the plan, and means fp32 without one."""
         return "fp32" if self.precision == "auto" else self.precision
 
     @classmethod
     def from_yaml(cls, path: Path, changes: tuple[str, ...] = (), budget_bytes: int | None = None) -> Job:
-        """Read a job file and apply ``a.b=c`` changes to it. Relative paths are taken from the file's folder.
+        """Read a job file and apply ``a.b=c`` changes to it. Relative paths start from the file's folder.
 
         Args:
             path: the job file.
-            changes: as ``--set`` has them.
-            budget_bytes: of the device, in the place of what the file and the changes say; ``None`` for theirs.
+            changes: ``field=value`` texts, as for ``--set``.
+            budget_bytes: device budget in bytes. It overrides the file and the changes, unless it is ``None``.
 
         Raises:
-            JobError: if the file is missing, is not YAML, or has fields or values that are not allowed; all at once.
+            JobError: if the file is missing, is not YAML, or has invalid fields or values. The error lists all faults.
         """
         return cls.from_written(read_fields(path), path, changes, budget_bytes)
 
@@ -301,10 +305,10 @@ class Job(Record):
     def from_written(
         cls, fields: dict[str, Any], path: Path, changes: tuple[str, ...] = (), budget_bytes: int | None = None
     ) -> Job:
-        """Make a job of the fields that `read_fields` has read from ``path``, which stay as they are; see `from_yaml`.
+        """Make a job from fields that `read_fields` read from ``path``. ``fields`` is not modified. See `from_yaml`.
 
         Raises:
-            JobError: as `from_yaml`.
+            JobError: as for `from_yaml`.
         """
         fields = _changed(fields, changes)
         if budget_bytes is not None:
@@ -313,19 +317,19 @@ class Job(Record):
 
     @classmethod
     def from_texts(cls, texts: Sequence[str], changes: tuple[str, ...] = ()) -> Job:
-        """Make the job of some texts, for what looks at nothing but its data; paths are taken from the working folder.
+        """Make a job for commands that use only its data. Relative paths start from the working folder.
 
         Raises:
-            JobError: as `from_yaml`.
+            JobError: as for `from_yaml`.
         """
         return cls.from_plain({"model": "gpt2", "data": {"train": list(texts)}}, Path(), changes)
 
     @classmethod
     def from_file_or_texts(cls, names: Sequence[str], changes: tuple[str, ...] = ()) -> Job:
-        """Read the job file, where that is the one name given, or make the job of some texts.
+        """Read the job file if ``names`` is one YAML file. Otherwise make a job from the text files ``names``.
 
         Raises:
-            JobError: as `from_yaml`.
+            JobError: as for `from_yaml`.
         """
         if len(names) == 1 and Path(names[0]).suffix in {".yaml", ".yml"}:
             return cls.from_yaml(Path(names[0]), changes)
@@ -333,10 +337,10 @@ class Job(Record):
 
     @classmethod
     def from_plain(cls, fields: dict[str, Any], folder: Path, changes: tuple[str, ...] = ()) -> Job:
-        """Make a job of plain fields and ``a.b=c`` changes to them; paths are taken from ``folder``.
+        """Make a job from plain fields and ``a.b=c`` changes to them. Relative paths start from ``folder``.
 
         Raises:
-            JobError: as `from_yaml`.
+            JobError: as for `from_yaml`.
         """
         return cls.from_fields(_changed(fields, changes), folder=folder, changes=changes)
 
@@ -348,16 +352,17 @@ class Job(Record):
         folder: Path | None = None,
         changes: tuple[str, ...] = (),
     ) -> Job:
-        """Check plain fields and make the job of them; the paths in them become absolute where ``folder`` is given.
+        """Check plain fields and make a job from them. With ``folder``, relative paths become absolute.
 
         Args:
-            fields: as a job file has them.
-            source: what a fault is in, for the message.
-            folder: where relative paths begin.
-            changes: those ``a.b=c`` that are in ``fields`` already: a fault in one of them is said to be from there.
+            fields: the fields of a job file.
+            source: the name of the input in error messages.
+            folder: the folder where relative paths start.
+            changes: the ``a.b=c`` changes that ``fields`` already contains, so that an error can name the change at
+                fault.
 
         Raises:
-            JobError: as `from_yaml`.
+            JobError: as for `from_yaml`.
         """
         try:
             return cls.model_validate(_normalised(_expanded(fields), folder))
@@ -366,7 +371,7 @@ class Job(Record):
 
 
 def _changed(fields: dict[str, Any], changes: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields with ``a.b=c`` changes applied, each to what those before it have left."""
+    """Return a copy of the fields with the ``a.b=c`` changes applied in order."""
     fields = _expanded(deepcopy(fields))
     for change in changes:
         _apply(fields, change)
@@ -375,7 +380,7 @@ def _changed(fields: dict[str, Any], changes: tuple[str, ...]) -> dict[str, Any]
 
 
 def _apply(fields: dict[str, Any], change: str) -> None:
-    """Set one dotted field; the value is read as YAML, so ``steps=5`` is a number."""
+    """Set one dotted field. The value is read as YAML, so ``steps=5`` sets a number."""
     name, equals, value = change.partition("=")
     *parents, last = name.split(".")
     if not equals or not all((*parents, last)):
@@ -393,7 +398,7 @@ def _apply(fields: dict[str, Any], change: str) -> None:
         raise JobError(f"--set {change!r}: {value!r} is not YAML: quote the value, as in '{name}=\"*.txt\"'") from None
 
 
-# What a plain value stands for where a group of fields can be given: `budget: 2GiB` is `budget: {device: 2GiB}`.
+# The field that a plain value sets if it stands for a group: `budget: 2GiB` means `budget: {device: 2GiB}`.
 SHORT_FORMS = {
     "budget": "device", "data": "train", "tokenizer": "path", "optimizer": "name", "embeddings": "path",
     "distill": "teacher",
@@ -408,9 +413,9 @@ def _expanded(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _normalised(fields: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """Bring the groups of fields from the way a person writes them to the way the records have them."""
+    """Convert groups of fields from job-file syntax to the fields of the records."""
     groups = {name: dict(fields[name]) for name in SHORT_FORMS if isinstance(fields.get(name), dict)}
-    if "budget" in groups:  # in the order written: a --set of `device` comes after what it replaces
+    if "budget" in groups:  # keeps the order: a later --set of `device` must replace `device_bytes`
         full_names = {"device": "device_bytes", "host": "host_bytes"}
         groups["budget"] = {full_names.get(name, name): value for name, value in groups["budget"].items()}
     if "optimizer" in groups:
@@ -435,7 +440,7 @@ PATHS = (
 
 
 def _with_arguments(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Gather the fields that are not ours: they are arguments of the optimizer."""
+    """Move fields that `OptimizerChoice` does not declare into ``arguments`` of the optimizer."""
     known = {name: value for name, value in optimizer.items() if name in OptimizerChoice.model_fields}
     arguments = known.setdefault("arguments", {})
     if not isinstance(arguments, dict):
@@ -453,7 +458,7 @@ def _from_folder(value: Any, folder: Path) -> Any:
 
 
 def _faults(error: ValidationError, changes: tuple[str, ...]) -> list[str]:
-    """One line per field, with the ``--set`` it is from; an unknown field is shown with the nearest known one."""
+    """Return one line per field, with the ``--set`` that set it. An unknown field gets the nearest known name."""
     lines: dict[str, list[str]] = {}
     for fault in error.errors():
         where, known = _place(fault["loc"])
@@ -465,7 +470,7 @@ def _faults(error: ValidationError, changes: tuple[str, ...]) -> list[str]:
 
 
 def _origin(where: str, changes: tuple[str, ...]) -> str:
-    """Name the last change that set this field, one in it, or the group it is in; nothing if the file did."""
+    """Return a note about the last change that set this field, a part of it or its group; "" if the file did."""
     where = where.replace("_bytes", "")
     for change in reversed(changes):
         name = change.partition("=")[0].replace("_bytes", "")
@@ -475,9 +480,9 @@ def _origin(where: str, changes: tuple[str, ...]) -> str:
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[str, list[str]]:
-    """Return a field as its user writes it, and the names that are known in its group.
+    """Return a field's name as users write it, and the field names known in its group.
 
-    What pydantic adds below a plain field (the branch of a union, an index) is left out.
+    The parts that pydantic adds below a plain field (the branch of a union, an index) are left out.
     """
     group: type[Frozen] = Job
     names = []

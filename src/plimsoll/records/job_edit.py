@@ -1,9 +1,9 @@
-"""A job file with some fields changed and all else as it was written, comments too.
+"""Edits of a job file that change some fields and keep all other text, including comments.
 
     text = edited(path.read_text(), {"budget.device": 2 << 30, "pin": ["checkpointing=all"]})
 
-Only the values are exchanged, at the places where YAML's parser has found them; new fields come at the end. Does NOT
-keep comments inside a value that is exchanged, and does not check the fields: read what comes of it as a job.
+Only the text of the values is replaced, at the positions that YAML's parser reports. New fields are appended. Does NOT
+keep comments inside a replaced value, and does not check the fields: parse the result as a job.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def edited(text: str, settings: dict[str, Any]) -> str:
     """Return a job file's text with fields set.
 
     Args:
-        text: of the file.
-        settings: values by field; ``budget.device`` is a field of ``budget``.
+        text: the text of the job file.
+        settings: values by field; ``budget.device`` is the field ``device`` of ``budget``.
 
     Raises:
-        JobError: if the text is not that of a job file, or one field of it has several values.
+        JobError: if the text is not a job file, or a field occurs several times in it.
     """
     for name, value in settings.items():
         text = _with(text, name.split("."), value)
@@ -40,9 +40,7 @@ def _with(text: str, names: list[str], value: Any) -> str:
     if node is None:
         lines = text if text.endswith("\n") else f"{text}\n"
         if top.flow_style:
-            raise JobError(
-                f"the job file is {text[:40]!r}, to which no `{names[0]}` can be added: write a field a line"
-            )
+            raise JobError(f"the job file is {text[:40]!r}, so `{names[0]}` cannot be added: write one field per line")
         return f"{lines}{names[0]}: {_written(_nested(names[1:], value))}\n"
     if len(names) == 1:
         return _replaced(text, node, value)
@@ -51,11 +49,11 @@ def _with(text: str, names: list[str], value: Any) -> str:
         if inner is not None:
             return _replaced(text, inner, value)
         others = yaml.safe_load(yaml.serialize(node))
-        others.pop(f"{names[1]}_bytes", None)  # as the job in a run directory has it
+        others.pop(f"{names[1]}_bytes", None)  # the name of the field in a run directory's job
         return _replaced(text, node, others | {names[1]: value})
     is_short = SHORT_FORMS.get(names[0]) == names[1] or node.tag.endswith(":null")
     if not is_short or not isinstance(node, yaml.ScalarNode):
-        raise JobError(f"`{names[0]}` has no fields, so that `{'.'.join(names)}` cannot be set: write it as fields")
+        raise JobError(f"`{names[0]}` has no fields, so `{'.'.join(names)}` cannot be set: write it as fields")
     return _replaced(text, node, {names[1]: value})
 
 
@@ -79,10 +77,10 @@ def _value_of(node: yaml.MappingNode, name: str) -> yaml.Node | None:
 def _replaced(text: str, node: yaml.Node, value: Any) -> str:
     begin, end = node.start_mark.index, node.end_mark.index
     old = text[begin:end]
-    kept = old[len(old.rstrip()) :]  # of a value in several lines the mark is behind the line's end
-    if begin == end:  # nothing stands behind the name
+    kept = old[len(old.rstrip()) :]  # the end mark of a multi-line value is after the line break
+    if begin == end:  # the field has no value
         return f"{text[:begin]} {_written(value)}{text[end:]}"
-    space = "" if node.start_mark.column else "  "  # of a list whose dashes are below the name
+    space = "" if node.start_mark.column else "  "  # a list whose dashes are in column 0 must be indented
     return f"{text[:begin]}{space}{_written(value)}{kept}{text[end:]}"
 
 
@@ -91,21 +89,23 @@ def _nested(names: list[str], value: Any) -> Any:
 
 
 def _written(value: Any) -> str:
-    """One line of YAML."""
+    """Return a value as one line of YAML."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def changed_job(source: Path, target: Path, settings: dict[str, Any]) -> str:
-    """Return the text of ``target``.
+    """Return the text of the job file ``target``: the job ``source`` with fields set.
+
+    Comments are kept if possible. Otherwise the text has every field of the job.
 
     Args:
         source: a job file.
-        target: where the text will be written; not touched.
-        settings: values by dotted field, as ``--set`` has them.
+        target: the path that the text is for; it is not written. Relative paths in the text start from its folder.
+        settings: values by dotted field, as for ``--set``.
 
     Raises:
-        JobError: if ``source`` is no job file, or cannot have these values.
+        JobError: if ``source`` is not a job file, or the values are not valid for it.
     """
     changes = tuple(f"{name}={yaml.safe_dump(value, default_flow_style=True)}" for name, value in settings.items())
     wanted = Job.from_yaml(source, changes)

@@ -1,4 +1,4 @@
-"""Job files as YAML: their fields as they are written, before anything is made of them, and words that are none."""
+"""Reading of job files as YAML into unchecked fields, and suggestions for mistyped names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plimsoll.errors import JobError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with the floats of 1.2: ``1e-4`` is a number and not a text."""
+    """A loader of YAML 1.1 with the floats of YAML 1.2: ``1e-4`` is a number, not a string."""
 
 
 _Loader.add_implicit_resolver(
@@ -23,10 +23,10 @@ _Loader.add_implicit_resolver(
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Read the fields of a job file, unchecked.
+    """Read the fields of a job file without checking them.
 
     Raises:
-        JobError: if it is missing, cannot be read, is not YAML, or has no fields.
+        JobError: if the file is missing, cannot be read, is not YAML, or has no fields.
     """
     if path.is_dir():
         raise JobError(_no_file_but_folder(path))
@@ -40,7 +40,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise JobError(f"there is no job file at {path}: check the path, or use the example in README.md") from None
     except OSError as error:
-        raise JobError(f"the job file {path} cannot be read ({error.strerror}): allow reading it") from None
+        raise JobError(f"the job file {path} cannot be read ({error.strerror}): change its permissions") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise JobError(f"{path} cannot be read as YAML ({error}): see the example in README.md") from None
     if not isinstance(fields, dict):
@@ -49,10 +49,10 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Read one value, as ``--set`` has it: ``5`` is a number.
+    """Parse one YAML value, as given with ``--set``: ``5`` is a number.
 
     Raises:
-        ValueError: if it is not YAML.
+        ValueError: if the text is not YAML.
     """
     try:
         return yaml.load(text, Loader=_Loader)
@@ -63,14 +63,14 @@ def parse_value(text: str) -> Any:
 def _no_file_but_folder(path: Path) -> str:
     if (path / "metrics.jsonl").is_file():
         return (
-            f"{path} is the directory of a run, no job file: go on with it (`plimsoll train --resume --out {path}`), "
+            f"{path} is a run directory, not a job file: resume it (`plimsoll train --resume --out {path}`), "
             f"or give its job file {path / 'job.yaml'} and another --out"
         )
     return f"{path} is a folder, not a job file: give the path of the job file, such as {path / 'job.yaml'}"
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """Return what to say of an unknown name: the known name nearest to it, or all of them."""
+    """Return a hint about an unknown name: the nearest known name, or else all known names."""
     known = list(known)
     matches = difflib.get_close_matches(name, known, n=1)
     return f"did you mean `{matches[0]}`?" if matches else f"known here: {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""What a check of Python files found: mistakes that cost memory, or that silently break what should save it."""
+"""The findings of `plimsoll lint`: mistakes that cost memory, or that silently disable a way to save it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ class LintFinding(Frozen):
     """One mistake.
 
     Attributes:
-        file: as it was given, or found in a folder that was.
-        line: from 1.
-        column: from 1, in characters.
-        rule: the name of the rule, which is that of its page.
-        severity: ``error``: it fails or computes something else; ``warning``: it costs memory or time.
-        message: what is wrong.
-        remedy: what to write instead.
-        code: the line itself.
-        is_fixable: whether ``--fix`` mends it.
+        file: its path, as given or as found in a given folder.
+        line: line number, from 1.
+        column: column in characters, from 1.
+        rule: the name of the rule, also the name of its page.
+        severity: ``error``: the code fails or computes something else; ``warning``: it costs memory or time; ``note``:
+            worth a look.
+        message: the mistake.
+        remedy: the code or change that replaces it.
+        code: the source line.
+        is_fixable: true if ``--fix`` can correct it.
     """
 
     file: str
@@ -34,21 +35,21 @@ class LintFinding(Frozen):
 
 
 class Unread(Frozen):
-    """A file that could not be checked, and why."""
+    """A file that could not be checked, and the reason."""
 
     file: str
     reason: str
 
 
 class LintReport(Record):
-    """Every mistake, by file and line.
+    """Every mistake, sorted by file and line.
 
     Attributes:
-        findings: what is left, after the fixes if any were made.
-        num_files: that were checked.
-        num_lines: of them.
-        num_fixed: how many mistakes were mended in place.
-        unread: what could not be checked.
+        findings: the mistakes that remain, after fixes if any were made.
+        num_files: the number of checked files.
+        num_lines: the number of their lines.
+        num_fixed: the number of mistakes that were fixed in place.
+        unread: files that could not be checked.
     """
 
     record_kind: ClassVar[str] = "lint"

@@ -1,7 +1,7 @@
-"""What one out-of-memory text says: its kind, every number it states, and what is likely behind it.
+"""The content of an out-of-memory message: its kind, its numbers, and the likely cause.
 
-Field names and words are those of the project's labelled texts, so that a reader of the JSON record can hold one
-against the other. All sizes are in bytes. What a text does not state is ``None``, never a guess.
+Field names and values match the labels of the project's collection of error texts, so both can be compared. Sizes are
+in bytes. Values that a text does not state are ``None``, never a guess.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ LikelyCause = Literal[
 ]
 
 Bytes = int
-"""The names say no unit, as they are those of the labels; this does."""
+"""A size in bytes. The field names, taken from the labels, do not name the unit."""
 
 
 class OomText(Frozen):
     """One event of a text or a log.
 
     Attributes:
-        kind: which program printed it, such as ``cuda_allocator_new_format`` or ``oom_killer_dmesg``.
-        subformat: which form of it, such as ``2.2.1-2.8 capacity``.
-        is_oom: whether memory ran out at all; a look-alike is no event of memory.
-        tried_to_allocate: what was asked for.
-        capacity: of the device.
-        free: of the device, at that moment.
+        kind: the source of the message, such as ``cuda_allocator_new_format`` or ``oom_killer_dmesg``.
+        subformat: its version, such as ``2.2.1-2.8 capacity``.
+        is_oom: false for a message that only resembles an out-of-memory error.
+        tried_to_allocate: the requested size.
+        capacity: the capacity of the device.
+        free: free memory of the device at that moment.
         allocated_by_pytorch: live bytes of torch's allocator.
-        reserved_unallocated: what torch's allocator holds and does not use.
-        reserved_total: what torch's allocator holds.
-        derived_reserved_unallocated: as stated, or the difference of what is stated.
-        other_process: what other processes use.
-        this_process: what this one uses, allocator and context.
-        allowed_limit: a limit below the capacity that the process has been given.
-        device_index: of the device.
-        likely_cause: what its numbers say; ``unknown`` where they do not.
-        likely_cause_alt: what they could as well say.
-        text: the lines themselves, at most 4,000 characters.
-        line_number: of its first line in the file, from 1.
-        num_times: how often the same text stands in the file.
-        place: the last line of the user's own code in the traceback above it, ``file.py:12``; "" without one.
-        code: that line itself.
-        above: the end of the Python traceback above it, at most 2,000 characters.
+        reserved_unallocated: memory that torch's allocator has reserved and does not use.
+        reserved_total: memory that torch's allocator has reserved.
+        derived_reserved_unallocated: ``reserved_unallocated``, computed from other values if it is not stated.
+        other_process: memory of other processes.
+        this_process: memory of this process: allocator and context.
+        allowed_limit: the limit of this process, if it is below the capacity.
+        device_index: the index of the device.
+        likely_cause: the cause that the numbers indicate; ``unknown`` if they do not.
+        likely_cause_alt: another cause that fits the numbers equally well.
+        text: the lines of the message, at most 4,000 characters.
+        line_number: the number of its first line in the file, from 1.
+        num_times: the number of times that the same text occurs in the file.
+        place: the last line of user code in the traceback before it, ``file.py:12``; "" without one.
+        code: the source text of that line.
+        above: the end of the Python traceback before it, at most 2,000 characters.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Where the parts of a model lie while it reads or writes text, how many rows go at once, and what that needs."""
+"""A plan for inference: the location of each part of a model, the rows per pass, and the memory this needs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from plimsoll.records.prediction import Estimate
 from plimsoll.records.trace import Assumption
 
 Place = Literal["device", "host", "disk"]
-"""Where weights are between the passes: in the memory that the budget counts (of a CPU that is private memory); in the
-host's memory, beside a GPU; or in the files of the checkpoint, from which the kernel brings pages."""
+"""The location of weights between passes.
+
+``device``: the memory that the budget counts (private memory for a CPU). ``host``: host memory of a GPU. ``disk``: the
+checkpoint files, from which the kernel loads pages.
+"""
 
 
 class Part(Frozen):
-    """A part of a model: one block, the embeddings, the output layer, or what is left.
+    """A part of a model: a block, the embeddings, the output layer, or the rest.
 
-    ``is_streamed``: all of it is read or copied in every pass; the tables of embeddings are read by row instead.
+    ``is_streamed`` is true if every pass reads or copies all of it. It is false for embedding tables, which are read by
+    row.
     """
 
     name: str
@@ -28,7 +32,7 @@ class Part(Frozen):
 
 
 class RejectedPlacement(Frozen):
-    """A number of rows that was considered and not taken; ``reason`` is a sentence with numbers."""
+    """A number of rows that was considered and rejected. ``reason`` is a sentence with numbers."""
 
     micro_batch: int
     resident_bytes: int
@@ -38,18 +42,21 @@ class RejectedPlacement(Frozen):
 
 
 class InferencePlan(FormerNames, Record):
-    """How a model is applied inside a budget.
+    """A plan for inference inside a budget.
 
-    ``limit_bytes`` is what is left of ``budget_bytes`` without what is kept back (``kept_back_bytes``);
-    ``budget_bytes`` is ``None`` where there is no budget but the device. ``longest_tokens`` and ``new_tokens`` are of
-    a row, ``micro_batch`` is the rows of one pass. ``dtype`` is that of most weights, to which all are converted where
-    ``is_converted``. ``pass_time`` is of a pass with all its new tokens: ``compute_seconds`` and ``read_seconds`` of it
-    run beside one another. ``read_bytes`` are what a pass brings from the files or over the link; ``cached_bytes`` of
-    the streamed weights stay in the page cache between passes. ``read_bytes_per_second`` was ``measured`` on the files
-    themselves, or is of a table. ``host_free_bytes`` is what the host of a GPU has for weights; ``None`` was not
-    checked.
+    Sizes: ``limit_bytes`` is ``budget_bytes`` minus the headroom (``kept_back_bytes``). ``budget_bytes`` is ``None`` if
+    the device is the only limit. ``host_free_bytes`` is host memory available for weights of a GPU model (``None``: not
+    checked).
 
-    Where nothing fits, the plan is the one that needs least, and ``smallest_budget_bytes`` is what it would take.
+    Rows: ``longest_tokens`` and ``new_tokens`` are per row, and ``micro_batch`` is the number of rows per pass.
+    ``dtype`` is the data type of most weights; with ``is_converted``, all weights are converted to it.
+
+    Time: ``pass_time`` is the time of a pass including all new tokens. Its parts ``compute_seconds`` and
+    ``read_seconds`` overlap. ``read_bytes`` are read from the files or copied over the link in each pass.
+    ``cached_bytes`` of the streamed weights stay in the page cache between passes. ``read_bytes_per_second`` was
+    ``measured`` on the files, or is from a table.
+
+    If nothing fits, it is the plan that needs the least memory, and ``smallest_budget_bytes`` is the budget for it.
     """
 
     record_kind: ClassVar[str] = "inference-plan"
@@ -90,7 +97,7 @@ class InferencePlan(FormerNames, Record):
 
     @property
     def fits(self) -> bool:
-        """Whether it stays under its limit, as far as is known."""
+        """True if the plan stays under its limit, as far as is known."""
         return self.smallest_budget_bytes is None
 
     @property
@@ -105,20 +112,20 @@ class InferencePlan(FormerNames, Record):
 
     @property
     def rows_per_second(self) -> float:
-        """What is done in a second."""
+        """Rows per second."""
         return self.micro_batch / self.pass_time.likely_seconds
 
     @property
     def limited_by(self) -> Literal["compute", "disk", "link"]:
-        """What a pass waits for."""
+        """The bottleneck of a pass."""
         if self.read_seconds <= self.compute_seconds:
             return "compute"
         return "disk" if self.bytes_in("disk") else "link"
 
     def bytes_in(self, place: Place) -> int:
-        """Bytes of the weights in one place."""
+        """Return the bytes of the weights in one place."""
         return sum(part.num_bytes for part in self.parts if part.place == place)
 
     def names_in(self, *places: Place) -> frozenset[str]:
-        """The names of the parts in these places."""
+        """Return the names of the parts in these places."""
         return frozenset(part.name for part in self.parts if part.place in places)

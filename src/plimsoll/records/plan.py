@@ -1,4 +1,4 @@
-"""What a run will do to stay under its budget, why, and what it will do next if memory still runs out."""
+"""The plan of a run: its configuration under the budget, the reasons, and the fallbacks if memory runs out."""
 
 from __future__ import annotations
 
@@ -16,50 +16,53 @@ from plimsoll.records.device import Budget
 from plimsoll.records.prediction import Estimate, Prediction
 
 Numerics = Literal["bitwise", "reordered", "reduced precision", "lossy"]
-"""What a technique does to the numbers: the same bits; the same mathematics rounded in another order; what autocast
-does; or another model, or another training."""
+"""The effect of a technique on the numbers.
+
+``bitwise``: identical results. ``reordered``: the same mathematics, rounded in another order. ``reduced precision``:
+the effect of autocast. ``lossy``: another model or another training.
+"""
 
 
 Verdict = Literal["additive", "known", "not additive", "not shown", "allowed", "never cut", "not computed"]
-"""What was found when a loss was computed whole and in parts, before a batch is cut: whether it may be."""
+"""The result of comparing the loss of a batch with the loss of its parts: whether the batch may be split."""
 
 Value = int | float | str | bool
-"""Of an option."""
+"""The type of an option's value."""
 
 MICRO_BATCH = "micro_batch"
-"""The technique that every plan has: its option ``samples`` is the size of one forward and backward pass."""
+"""The technique that every plan has. Its option ``samples`` is the size of one forward and backward pass."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_BEFORE_OPTION = re.compile(r",(?=\s*[a-z][a-z0-9_]*\s*=)")  # a value may have commas: blocks=0,3-5
+_BEFORE_OPTION = re.compile(r",(?=\s*[a-z][a-z0-9_]*\s*=)")  # a value may contain commas: blocks=0,3-5
 
 
 class Choice(Frozen):
-    """One technique with its options, e.g. ``micro_batch`` with ``{"samples": 16}``."""
+    """A technique with its options, such as ``micro_batch`` with ``{"samples": 16}``."""
 
     technique: str
     options: dict[str, Value] = {}
 
     def __str__(self) -> str:
-        """As it is written on a command line: ``micro_batch=16``, ``autocast=bf16``, ``adafactor``."""
+        """Return the choice in command-line syntax: ``micro_batch=16``, ``autocast=bf16``, ``adafactor``."""
         if len(self.options) == 1:
             return _written(self.technique, next(iter(self.options.values())), {})
         return self.in_full
 
     @property
     def in_full(self) -> str:
-        """With the names of all options, for sentences about them: ``float8(dynamic=true)``."""
+        """The choice with the names of all options, for use in sentences: ``float8(dynamic=true)``."""
         return _written(self.technique, None, self.options)
 
     def __hash__(self) -> int:
-        """By what it says: a dict has no hash."""
+        """Hash the content, because the options are a dict, which has no hash."""
         return hash((self.technique, frozenset(self.options.items())))
 
 
 class Pin(Frozen):
-    """A technique that the user wants in the plan, see `parse_pin`.
+    """A technique that the user requires in the plan. `parse_pin` reads one.
 
-    ``value`` is of the technique's first option, whose name only the technique knows; without one, and without
-    ``options``, the plan is free in how it uses the technique.
+    ``value`` belongs to the technique's first option, whose name only the technique knows. Without ``value`` and
+    ``options``, the plan chooses the options.
     """
 
     technique: str
@@ -67,7 +70,7 @@ class Pin(Frozen):
     options: dict[str, Value] = {}
 
     def __str__(self) -> str:
-        """As it is written on a command line."""
+        """Return the pin in command-line syntax."""
         return _written(self.technique, self.value, self.options)
 
 
@@ -83,7 +86,7 @@ def _word(value: Value) -> str:
 
 
 class Duration(Frozen):
-    """Seconds with their range."""
+    """A number of seconds and its range."""
 
     likely_seconds: float
     low_seconds: float
@@ -91,10 +94,10 @@ class Duration(Frozen):
 
 
 class Configuration(Frozen):
-    """How to run a step: techniques in the order they are installed, and what is predicted of it.
+    """A way to run a step: techniques in the order of installation, with the predicted peak and step time.
 
-    ``peak`` and ``step_time`` are ``None`` where nothing was predicted: without a plan, and below the smallest
-    configuration that was.
+    ``peak`` and ``step_time`` are ``None`` if nothing was predicted: without a plan, and for configurations smaller
+    than the smallest one predicted.
     """
 
     choices: tuple[Choice, ...]
@@ -103,19 +106,19 @@ class Configuration(Frozen):
 
     @property
     def micro_batch(self) -> int:
-        """Samples of one forward and backward pass."""
+        """The number of samples of one forward and backward pass."""
         return next(int(choice.options["samples"]) for choice in self.choices if choice.technique == MICRO_BATCH)
 
     @property
     def others(self) -> tuple[Choice, ...]:
-        """The choices but for the micro-batch."""
+        """The choices except the micro-batch."""
         return without_micro_batch(self.choices)
 
 
 class Rejected(Frozen):
-    """Something that was considered and not taken; ``reason`` is a sentence with numbers.
+    """A combination that was considered and rejected. ``reason`` is a sentence with numbers.
 
-    With ``is_compared`` the reason compares the seconds of a step with those of the plan that was in force.
+    ``is_compared`` is true if the reason compares its step time with the best plan at that time.
     """
 
     choices: tuple[Choice, ...]
@@ -126,10 +129,10 @@ class Rejected(Frozen):
 
 
 class OffDevice(Frozen):
-    """What a plan keeps where its budget does not count it, and what a step reads and writes of that.
+    """Bytes that a plan keeps outside the memory that its budget counts, and the bytes that a step moves there.
 
-    ``disk_bytes_per_second`` was measured where the machine's memory cannot keep all of it; then a step waits for the
-    disk, and its time says so. ``None`` where it can.
+    ``disk_bytes_per_second`` was measured because host memory cannot cache all these bytes. A step then waits for the
+    disk, and the predicted step time includes the wait. It is ``None`` if host memory can cache them.
     """
 
     kept_bytes: int
@@ -138,15 +141,20 @@ class OffDevice(Frozen):
 
 
 class LossCheck(Frozen):
-    """Whether the loss of a batch is the sum of those of its parts, each by its share of what the loss averages over.
+    """The result of the check whether the loss of a batch is the weighted sum of the losses of its parts.
 
-    ``verdict`` is ``additive`` where samples have shown it, ``known`` where it follows from what computes the loss,
-    ``not additive`` where they have shown that it is not, ``not shown`` where they could not, ``allowed`` where it was
-    not shown and the user allows it (``recut_loss``), ``never cut`` where the user does not, and ``not computed`` where
-    there was nothing to compute with, such as a model without memory: then the training finds out.
+    The weight of a part is its share of the units that the loss averages over. Values of ``verdict``:
 
-    ``whole`` and ``parts`` are the loss of ``num_samples`` samples, at once and one by one; ``difference`` is that of
-    the two, and ``gradient_difference`` that of their gradients (``None``: not compared), as shares of their size.
+    - ``additive``: samples have shown it.
+    - ``known``: it follows from the code that computes the loss.
+    - ``not additive``: samples have shown the opposite.
+    - ``not shown``: samples could not show it.
+    - ``allowed``: it was not shown, but the user allows it (``recut_loss``).
+    - ``never cut``: the user forbids splitting batches.
+    - ``not computed``: nothing could be computed, for example on a model without memory. Training then checks it.
+
+    ``whole`` and ``parts`` are the loss of ``num_samples`` samples, as one batch and one by one. ``difference`` and
+    ``gradient_difference`` are the relative differences of the losses and of the gradients (``None``: not compared).
     """
 
     verdict: Verdict
@@ -160,17 +168,17 @@ class LossCheck(Frozen):
 
     @classmethod
     def not_computed(cls, why: str) -> LossCheck:
-        """What is found where nothing could be computed."""
+        """Return the result if nothing could be computed."""
         return cls(verdict="not computed", why=f"{why}: training checks this before it splits a batch")
 
     @property
     def may_cut(self) -> bool:
-        """Whether a batch may be cut, as far as is known."""
+        """True if the batch may be split, as far as is known."""
         return self.verdict in {"additive", "known", "allowed", "not computed"}
 
     @property
     def sentence(self) -> str:
-        """What was found, for a person."""
+        """The result as a sentence."""
         if self.verdict == "additive":
             found = f"{self.num_samples} samples have the same loss as one batch and one by one"
             return f"{found}, and the same gradients" if self.gradient_difference is not None else found
@@ -178,8 +186,9 @@ class LossCheck(Frozen):
 
 
 class Candidate(FormerNames):
-    """A plan that the model of time cannot tell from the one in force, with what a plan says of its first
-    configuration.
+    """A plan that is predicted to be about as fast as the chosen plan.
+
+    The fields have the same meaning as in `Plan`, for the first configuration of this candidate.
     """
 
     former_names: ClassVar[Mapping[str, str]] = {"rung": "configuration"}
@@ -191,11 +200,12 @@ class Candidate(FormerNames):
 
 
 class Tried(Frozen):
-    """What a trial made of one candidate.
+    """The result of a trial for one candidate.
 
-    ``predicted_seconds`` are of a step, without what earlier runs say; ``measured_seconds`` are estimated from the
-    passes that were run; ``peak_bytes`` is the most that was in use in them. A candidate that was struck needs more
-    than there was when another one ran out; one that was too near the limit may need more in a long run.
+    ``predicted_seconds`` is the step time without corrections from earlier runs. ``measured_seconds`` is the step time
+    estimated from the passes of the trial. ``peak_bytes`` is the peak of these passes. Outcome ``struck``: not run,
+    because another candidate that needs less memory ran out. Outcome ``too near``: so near the limit that a long run
+    may exceed it.
     """
 
     choices: tuple[Choice, ...]
@@ -207,10 +217,10 @@ class Tried(Frozen):
 
 
 class Trial(Frozen):
-    """Candidates that were run for a few passes before the training, with everything put back; the fastest is first.
+    """Candidates that ran a few passes before the training, the fastest first. The trial leaves no changes.
 
-    ``seconds`` is all the time it took: warm-up passes, timed passes, and putting everything back. ``left_out`` says
-    why nothing was tried.
+    ``seconds`` is the total time: warm-up passes, timed passes and restoring the state. ``left_out`` is the reason if
+    nothing was tried.
     """
 
     seconds: float = 0.0
@@ -219,24 +229,35 @@ class Trial(Frozen):
 
 
 class Plan(FormerNames, Record):
-    """The way to run that was chosen, and the smaller ones to take, in order, when memory runs out.
+    """The chosen configuration, and smaller configurations for when memory runs out.
 
-    ``fallbacks`` begins with what is in force; their predicted peaks fall. ``plain`` is the whole batch without any
-    technique. ``made_for`` says of what the plan is: a plan is refused where one of these facts differs. Where nothing
-    fits, ``fallbacks`` has what needs least, ``smallest_budget_bytes`` is the budget it would take, and
-    ``lossy_alternatives`` has, for each technique that changes the training and is not allowed, what needs least
-    with it.
-
-    ``pinned`` choices and ``required`` techniques, whose options the plan chooses, are the user's; ``left_out`` has the
-    pins that the number of ranks forbids, each with the reason. ``time_factor`` corrects the time by earlier runs, and
-    is in ``step_time``. ``off_device`` is set where parameters are in files (CPU) or on the host (CUDA), which the
-    budget does not count. ``loss_check`` says whether a batch may be cut, and ``tokenizer_bytes`` what training the
-    tokenizer takes at most, before there is a model.
-    ``candidates`` are plans of about the same time, which a trial on the device runs beside the first configuration;
-    what it measured is in ``trial``, ``None`` where none was made.
-
-    For a reader, by the technique's name: ``about`` says what it does, ``numerics`` what it does to the numbers, and
-    ``why`` what it saves in this plan, or why it is in it.
+    Attributes:
+        budget: the budget that the plan is for.
+        fallbacks: the chosen configuration, then its fallbacks in order of falling predicted peak. If nothing fits: the
+            configuration that needs the least memory.
+        limit_bytes: the budget minus the headroom.
+        plain: the whole batch without any technique.
+        rejected: combinations that were considered and rejected.
+        lossy_alternatives: if nothing fits, the smallest combination with each technique that changes the training and
+            is not allowed.
+        smallest_budget_bytes: if nothing fits, the budget that would be needed; otherwise ``None``.
+        prediction: the prediction for the chosen configuration.
+        pinned: choices that the user requires.
+        required: techniques that the user requires, with options chosen by the plan.
+        forbidden: techniques that the user forbids.
+        left_out: pins that cannot be used with this number of ranks, with the reasons.
+        about: a description of each technique, by name.
+        numerics: the effect of each technique on the numbers, by name.
+        why: the bytes or time that each technique saves in this plan, or the reason that it is in it, by name.
+        made_for: facts about the training. A plan is refused if one of them differs.
+        time_factor: the correction of the step time from earlier runs, already included in ``step_time``.
+        off_device: set if parameters are in files (CPU) or on the host (CUDA), which the budget does not count.
+        loss_check: whether a batch may be split.
+        tokenizer_bytes: peak memory of training the tokenizer, before the model exists.
+        candidates: plans of about the same step time, which a trial runs in addition to the first configuration.
+        trial: the results of the trial; ``None`` without one.
+        num_traces: the number of dry runs that were traced.
+        plan_seconds: the time that planning took.
     """
 
     record_kind: ClassVar[str] = "plan"
@@ -273,48 +294,48 @@ class Plan(FormerNames, Record):
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """What is in force at first."""
+        """The choices that a run starts with."""
         return self.fallbacks[0].choices
 
     @property
     def choices_by_fallback(self) -> tuple[tuple[Choice, ...], ...]:
-        """What the training step takes."""
+        """The choices of each fallback, for the training step."""
         return tuple(configuration.choices for configuration in self.fallbacks)
 
     @property
     def measured_seconds(self) -> float | None:
-        """Seconds of a step of what is in force at first, if a trial has measured it."""
+        """The measured step time in seconds of the first configuration; ``None`` if no trial has measured it."""
         tried = self.trial.tried if self.trial is not None else ()
         return next((one.measured_seconds for one in tried if one.choices == self.choices), None)
 
     @property
     def fits(self) -> bool:
-        """Whether the plan stays under its budget, as far as is known."""
+        """True if the plan stays under its budget, as far as is known."""
         return self.smallest_budget_bytes is None
 
 
 def micro_batch_choice(samples: int) -> Choice:
-    """Make the choice of a micro-batch."""
+    """Return the choice of a micro-batch of ``samples`` samples."""
     return Choice(technique=MICRO_BATCH, options={"samples": samples})
 
 
 def without_micro_batch(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Leave the micro-batch out of choices."""
+    """Return the choices except the micro-batch."""
     return tuple(choice for choice in choices if choice.technique != MICRO_BATCH)
 
 
 def micro_batch_plan(budget: Budget, sizes: tuple[int, ...]) -> Plan:
-    """Make the plan whose fallbacks are the micro-batches ``sizes`` (samples), largest first, and nothing else."""
+    """Return a plan whose fallbacks are the micro-batches ``sizes`` (samples), largest first, without techniques."""
     return Plan(budget=budget, fallbacks=tuple(Configuration(choices=(micro_batch_choice(size),)) for size in sizes))
 
 
 def parse_pin(text: str) -> Pin:
-    """Read ``name``, ``name=value`` or ``name(option=value,...)``, as a choice is written.
+    """Parse ``name``, ``name=value`` or ``name(option=value,...)``, the syntax of choices.
 
-    A value is a number, ``true``, ``false`` or a text, which may be in double quotes.
+    A value is a number, ``true``, ``false`` or a string, which may be in double quotes.
 
     Raises:
-        InputError: if the text is none of these.
+        InputError: if the text has another form.
     """
     name, inner, value = _parts(text)
     if not _NAME.fullmatch(name):
@@ -332,7 +353,7 @@ def _unreadable(text: str) -> str:
 
 
 def _parts(text: str) -> tuple[str, list[str], str | None]:
-    """The name, the options in brackets and the value after ``=``, of which there is one kind at most."""
+    """Return the name, the options in brackets, and the value after ``=``. At most one of the last two is present."""
     stripped = text.strip()
     match = re.fullmatch(r"(\w+)\((.+)\)", stripped)
     if match:
@@ -349,7 +370,7 @@ def _option(part: str, text: str) -> tuple[str, Value]:
 
 
 def _value(word: str, text: str) -> Value:
-    """JSON's scalars, which are YAML's too; what is none of them is a text."""
+    """Parse a JSON scalar, which is also a YAML scalar; return any other word as a string."""
     word = word.strip()
     if not word:
         raise InputError(_unreadable(text))
@@ -370,11 +391,11 @@ def _readable(text: str) -> str:
 
 
 PinText = Annotated[str, AfterValidator(_readable)]
-"""A pin as a job file has it."""
+"""A pin as written in a job file."""
 
 
 def check_pins(pins: Sequence[Pin], forbids: Iterable[str]) -> None:
-    """Refuse pins that contradict each other, or what is forbidden.
+    """Check that pins do not contradict each other or the forbidden techniques.
 
     Raises:
         InputError: if a technique is pinned twice in different ways, or is pinned and forbidden.

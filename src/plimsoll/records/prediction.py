@@ -1,4 +1,4 @@
-"""What a training will need: the peak with its range, when it happens, what is alive at it, and what would fit."""
+"""The predicted memory of a training: its peak and range, the moment and content of the peak, and settings that fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plimsoll.records.trace import Assumption, Category, Phase
 
 
 class Estimate(Frozen):
-    """A number of bytes with its range. The parts say how it is known, and add up to ``likely_bytes``."""
+    """A number of bytes with its range. The parts tell how it is known, and add up to ``likely_bytes``."""
 
     likely_bytes: int
     low_bytes: int
@@ -20,12 +20,12 @@ class Estimate(Frozen):
     assumed_bytes: int = 0
 
     def __add__(self, other: Estimate) -> Estimate:
-        """Both together; the ranges add up."""
+        """Return the sum of two estimates; their ranges are added, too."""
         return Estimate(**{name: getattr(self, name) + getattr(other, name) for name in Estimate.model_fields})
 
 
 class Moment(Frozen):
-    """Where in the training something happens; ``line`` is ``file:line``, empty texts are unknown."""
+    """A moment of a training. ``line`` is ``file:line``; empty strings mean unknown."""
 
     step: int
     phase: Phase
@@ -35,10 +35,10 @@ class Moment(Frozen):
 
 
 class Holding(Frozen):
-    """Allocations alike that are alive at the peak, with where the first was made.
+    """A group of similar allocations that are alive at the peak, and the moment when the first was made.
 
-    They have the same category, shape, source line and module but for the numbers in its name, which are then ``*``.
-    ``num_bytes`` is of all ``count`` of them; ``name`` is empty for what has none.
+    They agree in category, shape, source line and module. Numbers in the module's name may differ and are shown as
+    ``*``. ``num_bytes`` is the total of all ``count`` allocations. ``name`` is empty if they have no name.
     """
 
     num_bytes: int
@@ -50,11 +50,10 @@ class Holding(Frozen):
 
 
 class MemoryTimeline(Frozen):
-    """Bytes over the events of a training, as columns of equal length, one row for each point kept.
+    """Bytes over the events of a training, as columns of equal length, with one row per retained point.
 
-    ``categories`` has one column for each category that occurs; they add up to ``used_bytes``. ``reserved_bytes`` is
-    what the process has taken for it: the allocator's segments, context and libraries included. ``label`` says what
-    ran at each point, for a person.
+    ``categories`` has one column per category; they add up to ``used_bytes``. ``reserved_bytes`` is the memory of the
+    process: the allocator's segments, the context and libraries. ``label`` describes the code that ran at each point.
     """
 
     source: Literal["predicted", "measured"]
@@ -77,10 +76,10 @@ class WhatIf(Frozen):
 
 
 class Answer(Frozen):
-    """What fits: the largest micro-batch, the longest sequence, or the smallest device.
+    """The largest micro-batch, the longest sequence, or the smallest device that fits.
 
-    ``value`` is ``None`` if nothing does; ``is_bound`` says that the search stopped at its upper end, so that more may
-    fit too.
+    ``value`` is ``None`` if nothing fits. With ``is_bound``, the search stopped at its upper end, so larger values may
+    fit.
     """
 
     question: Literal["largest micro-batch", "longest sequence", "smallest device"]
@@ -90,11 +89,12 @@ class Answer(Frozen):
 
 
 class Exchange(Frozen):
-    """What one of several ranks exchanges in a step (its last one), and what that takes of its memory.
+    """The data that one of several ranks exchanges in its last step, and the memory that the exchange needs.
 
-    ``gathered_bytes`` and ``scattered_bytes`` are of whole tensors: parameters as they are gathered, gradients as they
-    are before each rank keeps its rows; ``added_up_bytes`` are gradients of which all ranks have all. The largest of
-    each is whole at one time, as part of the peak. ``kept`` is what the library that exchanges keeps beside it.
+    All sizes are sizes of whole tensors. ``gathered_bytes`` are parameters after gathering. ``scattered_bytes`` are
+    gradients before each rank keeps only its rows. ``added_up_bytes`` are gradients that every rank keeps whole. The
+    largest tensor of each kind exists whole at one moment, as part of the peak. ``kept`` is additional memory of the
+    communication library.
     """
 
     num_ranks: int
@@ -110,9 +110,9 @@ class Exchange(Frozen):
 class Prediction(Record):
     """The peak memory of a training before it runs.
 
-    ``peak`` counts as ``limit_bytes`` does: on CUDA all of the process on the device (context, reserved segments), on
-    the CPU its private memory. ``fits`` compares the likely value; ``verdict`` also looks at the range. Sizes of the
-    batch are ``None`` where a function trains that decides them itself.
+    ``peak`` counts the same memory as ``limit_bytes``: on CUDA all memory of the process on the device (context,
+    reserved segments), on the CPU its private memory. ``fits`` compares the likely value; ``verdict`` also considers
+    the range. The batch sizes are ``None`` if a training function decides them.
     """
 
     record_kind: ClassVar[str] = "prediction"
@@ -146,12 +146,12 @@ class Prediction(Record):
 
     @property
     def fits(self) -> bool:
-        """Whether the likely peak is within the limit and the allocator could serve every request."""
+        """True if the likely peak is within the limit and the allocator could serve every request."""
         return self.runs_out_at is None and self.peak.likely_bytes <= self.limit_bytes
 
     @property
     def verdict(self) -> Literal["fits", "probably fits", "probably does not fit", "does not fit"]:
-        """The answer in words; "probably" where the limit lies within the range."""
+        """The result in words, with "probably" if the limit lies within the range."""
         if self.fits:
             return "fits" if self.peak.high_bytes <= self.limit_bytes else "probably fits"
         return "does not fit" if self.peak.low_bytes > self.limit_bytes else "probably does not fit"

@@ -1,4 +1,4 @@
-"""The data of a job as they are prepared: where each store is, and what a model and its batches depend on."""
+"""The prepared data of a job: the folder of each store, and the facts that models and batches depend on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from plimsoll.records.run import GradientReach
 
 
 class PreparedText(Frozen):
-    """Texts that are ready to be opened; a folder is ``None`` where there is no need of it.
+    """Texts that are ready to be opened. A folder is ``None`` if it is not needed.
 
-    ``skipped`` names the first 100 files and rows that were left out, with the reason. Of the texts that are longer
-    than a sample, ``num_truncated`` lost ``num_dropped_tokens`` in all, which no epoch sees; ``num_cut_inside``
-    windows end where no border fitted; ``num_lost_words`` are without a token, and so their tags are without a place.
-    Where texts are tokenized on the fly, tokens and truncations are unknown: 0.
+    ``skipped`` lists the first 100 files and rows that were left out, with reasons. ``num_long_texts`` are longer than
+    a sample. Of these, ``num_truncated`` lost ``num_dropped_tokens`` tokens in total, which no epoch uses.
+    ``num_cut_inside`` windows end inside a sentence or paragraph, because no border fits. ``num_lost_words`` words have
+    no token, so their tags are lost. If texts are tokenized on the fly, tokens and truncations are unknown and set to
+    0.
     """
 
     corpus_key: str
@@ -39,29 +40,31 @@ class PreparedText(Frozen):
 
     @property
     def has_windows(self) -> bool:
-        """Whether a text may be several samples, or in several rows."""
+        """True if a text can become several samples, or be spread over several rows."""
         return self.num_long_texts > self.num_truncated
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The stores that training reads."""
+        """The folders of the stores that training reads."""
         texts = self.tokens_folder or self.index_folder
         names = (texts, self.texts_folder, self.labels_folder, self.spans_folder, self.packs_folder)
         return tuple(Path(name) for name in names if name is not None)
 
 
 class Prepared(Record):
-    """The data of a job, ready to be opened; ``key`` changes when a sample, a label or the tokenizer does.
+    """The data of a job, ready to be opened. ``key`` changes if a sample, a label or the tokenizer changes.
 
-    ``special_ids`` and ``mask_id`` are of the tokenizer, for augmentation: the training process does not load it.
-    ``special_tokens`` shows what stands around each text. ``num_held_out_texts`` are held out, of which
-    ``num_trained_on`` are among the training texts, too, word for word; or ``holds_out_windows``: windows of the only
-    text are held out.
-    ``vectors_folder`` holds the vectors of the tokens, if the job has any, ``vectors_digest`` is of their bits.
-    ``gradient_reach`` is of streams. ``longest_row`` is the most tokens of a row of a training batch, and
-    ``held_out_batch`` the samples and tokens of the largest batch of an evaluation, where `with_rows` has looked.
-    ``num_left_out_words`` were too rare to be counted when the tokenizer was
-    trained, and ``peak_bytes`` is the most private memory that preparing took, where that was watched.
+    ``special_ids`` and ``mask_id`` belong to the tokenizer. They are stored for augmentation, because the training
+    process does not load the tokenizer. ``special_tokens`` shows the special tokens around each text.
+
+    ``num_held_out_texts`` texts are held out; ``num_trained_on`` of them also occur, word for word, among the training
+    texts. With ``holds_out_windows``, windows of the only text are held out.
+
+    ``vectors_folder`` has the word vectors of the tokens, if the job has any, and ``vectors_digest`` is a digest of
+    their bits. ``gradient_reach`` is set for streams. ``longest_row`` is the maximum number of tokens of a row of a
+    training batch. ``held_out_batch`` are the samples and tokens of the largest evaluation batch. Both are ``None``
+    before `with_rows` has computed them. ``num_left_out_words`` words were too rare to be counted when the tokenizer
+    was trained. ``peak_bytes`` is the peak private memory of the preparation, if it was measured.
     """
 
     record_kind: ClassVar[str] = "prepared-data"
@@ -90,10 +93,10 @@ class Prepared(Record):
 
     @property
     def pad_id(self) -> int:
-        """The token that fills the rows of a batch."""
+        """The token that fills up the rows of a batch."""
         return self.end_id if self.padding_token is None else self.padding_token
 
     @property
     def num_labels(self) -> int | None:
-        """How many classes or tags there are; ``None`` for language modelling."""
+        """The number of classes or tags; ``None`` for language modelling."""
         return len(self.label_names) or None

@@ -1,7 +1,7 @@
-"""What happened in a run: one line of ``metrics.jsonl`` per event, and the record made of them.
+"""The events of a run, one per line of ``metrics.jsonl``, and the record that is built from them.
 
-A run directory is the run's memory: every line is appended when its event has happened, so a killed run can be read
-as well as a finished one. ``RunRecord.from_directory`` is the only reader.
+Each line is appended when its event has happened. So the directory of a killed run can be read like any other.
+``RunRecord.from_directory`` is the only reader.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FORMER_NAMES = {"rung": "fallback", "next_rung": "next_fallback"}
 
 
 class OomEvent(FormerNames):
-    """An out-of-memory error: what was running, what was asked for, and what was done about it.
+    """An out-of-memory error: the phase that was running, the request, the memory in use, and the reaction.
 
-    ``step`` is the step that was running, counted from 1; in an evaluation or a checkpoint the step before it.
-    Fallbacks are those of the plan, counted from 0; an evaluation has none. ``rank`` is the first rank on which memory
-    ran out, where several train together, and ``num_other_ranks`` on how many more it did.
+    ``step`` counts from 1. In an evaluation or a checkpoint it is the last step before it. Fallbacks are numbered from
+    0 as in the plan; an evaluation has none. With several ranks, ``rank`` is the first rank that ran out of memory, and
+    ``num_other_ranks`` is the number of other ranks that did, too.
     """
 
     former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
@@ -55,13 +55,13 @@ class OomEvent(FormerNames):
 
     @property
     def on_which_ranks(self) -> str:
-        """On which of several ranks, such as " on rank 1 and 2 more"; empty where there is one."""
+        """The ranks that ran out of memory, such as " on rank 1 and 2 more"; empty for a single process."""
         others = f" and {self.num_other_ranks} more" if self.num_other_ranks else ""
         return "" if self.rank is None else f" on rank {self.rank}{others}"
 
     @property
     def shortage(self) -> str:
-        """On which of several ranks, what was asked for (not every error says) and what was in use, for a message."""
+        """The ranks, the request (if the error states it) and the memory in use, for a message."""
         where = self.on_which_ranks.strip()
         if self.live_bytes is None:
             return where or "the memory in use is unknown"
@@ -71,15 +71,16 @@ class OomEvent(FormerNames):
 
     @property
     def is_fragmented(self) -> bool:
-        """Whether CUDA's allocator had as much as was asked for, in holes: it had given back all that was whole."""
+        """True if CUDA's allocator had enough unused memory, but in holes: unused segments were released."""
         unused_bytes = (self.reserved_bytes or 0) - (self.live_bytes or 0)
         return self.family == "cuda" and self.requested_bytes is not None and unused_bytes >= self.requested_bytes
 
 
 class GradientReach(Frozen):
-    """How many tokens back the gradient of a loss reaches where it stops at the begin of a window or of a text.
+    """The number of earlier tokens that a gradient reaches, if it stops at the start of a window or text.
 
-    ``mean_tokens`` is over the tokens that are predicted in an epoch; what comes before is known by its state alone.
+    ``mean_tokens`` is the mean over the tokens that are predicted in an epoch. Earlier tokens influence a prediction
+    through the state alone.
     """
 
     most_tokens: int = Field(ge=1)
@@ -87,10 +88,12 @@ class GradientReach(Frozen):
 
 
 class StepLine(FormerNames):
-    """One optimizer step that happened. ``first_sample``..``+num_samples`` are positions in the epoch's order.
+    """One completed optimizer step.
 
-    ``used_bytes`` is what was in use when the step was over, which in a training that keeps nothing stays the same. Of
-    several ranks ``peak_bytes`` is of the one that took most, and the rest of the first.
+    Its samples are the ``num_samples`` samples from position ``first_sample`` of the epoch's order.
+
+    ``used_bytes`` is the memory in use after the step, which is constant if the training retains nothing. With several
+    ranks, ``peak_bytes`` is the maximum over the ranks, and all other values are from the first rank.
     """
 
     former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
@@ -118,8 +121,8 @@ class StepLine(FormerNames):
 class EvaluationLine(Frozen):
     """One pass over the validation samples.
 
-    ``accuracy`` is the share of right labels, of texts in classification and of words in token-classification;
-    ``entity_f1`` is that of whole entities, where tags are B-..., I-... and O.
+    ``accuracy`` is the share of correct labels: of texts in classification, of words in token classification.
+    ``entity_f1`` is the F1 score of whole entities, if tags are B-..., I-... and O.
     """
 
     event: Literal["evaluation"] = "evaluation"
@@ -133,7 +136,7 @@ class EvaluationLine(Frozen):
 
 
 class CheckpointLine(Frozen):
-    """A checkpoint that is complete on disk."""
+    """A checkpoint that was completely written to the disk."""
 
     event: Literal["checkpoint"] = "checkpoint"
     time_seconds: float
@@ -142,14 +145,14 @@ class CheckpointLine(Frozen):
 
 
 class RetainedGraph(Frozen):
-    """Tensors that something of the user's keeps after a step with the graph that made them (their ``grad_fn``).
+    """Tensors that user code retains after a step together with their autograd graph (``grad_fn``).
 
-    ``holder`` is the attribute or the variable that has them, such as ``model.history``; "" where only the losses of
-    earlier steps are known to be alive. ``marked_steps`` are the steps whose graph was marked before, of which
-    ``alive_steps`` are still in memory. ``num_bytes`` is the storage of the tensors themselves, on the device of the
-    training; ``graph_bytes`` what their graph keeps besides, of ``num_nodes`` operations (``None``: not counted).
-    ``place``, ``code`` and ``remedy`` are the line of the user's that keeps them, and what to write instead ("": not
-    found).
+    ``holder`` is the attribute or variable that refers to them, such as ``model.history``. It is "" if only losses of
+    earlier steps are known to be alive. ``marked_steps`` are the earlier steps whose graph was marked, and
+    ``alive_steps`` are the marked steps whose graph is still in memory. ``num_bytes`` is the storage of the tensors on
+    the training device. ``graph_bytes`` is the memory that the ``num_nodes`` operations of their graph keep alive in
+    addition (``None``: not counted). ``place`` and ``code`` are the line of user code that retains them, and ``remedy``
+    is its replacement ("": not found).
     """
 
     holder: str
@@ -165,7 +168,7 @@ class RetainedGraph(Frozen):
 
 
 class GraphLine(FormerNames):
-    """What of earlier steps' graphs was still in memory after a step; there is none where nothing was."""
+    """Graphs of earlier steps that were still in memory after a step. Written only if there are any."""
 
     former_names: ClassVar[Mapping[str, str]] = {"held": "retained"}
 
@@ -176,7 +179,7 @@ class GraphLine(FormerNames):
 
 
 class LossLine(Frozen):
-    """What was found, in or before a step, of whether a batch may be cut."""
+    """The result of the check, in or before a step, whether a batch may be split."""
 
     event: Literal["loss"] = "loss"
     time_seconds: float = 0.0
@@ -185,9 +188,10 @@ class LossLine(Frozen):
 
 
 class StartLine(FormerNames):
-    """A training process began, at ``step`` finished steps; ``restarts`` counts those that were killed before it.
+    """The start of a training process after ``step`` completed steps. ``restarts`` counts earlier killed processes.
 
-    ``oom_kills`` has how many processes the kernel had killed for memory on each machine of several ranks, by its name.
+    With several ranks, ``oom_kills`` has the number of processes that the kernel had killed for memory, by machine
+    name.
     """
 
     former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
@@ -204,7 +208,7 @@ class StartLine(FormerNames):
 
 
 class DeathLine(FormerNames):
-    """The training process was killed; ``evidence`` is what the machine says about it."""
+    """The kill of the training process. ``evidence`` is the cause according to the machine's counters and logs."""
 
     former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
 
@@ -218,7 +222,7 @@ class DeathLine(FormerNames):
 
 
 class EndLine(Frozen):
-    """How the run ended."""
+    """The end of a run."""
 
     event: Literal["end"] = "end"
     time_seconds: float
@@ -232,12 +236,12 @@ _LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="even
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Read ``metrics.jsonl`` line by line; a last line torn by a kill is left out.
+    """Yield the lines of ``metrics.jsonl``. An incomplete last line, left by a kill, is skipped.
 
     Raises:
         RecordError: if a line other than the last cannot be read.
     """
-    with path.open("rb") as file:  # bytes: a line can be torn inside a character
+    with path.open("rb") as file:  # bytes, because a kill can cut a line inside a character
         for number, text in enumerate(file, start=1):
             if not text.endswith(b"\n"):
                 return
@@ -245,10 +249,10 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def parse_line(text: bytes, source: str) -> Line:
-    """Read one line of ``metrics.jsonl``; ``source`` says where it is from.
+    """Parse one line of ``metrics.jsonl``. ``source`` names the line in error messages.
 
     Raises:
-        RecordError: if it is none.
+        RecordError: if it is not a valid line.
     """
     try:
         return _LINE.validate_json(text)
@@ -266,12 +270,12 @@ class Timeline(Frozen):
 
     @property
     def peak_bytes(self) -> int | None:
-        """The highest point; ``None`` for an empty timeline."""
+        """The maximum of ``used_bytes``; ``None`` for an empty timeline."""
         return max(self.used_bytes, default=None)
 
 
 class RunRecord(Record):
-    """One run, finished or not."""
+    """A run, finished or not."""
 
     record_kind: ClassVar[str] = "run"
     schema_version: ClassVar[int] = 2
@@ -298,18 +302,18 @@ class RunRecord(Record):
 
     @property
     def limit_bytes(self) -> int | None:
-        """The line: the budget of the device the run trained on."""
+        """The device budget of the run in bytes."""
         return self.plan.budget.device_bytes
 
     @property
     def peak_bytes(self) -> int | None:
-        """The highest memory seen in any step or between two."""
+        """The peak memory during and between steps, in bytes."""
         seen = [step.peak_bytes for step in self.steps if step.peak_bytes is not None]
         return max([*seen, *self.timeline.used_bytes], default=None)
 
     @property
     def peak_bytes_of_ranks(self) -> tuple[int, ...]:
-        """The highest memory of each rank, of the ranks that trained last; none where one process trained."""
+        """The peak memory of each rank, over the steps with the last number of ranks; empty for one process."""
         steps = self.finished_steps
         num_ranks = len(steps[-1].peak_bytes_of_ranks) if steps else 0
         alike = [step.peak_bytes_of_ranks for step in steps if len(step.peak_bytes_of_ranks) == num_ranks]
@@ -317,25 +321,25 @@ class RunRecord(Record):
 
     @property
     def finished_steps(self) -> tuple[StepLine, ...]:
-        """Each step once, in order: a step repeated after a restart counts as it was written last."""
+        """Each completed step once, in order. If a step was repeated after a restart, the last line counts."""
         latest = {line.step: line for line in self.steps}
         return tuple(latest[step] for step in sorted(latest))
 
     @property
     def unit_name(self) -> Literal["samples", "tokens"]:
-        """What the loss averages over: samples in classification, else tokens."""
+        """The unit that the loss averages over: samples in classification, otherwise tokens."""
         return "samples" if self.job.get("task") == "classification" else "tokens"
 
     @property
     def units_per_second(self) -> float | None:
-        """Units of the loss (tokens or samples) per second of step time, the first step (warm-up) left out."""
+        """Units of the loss (tokens or samples) per second of step time, without the first step (warm-up)."""
         counted = self.steps[1:] or self.steps
         seconds = sum(step.step_seconds for step in counted)
         return sum(step.num_units for step in counted) / seconds if seconds else None
 
     @classmethod
     def from_directory(cls, directory: Path) -> RunRecord:
-        """Read a run directory, also of a run that is still going or was killed.
+        """Read a run directory, also if the run is still in progress or was killed.
 
         Raises:
             RecordError: if the directory is not a run directory or a file in it is damaged.
@@ -385,10 +389,10 @@ class RunRecord(Record):
 
 
 class RunHead(Record):
-    """What is known of a run before its first step: ``run.json``.
+    """The facts about a run before its first step, stored in ``run.json``.
 
-    ``gradient_reach`` is ``None`` where it is the sample. ``preparation_bytes`` is the most private memory that
-    indexing the texts, making the tokenizer and tokenizing took, in a process before this one.
+    ``gradient_reach`` is ``None`` if gradients reach through the whole sample. ``preparation_bytes`` is the peak
+    private memory of indexing, tokenizer training and tokenization, if a separate process did them before.
     """
 
     record_kind: ClassVar[str] = "run-head"

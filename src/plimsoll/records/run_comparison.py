@@ -1,8 +1,7 @@
-"""Two runs side by side: what was measured of each, what its plan predicted at the peak, and how their jobs differ.
+"""A comparison of two runs: their measurements, the peaks their plans predicted, and the differences of their jobs.
 
-Categories, modules and lines are those of each plan's prediction: a run measures how much memory is in use and not
-what it is used for. Does NOT judge which run is better, and does not align runs of different tasks beyond naming the
-difference.
+Categories, modules and lines come from the prediction of each plan, because a run measures only the total memory in
+use. Does NOT judge which run is better, and does not relate runs of different tasks beyond naming the difference.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from plimsoll.records.trace import Category
 
 
 class Place(Frozen):
-    """What one module, or one line of the user's, has at the predicted peak in one category; "" is unknown."""
+    """Bytes at the predicted peak of one module or one line of user code, in one category; "" is unknown."""
 
     category: Category
     module: str
@@ -26,11 +25,11 @@ class Place(Frozen):
 
 
 class RunSide(Frozen):
-    """One run.
+    """One run of a comparison.
 
-    ``steps``, ``losses`` and ``peaks_bytes`` are columns, a row for each finished step. ``step_seconds`` and
-    ``units_per_second`` leave out the first step (warm-up), where there is another. ``parts`` and ``places`` are what
-    the plan predicts at the peak of its first fallback; they are empty where nothing was predicted.
+    ``steps``, ``losses`` and ``peaks_bytes`` are columns with a row for each completed step. ``step_seconds`` and
+    ``units_per_second`` leave out the first step (warm-up) if there are others. ``parts`` and ``places`` are the plan's
+    prediction for the peak of its first fallback. They are empty without a prediction.
     """
 
     name: str
@@ -56,7 +55,7 @@ class RunSide(Frozen):
 
     @classmethod
     def of(cls, run: RunRecord) -> RunSide:
-        """Return what a comparison says of one run."""
+        """Return the values of a run that a comparison needs."""
         steps = run.finished_steps
         counted = steps[1:] or steps
         seconds = sum(line.step_seconds for line in counted)
@@ -86,7 +85,7 @@ class RunSide(Frozen):
 
 
 class JobDifference(Frozen):
-    """A field of the job, by its dotted name, that the runs have otherwise; ``None``: not given."""
+    """A field of the job, by its dotted name, that differs between the runs; ``None``: not given."""
 
     field: str
     first: Any
@@ -94,7 +93,7 @@ class JobDifference(Frozen):
 
 
 class RunComparison(Record):
-    """Two runs, in the order they were given."""
+    """Two runs, in the given order."""
 
     record_kind: ClassVar[str] = "run-comparison"
 
@@ -116,7 +115,7 @@ def _choices(run: RunRecord, fallback: int) -> tuple[str, ...]:
 
 
 def _places(run: RunRecord) -> tuple[Place, ...]:
-    """Add up what is alive at the peak by category, module and line, the largest first."""
+    """Return the bytes alive at the peak by category, module and line, largest first."""
     counted: Counter[tuple[Category, str, str]] = Counter()
     for holding in run.plan.prediction.largest if run.plan.prediction else ():
         counted[holding.category, holding.name or holding.made.module, holding.made.line] += holding.num_bytes

@@ -1,7 +1,7 @@
-"""Smaller models: the options of each method, and what became of each that was tried: size, memory, time, quality.
+"""The options of each compression method, and the results of each model tried: size, memory, time, quality.
 
-The options are here, and not beside the methods (`plimsoll.compression.methods`), so that what is mistyped is refused
-before torch is imported. What depends on the model (how many layers there are to keep) is refused by the method itself.
+The options are here and not with the methods (`plimsoll.compression.methods`), so that typing errors are reported
+before torch is imported. Checks that depend on the model, such as the number of layers, are in the methods.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from plimsoll.records.plan import Choice, Pin, Value
 from plimsoll.records.prediction import Estimate
 
 Stage = Literal["structure", "values"]
-"""``structure``: other shapes, which can be trained on and made smaller again. ``values``: the same shapes in fewer
-bits, which comes last."""
+"""The kind of change.
+
+``structure`` changes shapes; the model can be trained and compressed further. ``values`` keeps the shapes and stores
+values in fewer bits, or as zeros; it comes last.
+"""
 
 Importance = Literal["magnitude", "taylor", "activation"]
 
 IMPORTANCES: tuple[Importance, ...] = ("magnitude", "taylor", "activation")
 
 SHARE = 0.25
-"""What is taken away where nobody says how much."""
+"""The default share that is removed."""
 
 
 class Option(NamedTuple):
-    """What is taken where an option is left out (``None``: nothing), and what is wrong with a value, in words."""
+    """The default of an option (``None``: no value), and a function that describes the fault of a value."""
 
     default: Value | None
     fault: Callable[[str, object], str | None]
@@ -39,12 +42,12 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """What may be asked of a method.
+    """The options of a method.
 
     Attributes:
-        stage: where it stands in a chain.
-        options: by name; the first is what ``method=value`` on a command line means.
-        one_of: options of which a choice has one at most.
+        stage: its stage in a chain.
+        options: options by name. ``method=value`` on a command line sets the first one.
+        one_of: options of which a choice may set at most one.
     """
 
     stage: Stage
@@ -53,19 +56,19 @@ class Asked:
 
     @property
     def defaults(self) -> dict[str, Value | None]:
-        """What is taken where an option is left out."""
+        """The default of each option."""
         return {name: option.default for name, option in self.options.items()}
 
 
 def share_fault(name: str, value: object) -> str | None:
-    """Return a sentence where a value is no share, of more than nothing and less than all."""
+    """Return the fault of a value that is not a share between 0 and 1, both excluded; ``None`` if it is valid."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        return f"`{name}` {value} is not the share that is taken away: give a number between 0 and 1, such as 0.25"
+        return f"`{name}` {value} is not a share to remove: give a number between 0 and 1, such as 0.25"
     return None
 
 
 def value_fault(known: Sequence[Value], name: str, value: object) -> str | None:
-    """Return a sentence where a value is none of some."""
+    """Return the fault of a value that is not in ``known``; ``None`` if it is valid."""
     if any(type(value) is type(one) and value == one for one in known):
         return None
     listed = ", ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in known)
@@ -73,14 +76,14 @@ def value_fault(known: Sequence[Value], name: str, value: object) -> str | None:
 
 
 def count_fault(name: str, value: object) -> str | None:
-    """Return a sentence where a value is no whole number of at least one."""
+    """Return the fault of a value that is not a positive integer; ``None`` if it is valid."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        return f"`{name}` {value} is not a number of them: give a whole number from 1 on"
+        return f"`{name}` {value} is not a count: give a whole number of at least 1"
     return None
 
 
 def _one_of(*known: Value) -> Option:
-    """An option with these values, the first of which is taken where it is left out."""
+    """Return an option with these values. The first one is the default."""
     return Option(known[0], partial(value_fault, known))
 
 
@@ -115,16 +118,16 @@ METHODS: Mapping[str, Asked] = {
     "dynamic_int8": Asked("values"),
     "float8": Asked("values", {"dynamic": _one_of(False, True)}),
 }
-"""What may be asked of each method, in the order in which a chain applies them."""
+"""The options of each method, in the order in which a chain applies the methods."""
 
 
 def options_of(choice: Choice) -> dict[str, Value | None]:
-    """Return the options of a choice, those that are not given as they are by default."""
+    """Return all options of a choice, including defaults."""
     return {**METHODS[choice.technique].defaults, **choice.options}
 
 
 def options_fault(choice: Choice) -> str | None:
-    """Return a sentence that says which option of a choice is wrong whatever the model is, or ``None``."""
+    """Return a sentence about the first option that is wrong for any model, or ``None``."""
     asked = METHODS[choice.technique]
     for name, value in choice.options.items():
         if name not in asked.options:
@@ -138,21 +141,21 @@ def options_fault(choice: Choice) -> str | None:
 
 
 def check_method(name: str) -> None:
-    """Refuse a name that no method has.
+    """Check that a method exists.
 
     Raises:
-        WeightsError: it names the nearest.
+        WeightsError: if there is no such method. The message suggests the nearest name.
     """
     if name not in METHODS:
         raise WeightsError(f"there is no method `{name}`; {near(name, METHODS)}")
 
 
 def chain_of(pins: Sequence[Pin]) -> tuple[Choice, ...]:
-    """Return the choices that a user wrote, with the names of options that were left out.
+    """Return the choices for pins of methods, with the name of an option if the pin has only its value.
 
     Raises:
-        WeightsError: if there is no such method, option or value, or what changes shapes comes behind what changes
-            values.
+        WeightsError: if a method, option or value does not exist, or a method that changes shapes follows a method that
+            changes values.
     """
     found: list[Choice] = []
     for pin in pins:
@@ -166,7 +169,7 @@ def chain_of(pins: Sequence[Pin]) -> tuple[Choice, ...]:
             raise WeightsError(f"--method '{choice.in_full}': {fault}")
         if found and METHODS[found[-1].technique].stage == "values" and asked.stage != "values":
             raise WeightsError(
-                f"{pin.technique} changes shapes and {found[-1]} the bits of values, which must be last: give "
+                f"{pin.technique} changes shapes, and {found[-1]} changes values, which must come last: give "
                 f"--method {pin.technique} before --method {found[-1].technique}"
             )
         found.append(choice)
@@ -174,10 +177,10 @@ def chain_of(pins: Sequence[Pin]) -> tuple[Choice, ...]:
 
 
 SHRINK_RECORD = "shrink.json"
-"""What the record is called in the folder of the smaller model."""
+"""The name of the record's file in the folder of the compressed model."""
 
 Form = Literal["plain", "code", "torchao", "recurrent"]
-"""How a model is loaded where Plimsoll is not installed; see `HOW_TO_LOAD`."""
+"""The way to load a model if Plimsoll is not installed; see `HOW_TO_LOAD`."""
 
 HOW_TO_LOAD: dict[Form, str] = {
     "plain": "from_pretrained(folder)",
@@ -188,15 +191,15 @@ HOW_TO_LOAD: dict[Form, str] = {
     ),
     "recurrent": "a state_dict in model.safetensors, and its sizes in config.json, for torch.nn's layers",
 }
-"""What loads a folder of each form."""
+"""The call that loads a folder of each form."""
 
 
 class Quality(Frozen):
-    """What a model is worth on the evaluation data.
+    """The quality of a model on the evaluation data.
 
-    ``num_samples`` are the texts that were judged, of a language model the windows. ``loss`` is the mean of the task;
-    ``similarity`` the mean cosine of embeddings with those of the original model,
-    where the task is to embed, and then ``loss`` is 1 less that.
+    ``num_samples`` is the number of texts, or of windows for a language model. ``loss`` is the mean loss of the task.
+    For embedding models, ``similarity`` is the mean cosine to the embeddings of the original model, and ``loss`` is 1 -
+    ``similarity``.
     """
 
     loss: float
@@ -207,32 +210,32 @@ class Quality(Frozen):
 
     @property
     def is_language_model(self) -> bool:
-        """Whether the loss is all there is: that of the next token."""
+        """True if the next-token loss is the only measure."""
         return self.accuracy is None and self.entity_f1 is None and self.similarity is None
 
     @property
     def perplexity(self) -> float | None:
-        """e to the loss of a language model."""
+        """The exponential of a language model's loss."""
         return math.exp(min(self.loss, 700.0)) if self.is_language_model else None
 
     @property
     def score(self) -> float:
-        """What models are compared by, more being better: F1 of entities, accuracy, similarity, or less loss."""
+        """The score that compares models, higher is better: entity F1, accuracy, similarity, or the negative loss."""
         known = (self.entity_f1, self.accuracy, self.similarity)
         return next((one for one in known if one is not None), -self.loss)
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Sorts the better one behind: by its score, and where that is equal by its loss."""
+        """A sort key, higher is better: the score, then the negative loss."""
         loss = self.loss if math.isfinite(self.loss) else math.inf
         return (self.score if math.isfinite(self.score) else -math.inf, -loss)
 
 
 class InferenceCost(Frozen):
-    """What applying a model takes, in a process of its own: measured, and what was predicted of the peak.
+    """The cost of inference in a separate process: measured values, and the predicted peak.
 
-    ``baseline_bytes`` is what the process took before it had the model, which ``peak_bytes`` includes. ``speed`` is how
-    many times as many rows it does in a time as the original, timed in turn with it.
+    ``peak_bytes`` includes ``baseline_bytes``, the memory of the process before it loaded the model. ``speed`` is the
+    throughput relative to the original model, timed alternately.
     """
 
     rows: int
@@ -245,9 +248,9 @@ class InferenceCost(Frozen):
 
 
 class TrainingCost(Frozen):
-    """What a training step takes; measured only where the model was trained.
+    """The cost of a training step; measured only if the model was trained.
 
-    ``has_teacher`` says that a teacher's passes are part of it.
+    With ``has_teacher``, it includes the teacher's passes.
     """
 
     predicted: Estimate | None = None
@@ -257,11 +260,11 @@ class TrainingCost(Frozen):
 
 
 class Small(Frozen):
-    """One model: what was done to the original in this order, and what came of it.
+    """One model: the methods that were applied to the original in this order, and the results.
 
-    Without a ``chain`` it is the original. ``quality`` is that before any training here, ``recovered`` after
-    ``recovery_steps`` of it, which the original is given, too. ``rejected`` says why it is not the one that was asked
-    for.
+    Without a ``chain`` it is the original. ``quality`` is measured before any training here. ``recovered`` is measured
+    after ``recovery_steps`` of training, which the original gets, too. ``rejected`` is the reason that it does not
+    satisfy the request.
     """
 
     chain: tuple[Choice, ...] = ()
@@ -277,29 +280,29 @@ class Small(Frozen):
 
     @property
     def best_quality(self) -> Quality:
-        """After recovery, where there was one that helped: else what was written is the model without."""
+        """The better of the qualities before and after recovery; the better model is the one written."""
         if self.recovered is None:
             return self.quality
         return max(self.quality, self.recovered, key=lambda one: one.rank)
 
     @property
     def name(self) -> str:
-        """The chain as it is written."""
+        """The chain in command-line syntax."""
         return " > ".join(map(str, self.chain)) or "original"
 
 
 class Unused(Frozen):
-    """A method that was not tried, and why."""
+    """A method that was not tried, and the reason."""
 
     method: str
     reason: str
 
 
 class ShrinkRecord(Record):
-    """Models made of one, the original first; ``best`` is the number of the one that was written to ``output``.
+    """Models derived from one original, which comes first. The model number ``best`` was written to ``output``.
 
-    ``target_bytes`` bounds the files of weights, ``budget_bytes`` the predicted peak of a training; ``saves`` says of
-    each method that was tried what becomes smaller by it. One that is not complete is of a search that was stopped.
+    ``target_bytes`` limits the weight files, ``budget_bytes`` the predicted peak of a training. ``saves`` describes the
+    saving of each method that was tried. ``is_complete`` is false if the search was stopped.
     """
 
     record_kind: ClassVar[str] = "shrink"
@@ -320,12 +323,12 @@ class ShrinkRecord(Record):
 
     @property
     def original(self) -> Small:
-        """What was given."""
+        """The original model."""
         return self.models[0]
 
     @property
     def front(self) -> tuple[int, ...]:
-        """The numbers of the models that no other beats in both size and quality, the smallest first."""
+        """The numbers of the models on the Pareto front of size and quality, smallest first."""
         order = sorted(
             range(len(self.models)), key=lambda number: (self.models[number].file_bytes, self._worse(number))
         )

@@ -1,4 +1,4 @@
-"""What a device can do in a second: what the time of a training step follows from."""
+"""The rates of a device, from which step times are predicted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import ClassVar, Literal
 from plimsoll.records.base import Frozen, Record
 
 MovingKind = Literal["plain", "strided", "transcendental", "normalize", "random", "gather"]
-"""How an op handles bytes: one after the other; in another order than they lie; with exponentials or the like for each
-element; over rows, twice; with random numbers; rows picked by index."""
+"""The way that an op accesses bytes.
+
+``plain``: in order. ``strided``: not in memory order. ``transcendental``: with an exponential or similar function per
+element. ``normalize``: two passes over each row. ``random``: with random numbers. ``gather``: rows picked by index.
+"""
 
 
 class Point(Frozen):
-    """One measured point of a curve."""
+    """A measured point of a curve."""
 
     at: float
     rate: float
@@ -23,11 +26,15 @@ class Point(Frozen):
 Curve = tuple[Point, ...]
 
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
-"""A collective over a tensor: add it up on all ranks, make it of the rows of each, add it up and keep some rows."""
+"""A collective over a tensor.
+
+``all_reduce`` adds tensors up on all ranks. ``all_gather`` joins the rows of all ranks. ``reduce_scatter`` adds tensors
+up and keeps some rows on each rank.
+"""
 
 
 def rate_at(curve: Curve, at: float) -> float:
-    """Read a curve between its points, which are straight lines in logarithms; constant beyond its ends.
+    """Return the rate at a position of a curve, interpolated on logarithmic axes and constant beyond the ends.
 
     >>> rate_at((Point(at=1, rate=10), Point(at=100, rate=1000)), 10)
     100.0
@@ -41,20 +48,19 @@ def rate_at(curve: Curve, at: float) -> float:
 
 
 class Speed(Record):
-    """Rates of one device.
+    """The rates of one device.
 
-    ``flops_per_second`` is a curve for each type: over the operations of a product by the bytes it moves, which are few
-    where a side of a matrix is small. ``bytes_per_second`` is one for each kind of op: over the bytes that it moves,
-    more than the caches hold or less. A type or kind that is missing is as ``float32`` or ``plain``.
-    ``fresh_seconds_per_byte`` is what memory costs that was not touched before (pages are cleared).
+    ``flops_per_second`` has a curve for each data type, over the arithmetic intensity (operations per byte moved). It
+    is low if a side of a matrix is short. ``bytes_per_second`` has a curve for each kind of op, over the bytes moved,
+    because caches hold only small tensors. Missing types and kinds are treated as ``float32`` and ``plain``.
+    ``fresh_seconds_per_byte`` is the cost of memory that is used for the first time, because the kernel clears pages.
 
-    The call of an op keeps the processor busy, whatever the op does: for ``op_seconds`` if it is called bare, as an
-    optimizer's are; for ``module_op_seconds`` in a forward, where modules are called and autograd takes note; for
-    ``backward_op_seconds`` where torch's own code calls it, as autograd in a backward. Its kernel keeps the device busy
-    for at least ``kernel_seconds``. Where ``overlaps``, a call only puts a kernel into the device's queue, and copies
-    over the link run beside both. ``link_bytes_per_second`` is to and from memory outside the device: of a GPU the
-    host's, of a processor files; ``host_bytes_per_second`` what the processor itself does in that memory.
-    ``spread`` is how far off a step may be, as a share.
+    An op call occupies the CPU: for ``op_seconds`` if called directly, as in an optimizer; for ``module_op_seconds`` in
+    a forward pass, including module calls and autograd; for ``backward_op_seconds`` if torch calls it in a backward
+    pass. Its kernel occupies the device for at least ``kernel_seconds``. With ``overlaps``, a call only queues the
+    kernel, and copies over the link run concurrently. ``link_bytes_per_second`` is the rate to memory outside the
+    device: host memory of a GPU, files of a CPU. ``host_bytes_per_second`` is the rate of the CPU itself in that
+    memory. ``spread`` is the relative uncertainty of a predicted step time.
     """
 
     record_kind: ClassVar[str] = "speed"
@@ -76,11 +82,11 @@ class Speed(Record):
 
 
 class ExchangeSpeed(Record):
-    """What exchanges between so many ranks take.
+    """The cost of collectives between ``num_ranks`` ranks.
 
-    ``bytes_per_second`` is over the bytes of the whole tensor, as it is when it is gathered or before it is scattered.
-    ``call_seconds`` is an exchange of almost nothing, and ``agree_seconds`` the question that goes before each exchange
-    of a sharded model, whether all ranks got there.
+    ``bytes_per_second`` is a curve over the bytes of the whole tensor, after gathering or before scattering.
+    ``call_seconds`` is the time to exchange almost nothing. ``agree_seconds`` is the time to check that all ranks have
+    reached an exchange; a sharded model does so before each one.
     """
 
     record_kind: ClassVar[str] = "exchange-speed"
@@ -93,6 +99,6 @@ class ExchangeSpeed(Record):
     agree_seconds: float
 
     def seconds_of(self, kind: ExchangeKind, num_bytes: int) -> float:
-        """Return what one exchange of a tensor of so many bytes takes."""
-        agreed = 0.0 if kind == "all_reduce" else self.agree_seconds  # gradients are added up after one question
+        """Return the seconds of one exchange of a tensor of ``num_bytes`` bytes."""
+        agreed = 0.0 if kind == "all_reduce" else self.agree_seconds  # gradients share one check
         return self.call_seconds + agreed + num_bytes / rate_at(self.bytes_per_second[kind], num_bytes or 1)

@@ -1,4 +1,4 @@
-"""Fine-tuning strategies within a budget, side by side: the memory and time each takes, and what it changes."""
+"""A comparison of fine-tuning strategies under a budget: memory, time, and the change to the training."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from plimsoll.records.prediction import Estimate
 
 
 class Strategy(Frozen):
-    """One fine-tuning strategy, with the fastest plan that was found for it.
+    """A fine-tuning strategy with the fastest plan that was found for it.
 
-    ``changes`` says what it changes of the training, and ``how`` what to give to ``plimsoll plan`` or ``train`` for it.
-    Where nothing fits, ``choices`` has what needs least and ``smallest_budget_bytes`` the budget it would take; where
-    it cannot be done at all, ``impossible`` says why, and there are no numbers.
+    ``changes`` describes its effect on the training. ``how`` has the options of ``plimsoll plan`` or ``train`` that
+    select it. If nothing fits, ``choices`` is the combination that needs the least memory, and
+    ``smallest_budget_bytes`` the budget for it. If the strategy cannot be used, ``impossible`` is the reason, and there
+    are no numbers.
     """
 
     name: str
@@ -29,12 +30,12 @@ class Strategy(Frozen):
 
     @property
     def fits(self) -> bool:
-        """Whether it stays under the budget, as far as is known."""
+        """True if the strategy stays under the budget, as far as is known."""
         return not self.impossible and self.smallest_budget_bytes is None
 
 
 class Strategies(FormerNames, Record):
-    """Every strategy, the exact ones first; ``subject`` says what is trained, and ``device`` where."""
+    """All strategies, exact ones first. ``subject`` describes the model and data, ``device`` the device."""
 
     record_kind: ClassVar[str] = "strategies"
     former_kind: ClassVar[str | None] = "ways"
@@ -47,5 +48,5 @@ class Strategies(FormerNames, Record):
 
     @property
     def fits(self) -> bool:
-        """Whether one of them stays under the budget."""
+        """True if any strategy stays under the budget."""
         return any(strategy.fits for strategy in self.strategies)

@@ -1,6 +1,6 @@
-"""The tokenizer of a job, as `job.yaml` has it: see `docs/job.md`.
+"""The tokenizer settings of a job; `docs/job.md` describes them.
 
-Covers the values; it does NOT check that a folder or file is there: that is said where it is opened.
+The values are checked here. Does NOT check that a folder or file exists: that error is raised when it is opened.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from plimsoll.records.base import Frozen
 
 SMALLEST_VOCAB_SIZES = {"bpe": 257, "words": 2}
-"""Tokens of a tokenizer that is trained, on no text: all bytes and the end of a text; that and the unknown word."""
+"""The vocabulary size of a trained tokenizer without any text.
+
+``bpe`` has all bytes and the end token; ``words`` has the unknown word and the end token.
+"""
 
 
 class TokenizerSource(Frozen):
-    """A folder or file of an existing tokenizer (``path``), or one trained on the spot.
+    """An existing tokenizer (``path``, a folder or file), or a tokenizer that is trained on the texts.
 
-    ``special_tokens``: whether an existing one puts around each text what it puts there in transformers.
+    With ``special_tokens``, an existing tokenizer adds the same special tokens as in transformers.
     """
 
     path: str | None = None
@@ -38,17 +41,16 @@ class TokenizerSource(Frozen):
     @model_validator(mode="after")
     def _agrees(self) -> TokenizerSource:
         if self.path is not None and self.train == "words":
-            raise ValueError(f"train: words makes a tokenizer, and path {self.path!r} names one: leave out one of them")
+            raise ValueError(f"train: words and path {self.path!r} exclude each other: leave out one of them")
         if self.path is None and not self.special_tokens:
             raise ValueError(
-                "special_tokens: false is of an existing tokenizer, and one that is trained puts none around a text: "
+                "special_tokens: false needs an existing tokenizer, because a trained one adds no special tokens: "
                 "leave it out, or give a path"
             )
         of_words = {"min_count": self.min_count, "lowercase": self.lowercase}
         given = [name for name, value in of_words.items() if value != type(self).model_fields[name].default]
         if given and self.train == "bpe":
             raise ValueError(
-                f"train: words alone has {' and '.join(given)}: leave out what it has, or add `train: words` (and no "
-                "path)"
+                f"{' and '.join(given)} needs train: words: leave it out, or add `train: words` (and no path)"
             )
         return self

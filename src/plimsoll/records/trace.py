@@ -1,8 +1,8 @@
-"""Every op of a training step and every storage it made, in order: what a prediction and a measurement both look at.
+"""The ops of a training step and their storages, in order: the common form of predictions and measurements.
 
-A trace has two tables, kept as columns because a large model has 10^4 to 10^5 rows. ``ops`` is what ran; ``storages``
-is what was allocated and when it was given back. Texts that repeat (op names, module paths, source lines) are kept once
-in ``texts``, and a row has the number of its text.
+A trace has two tables, stored as columns because a large model has 10^4 to 10^5 rows. ``ops`` lists the ops that ran.
+``storages`` lists allocations and when they were freed. Repeated strings (op names, module paths, source lines) are
+stored once in ``texts``; rows contain indices into it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Category = Literal[
     "fragmentation",
     "baseline",
 ]
-"""What memory is used for; the same words everywhere."""
+"""The purposes of memory. These names are used everywhere."""
 
 CATEGORIES: tuple[Category, ...] = Category.__args__  # type: ignore[attr-defined]
 
 Phase = Literal["setup", "copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation"]
-"""What a training does at a moment. ``setup`` is everything before the first step."""
+"""The activity of a training at one moment. ``setup`` is everything before the first step."""
 
 
 class OpTable(Frozen):
-    """One row per op that ran. ``name``, ``module`` and ``line`` are numbers of texts; ``step`` counts from 1.
+    """One row per op that ran. ``name``, ``module`` and ``line`` are indices into ``texts``; ``step`` counts from 1.
 
-    ``flops`` are the operations of its products, in the type whose text has the number ``dtype``; ``moved_bytes`` are
-    read or written in the device's memory, ``outside_bytes`` in other memory. A view has none of these. An op is
-    ``by_autograd`` if autograd's own code called it in a backward pass, and not Python, as in a recomputation.
+    ``flops`` are the operations of matrix products in the type ``dtype``, an index into ``texts``. ``moved_bytes`` are
+    read or written in device memory, ``outside_bytes`` in other memory. All are 0 for a view. ``by_autograd`` is true
+    if autograd's own code called the op in a backward pass. It is false if Python called it, as in recomputation.
     """
 
     name: tuple[int, ...]
@@ -56,10 +56,9 @@ class OpTable(Frozen):
 class StorageTable(Frozen):
     """One row per allocation. ``born`` and ``died`` are rows of the ops; ``died`` is -1 if it was alive at the end.
 
-    ``shape`` is the number of a text like ``float32[8, 128, 768]``, of the first tensor in it, ``name`` that of what it
-    is called (a parameter, its gradient, its states), or of the empty text. ``on_host`` says that
-    it does not lie in the memory of the device that trains: it is in the host's memory and the training elsewhere, or
-    in a mapped file and the training on the CPU.
+    ``shape`` is the index of a text such as ``float32[8, 128, 768]``, for the first tensor in the storage. ``name`` is
+    the index of its name (a parameter, its gradient, its states), or of the empty text. ``on_host`` is true if the
+    storage is not in the memory of the training device: in host memory for a GPU, or in a mapped file for the CPU.
     """
 
     num_bytes: tuple[int, ...]
@@ -72,9 +71,9 @@ class StorageTable(Frozen):
 
 
 class Assumption(Frozen):
-    """Something that was assumed in place of a fact.
+    """An assumption made in place of a fact.
 
-    The peak may be lower by ``-low_bytes`` (0 or negative) or higher by ``high_bytes`` for it.
+    Because of it, the peak may be lower by ``-low_bytes`` (``low_bytes`` is 0 or negative) or higher by ``high_bytes``.
     """
 
     text: str
@@ -83,20 +82,19 @@ class Assumption(Frozen):
 
 
 class Trace(Record):
-    """The memory of one training: traced without allocating it (``PREDICTED``), or recorded while it ran.
+    """The memory of one training: traced without allocating it (``predicted``), or recorded as it ran (``measured``).
 
-    ``events`` are the allocations and frees in the order they happened: ``storage + 1`` for its birth, ``-(storage +
-    1)`` for its death; ``event_op`` is the row of the op that was running.
+    ``events`` are allocations and frees in order: ``storage + 1`` for an allocation, ``-(storage + 1)`` for a free.
+    ``event_op`` is the row of the op that was running.
 
-    ``unwritten`` are ``(storage, bytes)``: how much of a storage no op ever writes, so that it takes addresses and no
-    memory. ``nodes`` are those of autograd's graph: ``(op, op, number)``, the rows at which they were made and from
-    which on they are gone (-1 if they were there at the end).
+    ``unwritten`` are ``(storage, bytes)``: the bytes of a storage that no op ever writes. They use addresses but no
+    memory. ``nodes`` are the nodes of autograd's graph, ``(op, op, number)``: the rows at which ``number`` nodes were
+    created and freed (-1 if alive at the end).
 
-    ``copies`` are those that run beside the computation, on a stream of their own: ``(op, whether it is to the
-    device)``; an op that copies and is not among them is one of the device's queue. ``waits`` are ``(op, op of a copy,
-    whether the processor waits, too)``: the device begins the first after the second has ended.
-    ``captured`` are ``(op, op)``: the rows from which and before which a captured CUDA graph does the ops, in one
-    launch and in memory of its own.
+    ``copies`` are copies on a separate stream, concurrent with the computation: ``(op, whether it copies to the
+    device)``. Other copies are in the device's main queue. ``waits`` are ``(op, op of a copy, whether the CPU waits,
+    too)``: the device starts the op after the copy has ended. ``captured`` are ``(op, op)``: the first row, and the row
+    after the last, of a captured CUDA graph, which runs as one launch in its own memory.
     """
 
     record_kind: ClassVar[str] = "trace"
@@ -117,7 +115,11 @@ class Trace(Record):
     captured: tuple[tuple[int, int], ...] = ()
 
     def deltas(self, on_host: bool = False) -> Iterator[tuple[int, int, int]]:
-        """Yield ``(event, storage, bytes)`` of one place in order; bytes are negative for a death."""
+        """Yield ``(event, storage, bytes)`` in order, with negative bytes for a free.
+
+        Args:
+            on_host: yield the storages outside the training device, not the storages on it.
+        """
         num_bytes, places = self.storages.num_bytes, self.storages.on_host
         for event, signed in enumerate(self.events):
             storage = abs(signed) - 1

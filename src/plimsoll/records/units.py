@@ -1,8 +1,8 @@
-"""Bytes and seconds as text, both ways: the only place that knows how a size is written.
+"""Conversion of bytes and seconds from and to text. All sizes in input and output use these functions.
 
-Bytes are ``int`` everywhere; in text they are binary units with one decimal ("3.4 GiB"). "GB" is decimal (10^9) and
-"GiB" binary (2^30), as IEC 80000-13 has it; a bare number is bytes. Units go up to PB and PiB, in any case; sizes up to
-2^63 - 1 bytes, which is what the kernel counts in.
+Bytes are ``int`` everywhere; as text they are binary units with one decimal ("3.4 GiB"). "GB" is decimal (10^9) and
+"GiB" binary (2^30), as in IEC 80000-13. A number without a unit is in bytes. Units go up to PB and PiB, in upper or
+lower case. Sizes go up to 2^63 - 1 bytes, the kernel's maximum.
 """
 
 import re
@@ -27,10 +27,10 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Read a size such as ``"2GiB"``, ``"1.5 GB"``, ``"800MiB"`` or a number of bytes.
+    """Parse a size such as ``"2GiB"``, ``"1.5 GB"``, ``"800MiB"`` or a number of bytes.
 
     Raises:
-        InputError: if the text is not a size of 1 to 2^63 - 1 bytes, or names an unknown unit.
+        InputError: if the text is not a size of 1 to 2^63 - 1 bytes, or has an unknown unit.
     """
     match = _SIZE.fullmatch(str(text))
     if match is None or match[2].lower() not in _UNITS:
@@ -47,20 +47,20 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(num_bytes: int | None) -> str:
-    """Write a number of bytes for a person: ``3_650_722_202`` is ``"3.4 GiB"``; ``None`` is ``"unknown"``."""
+    """Format a number of bytes: ``3_650_722_202`` becomes ``"3.4 GiB"``; ``None`` becomes ``"unknown"``."""
     if num_bytes is None:
         return "unknown"
     sign, size = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
     for name, unit in reversed(_BINARY.items()):
-        if size * 1024 >= unit * 1023.95:  # from here on the smaller unit would round to "1024.0"
+        if size * 1024 >= unit * 1023.95:  # otherwise the smaller unit would round to "1024.0"
             return f"{sign}{size / unit:.1f} {name}"
     return f"{sign}{size} B"
 
 
 def format_share(part: float, whole: float) -> str:
-    """Write a share for a person, in percent with one decimal; ``"100.0%"`` is all of it and ``"0.0%"`` is nothing.
+    """Format a share in percent with one decimal. ``"100.0%"`` and ``"0.0%"`` mean exactly all and nothing.
 
-    What would round to one of these and is not is written as the nearest that says so: ``"99.9%"``, ``"0.1%"``.
+    Other values that would round to them become ``"99.9%"`` and ``"0.1%"``.
     """
     if not whole or not 0 < part < whole:
         return f"{part / (whole or 1):.1%}"
@@ -68,7 +68,7 @@ def format_share(part: float, whole: float) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Write a duration for a person: ``"850 ms"``, ``"12.3 s"``, ``"4 min 05 s"``, ``"3 h 07 min"``."""
+    """Format a duration: ``"850 ms"``, ``"12.3 s"``, ``"4 min 05 s"``, ``"3 h 07 min"``; ``None`` is ``"unknown"``."""
     if seconds is None:
         return "unknown"
     if round(seconds * 1000) < 1000:

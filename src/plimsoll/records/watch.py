@@ -1,8 +1,8 @@
-"""What was seen of processes from outside while they ran: the record of a watch, and the file it is recorded in.
+"""Records of processes that were watched from outside, and the file format of recordings.
 
-A recording is a file of lines: the record without its samples, a sample a line, and how the watch ended. It is appended
-line by line, so that a kill leaves all but the last; a torn last line is left out. It is read whole: a day of a sample
-every two seconds is 43,200 lines of about 1 KiB.
+A recording is a text file: the record without samples, then one line per sample, then the end of the watch. Lines are
+appended one by one, so a kill loses at most the last line. An incomplete last line is ignored. `WatchRecord.read` loads
+the whole file: one day with a sample every two seconds is 43,200 lines of about 1 KiB.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from plimsoll.errors import OutputError, RecordError
 from plimsoll.records.base import Frozen, Record
 
 LineKind = Literal["machine", "swap", "shm", "cgroup", "data", "address", "budget", "gpu"]
-"""What sets a limit: the machine's memory or swap, /dev/shm, a control group, RLIMIT_DATA, RLIMIT_AS, the budget of a
-run, a GPU."""
+"""The source of a limit.
+
+It is the machine's memory or swap, /dev/shm, a control group, RLIMIT_DATA, RLIMIT_AS, the budget of a run, or a GPU.
+"""
 
 
 Size = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -27,21 +29,21 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ProcessUse(Frozen):
-    """Memory of one process at one moment.
+    """The memory of one process at one moment.
 
     Attributes:
-        pid: its number.
-        parent: the number of the process that started it.
-        name: as the kernel has it, at most 15 characters.
-        private_bytes: anonymous pages, which only freeing gives back.
+        pid: process id.
+        parent: process id of the parent.
+        name: the kernel's name of the process, at most 15 characters.
+        private_bytes: anonymous pages, which only the process can free.
         file_bytes: pages of mapped files, which the kernel can drop and read again.
-        shared_bytes: shared memory, such as the batches of a DataLoader's workers.
-        swap_bytes: what lies in swap.
-        data_bytes: what ``RLIMIT_DATA`` counts.
-        data_limit_bytes: that limit, ``None`` without one.
-        address_bytes: what ``RLIMIT_AS`` counts.
-        address_limit_bytes: that limit, ``None`` without one.
-        gpu_bytes: on all GPUs, as their driver says; ``None`` where it does not.
+        shared_bytes: shared memory, such as the batches of DataLoader workers.
+        swap_bytes: swapped-out memory.
+        data_bytes: the memory that ``RLIMIT_DATA`` counts.
+        data_limit_bytes: the value of ``RLIMIT_DATA``; ``None`` if unlimited.
+        address_bytes: the address space that ``RLIMIT_AS`` counts.
+        address_limit_bytes: the value of ``RLIMIT_AS``; ``None`` if unlimited.
+        gpu_bytes: memory on all GPUs, as reported by the driver; ``None`` if not reported.
     """
 
     pid: int
@@ -59,15 +61,15 @@ class ProcessUse(Frozen):
 
 
 class Line(Frozen):
-    """One limit, what is used of it, and when it will be reached.
+    """A limit, the memory used of it, and the time until it is reached.
 
     Attributes:
-        kind: what sets it.
-        name: the same for a person, different for each limit.
-        used_bytes: what it counts, now.
-        limit_bytes: where it ends.
-        expected_bytes: what a plan predicts will be used of it; growth up to there is no reason for a warning.
-        seconds_left: until it is reached, should memory go on to grow as it did; ``None`` where nothing warns.
+        kind: the source of the limit.
+        name: a readable name, unique among the limits.
+        used_bytes: the memory that the limit counts, now.
+        limit_bytes: the limit.
+        expected_bytes: the use that a plan predicts. Growth up to this value causes no warning.
+        seconds_left: time until the limit is reached at the current growth; ``None`` if there is no warning.
     """
 
     kind: LineKind
@@ -79,16 +81,16 @@ class Line(Frozen):
 
     @property
     def used_share(self) -> float:
-        """How much of the limit is used."""
+        """The used share of the limit."""
         return self.used_bytes / self.limit_bytes if self.limit_bytes else 1.0
 
 
 class RunProgress(Frozen):
-    """How far a run is, as its own lines say; what is not known yet is ``None``.
+    """The progress of a run according to its metrics. Unknown values are ``None``.
 
-    Rates are over the last steps. ``used_bytes`` is after the last step and ``peak_bytes`` the most in it, as the run
-    measures them: private memory on the CPU, allocated memory on CUDA. ``predicted_parts`` is what its plan says of the
-    peak, by category.
+    Rates are means over the last steps. ``used_bytes`` is the memory after the last step and ``peak_bytes`` its peak,
+    as measured by the run: private memory on the CPU, allocated memory on CUDA. ``predicted_parts`` is the peak that
+    the plan predicts, by category.
     """
 
     status: Literal["preparing", "running", "finished", "interrupted", "failed"]
@@ -111,12 +113,12 @@ class WatchSample(Frozen):
     """One observation.
 
     Attributes:
-        seconds: since the watch began.
-        processes: those that are watched, the parent first; of a whole machine the largest.
-        lines: every limit that holds for them.
-        run: how far the run is, where one is watched.
-        num_kills: processes that the kernel killed for memory since the watch began, in the control groups of the
-            watched ones, or on the whole machine where groups do not count them; ``None`` where nothing counts.
+        seconds: time since the watch began.
+        processes: the watched processes, parents first; for a whole machine, the largest processes.
+        lines: the limits that apply to them.
+        run: the progress of the run, if a run is watched.
+        num_kills: processes that the kernel killed for memory since the watch began. Counted in the control groups of
+            the watched processes, or for the whole machine if groups have no counter; ``None`` without any counter.
     """
 
     seconds: Seconds
@@ -127,26 +129,26 @@ class WatchSample(Frozen):
 
     @property
     def private_bytes(self) -> int:
-        """Of all processes that were looked at."""
+        """The private memory of all watched processes."""
         return sum(use.private_bytes for use in self.processes)
 
     @property
     def warnings(self) -> tuple[Line, ...]:
-        """The limits that will be reached, the nearest first."""
+        """The limits that will be reached, nearest first."""
         near = (line for line in self.lines if line.seconds_left is not None)
         return tuple(sorted(near, key=lambda line: line.seconds_left or 0.0))
 
 
 class WatchEnd(Frozen):
-    """How a watch ended.
+    """The end of a watch.
 
     Attributes:
-        seconds: since it began.
-        how: ``stopped`` (the watch, not what was watched), ``ended`` (by itself, with ``exit_code``), ``killed`` (by a
-            signal), ``out_of_memory`` (killed, and the kernel counted a kill for memory, or the run says so), or
-            ``gone`` (unknown how).
-        exit_code: of the process, less than 0 for a signal; ``None`` where unknown.
-        text: the same in a sentence.
+        seconds: time since the watch began.
+        how: ``stopped`` (only the watch ended), ``ended`` (the process exited, with ``exit_code``), ``killed`` (by a
+            signal), ``out_of_memory`` (killed, and the kernel or the run reports a lack of memory), or ``gone``
+            (unknown).
+        exit_code: the exit code of the process, negative for a signal; ``None`` if unknown.
+        text: a description of the end.
     """
 
     seconds: Seconds
@@ -156,13 +158,13 @@ class WatchEnd(Frozen):
 
 
 class WatchRecord(Record):
-    """A watch: what was watched, every sample in order, and how it ended.
+    """A watch: its subject, every sample in order, and its end.
 
     Attributes:
-        subject: what was watched.
-        wall_time: when the watch began.
-        samples: in order.
-        end: ``None`` where the recording breaks off.
+        subject: the name of the watched process, run or machine.
+        wall_time: the date and time of the start.
+        samples: the samples in order.
+        end: the end; ``None`` if the recording is incomplete.
     """
 
     record_kind: ClassVar[str] = "watch"
@@ -174,13 +176,13 @@ class WatchRecord(Record):
 
     @property
     def has_warned(self) -> bool:
-        """Whether a limit was near in any sample, or memory ran out."""
+        """True if any sample has a warning, or memory ran out."""
         ran_out = self.end is not None and self.end.how == "out_of_memory"
         return ran_out or any(sample.warnings for sample in self.samples)
 
     @property
     def uses_by_pid(self) -> dict[int, list[tuple[float, ProcessUse]]]:
-        """Each process over time, with the seconds of each sample; of a machine the largest, so some may be missing."""
+        """The samples of each process, with their times. Of a whole machine only the largest processes are sampled."""
         found: dict[int, list[tuple[float, ProcessUse]]] = {}
         for sample in self.samples:
             for use in sample.processes:
@@ -189,10 +191,10 @@ class WatchRecord(Record):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a recording; a torn last line is left out.
+        """Read a recording. An incomplete last line is ignored.
 
         Raises:
-            RecordError: if it cannot be read, or a line is none of a recording.
+            RecordError: if the file cannot be read, or has a line that is not valid in a recording.
         """
         try:
             content = path.read_bytes()
@@ -215,7 +217,7 @@ _ENTRY: TypeAdapter[WatchSample | WatchEnd] = TypeAdapter(WatchSample | WatchEnd
 
 
 def is_recording(path: Path) -> bool:
-    """Whether a file begins as a recording does; no more than its begin is read."""
+    """Return whether a file is a recording. Only its first bytes are read."""
     begin = b'{"record": "' + WatchRecord.record_kind.encode() + b'"'
     try:
         with path.open("rb") as file:
@@ -225,26 +227,26 @@ def is_recording(path: Path) -> bool:
 
 
 def begin(path: Path, head: WatchRecord) -> None:
-    """Begin a new recording.
+    """Create a new recording.
 
     Raises:
-        OutputError: if it is there already, or cannot be written.
+        OutputError: if the file exists already, or cannot be written.
     """
     try:
         with path.open("xb"):
             pass
     except FileExistsError:
-        raise OutputError(f"{path} exists already and is not added to: give another --record") from None
+        raise OutputError(f"{path} exists already and is not overwritten: give another --record") from None
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}; give another --record") from None
     _append(path, head.to_json())
 
 
 def append(path: Path, entry: WatchSample | WatchEnd) -> None:
-    """Add a sample, or the end, to a recording and have it on the disk.
+    """Append a sample or the end of the watch to a recording, and flush it to the disk.
 
     Raises:
-        OutputError: if it cannot be written.
+        OutputError: if the file cannot be written.
     """
     _append(path, entry.model_dump_json())
 
@@ -265,5 +267,5 @@ def _entries(lines: Iterable[bytes], path: Path) -> Iterable[WatchSample | Watch
             yield _ENTRY.validate_json(line)
         except ValidationError:
             raise RecordError(
-                f"line {number} of {path} is no sample of a watch: give a file of `plimsoll watch --record`"
+                f"line {number} of {path} is not a sample of a watch: give a file of `plimsoll watch --record`"
             ) from None

@@ -51,7 +51,7 @@ def test_the_output_is_of_the_format_of_its_name_and_is_not_overwritten(call, fo
 
 def test_an_array_does_not_replace_what_it_is_made_of(call, folder):
     done = call("embeddings", "convert", "glove.txt", "-o", "glove.npy", "--force")
-    assert (done.code, "which is what they are taken from: give another -o" in done.err) == (2, True)
+    assert (done.code, "which is an input: give another -o" in done.err) == (2, True)
     done = call("embeddings", "subset", "glove.txt", "--vocabulary", "words.txt", "-o", "words.npy", "--force")
     assert done.code == 2
     assert Path("glove.txt").read_text() == GLOVE
@@ -64,7 +64,7 @@ def test_what_is_wrong_is_also_said_where_there_is_an_output(call, folder):
     assert all(said in done.err for said in ("wrong dimension", "line 2: 'b 1', 1 numbers, not 2", "duplicate", "NaN"))
     Path("twice.txt").write_text("a 1 2\na 3 4\n")
     strict = call("embeddings", "info", "twice.txt", "--strict")
-    assert (strict.code, "'a' is there more than once: remove all but one" in strict.err) == (2, True)
+    assert (strict.code, "'a' occurs more than once: remove all but one" in strict.err) == (2, True)
 
 
 def test_words_are_counted_in_texts_and_in_a_column_of_them(call, folder):
@@ -112,7 +112,7 @@ def test_one_file_of_an_archive_is_named(call, folder):
 BAD = {
     "no file": (("info", "none.txt"), "there is no file none.txt"),
     "a folder": (("info", "."), ". is a folder: name the file with the vectors in it"),
-    "no vectors": (("info", "words.txt"), "words.txt holds no word vectors that are known here (it begins with b'the"),
+    "no vectors": (("info", "words.txt"), "words.txt is not in a known format of word vectors (it begins with b'the"),
     "nothing in it": (("info", "empty.txt"), "empty.txt holds 0 bytes"),
     "no words": (
         ("subset", "glove.txt"),
@@ -131,7 +131,7 @@ BAD = {
     "no folder": (("convert", "glove.txt", "-o", "none/out.txt"), "there is no folder none: make it"),
     "not for words of this text": (
         ("subset", "glove.txt", "--vocabulary", "words.txt", "--padding", "<pad>"),
-        "'<pad>' is none of the words of words.txt: add it, or leave padding out",
+        "'<pad>' is not one of the words of words.txt: add it, or leave padding out",
     ),
     "strict": (
         ("info", "short.txt", "--strict"),
@@ -141,8 +141,8 @@ BAD = {
         ("subset", "glove.txt", "--vocabulary", "words.txt", "--min-count", "2"),
         "--min-count needs --corpus: leave it out, or give --corpus too",
     ),
-    "below a file": (("info", "glove.txt/inside.txt"), "glove.txt is no zip archive, so it holds no inside.txt"),
-    "a pipe": (("info", "pipe"), "pipe is no file that can be read more than once: write it to a disk"),
+    "below a file": (("info", "glove.txt/inside.txt"), "glove.txt is not a zip archive, so it has no inside.txt"),
+    "a pipe": (("info", "pipe"), "pipe is not a regular file, so it cannot be read twice: write it to a disk"),
     "too rare": (
         ("subset", "glove.txt", "--corpus", "words.txt", "--min-count", "9"),
         "no word of words.txt is used 9 times or more: lower --min-count",

@@ -19,7 +19,7 @@ from shrink_records import shrunk
         (["--method", "int8", "--forbid", "layers"], "leave out --forbid layers"),
         (["--method", "layers("], "cannot read 'layers(' as a choice"),
         (["--method", "laers"], "there is no method `laers`; did you mean `layers`"),
-        (["--method", "heads=1.5"], "`share` 1.5 is not the share that is taken away"),
+        (["--method", "heads=1.5"], "`share` 1.5 is not a share to remove"),
         (["--recover", "-1"], "--recover -1 is not a number of steps: give 0 or more"),
         (["--budget", "1GiB"], "--budget 1GiB applies only to training: give --recover"),
         (["--tries", "0"], "--tries 0 leaves nothing to measure"),

@@ -47,4 +47,4 @@ def test_options_say_what_is_needed_and_are_checked_before_the_model_is():
     taylor, activation = (Choice(technique="heads", options={"importance": name}) for name in ("taylor", "activation"))
     assert (Halves().needs(taylor), Halves().needs(activation)) == ({"gradients"}, {"batches"})
     assert Halves().needs(Choice(technique="layers")) == Halves().needs(Choice(technique="heads")) == frozenset()
-    assert "`share` 2 is not the share" in Halves().refusal(None, Choice(technique="low_rank", options={"share": 2}))
+    assert "`share` 2 is not a share" in Halves().refusal(None, Choice(technique="low_rank", options={"share": 2}))

@@ -162,7 +162,7 @@ def test_modules_are_moved_and_kept_like_any_other(tmp_path: Path):
 @pytest.mark.parametrize("rank", [0, -1, 12, 13])
 def test_a_rank_that_saves_nothing_is_an_error_that_says_which_do(rank: int):
     with pytest.raises(
-        EmbeddingError, match=rf"rank {rank} saves nothing for 600 vectors of 12 numbers: give one .* 11"
+        EmbeddingError, match=rf"rank {rank} saves no memory for 600 vectors of 12 numbers: give a rank .* 11"
     ):
         low_rank(vectors(), rank)
     low_rank(vectors(), 11)
@@ -170,14 +170,14 @@ def test_a_rank_that_saves_nothing_is_an_error_that_says_which_do(rank: int):
 
 def test_what_cannot_be_quantized_is_an_error_that_says_what_can():
     with pytest.raises(
-        EmbeddingError, match="12 numbers cannot be cut into 5 equal parts: give one of 1, 2, 3, 4, 6, 12"
+        EmbeddingError, match="12 numbers cannot be split into 5 equal parts: give one of 1, 2, 3, 4, 6, 12"
     ):
         product_quantized(vectors(), 5)
     with pytest.raises(EmbeddingError, match="255 rows are fewer than 256 centroids: keep them as they are"):
         product_quantized(vectors(255))
     for make in (lambda rows: product_quantized(rows), lambda rows: low_rank(rows, 1)):
         with pytest.raises(
-            EmbeddingError, match=r"vectors of shape \(3,\) are no table: give an array \(rows, numbers\)"
+            EmbeddingError, match=r"vectors of shape \(3,\) are not a matrix: give an array \(rows, numbers\)"
         ):
             make(np.ones(3))
 

@@ -28,12 +28,12 @@ def add(faults: FaultList, block_faults: list[Fault], row_faults: list[Fault]) -
 
 def test_faults_are_counted_by_kind_and_say_their_line(opened: Opened):
     faults = FaultList(opened, strict=False)
-    add(faults, [Fault("dimension", 7, "'g'")], [Fault("number", 1, "'x' is no number"), Fault("finite", 0, "nan")])
+    add(faults, [Fault("dimension", 7, "'g'")], [Fault("number", 1, "'x' is not a number"), Fault("finite", 0, "nan")])
     add(faults, [Fault("dimension", 0, "'a'")], [])
     assert faults.num_entries == 16
     assert faults.counts() == (
         FaultCount(kind="NaN or infinite", count=1, examples=("line 3: 'b': nan",)),
-        FaultCount(kind="not a number", count=1, examples=("line 7: '\ufffd': 'x' is no number",)),
+        FaultCount(kind="not a number", count=1, examples=("line 7: '\ufffd': 'x' is not a number",)),
         FaultCount(kind="wrong dimension", count=2, examples=("line 9: 'g'", "line 10: 'a'")),
     )
 
@@ -57,7 +57,7 @@ def test_a_few_examples_are_kept(opened: Opened):
 def test_strict_the_first_fault_is_an_error_that_says_where(opened: Opened):
     faults = FaultList(opened, strict=True)
     add(faults, [], [])
-    message = r"x: line 10: 'a', 1 numbers, not 2 \(wrong dimension\): correct the file, or leave out --strict to go on"
+    message = r"x: line 10: 'a', 1 numbers, not 2 \(wrong dimension\): correct the file, or leave out --strict to skip"
     with pytest.raises(EmbeddingError, match=message):
         add(faults, [Fault("dimension", 0, "'a', 1 numbers, not 2")], [Fault("finite", 0, "nan")])
 
@@ -67,10 +67,10 @@ def test_words_that_are_promised_and_not_there_are_one_fault(opened: Opened):
     add(faults, [], [])
     faults.end()
     assert faults.counts() == (
-        FaultCount(kind="cut off", count=1, examples=("8 of the 10 words that the header promises",)),
+        FaultCount(kind="cut off", count=1, examples=("8 of the 10 words that the header states",)),
     )
     strict = FaultList(opened, strict=True)
-    with pytest.raises(EmbeddingError, match="0 of the 10 words that the header promises"):
+    with pytest.raises(EmbeddingError, match="0 of the 10 words that the header states"):
         strict.end()
 
 
@@ -90,7 +90,7 @@ def test_more_words_than_a_header_promises_are_a_fault_of_the_header(opened: Ope
     faults.num_entries = opened.vectors.num_promised + 6
     faults.end()
     assert faults.counts() == (
-        FaultCount(kind="wrong header", count=1, examples=("it promises 10 words, and there are 16",)),
+        FaultCount(kind="wrong header", count=1, examples=("it states 10 words, but the file has 16",)),
     )
 
 
@@ -98,5 +98,5 @@ def test_words_that_come_again_are_counted_or_an_error(opened: Opened):
     faults = FaultList(opened, strict=False)
     faults.add_again([b"a", b"b"])
     assert (faults.num_duplicates, faults.counts()) == (2, ())
-    with pytest.raises(EmbeddingError, match="'a' is there more than once: remove all but one, or leave out --strict"):
+    with pytest.raises(EmbeddingError, match="'a' occurs more than once: remove all but one, or leave out --strict"):
         FaultList(opened, strict=True).add_again([b"a"])

@@ -197,7 +197,7 @@ def test_a_frozen_table_of_an_array_for_reading_does_not_change_the_array():
 
 @pytest.mark.parametrize("rows", [torch.zeros(3), np.zeros((2, 2), np.int64), torch.zeros(1, 2, 3)])
 def test_what_is_no_matrix_of_floats_is_refused(rows):
-    with pytest.raises(InputError, match="give rows of floats, a matrix"):
+    with pytest.raises(InputError, match="give a matrix of floats"):
         HostEmbedding.from_rows(rows)
 
 

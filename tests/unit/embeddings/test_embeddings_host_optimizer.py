@@ -118,7 +118,7 @@ def test_a_frozen_table_is_left_out():
 
 
 def test_an_optimizer_of_tables_alone_is_refused_for_other_parameters():
-    with pytest.raises(InputError, match="2 of its 3 parameters have dense ones: use torch.optim.Adagrad or SGD"):
+    with pytest.raises(InputError, match="2 of its 3 parameters have dense gradients: use torch.optim.Adagrad or SGD"):
         optimizer_of(model_with_a_table(), torch.optim.SparseAdam)
 
 

@@ -27,9 +27,9 @@ def test_everything_is_counted(tmp_path: Path, packing: str):
     assert found.num_file_bytes == path.stat().st_size
     assert found.path.startswith(str(path))
     assert [(fault.kind, fault.examples) for fault in found.faults] == [
-        ("not a number", ("line 5: 'bad': 'x' is no number",)),
+        ("not a number", ("line 5: 'bad': 'x' is not a number",)),
         ("wrong dimension", ("line 6: 'short 1', 1 numbers, not 2",)),
-        ("wrong header", ("it promises 5 words, and there are 6",)),
+        ("wrong header", ("it states 5 words, but the file has 6",)),
     ]
     # The norms of (0, -1), (3, 4) and (3e38, -3e38). The last overflows in single precision if it is squared.
     assert found.norms == pytest.approx((1, 5, 18**0.5 * 1e38))
@@ -52,7 +52,9 @@ def test_the_words_of_a_faulty_file_are_as_many_whoever_counts_them(tmp_path: Pa
 
 def test_strict_a_fault_is_an_error(tmp_path: Path):
     (tmp_path / "x").write_bytes(RAW)
-    with pytest.raises(EmbeddingError, match=r"x: line 5: 'bad': 'x' is no number \(not a number\): correct the file"):
+    with pytest.raises(
+        EmbeddingError, match=r"x: line 5: 'bad': 'x' is not a number \(not a number\): correct the file"
+    ):
         look_at(tmp_path / "x", strict=True)
 
 

@@ -144,7 +144,7 @@ def test_words_that_lack_or_are_too_much_are_errors(path: Path, subset: Subset, 
         EmbeddingError, match=r"vectors \(GloVe text\) needs vocabulary=: give a tokenizer, a file with a"
     ):
         load(path)
-    with pytest.raises(EmbeddingError, match=r"the subset .* has its words: leave out vocabulary"):
+    with pytest.raises(EmbeddingError, match=r"the subset .* already has words: leave out vocabulary"):
         load(subset, ["w1"])
     (tmp_path / "rows.gz").write_bytes(gzip.compress(subset.table.path.read_bytes()))
     with pytest.raises(EmbeddingError, match=r"rows.gz \(Plimsoll table .* needs vocabulary="):
@@ -155,8 +155,10 @@ def test_words_that_lack_or_are_too_much_are_errors(path: Path, subset: Subset, 
 
 def test_options_that_would_change_nothing_are_errors(subset: Subset):
     with pytest.raises(
-        EmbeddingError, match="rows of .* are made already: leave out missing, seed, or give the file they"
+        EmbeddingError, match="rows of .* exist already: leave out missing, seed, or give the original file"
     ):
         load(subset, missing="zeros", seed=1)
-    with pytest.raises(EmbeddingError, match="rows of .* are made already: leave out precision, or give the file they"):
+    with pytest.raises(
+        EmbeddingError, match="rows of .* exist already: leave out precision, or give the original file"
+    ):
         load(subset.table.path, precision="float16")

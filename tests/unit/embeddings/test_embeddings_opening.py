@@ -55,7 +55,7 @@ def test_a_file_that_is_no_embedding_says_how_it_begins_and_what_formats_there_a
     with pytest.raises(EmbeddingError) as raised:
         open_file(tmp_path / "novel.txt")
     assert str(raised.value) == (
-        f"{tmp_path}/novel.txt holds no word vectors that are known here (it begins with b'It was the best of times'): "
+        f"{tmp_path}/novel.txt is not in a known format of word vectors (it begins with b'It was the best of times'): "
         f"give one of {', '.join(module.TITLE for module in FORMATS.values())}; .gz and .zip of these"
     )
 
@@ -92,7 +92,7 @@ def test_parts_come_in_order_from_whatever_thread(num_parts: int):
     assert [number for _, (number, _), _ in found] == list(range(num_parts))
     assert threading.get_ident() not in {thread for _, (_, thread), _ in found}
     if found:
-        with pytest.raises(AssertionError, match="gone once it has been read"):
+        with pytest.raises(AssertionError, match="freed once it has been read"):
             found[0][0].rows(np.array([0]))
 
 

@@ -95,9 +95,7 @@ def test_a_table_that_is_cut_anywhere_is_refused(tmp_path: Path):
     raw = written(tmp_path / "x").read_bytes()
     for kept in range(len(raw)):
         (tmp_path / "x").write_bytes(raw[:kept])
-        with pytest.raises(
-            EmbeddingError, match=r"has 0 bytes|has no header of a safetensors|is cut off: it has .* of"
-        ):
+        with pytest.raises(EmbeddingError, match=r"has 0 bytes|has no safetensors header|is cut off: it has .* of"):
             open_table(tmp_path / "x")
 
 
@@ -123,14 +121,14 @@ def test_a_damaged_header_is_refused_or_does_not_matter(tmp_path: Path):
 def test_what_is_no_table_is_refused(tmp_path: Path, raw: bytes):
     (tmp_path / "x").write_bytes(raw)
     assert not is_table(raw)
-    with pytest.raises(EmbeddingError, match=r"make it again|is no table of word vectors"):
+    with pytest.raises(EmbeddingError, match=r"make it again|is not a table of word vectors"):
         open_table(tmp_path / "x")
 
 
 def test_another_file_of_safetensors_is_no_table(tmp_path: Path):
     safetensors.numpy.save_file({"weight": np.ones((2, 2))}, tmp_path / "x")
     assert not is_table((tmp_path / "x").read_bytes())
-    with pytest.raises(EmbeddingError, match="holds weight and is no table of word vectors: give one"):
+    with pytest.raises(EmbeddingError, match="holds weight and is not a table of word vectors: give a table"):
         open_table(tmp_path / "x")
     assert is_table(written(tmp_path / "y").read_bytes()[:200])
 

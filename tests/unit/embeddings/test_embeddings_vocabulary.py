@@ -35,7 +35,7 @@ def test_files_that_are_no_vocabulary_are_errors(tmp_path: Path):
     with pytest.raises(EmbeddingError, match=r"latin is not UTF-8 \(byte 7\): convert it"):
         vocabulary_of(tmp_path / "latin")
     (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(EmbeddingError, match=r"x.json is no tokenizer of the `tokenizers` library .*: give another"):
+    with pytest.raises(EmbeddingError, match=r"x.json is not a tokenizer of the `tokenizers` library .*: give another"):
         vocabulary_of(tmp_path / "x.json")
     with pytest.raises(EmbeddingError, match=r"cannot read the vocabulary .*tokenizer.json"):
         vocabulary_of(tmp_path)
@@ -54,7 +54,7 @@ def test_a_counter_has_the_counts_of_its_words():
 def test_a_dictionary_has_the_rows_of_its_words():
     words = vocabulary_of({"b": 3, "a": 0, "c": 1}, padding="a")
     assert (words.words, words.counts, words.padding) == (["a", "c", None, "b"], None, 0)
-    with pytest.raises(EmbeddingError, match=r"2 words whose values are not their rows.* a list, or a collections"):
+    with pytest.raises(EmbeddingError, match=r"2 words needs a different row number .* a list, or a collections"):
         vocabulary_of({"a": 7, "b": 7})
     with pytest.raises(EmbeddingError, match=r"the rows of 2 words go up to 54,321: give a list, or a collections"):
         vocabulary_of({"a": 54_321, "b": 7})
@@ -78,12 +78,14 @@ def test_words_that_cannot_be_used_are_errors(words: object, message: str):
 
 
 def test_padding_must_be_a_word():
-    with pytest.raises(EmbeddingError, match="'<pad>' is none of the words of the words: add it, or leave padding out"):
+    with pytest.raises(
+        EmbeddingError, match="'<pad>' is not one of the words of the words: add it, or leave padding out"
+    ):
         vocabulary_of(["a"], "<pad>")
     known = Vocabulary(["a", "b"], "mine")
     assert vocabulary_of(known) is known
     assert vocabulary_of(known, "b").padding == 1
-    with pytest.raises(EmbeddingError, match="'c' is none of the words of mine"):
+    with pytest.raises(EmbeddingError, match="'c' is not one of the words of mine"):
         vocabulary_of(known, "c")
 
 
@@ -160,10 +162,10 @@ def test_words_that_begin_with_the_mark_of_sentencepiece_stand_for_what_is_behin
 
 
 def test_tokenizers_that_cannot_be_used_are_errors():
-    with pytest.raises(EmbeddingError, match="x has 0 tokens: give one that is trained"):
+    with pytest.raises(EmbeddingError, match="x has 0 tokens: give a trained tokenizer"):
         of_tokenizer(tokenizers.Tokenizer(models.BPE()), "x")
     with pytest.raises(
-        EmbeddingError, match=r"'<pad>' is no token of the tokenizer: name one of its tokens as padding"
+        EmbeddingError, match=r"'<pad>' is not a token of the tokenizer: name one of its tokens as padding"
     ):
         vocabulary_of(of_words({"[UNK]": 0}), "<pad>")
 

@@ -108,9 +108,12 @@ PLAN = {"record": "plan", "schema": 2, "budget": {}, "fallbacks": []}
             '{"record": "pl',
             "x.json is not JSON (Unterminated string starting at: line 1 column 12 (char 11)): it may be",
         ),
-        (PLAN | {"record": "run"}, "x.json holds a record of kind 'run', but 'plan' is needed here: give that file"),
-        ({"budget": {}}, "x.json holds a record of kind None, but 'plan' is needed here: give that file"),
-        ([PLAN], "x.json holds a record of kind 'list', but 'plan' is needed here: give that file"),
+        (
+            PLAN | {"record": "run"},
+            "x.json holds a record of kind 'run', but 'plan' is needed here: give a file of that kind",
+        ),
+        ({"budget": {}}, "x.json holds a record of kind None, but 'plan' is needed here: give a file of that kind"),
+        ([PLAN], "x.json holds a record of kind 'list', but 'plan' is needed here: give a file of that kind"),
         (
             PLAN | {"schema": 4},
             "x.json has schema version 4 of record 'plan'; this Plimsoll reads version 3: use the Plimsoll that",

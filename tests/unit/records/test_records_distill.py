@@ -25,7 +25,7 @@ def test_a_folder_is_short_for_its_group_and_is_taken_from_the_jobs_folder(tmp_p
         ({"hard": -0.1}, r"distill.hard: .*greater than or equal to 0"),
         ({"form": "nf4"}, r"distill.form: .*'mapped', 'int8' or 'memory' \(got 'nf4'\)"),
         ({"cache": 0}, r"distill.cache: .*\(got 0\)"),
-        ({"cache": 8, "hidden": 1}, "cache 8 keeps what the teacher says, and none of its hidden states"),
+        ({"cache": 8, "hidden": 1}, "cache 8 stores the teacher's predictions, but not the hidden states"),
     ],
 )
 def test_values_that_are_none_are_refused(changes, message):
@@ -34,11 +34,11 @@ def test_values_that_are_none_are_refused(changes, message):
 
 
 def test_a_stream_has_no_teacher_and_what_is_made_anew_is_not_kept():
-    with pytest.raises(JobError, match="order: streams has windows that go on"):
+    with pytest.raises(JobError, match="order: streams carries the state from window to window"):
         Job.from_fields(FIELDS | {"data": {"train": "a", "order": "streams"}, "distill": "t"})
     data = {"train": "a", "on_the_fly": True, "long_texts": "truncate"}
     assert Job.from_fields(FIELDS | {"data": data, "distill": "t"}).distill is not None
-    with pytest.raises(JobError, match="data.on_the_fly makes them anew"):
+    with pytest.raises(JobError, match="data.on_the_fly changes samples each time"):
         Job.from_fields(FIELDS | {"data": data, "distill": {"teacher": "t", "cache": 8}})
-    with pytest.raises(JobError, match="data.augment makes them anew"):
+    with pytest.raises(JobError, match="data.augment changes samples each time"):
         Job.from_fields(FIELDS | {"data": data | {"augment": {"delete": 0.1}}, "distill": {"teacher": "t", "cache": 8}})

@@ -255,7 +255,7 @@ def test_a_file_that_is_not_a_job(tmp_path: Path):
     ):
         Job.from_yaml(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(JobError, match=r"directory of a run, no job file: go on with it \(`plimsoll train --resume"):
+    with pytest.raises(JobError, match=r"is a run directory, not a job file: resume it \(`plimsoll train --resume"):
         Job.from_yaml(tmp_path)
     (tmp_path / "job.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(JobError, match="cannot be read as YAML"):
@@ -285,8 +285,8 @@ def test_a_step_of_so_many_tokens_has_as_many_samples_of_the_greatest_length(tmp
     assert Job.from_json(job.to_json()) == job
     (fault,) = faults_of(tmp_path, LABELLED, "batch_tokens=8192", "batch_size=8")[1:]
     assert fault == (
-        "  job: batch_tokens 8192 are 32 samples of sequence_length = 256, and more of shorter ones, not batch_size 8: "
-        "give one of them"
+        "  job: batch_tokens 8192 are 32 samples of sequence_length = 256 (more if samples are shorter), "
+        "not batch_size 8: give one of them"
     )
 
 
@@ -297,16 +297,19 @@ def test_a_step_of_so_many_tokens_has_as_many_samples_of_the_greatest_length(tmp
         (["data.order=shuffle", "batch_tokens=1000"], "job: batch_tokens 1000 needs data.order: by_length"),
         (["data.pack=true"], "job: data.pack joins texts into rows, but classification takes them one by one"),
         (["data.pack=true", "data.stride=8"], "data: pack: true puts whole texts into rows: leave out borders, stride"),
-        (["data.on_the_fly=true"], "data: on_the_fly: true cannot cut texts into windows, for it does not know how"),
+        (["data.on_the_fly=true"], "data: on_the_fly: true cannot cut texts into windows, because text lengths are"),
         (
             ["task=token-classification", "data.order=shuffle", "data.borders=sentence"],
-            "job: data.borders 'sentence' is not for words with tags, which are in one column",
+            "job: data.borders 'sentence' cannot be used with tagged words, which are in one column",
         ),
         (
             ["task=token-classification", "data.on_the_fly=true", "data.long_texts=stop"],
-            "job: data.on_the_fly True is not for words with tags",
+            "job: data.on_the_fly True cannot be used with tagged words",
         ),
-        (["task=token-classification", "data.text=[a, b]"], "job: data.text ('a', 'b') is not for words with tags"),
+        (
+            ["task=token-classification", "data.text=[a, b]"],
+            "job: data.text ('a', 'b') cannot be used with tagged words",
+        ),
         (
             ["task=token-classification", "data.augment={token_function: 'a:b'}"],
             "job: data.augment.token_function 'a:b'",
@@ -314,15 +317,15 @@ def test_a_step_of_so_many_tokens_has_as_many_samples_of_the_greatest_length(tmp
         (["data.stride=300"], "job: data.stride 300 would leave out tokens between windows of sequence_length 256"),
         (["data.stride=8", "data.borders=sentence"], "data: stride 8 is for windows that do not end at borders"),
         (["data.augment={mask: 0.1}"], "job: data.augment.mask 0.1 needs a tokenizer with a mask token"),
-        (["data.augment={delete_word: 0.1}"], "data: augment changes words, which are known only where texts are"),
+        (["data.augment={delete_word: 0.1}"], "data: augment changes words, which needs texts that are tokenized"),
         (
             ["tokenizer.min_count=2"],
-            "tokenizer: train: words alone has min_count: leave out what it has, or add `train",
+            "tokenizer: min_count needs train: words: leave it out, or add `train",
         ),
-        (["tokenizer=a.json", "tokenizer.lowercase=true"], "tokenizer: train: words alone has lowercase: leave out"),
+        (["tokenizer=a.json", "tokenizer.lowercase=true"], "tokenizer: lowercase needs train: words: leave it out"),
         (
             ["tokenizer=/a.json", "tokenizer.train=words"],
-            "tokenizer: train: words makes a tokenizer, and path '/a.json'",
+            "tokenizer: train: words and path '/a.json'",
         ),
         (["data.workers=true"], "data.workers: "),
         (["data.validation=''"], "data.validation: it is empty: give a path, a share"),
@@ -330,16 +333,16 @@ def test_a_step_of_so_many_tokens_has_as_many_samples_of_the_greatest_length(tmp
             ["task=language-modeling", "data.order=shuffle", "data.long_texts=stop"],
             "job: data.long_texts 'stop' is for texts that are samples, but language-modeling cuts windows",
         ),
-        (["task=language-modeling"], "job: data.order: by_length, but all windows of language-modeling are equally"),
+        (["task=language-modeling"], "job: data.order: by_length has no effect, because all windows"),
         (
             ["task=language-modeling", "data.order=shuffle", "data.label=y"],
             "job: data.label names a column of classes, but the task is language-modeling: leave it out",
         ),
         (["data.order=streams"], "job: data.order: streams is for language-modeling, and the task is classification"),
-        (["data.order=streams", "data.stride=8"], "data: order: streams reads all texts laid end to end, window after"),
-        (["data.order=streams", "data.pack=true"], "data: order: streams reads all texts laid end to end"),
-        (["data.order=streams", "data.borders=sentence"], "data: order: streams reads all texts laid end to end"),
-        (["data.reset=texts"], "data: reset 'texts' is of the state that order: streams carries on, and order is"),
+        (["data.order=streams", "data.stride=8"], "data: order: streams reads all texts concatenated, window after"),
+        (["data.order=streams", "data.pack=true"], "data: order: streams reads all texts concatenated"),
+        (["data.order=streams", "data.borders=sentence"], "data: order: streams reads all texts concatenated"),
+        (["data.reset=texts"], "data: reset 'texts' needs order: streams, and order is"),
         (["data.order=streams", "data.reset=lines"], "data.reset: Input should be 'texts'"),
     ],
 )
@@ -387,7 +390,7 @@ def test_pins_are_read_as_on_the_command_line():
 def test_no_rank_is_without_a_sample(tmp_path: Path):
     assert job_of(tmp_path, MINIMAL, "ranks=4", "batch_size=4").ranks == 4
     (fault,) = faults_of(tmp_path, MINIMAL, "ranks=5", "batch_size=4")[1:]
-    assert fault == "  job: ranks 5 cannot share a batch_size of 4: give fewer, or more"
+    assert fault == "  job: ranks 5 exceeds batch_size 4: give at most one rank per sample"
 
 
 @pytest.mark.parametrize("written", ["", "budget: 1GiB\n", "budget: {device_bytes: 1, host: 7}\n", "budget: null\n"])

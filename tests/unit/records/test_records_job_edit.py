@@ -45,7 +45,7 @@ def test_only_the_value_is_exchanged(text, settings, expected):
         ("model: [", {"pin": []}, "cannot be read as YAML"),
         ("", {"pin": []}, "not fields like"),
         ("- a\n", {"pin": []}, "not fields like"),
-        ("{model: lstm}\n", {"pin": []}, "no `pin` can be added"),
+        ("{model: lstm}\n", {"pin": []}, "so `pin` cannot be added"),
         ("pin: a\npin: b\n", {"pin": []}, "`pin` 2 times"),
         ("budget: [1]\n", {"budget.device": 2}, "`budget` has no fields"),
     ],

@@ -25,7 +25,7 @@ def test_a_folder_of_a_run_is_told_from_another(tmp_path):
     with pytest.raises(JobError, match="is a folder, not a job file"):
         read_fields(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(JobError, match="is the directory of a run"):
+    with pytest.raises(JobError, match="is a run directory"):
         read_fields(tmp_path)
 
 

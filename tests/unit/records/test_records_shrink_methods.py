@@ -52,13 +52,13 @@ def test_every_default_is_a_value_that_there_is(method):
         ("heds=0.5", "there is no method `heds`; did you mean `heads`?"),
         ("layers(keeps=3)", "`layers` has no option `keeps` (3): it takes `keep`, `share`, `importance`"),
         ("int8=3", "`int8` has no option `value` (3): it takes no options"),
-        ("heads=1.5", "--method 'heads(share=1.5)': `share` 1.5 is not the share that is taken away"),
+        ("heads=1.5", "--method 'heads(share=1.5)': `share` 1.5 is not a share to remove"),
         ("layers(keep=1,share=0.5)", "`layers` has keep 1 and share 0.5: give one of them"),
         ("low_rank(share=0.5,rank=3)", "`low_rank` has share 0.5 and rank 3: give one of them"),
         ("int4(group=5)", "`group` cannot be 5: give one of 32, 64, 128"),
         ("low_rank(aware=3)", "`aware` cannot be 3: give one of true, false"),
-        ("int8 layers=1", "layers changes shapes and int8 the bits of values, which must be last"),
-        ("layers=1 int8 heads=0.5", "heads changes shapes and int8 the bits of values, which must be last"),
+        ("int8 layers=1", "layers changes shapes, and int8 changes values, which must come last"),
+        ("layers=1 int8 heads=0.5", "heads changes shapes, and int8 changes values, which must come last"),
     ],
 )
 def test_what_a_user_wrote_wrongly_is_refused(pins, said):

@@ -14,10 +14,10 @@ def test_a_given_tokenizer_keeps_what_it_puts_around_a_text_unless_the_job_says_
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"special_tokens": False}, "one that is trained puts none around a text: leave it out, or give a path"),
+        ({"special_tokens": False}, "a trained one adds no special tokens: leave it out, or give a path"),
         ({"vocab_size": 100}, "needs at least 257 tokens"),
-        ({"path": "folder", "train": "words"}, "leave out one or the other"),
-        ({"min_count": 2}, "train: words alone has min_count"),
+        ({"path": "folder", "train": "words"}, "leave out one of them"),
+        ({"min_count": 2}, "min_count needs train: words"),
     ],
     ids=str,
 )

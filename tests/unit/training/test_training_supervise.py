@@ -358,7 +358,10 @@ def test_kills_from_outside_without_progress_end_the_run_with_the_name_of_the_si
         kill_worker(process)
     _, errors = process.communicate(timeout=LONGEST_SECONDS)
     assert "KilledError: the training process was killed (SIGKILL) 3 times without getting past step 0" in errors
-    assert "another program sent the signal: stop the program that kills it; start it again afterwards with --force" in errors
+    assert (
+        "another program sent the signal: stop the program that kills it; start it again afterwards with --force"
+        in errors
+    )
     deaths = of_kind(directory, DeathLine)
     assert [(death.restarted_from_step, death.next_micro_batch) for death in deaths] == [(0, 8), (0, 8), (None, 8)]
 

@@ -1,8 +1,8 @@
-"""How word vectors lie in files: one module per format, each with the functions of `Format`.
+"""File formats of word vectors: one module per format, each with the functions of `Format`.
 
-A format is told by the first bytes of a file and never by its name. Every format streams: what is read is a part of the
-file at a time, in which the wanted words are found first and only their numbers are parsed.
-`plimsoll.embeddings.opening` lists the modules; the contract tests run over every module of this folder.
+A format is recognised by the first bytes of a file, never by its name. Every format streams: it reads a part of the
+file at a time, finds the wanted words in it, and parses only their numbers. `plimsoll.embeddings.opening` lists the
+modules; the contract tests run over every module of this folder.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from numpy.typing import NDArray
 from plimsoll.embeddings.formats.helpers.sources import Source
 
 FaultKind = Literal["dimension", "number", "finite", "utf-8", "truncated", "header"]
-"""What can be wrong: too few or too many numbers, what is no number, NaN or infinity, a word that is not UTF-8, an
-early end, a header that says something else."""
+"""The kinds of faults.
+
+``dimension``: too few or too many numbers. ``number``: a field that is not a number. ``finite``: NaN or infinity.
+``utf-8``: a word that is not UTF-8. ``truncated``: an early end. ``header``: a header that contradicts the file.
+"""
 
 
 class Fault(NamedTuple):
-    """Why a word of a part cannot be used; ``at`` counts the words (lines) of the part from 0, ``what`` shows it."""
+    """The reason that a word cannot be used. ``at`` is its position in the part, from 0; ``what`` describes it."""
 
     kind: FaultKind
     at: int
@@ -29,21 +32,24 @@ class Fault(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Vectors, float32, (words, dimension); ``faults`` count from 0 in what was asked for, whose rows are not used."""
+    """Vectors (words, dimension) in float32.
+
+    ``at`` in ``faults`` is a row of the matrix; such rows must not be used.
+    """
 
     matrix: NDArray[np.float32]
     faults: tuple[Fault, ...] = ()
 
 
 class Block(NamedTuple):
-    """What a part of a file holds.
+    """The content of a part of a file.
 
     Attributes:
-        words: the words, in the order of the file, as bytes; where some words are wanted, others may be left out.
-        places: the place of each in the part, counted from 0 over all words of the part, ascending.
-        num_words: all words of the part, those with faults and those left out included.
-        rows: parses the vectors of some of ``words``, given by their indexes.
-        faults: of words that are not in ``words``.
+        words: the words in file order, as bytes. If only some words are wanted, others may be left out.
+        places: the position of each word in the part, counted from 0 over all its words, ascending.
+        num_words: the number of all words in the part, including faulty words and those left out.
+        rows: function that parses the vectors of some of ``words``, given by their indexes.
+        faults: faults of words that are not in ``words``.
     """
 
     words: list[bytes]
@@ -54,38 +60,38 @@ class Block(NamedTuple):
 
 
 class Vectors(Protocol):
-    """Word vectors in a file that is open."""
+    """An open file of word vectors."""
 
     @property
     def dimension(self) -> int:
-        """Numbers of a vector."""
+        """The number of values per vector."""
         ...
 
     @property
     def num_promised(self) -> int | None:
-        """How many words the file says it has, if it says so."""
+        """The number of words according to the file's header; ``None`` without such a header."""
         ...
 
     @property
     def num_parts(self) -> int:
-        """How many parts there are, where each is work for a processor and can be read by another process; else 0."""
+        """The number of parts if they are worth reading in separate processes; otherwise 0."""
         ...
 
     @property
     def counted(self) -> str:
-        """What a place is called in messages: ``line`` in a file of text, otherwise ``word``."""
+        """The name of a position in messages: ``line`` in a text file, otherwise ``word``."""
         ...
 
     @property
     def first_number(self) -> int:
-        """What the first word is called in messages: its line in a file of text, otherwise 1."""
+        """The number of the first word in messages: its line in a text file, otherwise 1."""
         ...
 
     def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
-        """Yield, in the order of the file, what reads one part; it may be called in any thread, once.
+        """Yield, in file order, functions that read one part each. Each can be called once, in any thread.
 
         Args:
-            wanted: the words that matter; ``None``: all.
+            wanted: the words that matter; ``None``: all words.
 
         Raises:
             EmbeddingError: if the file cannot be read.
@@ -93,46 +99,47 @@ class Vectors(Protocol):
         ...
 
     def share_read(self) -> float:
-        """How much of the file has been handed out as parts, from 0 to 1."""
+        """Return the share of the file (0 to 1) that was handed out as parts."""
         ...
 
     def build(self, words: list[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.float32]] | None:
-        """Make vectors of words that are not in the file, as fastText does of their parts; ``None``: not this format.
+        """Build vectors of words that are not in the file, as fastText does from n-grams.
 
         Returns:
-            which of the words have one, and the rows of all words.
+            a mask of the words that have a vector, and a row for every word; ``None`` if the format cannot build
+            vectors.
         """
         ...
 
 
 class Format(Protocol):
-    """What a module of this folder offers."""
+    """The functions of a module of this folder."""
 
     TITLE: str
-    """How the format is called in tables and messages."""
+    """The name of the format in tables and messages."""
 
     def recognises(self, head: bytes, source: Source) -> bool:
-        """Whether a file that begins with ``head`` (up to 64 KiB) is of this format."""
+        """Return whether a file that begins with ``head`` (up to 64 KiB) has this format."""
         ...
 
     def open_vectors(self, source: Source) -> Vectors:
         """Open a file of this format.
 
         Raises:
-            EmbeddingError: if it is damaged beyond use, or of a kind that is not covered.
+            EmbeddingError: if it is too damaged to be used, or of an unsupported kind.
         """
         ...
 
 
 def rows_of(values: NDArray[Any], faults: tuple[Fault, ...] = ()) -> Rows:
-    """Return vectors in single precision, with a fault for each that holds NaN or infinity, behind those given."""
-    with np.errstate(over="ignore"):  # what is too large becomes infinite, which is found next
+    """Return vectors in single precision, adding a fault for each that contains NaN or infinity."""
+    with np.errstate(over="ignore"):  # too large values become infinite, which is checked next
         matrix = values.astype(np.float32, copy=False)
     return Rows(matrix, (*faults, *_not_finite(matrix)))
 
 
 def in_precision(rows: Rows, precision: Literal["float32", "float16"]) -> Rows:
-    """Return rows that are to be kept in half precision with a fault more for each that it has no numbers for."""
+    """Return the rows, adding a fault for each row that overflows in the precision."""
     if precision == "float32":
         return rows
     with np.errstate(over="ignore"):

@@ -1,12 +1,15 @@
 """fastText models (``.bin``): a dictionary, then the vectors of words and of buckets of character n-grams.
 
-https://github.com/facebookresearch/fastText/tree/main/src (args.cc, dictionary.cc, densematrix.cc, ``loadModel``
-in fasttext.cc), versions 11 and 12. The vector of a word is the mean of its own row and those of its n-grams, the same
-bits as ``get_word_vector``; a word that is not in the dictionary has the mean of its n-grams. The matrix is mapped, and
-only the rows that are needed are read: a compressed file is unpacked into a temporary one that goes with the vectors.
-The labels of a supervised model are no words. The output matrix is not read, nor missed where the file ends before it.
-It does NOT cover quantized models (``.ftz``), models from before version 11, which begin with no such number, and
-sent2vec's.
+https://github.com/facebookresearch/fastText/tree/main/src (args.cc, dictionary.cc, densematrix.cc, ``loadModel`` in
+fasttext.cc), versions 11 and 12. The vector of a word is the mean of its row and the rows of its n-grams, bitwise
+identical to ``get_word_vector``. A word that is not in the dictionary gets the mean of its n-grams.
+
+The matrix is mapped, and only needed rows are read. A compressed file is unpacked to a temporary file, which exists as
+long as the vectors are open. Labels of supervised models are not words. The output matrix is not read and may be
+missing.
+
+Does NOT support quantized models (``.ftz``), models older than version 11, whose files have no magic number, and
+sent2vec models.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ _MAGIC = struct.pack("<i", 793712314)
 _HEADER = struct.Struct("<14id3iqq")
 _MATRIX = struct.Struct("<?qq")
 _VERSIONS, _SUPERVISED = (11, 12), 3
-_RECORDS = Records(b"\0", 9)  # a count of 8 bytes, and a byte that says whether it is a word or a label
+_RECORDS = Records(b"\0", 9)  # a count of 8 bytes, and a byte: word or label
 _PART_BYTES = 1 << 20
 _END_OF_SENTENCE = b"</s>"
 
 
 def recognises(head: bytes, source: Source) -> bool:
-    """Whether a file begins with fastText's number; see `Format`."""
+    """Return whether a file begins with fastText's magic number; see `Format`."""
     return head.startswith(_MAGIC)
 
 
@@ -61,7 +64,7 @@ class _Header(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Entries of the dictionary: where they lie in the file, and the number of the first."""
+    """Entries of the dictionary: their offsets in the file, and the number of the first."""
 
     begin: int
     end: int
@@ -82,7 +85,7 @@ class _Model:
         self._matrix = _matrix(source.name, path, begin, header)
 
     def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
-        """Yield the words of about 1 MiB of the dictionary each; see `Vectors`."""
+        """Yield parts of about 1 MiB of the dictionary each; see `Vectors`."""
         wanted = as_set(wanted)
         for part in self._parts:
             if part.first < self.num_promised:
@@ -105,15 +108,15 @@ class _Model:
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         matrix = self._matrix
         total, counts = sums(words, own_rows, self.num_promised, self._ngrams, (matrix, matrix))
-        total *= (1.0 / np.maximum(counts, 1)).astype(np.float32)[:, None]  # as fastText: not a division
+        total *= (1.0 / np.maximum(counts, 1)).astype(np.float32)[:, None]  # fastText multiplies by the inverse
         return total, counts
 
     def share_read(self) -> float:
-        """How much of the dictionary has been handed out; see `Vectors`."""
+        """Return the share of the dictionary handed out; see `Vectors`."""
         return self._share
 
     def build(self, words: list[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
-        """Take the mean of the n-grams of each word; see `Vectors`."""
+        """Return the mean of the n-grams of each word; see `Vectors`."""
         means, counts = self._means(words, None)
         return are_usable(means, counts), means
 
@@ -133,11 +136,11 @@ def _read_header(name: str, path: Path) -> _Header:
     num_entries, num_words, num_labels, _, num_pruned = numbers[15:]
     if version not in _VERSIONS:
         raise EmbeddingError(
-            f"{name} is a fastText model of version {version}, and versions 11 and 12 can be read: save its vectors as "
-            "text (fastText writes a .vec file beside each .bin), and use that"
+            f"{name} is a fastText model of version {version}, but only versions 11 and 12 can be read: save its "
+            "vectors as text (fastText writes a .vec file with each .bin), and use that file"
         )
     if version == 11 and kind == _SUPERVISED:
-        maxn = 0  # as fastText's loadModel
+        maxn = 0  # as in fastText's loadModel
     is_sound = 0 < dimension <= MAX_DIMENSION and 0 <= maxn <= MAX_NGRAM_LETTERS and minn >= 0 and bucket >= 0
     if not is_sound or num_words < 0 or num_labels < 0 or num_entries != num_words + num_labels:
         raise EmbeddingError(
@@ -151,13 +154,13 @@ def _read_header(name: str, path: Path) -> _Header:
 
 def _quantized(name: str, why: str) -> EmbeddingError:
     return EmbeddingError(
-        f"{name} is a quantized fastText model ({why}), whose vectors are not exact: use the .bin that it was made "
-        "from, or save the vectors it has as text, with `fasttext print-word-vectors`, and use those"
+        f"{name} is a quantized fastText model ({why}), whose vectors are not exact: use the original .bin "
+        "file, or save its vectors as text, with `fasttext print-word-vectors`, and use that file"
     )
 
 
 def _parts(name: str, path: Path, num_entries: int) -> Iterator[_Part]:
-    """Find where entries of the dictionary begin and end, some thousand at a time."""
+    """Yield the offsets of blocks of some thousand entries of the dictionary."""
     begin, first = _HEADER.size, 0
     while first < num_entries:
         raw = _read(path, begin, _PART_BYTES)
@@ -183,11 +186,11 @@ def _matrix(name: str, path: Path, begin: int, header: _Header) -> NDArray[np.fl
     if len(raw) == _MATRIX.size and (dimension != header.dimension or num_rows < header.num_words + num_ngram_rows):
         raise EmbeddingError(
             f"{name} is damaged: its matrix is {num_rows} x {dimension}, and {header.num_words} words and "
-            f"{num_ngram_rows} buckets of dimension {header.dimension} need another: download it again"
+            f"{num_ngram_rows} buckets of dimension {header.dimension} need another shape: download it again"
         )
     if len(raw) < _MATRIX.size or there_bytes < num_bytes:
         raise EmbeddingError(
-            f"{name} is cut off: {there_bytes} of {num_bytes} bytes of its matrix are there: download it again"
+            f"{name} is cut off: it has {there_bytes} of {num_bytes} bytes of its matrix; download it again"
         )
     if not num_bytes:
         return np.empty((0, header.dimension), np.float32)

@@ -1,12 +1,15 @@
-"""What gensim saves: ``KeyedVectors``, and the word vectors in a ``Word2Vec``, ``FastText`` or ``Doc2Vec`` model.
+"""Files saved by gensim: ``KeyedVectors``, and the word vectors of ``Word2Vec``, ``FastText`` and ``Doc2Vec`` models.
 
-https://github.com/piskvorky/gensim/blob/develop/gensim/utils.py (``SaveLoad``): a pickle, with large arrays beside it
-as ``<file>.vectors.npy`` or ``<file>.wv.vectors.npy``, of gensim 0.12 to 4. The pickle is read as a description of
-which nothing is made (`files.pickles`), so that a hostile file runs nothing; arrays are mapped, in it and beside it.
-The vectors of a FastText model are the same bits as gensim's; a word that is not in it has the mean of its n-grams, as
-in gensim, if gensim 4 saved it (earlier ones keep other n-grams and other hashes). It does NOT cover the vectors of
-documents, arrays beside it that are compressed (``.npz``, which gensim writes for a name that ends in .gz), sent2vec,
-and annoy.
+https://github.com/piskvorky/gensim/blob/develop/gensim/utils.py (``SaveLoad``): a pickle, with large arrays in separate
+files next to it, ``<file>.vectors.npy`` or ``<file>.wv.vectors.npy``. Supports gensim 0.12 to 4. The pickle is only
+parsed and never executed (`files.pickles`), so a malicious file cannot run code. Arrays are mapped, inside and outside
+the pickle.
+
+The vectors of a FastText model are bitwise identical to gensim's. If gensim 4 saved it, a word that is not in the model
+gets the mean of its n-grams, as in gensim. Earlier versions use other n-grams and hashes.
+
+Does NOT support document vectors, compressed arrays in separate files (``.npz``, written if the name ends in .gz),
+sent2vec, and annoy.
 """
 
 from __future__ import annotations
@@ -44,13 +47,13 @@ _OTHERS = (
 )
 _KEYS = frozenset((*_WORDS, *_VECTORS, *_OTHERS))
 _PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_FIRST_CLASS_BYTES = 256  # the class of a pickled object is named at its begin
+_FIRST_CLASS_BYTES = 256  # the class name is at the start of a pickle
 _ARRAY_MAKERS = re.compile(rb"numpy\.(_?core\.multiarray\._reconstruct|_?core\.numeric\._frombuffer)")
 _FLOAT = re.compile(rb"[<>=|]?f[248]")
 
 
 def recognises(head: bytes, source: Source) -> bool:
-    """Whether a file begins as a pickle of something of gensim's; see `Format`."""
+    """Return whether a file begins like a pickle of a gensim object; see `Format`."""
     return head.startswith(_PROTOCOLS) and b"gensim." in head[:_FIRST_CLASS_BYTES]
 
 
@@ -66,11 +69,11 @@ def open_vectors(source: Source) -> Mapped:
 
 
 class _Saved:
-    """What a file says of the object with the vectors.
+    """The content of a pickled object with vectors.
 
     Attributes:
-        name: of the file.
-        words: in the order of the rows.
+        name: the name of the file.
+        words: the words in row order.
     """
 
     def __init__(self, source: Source, raw: mmap.mmap) -> None:
@@ -79,8 +82,8 @@ class _Saved:
             whole = described(raw, _KEYS)
         except BrokenPickle as error:
             raise EmbeddingError(
-                f"{source.name} is no whole pickle of the protocols 2 to 5 (it {error}): download it again, or save it "
-                "anew with gensim 4"
+                f"{source.name} is not a complete pickle of protocol 2 to 5 (it {error}): download it again, or save "
+                "it again with gensim 4"
             ) from None
         outer = _state(whole)
         inner = _state(outer.get(b"wv"))
@@ -95,21 +98,21 @@ class _Saved:
         self._state = inner if self._prefix else outer
         if not isinstance(self.words, list) or not all(type(word) is bytes for word in self.words):
             raise EmbeddingError(
-                f"{source.name} has keys that are no words (numbers, or none): save the KeyedVectors of words, with "
-                "`model.wv.save(path)`"
+                f"{source.name} has keys that are not words (numbers, or no keys): save the KeyedVectors of words, "
+                "with `model.wv.save(path)`"
             )
 
     def number(self, key: bytes) -> int:
-        """Return a whole number of the object, -1 if it has none of this name."""
+        """Return an integer attribute of the object; -1 if it has no such attribute."""
         value = self._state.get(key)
         return value if isinstance(value, int) else -1
 
     def has(self, key: bytes) -> bool:
-        """Whether the object has something of this name."""
+        """Return whether the object has an attribute."""
         return key in self._state
 
     def array(self, *keys: bytes) -> NDArray[Any] | None:
-        """Return the first of some arrays that is in the file or beside it."""
+        """Return the first of some arrays that is in the file or in a separate file; ``None`` if none is."""
         beside = self._state.get(b"__numpys")
         for key in keys:
             if isinstance(beside, list) and key in beside:
@@ -123,31 +126,31 @@ class _Saved:
         path = Path(f"{source.path}{self._prefix}.{key}.npy")
         if source.packing:
             raise EmbeddingError(
-                f"the {key} of {source.name} are in a file beside it, which cannot be mapped where it is compressed: "
-                "move all its files, unpacked, into one folder, or save it anew under a name without .gz"
+                f"the {key} of {source.name} are in a separate file, which cannot be mapped if it is compressed: "
+                "move all its files, unpacked, into one folder, or save it again under a name without .gz"
             )
         if not path.is_file():
             raise EmbeddingError(
-                f"{source.name} says that its {key} are in {path.name} beside it, which is not there: copy it there, "
-                "under this name, or save the model anew with gensim: `model.wv.save(path)`"
+                f"the {key} of {source.name} must be in the missing file {path.name} in the same folder: copy it "
+                "there, under this name, or save the model again with gensim: `model.wv.save(path)`"
             )
         return mapped_array(path)
 
     def _inside(self, key: bytes, thing: Thing) -> NDArray[Any]:
-        """Return an array that is in the pickle, in place if its bytes are there as they are."""
+        """Return an array in the pickle, without a copy if its bytes are stored unchanged."""
         try:
             matrix = self._read_array(thing)
         except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise EmbeddingError(
-                f"the {key.decode()} in {self._source.name} are no array of float32 ({error}): save "
-                "it anew with gensim 4"
+                f"the {key.decode()} in {self._source.name} are not a floating-point array ({error}): save "
+                "it again with gensim 4"
             ) from None
         require_vectors(f"{self._source.name} ({key.decode()})", matrix)
         return matrix
 
     def _read_array(self, thing: Thing) -> NDArray[Any]:
         if not _ARRAY_MAKERS.fullmatch(thing.name):
-            raise TypeError("it is made by something else than numpy")
+            raise TypeError("it was not saved by numpy")
         if thing.name.endswith(b"_frombuffer"):
             data, kind, shape, order = thing.args
         else:
@@ -161,7 +164,7 @@ class _Saved:
         return self._numbers(data, dtype).reshape(shape, order="F" if order == b"F" else "C")
 
     def _numbers(self, data: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-        if isinstance(data, Thing) and data.name == b"_codecs.encode":  # how Python 3 writes bytes in protocol 2
+        if isinstance(data, Thing) and data.name == b"_codecs.encode":  # bytes that Python 3 pickled with protocol 2
             data = self._bytes(data.args[0]).decode("utf-8").encode("latin-1")
         if isinstance(data, Span):
             return np.frombuffer(self._raw, dtype, (data.end - data.begin) // dtype.itemsize, data.begin)
@@ -177,12 +180,12 @@ def _state(thing: Any) -> dict[bytes, Any]:
 
 def _text(value: Any) -> bytes:
     if type(value) is not bytes:
-        raise TypeError("something else stands where text should")
+        raise TypeError("a value is not text")
     return value
 
 
 class _Subwords(NamedTuple):
-    """The n-grams of a FastText model, and a row for each bucket."""
+    """The n-grams of a FastText model, with a row per bucket."""
 
     ngrams: Ngrams
     matrix: NDArray[np.float32]
@@ -198,20 +201,20 @@ def _opened(saved: _Saved) -> Mapped:
         matrix = saved.array(b"vectors_vocab")
         if matrix is None or (subwords is None and saved.number(b"bucket") != 0):
             raise EmbeddingError(
-                f"{saved.name} has {len(saved.words)} words and no vectors that can be made of what is there: load it "
-                "with the gensim that saved it, and save its vectors with `model.wv.save_word2vec_format(path)`"
+                f"{saved.name} has {len(saved.words)} words, but their vectors are missing or in an unknown form: load "
+                "it with the gensim that saved it, and save its vectors with `model.wv.save_word2vec_format(path)`"
             )
         read = partial(gathered, matrix) if subwords is None else partial(_composed, saved.words, matrix, subwords)
     if len(matrix) < len(saved.words):
         raise EmbeddingError(
-            f"{saved.name} has {len(saved.words)} words and {len(matrix)} vectors: use the files "
+            f"{saved.name} has {len(saved.words)} words but {len(matrix)} vectors: use the files "
             "that were saved together"
         )
     return Mapped(lambda: in_pieces(saved.words), len(saved.words), matrix.shape[1], read, build)
 
 
 def _subwords(saved: _Saved) -> _Subwords | None:
-    """Return the n-grams of a model, where each bucket has its row and the hash is fastText's: in gensim 4."""
+    """Return the n-grams of a model saved by gensim 4: each bucket has a row, and the hash is fastText's."""
     if saved.number(b"compatible_hash") != 1 or saved.has(b"hash2index"):
         return None
     ngrams = Ngrams(saved.number(b"min_n"), saved.number(b"max_n"), saved.number(b"bucket"))

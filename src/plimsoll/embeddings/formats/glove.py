@@ -1,8 +1,8 @@
-"""GloVe's text: a word and its numbers per line, separated by single spaces, without a header.
+"""GloVe text: a word and its numbers per line, separated by single spaces, without a header.
 
-As written by the ``vectors.txt`` of https://github.com/stanfordnlp/GloVe and published as ``glove.6B.300d.txt`` and the
-like. Words may hold spaces (``glove.840B.300d.txt`` has ``. . .``), no-break spaces and bytes that are not UTF-8. The
-dimension is what most of the first lines end in. Fields may be separated by tabs instead.
+Written as ``vectors.txt`` by https://github.com/stanfordnlp/GloVe, and published as ``glove.6B.300d.txt`` and similar
+files. Words may contain spaces (``glove.840B.300d.txt`` has ``. . .``), no-break spaces and bytes that are not UTF-8.
+The dimension is the number of values in most of the first lines. Tabs may separate fields, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def recognises(head: bytes, source: Source) -> bool:
-    """Whether the first lines end in numbers."""
+    """Return whether the first lines end with numbers."""
     return b"\0" not in head and _dimension(head) > 0
 
 
@@ -30,6 +30,6 @@ def open_vectors(source: Source) -> Lines:
 
 
 def _dimension(head: bytes) -> int:
-    """Return what most lines end in; one that may be the header of another format does not count."""
+    """Return the number of values in most lines, ignoring a line that may be the header of another format."""
     header = _HEADER.match(head)
     return dimension_of(head[header.end() :] if header else head)

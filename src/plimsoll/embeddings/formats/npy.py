@@ -1,12 +1,13 @@
-"""An array of numpy (``.npy``) and, beside it, a file with its words.
+"""A NumPy array (``.npy``), and a file of its words in the same folder.
 
 https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html: a floating-point array (words, dimension), of
-either byte order, in C or Fortran order, mapped; its numbers become float32. The words of ``x.npy`` are those of the
-first file that is there, and holds no vectors itself, of ``x.txt``, ``x.words``, ``x.vocab``, ``x.json``,
-``words.txt``, ``vocab.txt``, ``vocabulary.txt``, ``vocab.json``: a word in each line (what is before the newline; a
-return before it is not part of it), or a JSON list of words, or a JSON object with the row of each word. Nothing is
-unpickled. It does NOT cover .npz archives, compressed .npy files, which cannot be mapped and have no words beside them,
-and words with newlines in .txt.
+either byte order, in C or Fortran order, mapped. Its numbers become float32. The words of ``x.npy`` are in the first
+existing file without vectors of ``x.txt``, ``x.words``, ``x.vocab``, ``x.json``, ``words.txt``, ``vocab.txt``,
+``vocabulary.txt``, ``vocab.json``. The file has a word per line, a JSON list of words, or a JSON
+object with the row of each word. A carriage return before a newline is ignored. Nothing is unpickled.
+
+Does NOT support .npz archives, words with newlines in .txt, and compressed .npy files, which cannot be mapped and have
+no words next to them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def recognises(head: bytes, source: Source) -> bool:
-    """Whether a file begins as numpy's do; see `Format`."""
+    """Return whether a file begins like a NumPy array; see `Format`."""
     return head.startswith(_MAGIC)
 
 
@@ -38,8 +39,8 @@ def open_vectors(source: Source) -> Mapped:
     """Map the array and find its words; see `Format`."""
     if source.packing:
         raise EmbeddingError(
-            f"{source.name} is a .npy file in a {source.packing} file, which cannot be mapped, and whose words cannot "
-            "be beside it: move it, unpacked, into a folder with the file of its words"
+            f"{source.name} is a .npy file in a {source.packing} file, which cannot be mapped or have words "
+            "next to it: move it, unpacked, into a folder with the file of its words"
         )
     matrix = mapped_array(source.path)
     vectors, dimension = partial(gathered, matrix), matrix.shape[1]
@@ -58,13 +59,13 @@ def _words_file(path: Path, dimension: int) -> Path:
         if candidate.is_file() and candidate != path and not _holds_vectors(candidate, dimension):
             return candidate
     raise EmbeddingError(
-        f"{path} has no words: write them, one per line in the order of the rows, into {candidates[0].name} beside it "
-        f"(looked for: {', '.join(candidate.name for candidate in candidates)})"
+        f"{path} has no words: write them, one per line in the order of the rows, into {candidates[0].name} next to it "
+        f"(tried: {', '.join(candidate.name for candidate in candidates)})"
     )
 
 
 def _holds_vectors(path: Path, dimension: int) -> bool:
-    """Whether a file is what the array was made of: words with as many numbers as the array has."""
+    """Return whether a file is the text form of the array: words with as many numbers as the array has columns."""
     with _opened(path) as file:
         return dimension_of(file.read(HEAD_BYTES)) == dimension
 
@@ -72,13 +73,13 @@ def _holds_vectors(path: Path, dimension: int) -> bool:
 def _require_as_many(path: Path, num_words: int, source: Source, num_rows: int) -> None:
     if num_words != num_rows:
         raise EmbeddingError(
-            f"{path} has {num_words} words, and {source.name} has {num_rows} rows: give the words the array was saved "
-            "with, one for each row"
+            f"{path} has {num_words} words, but {source.name} has {num_rows} rows: give the words that the array was "
+            "saved with, one for each row"
         )
 
 
 def _lines(path: Path) -> Iterator[list[bytes]]:
-    """Yield the lines of a file, some at a time; behind the last newline is no line if nothing is there."""
+    """Yield blocks of lines of a file. An empty string after the last newline is not a line."""
     rest = b""
     with _opened(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -87,7 +88,8 @@ def _lines(path: Path) -> Iterator[list[bytes]]:
                 yield [line.removesuffix(b"\r") for line in lines]
             if len(rest) > MAX_WORD_BYTES:
                 raise EmbeddingError(
-                    f"{path} has a line longer than {MAX_WORD_BYTES} bytes, and each is a word: write one word per line"
+                    f"{path} has a line longer than {MAX_WORD_BYTES} bytes, which is too long for a word: "
+                    "write one word per line"
                 )
     if rest:
         yield [rest.removesuffix(b"\r")]
@@ -97,7 +99,7 @@ def _opened(path: Path) -> Any:
     try:
         return path.open("rb")
     except OSError as error:
-        raise EmbeddingError(f"cannot read {path} ({error.strerror or error}): allow reading it") from None
+        raise EmbeddingError(f"cannot read {path} ({error.strerror or error}): change its permissions") from None
 
 
 def _from_json(path: Path, num_rows: int) -> list[bytes]:
@@ -105,7 +107,7 @@ def _from_json(path: Path, num_rows: int) -> list[bytes]:
         with _opened(path) as file:
             words = json.load(file)
     except (ValueError, RecursionError) as error:
-        raise EmbeddingError(f"{path} is no JSON ({error}): write a list of words, in the order of the rows") from None
+        raise EmbeddingError(f"{path} is not JSON ({error}): write a list of words, in the order of the rows") from None
     if isinstance(words, dict):
         words = _by_row(path, words, num_rows)
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
@@ -121,8 +123,7 @@ def _by_row(path: Path, row_of: dict[str, Any], num_rows: int) -> list[str]:
     for word, row in row_of.items():
         if type(row) is not int or not 0 <= row < num_rows or row in words:
             raise EmbeddingError(
-                f"{path} says that the row of {word!r} is {row!r}, and rows are 0 to {num_rows - 1}, each once: "
-                "correct it"
+                f"{path} has row {row!r} for {word!r}, but rows must be 0 to {num_rows - 1}, each once: correct it"
             )
         words[row] = word
     return [words[row] for row in sorted(words)]

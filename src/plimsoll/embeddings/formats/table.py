@@ -1,7 +1,7 @@
-"""A table that Plimsoll wrote: one safetensors file with vectors and words, mapped and not read.
+"""A table written by Plimsoll: one safetensors file with vectors and words, memory-mapped.
 
-What ``plimsoll embeddings subset | convert -o x.safetensors`` writes and what the cache holds; see
-`plimsoll.embeddings.table`. Rows that stand for no word are left out, and so are those that were not found.
+``plimsoll embeddings subset | convert -o x.safetensors`` writes it, and the cache stores it; see
+`plimsoll.embeddings.table`. Rows without a word and rows that were not found are left out.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _PART_WORDS = 1 << 16
 
 
 def recognises(head: bytes, source: Source) -> bool:
-    """Whether the header is one of ours."""
+    """Return whether the header is a table's."""
     return is_table(head)
 
 
 def open_vectors(source: Source) -> TableVectors:
-    """Map a table; a compressed one is unpacked into a temporary file first."""
+    """Map a table. A compressed one is first unpacked to a temporary file."""
     return TableVectors(source)
 
 
 class TableVectors:
-    """A table as a source of vectors."""
+    """The vectors of a table."""
 
     num_promised = None
     num_parts = 0
@@ -48,18 +48,18 @@ class TableVectors:
 
     @property
     def dimension(self) -> int:
-        """Numbers of a vector."""
+        """The number of values per vector."""
         return int(self._table.vectors.shape[1])
 
     def share_read(self) -> float:
-        """How much has been handed out as parts."""
+        """Return the share of the table handed out as parts."""
         return self._share
 
     def build(self, words: list[bytes]) -> None:
-        """A table has no parts of words."""
+        """Return ``None``: a table cannot build vectors of other words."""
 
     def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
-        """Yield what gives some words after the other."""
+        """Yield functions that read one part each."""
         words = self._table.raw_words()
         for begin in range(0, len(words), _PART_WORDS):
             self._share = min((begin + _PART_WORDS) / len(words), 1.0)

@@ -1,11 +1,13 @@
-"""Binary word2vec: a line with the number of words and of dimensions, then each word, a space and float32 numbers.
+"""Binary word2vec: a line with the numbers of words and dimensions, then each word, a space and float32 numbers.
 
-https://github.com/tmikolov/word2vec/blob/master/word2vec.c (``-binary 1``) writes a newline behind each vector,
-gensim's ``save_word2vec_format(binary=True)`` does not; newlines before a word are not part of it, as gensim reads it.
-Numbers are little-endian. The file is read once, from the begin to the end, and so may be compressed. What stands
-behind the last word that the header promises is not read. It does NOT cover files without the header, numbers of other
-types, and words with spaces or newlines, which the format cannot hold: the vectors behind such a word would be garbage,
-which is found only where a word is no UTF-8 or a number is not finite.
+https://github.com/tmikolov/word2vec/blob/master/word2vec.c (``-binary 1``) writes a newline after each vector; gensim's
+``save_word2vec_format(binary=True)`` does not. Newlines before a word are ignored, as in gensim. Numbers are
+little-endian. The file is read once from start to end, so it may be compressed. Bytes after the last word stated in the
+header are ignored.
+
+Does NOT support files without the header, or numbers of other types. The format cannot store words with spaces or
+newlines: the vectors after such a word would be wrong. This is detected only if a word is not UTF-8 or a number is not
+finite.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _LONGEST_FIRST_WORD_BYTES = 1000
 
 
 def recognises(head: bytes, source: Source) -> bool:
-    """Whether a header is followed by a word and numbers that are no text; see `Format`."""
+    """Return whether a header is followed by a word and binary numbers; see `Format`."""
     header = _HEADER.match(head)
     if header is None or int(header[1]) < 1 or int(header[2]) < 1:
         return False
@@ -47,7 +49,7 @@ def recognises(head: bytes, source: Source) -> bool:
 
 
 def _word_stop(head: bytes, begin: int) -> int | None:
-    """Return where the word at ``begin`` ends: -1 if none does soon enough, ``None`` if the file ends first."""
+    """Return the end of the word at ``begin``: -1 if the word is too long, ``None`` if the file ends first."""
     stop = head.find(b" ", begin, begin + _LONGEST_FIRST_WORD_BYTES)
     if stop < 0 and begin + _LONGEST_FIRST_WORD_BYTES > len(head):
         return None
@@ -61,7 +63,7 @@ def _is_text(body: bytes, dimension: int) -> bool:
     try:
         body.decode("utf-8")
     except UnicodeDecodeError as error:
-        if error.reason != "unexpected end of data":  # a letter that goes on behind the head
+        if error.reason != "unexpected end of data":  # a letter may end after the head
             return False
     return not _CONTROLS.search(body)
 
@@ -72,13 +74,13 @@ def open_vectors(source: Source) -> _Binary:
     if header is None:
         line = source.head.partition(b"\n")[0][:40]
         raise EmbeddingError(
-            f"{source.name} begins with {line!r}, and not with the number of words and of dimensions as binary "
-            "word2vec does: download it again, or save it anew with gensim's save_word2vec_format(binary=True)"
+            f"{source.name} begins with {line!r}, not with the numbers of words and dimensions as in binary "
+            "word2vec: download it again, or save it again with gensim's save_word2vec_format(binary=True)"
         )
     dimension = int(header[2])
     if not 0 < dimension <= MAX_DIMENSION:
         raise EmbeddingError(
-            f"{source.name} says that its vectors have {dimension} numbers, which must be 1 to {MAX_DIMENSION}: "
+            f"{source.name} has a header with dimension {dimension}, which must be 1 to {MAX_DIMENSION}: "
             "download it again"
         )
     return _Binary(source, int(header[1]), dimension, header.end())
@@ -94,7 +96,7 @@ class _Binary:
         self.num_promised, self.dimension = num_promised, dimension
 
     def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
-        """Yield the whole records of about 1 MiB each; see `Vectors`."""
+        """Yield parts of complete records, of about 1 MiB each; see `Vectors`."""
         wanted, num_words = as_set(wanted), 0
         records = Records(b" ", 4 * self.dimension)
         for raw, words, ends, share in cut_at_records(self._source, records, self._begin, self.num_promised):
@@ -118,8 +120,8 @@ class _Binary:
         return block_of(words, wanted, rows_at)
 
     def share_read(self) -> float:
-        """How much of the file has been read; see `Vectors`."""
+        """Return the share of the file that was read; see `Vectors`."""
         return self._share
 
     def build(self, words: list[bytes]) -> None:
-        """Nothing is known about words that are not in the file; see `Vectors`."""
+        """Return ``None``: the format cannot build vectors of other words; see `Vectors`."""

@@ -1,8 +1,8 @@
-"""word2vec's text: a line with the number of words and the dimension, then a word and its numbers per line.
+"""word2vec text: a line with the number of words and the dimension, then a word and its numbers per line.
 
-As written by the original C tool, by gensim's ``save_word2vec_format`` and by fastText as ``.vec``, which ends lines in
-a space. The header tells it from GloVe's text: two whole numbers, the second of which the lines behind it agree with;
-a file that ends in the first of these lines is one that is cut off.
+Written by the original C tool, by gensim's ``save_word2vec_format`` and by fastText as ``.vec``, whose lines end with a
+space. The header distinguishes it from GloVe text: two integers, the second of which matches the lines after it. A file
+that ends within the first of these lines is recognised, too, and then reported as truncated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BEGIN_OF_NUMBER = re.compile(rb"[-+0-9.eEnaif]*")
 
 
 def recognises(head: bytes, source: Source) -> bool:
-    """Whether the first line holds two whole numbers, and the lines behind it end in so many numbers."""
+    """Return whether the first line has two integers, and the next lines end with that many numbers."""
     return b"\0" not in head and _layout(head) is not None
 
 
@@ -44,6 +44,6 @@ def _layout(head: bytes) -> Layout | None:
 
 
 def _may_begin(line: bytes, separator: int, dimension: int) -> bool:
-    """Whether a line that does not end, in the file or in what was read of it, can be one with so many numbers."""
+    """Return whether an incomplete line can be the start of a line with ``dimension`` numbers."""
     fields = line.rstrip().split(bytes([separator]))[1:]
     return len(fields) <= dimension and all(_BEGIN_OF_NUMBER.fullmatch(field) for field in fields)

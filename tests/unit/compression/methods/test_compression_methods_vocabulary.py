@@ -112,7 +112,7 @@ def test_bad_input_is_refused_with_what_to_do():
     assert METHOD.choices(Bundle(given.model)) == no_tokenizer
     assert METHOD.choices(given) == (CHOICE,)
     wrong = Choice(technique="vocabulary", options={"min_count": 0})
-    assert "give a whole number from 1 on" in METHOD.refusal(given, wrong)
+    assert "give a whole number of at least 1" in METHOD.refusal(given, wrong)
     assert "no option `share`" in METHOD.refusal(given, Choice(technique="vocabulary", options={"share": 0.5}))
     assert "no `vocab_size`" in METHOD.refusal(Bundle(nn.Linear(2, 2), given.tokenizer), CHOICE)
     with pytest.raises(WeightsError, match="use the tokenizer in the model's folder"):

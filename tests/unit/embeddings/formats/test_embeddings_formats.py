@@ -54,7 +54,7 @@ def test_doubles_are_rounded_to_single_precision():
 
 
 def test_what_is_not_finite_in_single_precision_is_a_fault_behind_those_given():
-    given = Fault("number", 0, "'x' is no number")
+    given = Fault("number", 0, "'x' is not a number")
     rows = rows_of(np.array([[0, 0], [1, np.nan], [1, 2], [-1e39, 0]]), (given,))
     assert rows.faults == (
         given,

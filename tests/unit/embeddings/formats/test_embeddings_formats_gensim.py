@@ -75,14 +75,14 @@ def test_unknown_words_have_the_bits_that_gensim_gives_them():
 def test_a_compressed_file(tmp_path: Path, packing: str):
     vectors = opened(gensim, written(tmp_path / "a", (RECORDED / "inside.kv").read_bytes(), packing))
     assert read_all(vectors).words == expected("inside.kv")[0]
-    with pytest.raises(EmbeddingError, match="the vectors of .* are in a file beside it, which .*: move all its files"):
+    with pytest.raises(EmbeddingError, match="the vectors of .* are in a separate file, which .*: move all its files"):
         opened(gensim, written(tmp_path / "a", (RECORDED / "beside.kv").read_bytes(), packing))
 
 
 def test_arrays_beside_it_must_be_there_and_whole(tmp_path: Path):
     path = Path(shutil.copy(RECORDED / "beside.kv", tmp_path))
     with pytest.raises(
-        EmbeddingError, match=r"its vectors are in beside.kv.vectors.npy beside it, which is not there: c"
+        EmbeddingError, match=r"must be in the missing file beside.kv.vectors.npy in the same folder: c"
     ):
         opened(gensim, path)
     beside = Path(shutil.copy(RECORDED / "beside.kv.vectors.npy", tmp_path))
@@ -91,7 +91,7 @@ def test_arrays_beside_it_must_be_there_and_whole(tmp_path: Path):
     with pytest.raises(EmbeddingError, match="cannot map .*beside.kv.vectors.npy as an array"):
         opened(gensim, path)
     np.save(beside, np.zeros((3, 3), np.float32))
-    with pytest.raises(EmbeddingError, match="has 4 words and 3 vectors: use the files that were saved together"):
+    with pytest.raises(EmbeddingError, match="has 4 words but 3 vectors: use the files that were saved together"):
         opened(gensim, path)
 
 
@@ -150,7 +150,7 @@ def test_ngrams_of_another_kind_are_not_used(tmp_path: Path, classes):
         vectors = opened(gensim, saved(tmp_path, subword_model(classes, vectors=MATRIX, **changed)))
         assert vectors.build([b"x"]) is None
         assert (read_all(vectors).matrix == MATRIX[:2]).all()
-        with pytest.raises(EmbeddingError, match="has 2 words and no vectors that can be made .*save_word2vec_format"):
+        with pytest.raises(EmbeddingError, match="has 2 words, but their vectors are missing .*save_word2vec_format"):
             opened(gensim, saved(tmp_path, subword_model(classes, **changed)))
     vectors = opened(gensim, saved(tmp_path, subword_model(classes, bucket=0)))
     assert (read_all(vectors).matrix == MATRIX[:2]).all()
@@ -170,21 +170,21 @@ def test_faults_are_told(tmp_path: Path, classes):
     ("attributes", "why"),
     [
         ({}, r"holds gensim.models.keyedvectors.KeyedVectors, which has no list of words: save the KeyedVectors"),
-        ({"index_to_key": ["a", 1], "vectors": MATRIX}, "has keys that are no words"),
-        ({"index_to_key": "abc", "vectors": MATRIX}, "has keys that are no words"),
-        ({"index_to_key": ["a"]}, "has 1 words and no vectors"),
-        ({"index_to_key": ["a"], "vectors": 3}, "has 1 words and no vectors"),
+        ({"index_to_key": ["a", 1], "vectors": MATRIX}, "has keys that are not words"),
+        ({"index_to_key": "abc", "vectors": MATRIX}, "has keys that are not words"),
+        ({"index_to_key": ["a"]}, "has 1 words, but their vectors are missing"),
+        ({"index_to_key": ["a"], "vectors": 3}, "has 1 words, but their vectors are missing"),
         (
             {"index_to_key": ["a"], "vectors": Path("x")},
-            "the vectors in .* are no array of float32 .*made by something",
+            "the vectors in .* are not a floating-point array .*not saved by numpy",
         ),
         (
             {"index_to_key": ["a"], "vectors": np.array([["x", 1]], object)},
-            r"no array of float32 \(its type is b'O8'\)",
+            r"not a floating-point array \(its type is b'O8'\)",
         ),
         ({"index_to_key": ["a"], "vectors": np.array([[1]])}, "its type is b'i8'"),
         ({"index_to_key": ["a"], "vectors": np.ones(3)}, r"has the shape \(3,\)"),
-        ({"index_to_key": ["a", "b"], "vectors": np.ones((1, 2))}, "has 2 words and 1 vectors: use the files"),
+        ({"index_to_key": ["a", "b"], "vectors": np.ones((1, 2))}, "has 2 words but 1 vectors: use the files"),
     ],
 )
 def test_objects_without_words_or_vectors_are_errors(tmp_path: Path, classes, attributes: dict, why: str):
@@ -199,7 +199,7 @@ def test_a_file_that_is_cut_anywhere_is_an_error(tmp_path: Path, name: str):
     raw = (RECORDED / name).read_bytes()
     for num_bytes in range(60, len(raw), 1 if len(raw) < 2000 else 13):
         path = written(tmp_path / name, raw[:num_bytes])
-        with pytest.raises(EmbeddingError, match="is no whole pickle .*: download it again"):
+        with pytest.raises(EmbeddingError, match="is not a complete pickle .*: download it again"):
             opened(gensim, path)
 
 

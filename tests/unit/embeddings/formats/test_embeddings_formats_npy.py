@@ -97,22 +97,26 @@ def test_no_words_at_all(tmp_path: Path):
         (
             None,
             "x.txt",
-            r"x.npy has no words: write them, one per line .* into x.txt beside it \(looked for: x.txt, x.wo",
+            r"x.npy has no words: write them, one per line .* into x.txt next to it \(tried: x.txt, x.wo",
         ),
-        (b"a\nb\nc\n", "x.txt", "x.txt has 3 words, and .*x.npy has 4 rows: give the words"),
-        (b"a\nb\nc\nd\ne", "words.txt", "words.txt has 5 words, and"),
+        (b"a\nb\nc\n", "x.txt", "x.txt has 3 words, but .*x.npy has 4 rows: give the words"),
+        (b"a\nb\nc\nd\ne", "words.txt", "words.txt has 5 words, but"),
         (b"a\nb\nc\nd\n\n", "x.txt", "has 5 words"),
         (b'["a", "b"]', "x.json", "x.json has 2 words"),
-        (b'["a", "b"', "x.json", r"x.json is no JSON \(.*\): write a list"),
-        (b"[" * 100_000, "x.json", "x.json is no JSON"),
+        (b'["a", "b"', "x.json", r"x.json is not JSON \(.*\): write a list"),
+        (b"[" * 100_000, "x.json", "x.json is not JSON"),
         (b'"abcd"', "x.json", "holds neither a list of words nor .* but a str: write one of these"),
         (b'["a", 1, "b", "c"]', "x.json", "holds neither a list of words"),
-        (b'{"a": 0, "b": 4}', "x.json", "the row of 'b' is 4, and rows are 0 to 3, each once: correct it"),
-        (b'{"a": 0, "b": 0}', "x.json", "the row of 'b' is 0"),
-        (b'{"a": 0, "b": "1"}', "x.json", "the row of 'b' is '1'"),
-        (b'{"a": 0, "b": true}', "x.json", "the row of 'b' is True"),
-        (b'{"a": 0, "b": -1}', "x.json", "the row of 'b' is -1"),
-        (b"x" * 2_000_000, "x.txt", "has a line longer than 65536 bytes, and each is a word: write one word per line"),
+        (b'{"a": 0, "b": 4}', "x.json", "has row 4 for 'b', but rows must be 0 to 3, each once: correct it"),
+        (b'{"a": 0, "b": 0}', "x.json", "has row 0 for 'b'"),
+        (b'{"a": 0, "b": "1"}', "x.json", "has row '1' for 'b'"),
+        (b'{"a": 0, "b": true}', "x.json", "has row True for 'b'"),
+        (b'{"a": 0, "b": -1}', "x.json", "has row -1 for 'b'"),
+        (
+            b"x" * 2_000_000,
+            "x.txt",
+            "has a line longer than 65536 bytes, which is too long for a word: write one word per line",
+        ),
     ],
 )
 def test_words_that_do_not_fit_are_errors(tmp_path: Path, words: bytes | None, name: str, why: str):
@@ -123,13 +127,13 @@ def test_words_that_do_not_fit_are_errors(tmp_path: Path, words: bytes | None, n
 @pytest.mark.parametrize(
     ("matrix", "why"),
     [
-        (np.zeros(4), r"has the shape \(4,\), and word vectors are \(words, dimension\): save it anew"),
+        (np.zeros(4), r"has the shape \(4,\), but word vectors need \(words, dimension\): save it again"),
         (np.zeros((4, 2, 2)), r"the shape \(4, 2, 2\)"),
         (np.zeros((4, 0)), r"the shape \(4, 0\)"),
         (np.float32(1), r"the shape \(\)"),
         (
             np.zeros((4, 2), int),
-            "holds int64, and vectors are float16, float32 or float64: convert it with array.astype",
+            "holds int64, but vectors must be float16, float32 or float64: convert it with array.astype",
         ),
         (np.zeros((4, 2), complex), "holds complex128"),
         (np.zeros((4, 2), "S3"), r"holds \|S3"),
@@ -159,7 +163,7 @@ def test_a_file_that_is_cut_anywhere_is_an_error(tmp_path: Path):
     raw = path.read_bytes()
     for num_bytes in range(6, len(raw)):
         path.write_bytes(raw[:num_bytes])
-        with pytest.raises(EmbeddingError, match=r"cannot map .* as an array .*save it anew"):
+        with pytest.raises(EmbeddingError, match=r"cannot map .* as an array .*save it again"):
             opened(npy, path)
 
 

@@ -183,10 +183,10 @@ def test_text_whose_last_letter_goes_on_behind_the_head_is_text(tmp_path: Path):
 @pytest.mark.parametrize(
     ("raw", "why"),
     [
-        (b"hello\n", "begins with b'hello', and not with the number of words .*: download it again"),
-        (b"4 0\nx", "says that its vectors have 0 numbers, which must be 1 to 1048576: download it again"),
-        (b"4 999999999999\nx", "says that its vectors have 999999999999 numbers"),
-        (b"4 -3\nx", r"begins with b'4 -3', and not with"),
+        (b"hello\n", "begins with b'hello', not with the numbers of words .*: download it again"),
+        (b"4 0\nx", "has a header with dimension 0, which must be 1 to 1048576: download it again"),
+        (b"4 999999999999\nx", "has a header with dimension 999999999999"),
+        (b"4 -3\nx", r"begins with b'4 -3', not with"),
     ],
 )
 def test_a_wrong_header_is_an_error(tmp_path: Path, raw: bytes, why: str):

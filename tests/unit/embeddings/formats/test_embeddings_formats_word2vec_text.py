@@ -83,7 +83,7 @@ def test_a_vector_longer_than_what_is_looked_at_is_read(tmp_path: Path):
 def test_a_file_that_is_cut_off_is_never_taken_for_another(tmp_path: Path, kept: int):
     (tmp_path / "x").write_bytes(SMALL[:kept])
     if kept < len(b"3 2"):
-        with pytest.raises(Exception, match="holds no word vectors that are known here"):
+        with pytest.raises(Exception, match="is not in a known format of word vectors"):
             open_file(tmp_path / "x")
         return
     found = look_at(tmp_path / "x")
@@ -98,5 +98,5 @@ def test_fewer_words_than_promised_are_said(tmp_path: Path):
     assert (fault.kind, fault.count, fault.examples) == (
         "cut off",
         1,
-        ("3 of the 1,000 words that the header promises",),
+        ("3 of the 1,000 words that the header states",),
     )

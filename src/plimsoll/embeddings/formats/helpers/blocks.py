@@ -1,7 +1,7 @@
-"""What the formats that are not text share: records that end after so many bytes, words that matter, finite numbers.
+"""Shared code of the binary formats: records of fixed size after the word, selection of words, and UTF-8 checks.
 
-A record is a word, the byte that ends it, and a known number of bytes. A word longer than `MAX_WORD_BYTES` is no word:
-what is read there is damaged.
+A record is a word, a byte that ends it, and a fixed number of bytes. A word longer than `MAX_WORD_BYTES` means that the
+file is damaged.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from plimsoll.embeddings.formats.helpers.sources import Source
 
 MAX_WORD_BYTES = 64 << 10
 MAX_DIMENSION = 1 << 20
-"""More numbers than any word vector has: a header that says more is damaged."""
+"""More numbers than any word vector has: a header with a larger dimension is damaged."""
 
 
 class Records:
-    """Takes records apart: words that end with one byte, and ``tail_bytes`` behind it.
+    """A parser of records: words that end with one byte, followed by ``tail_bytes`` bytes.
 
     Attributes:
-        fixed_bytes: what a record has besides the word.
+        fixed_bytes: the bytes of a record besides the word.
     """
 
     def __init__(self, end: bytes, tail_bytes: int) -> None:
         self._end = end[0]
         self.fixed_bytes = 1 + tail_bytes
-        # What is left behind the last whole record is one match of its own, so that nothing is searched in it.
+        # The rest after the last complete record is a single match, so that it is not searched.
         self._pattern = re.compile(b"([^%b]*+)%b.{%d}|.+" % (end, end, tail_bytes), re.DOTALL)
 
     def split(self, raw: bytes) -> tuple[list[bytes], NDArray[np.int64]]:
-        """Return the words of the whole records at the begin of ``raw``, and where each record ends."""
+        """Return the words of the complete records at the start of ``raw``, and the end of each record."""
         words = self._pattern.findall(raw)
         lengths = np.fromiter(map(len, words), np.int64, len(words))
         ends = np.cumsum(lengths + self.fixed_bytes)
@@ -49,12 +49,15 @@ class Records:
 def cut_at_records(
     source: Source, records: Records, begin: int, num_words: int
 ) -> Iterator[tuple[bytes, list[bytes], NDArray[np.int64], float]]:
-    """Yield whole records with their words, where each ends, and how much of the file has been read by then.
+    """Yield complete records with their words, the end of each, and the share of the file read so far.
 
-    It stops after ``num_words``, where the file ends, or where a word is too long to be one.
+    It stops after ``num_words`` words, at the end of the file, or when a word is too long.
 
     Args:
-        begin: where the first record begins.
+        source: the file.
+        records: the parser.
+        begin: the offset of the first record.
+        num_words: the maximum number of words.
     """
     rest, num_left = b"", num_words
     for chunk, share in source.chunks(max(1 << 20, 4 * records.fixed_bytes)):
@@ -74,11 +77,12 @@ def cut_at_records(
 def block_of(
     words: list[bytes], wanted: Collection[bytes] | None, rows_at: Callable[[NDArray[np.int64]], Rows]
 ) -> Block:
-    """Make a block of the words of a part.
+    """Make a block from the words of a part.
 
     Args:
-        wanted: something that says quickly whether a word is in it, such as a set.
-        rows_at: the vectors at some places of the part.
+        words: all words of the part.
+        wanted: the wanted words, with fast membership tests, such as a set; ``None``: all words.
+        rows_at: function that returns the vectors at some positions of the part.
     """
     bad = not_utf8(words)
     faults = tuple(Fault("utf-8", place, repr(words[place][:80])) for place in bad)
@@ -94,19 +98,19 @@ def block_of(
 
 
 def cut_off(at: int, what: str) -> Block:
-    """Make a block without words that says that the file ends early."""
+    """Make a block without words, with the fault that the file is truncated."""
     return Block(
         [], np.empty(0, np.int64), 0, lambda _: rows_of(np.empty((0, 0), np.float32)), (Fault("truncated", at, what),)
     )
 
 
 def as_set(wanted: Collection[bytes] | None) -> Collection[bytes] | None:
-    """Return what says quickly whether a word is wanted."""
+    """Return the wanted words in a form with fast membership tests."""
     return wanted if wanted is None or isinstance(wanted, Set | dict) else frozenset(wanted)
 
 
 def not_utf8(words: list[bytes]) -> list[int]:
-    """Return the places of words that are not UTF-8."""
+    """Return the positions of words that are not UTF-8."""
     try:
         b" ".join(words).decode("utf-8")
     except UnicodeDecodeError:

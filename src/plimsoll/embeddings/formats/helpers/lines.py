@@ -1,11 +1,13 @@
-"""Word vectors as lines of text: a word, then so many numbers, each behind a space (or a tab).
+"""Word vectors as lines of text: a word, then its numbers, each after a space (or a tab).
 
-A line ends at ``\\n`` only: words may hold U+0085, U+2028 or ``\\r``. It is read from the right: the last ``dimension``
-fields are the vector, all before them is the word, which may hold spaces. Most lines are not wanted. They are never
-looked at as a whole: where lines begin is found by one pass over the bytes, the first eight bytes of each line are
-looked up in a table, and only lines that pass are cut out; of these, only those whose word is wanted are parsed.
+Only ``\\n`` ends a line: words may contain U+0085, U+2028 or ``\\r``. A line is read from the right: the last
+``dimension`` fields are the vector, and the rest is the word, which may contain spaces.
 
-A number is rounded as ``numpy.float32(text)`` rounds it: to double precision, then to single.
+Most lines are not wanted and are not parsed. One pass over the bytes finds the starts of lines. The first eight bytes
+of each line are looked up in a table, and only lines that pass are extracted. Of these, only lines of wanted words are
+parsed.
+
+Numbers are rounded as by ``numpy.float32(text)``: to double precision, then to single precision.
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ _SHOWN_BYTES = 40
 
 
 class Layout(NamedTuple):
-    """What must be known of a file to read its lines.
+    """The facts needed to read the lines of a file.
 
     Attributes:
-        dimension: numbers of a vector.
-        separator: the byte that stands before each of them.
-        header_bytes: where the first line with a word begins.
+        dimension: the number of values per vector.
+        separator: the byte before each value.
+        header_bytes: the offset of the first line with a word.
         first_number: the number of that line in the file, from 1.
-        num_promised: how many words a header says there are.
+        num_promised: the number of words according to the header.
     """
 
     dimension: int
@@ -61,20 +63,20 @@ class Layout(NamedTuple):
 
 
 def separator_of(line: bytes) -> int:
-    """Return what stands between the fields of a line."""
+    """Return the separator of the fields of a line: tab or space."""
     return TAB if line.count(b"\t") > line.count(b" ") else SPACE
 
 
 def dimension_of(head: bytes) -> int:
-    """Return how many numbers the lines at the begin of a file end in, most of them; 0 if these are no such lines.
+    """Return the number of numeric fields at the end of most lines in ``head``; 0 if it is not in this format.
 
-    The last line of ``head`` is looked at only if it is the only one, and the whole file: it may be cut off.
+    The last line is ignored because it may be incomplete, unless it is the only line and the whole file.
     """
     lines = head.split(b"\n")
     lines = lines[:-1] or lines[: len(head) < HEAD_BYTES]
     lines = [line for line in islice(lines, _LOOKED_AT_LINES) if line.strip()]
     if sum(b"  " in line.rstrip(_WHITE) for line in lines) * 2 > len(lines):
-        return 0  # fields are separated by one space: where there are more, the last number would be all of the vector
+        return 0  # with several spaces between fields, only the last number would be the vector
     found = Counter(_num_numbers(line) for line in lines)
     return found.most_common(1)[0][0] if found else 0
 
@@ -88,7 +90,7 @@ def _num_numbers(line: bytes) -> int:
 
 
 def is_number(field: bytes) -> bool:
-    """Whether a field can be read as a number."""
+    """Return whether a field can be parsed as a number."""
     try:
         float(field)
     except ValueError:
@@ -97,7 +99,7 @@ def is_number(field: bytes) -> bool:
 
 
 class Lines:
-    """Word vectors in lines of text, read in parts that are whole lines."""
+    """Word vectors in lines of text, read in parts of complete lines."""
 
     counted = "line"
 
@@ -111,14 +113,14 @@ class Lines:
         self.num_parts = -(-num_bytes // _PART_BYTES)
 
     def share_read(self) -> float:
-        """How much has been handed out as parts."""
+        """Return the share of the file handed out as parts."""
         return self._share
 
     def build(self, words: list[bytes]) -> None:
-        """Lines say nothing of other words."""
+        """Return ``None``: text files cannot build vectors of other words."""
 
     def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
-        """Yield what reads one part after the other."""
+        """Yield functions that read one part each."""
         words = as_set(wanted)
         reading = _Reading(self._layout, None if words is None else _Wanted(words, self._layout.separator))
         return self._of_stream(reading) if self._source.packing else self._of_file(reading)
@@ -151,20 +153,20 @@ class Lines:
 
 
 def require_lines(num_bytes: int, name: str) -> None:
-    """Refuse a file without line ends.
+    """Check the length of a line.
 
     Raises:
         EmbeddingError: if a line is longer than any vector.
     """
     if num_bytes > MAX_LINE_BYTES:
         raise EmbeddingError(
-            f"{name} has a line of more than {MAX_LINE_BYTES >> 20} MiB, which is no word with its vector: give a file "
-            "of word vectors"
+            f"{name} has a line of more than {MAX_LINE_BYTES >> 20} MiB, which is not a word with its vector: give a "
+            "file of word vectors"
         )
 
 
 class _Wanted:
-    """The wanted words, and what lines with them begin with: their heads."""
+    """The wanted words, and the first bytes of their lines."""
 
     def __init__(self, words: Collection[bytes], separator: int) -> None:
         self.words = words
@@ -176,7 +178,7 @@ class _Wanted:
         self._may_be[_hashes(self._heads)] = True
 
     def are_likely(self, heads: NDArray[np.uint64]) -> NDArray[np.intp]:
-        """Return which of the first eight bytes of lines, the lowest byte first, are those of a wanted word."""
+        """Return the indexes of ``heads`` (first eight bytes of lines, little-endian) that match a wanted word."""
         heads = self._cut(heads)
         likely = np.flatnonzero(self._may_be[_hashes(heads)])
         places = np.minimum(np.searchsorted(self._heads, heads[likely]), len(self._heads) - 1)
@@ -184,7 +186,7 @@ class _Wanted:
         return likely[is_head]
 
     def _cut(self, heads: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Clear what stands behind the first separator, which is found as in Warren, Hacker's Delight, 6-1."""
+        """Clear the bytes after the first separator, which is found as in Warren, Hacker's Delight, 6-1."""
         differences = heads ^ (_ONES * self._separator)
         zeros = (differences - _ONES) & ~differences & _TOPS
         lowest = zeros & (~zeros + np.uint64(1))
@@ -196,27 +198,27 @@ def _hashes(heads: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class _Buffers(threading.local):
-    """Memory of each thread for the bytes of a part, and for where they are newlines."""
+    """Buffers of each thread for the bytes of a part, and for a mask of them."""
 
     def __init__(self) -> None:
         self.raw = bytearray()
         self.is_newline = np.empty(0, np.bool_)
 
     def sized(self, num_bytes: int) -> bytearray:
-        """Return memory of at least so many bytes; what is in it stays."""
+        """Return a buffer of at least ``num_bytes`` bytes; its content is kept."""
         if len(self.raw) < num_bytes:
             self.raw.extend(bytes(num_bytes - len(self.raw)))
         return self.raw
 
     def mask(self, num_bytes: int) -> NDArray[np.bool_]:
-        """Return memory for so many truth values."""
+        """Return a buffer of ``num_bytes`` booleans."""
         if len(self.is_newline) < num_bytes:
             self.is_newline = np.empty(num_bytes, np.bool_)
         return self.is_newline[:num_bytes]
 
 
 class _File:
-    """An open file; it is closed when no part of it is left to be read."""
+    """An open file. It is closed when none of its parts remains."""
 
     def __init__(self, source: Source) -> None:
         self.name, self.buffers = source.name, _Buffers()
@@ -225,8 +227,8 @@ class _File:
         weakref.finalize(self, os.close, self._descriptor)
 
     def fill(self, place: int, at: int, num_bytes: int) -> int:
-        """Read the bytes from ``at`` on to a place of the buffer of this thread; return how many there were."""
-        # A view must not outlive the reading: memory that is looked at cannot grow.
+        """Read bytes from offset ``at`` into this thread's buffer at ``place``; return the number of bytes read."""
+        # The view must be released: a bytearray with views cannot grow.
         with memoryview(self.buffers.sized(place + num_bytes + _HEAD_BYTES)) as raw:
             done = 0
             while done < num_bytes:
@@ -238,7 +240,7 @@ class _File:
 
 
 class _Reading(NamedTuple):
-    """How to read lines, and which of them."""
+    """The layout of the lines, and the wanted words."""
 
     layout: Layout
     wanted: _Wanted | None
@@ -246,7 +248,7 @@ class _Reading(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _PartOfFile:
-    """The lines that begin in the bytes ``begin`` to ``end`` of a file."""
+    """The lines that start in the bytes ``begin`` to ``end`` of a file."""
 
     file: _File
     begin: int
@@ -257,12 +259,12 @@ class _PartOfFile:
         buffers = self.file.buffers
         is_first = self.begin == self.reading.layout.header_bytes
         num_bytes = self._read(self.begin - (not is_first))
-        # The line that began before the part is read with its own part; the byte before this one is in raw[0].
+        # The previous part reads the line that starts in it; raw[0] is the byte before this part.
         start = 0 if is_first else buffers.raw.find(b"\n", 0, num_bytes) + 1 or num_bytes
         return _block(buffers.raw, start, num_bytes, buffers.mask(num_bytes), self.reading)
 
     def _read(self, at: int) -> int:
-        """Read up to the end of the last line; return how many bytes."""
+        """Read up to the end of the last line, and return the number of bytes."""
         raw = self.file.buffers.sized(_PART_BYTES + _MORE_BYTES)
         num_bytes = self.file.fill(0, at, self.end - at)
         while raw[num_bytes - 1] != NEWLINE:
@@ -277,7 +279,7 @@ class _PartOfFile:
 
 @dataclass(frozen=True, slots=True)
 class _PartOfStream:
-    """Some lines in memory; with ``is_cut`` what there is of the last line of an archive that ends early."""
+    """Lines in memory; with ``is_cut``, the incomplete last line of a truncated archive."""
 
     pieces: list[bytes]
     reading: _Reading
@@ -286,7 +288,7 @@ class _PartOfStream:
     def __call__(self) -> Block:
         raw = b"".join([*self.pieces, bytes(_HEAD_BYTES)])
         num_bytes = len(raw) - _HEAD_BYTES
-        if self.is_cut:  # also a line with enough numbers is not used: digits of the last may be missing
+        if self.is_cut:  # unused even with enough numbers: digits may be missing
             block = _cut([], np.empty(0, np.int64), self.reading)
             return block._replace(
                 num_words=int(num_bytes > 0), faults=(Fault("truncated", 0, "the archive ends early"),)
@@ -295,7 +297,7 @@ class _PartOfStream:
 
 
 def _block(raw: bytes | bytearray, start: int, end: int, is_newline: NDArray[np.bool_], reading: _Reading) -> Block:
-    """Find the words of the lines in ``raw[start:end]``; at least eight bytes follow the end."""
+    """Make a block from the lines in ``raw[start:end]``. At least eight bytes must follow the end."""
     layout, wanted = reading
     view = np.frombuffer(raw, np.uint8, end)
     np.equal(view, NEWLINE, out=is_newline)
@@ -327,10 +329,10 @@ def _wrong_lines(  # noqa: PLR0917 -- private, one caller
     layout: Layout,
     has_end: bool,
 ) -> tuple[Fault, ...]:
-    """Find lines with too few or too many numbers; those with another number of separators are looked at alone."""
+    """Return the faults of lines with the wrong number of values. Only lines with unusual separators are parsed."""
     if not len(starts):
         return ()
-    # In a small type that holds the dimension, which is fast.
+    # A small integer type that holds the dimension is faster.
     kind = np.promote_types(np.min_scalar_type(layout.dimension), np.uint16)
     counts = np.add.reduceat(is_separator.view(np.uint8), starts, dtype=kind)
     counts -= is_separator[ends - 1] & (ends > starts)
@@ -348,7 +350,7 @@ def _wrong_lines(  # noqa: PLR0917 -- private, one caller
 
 
 def _has_numbers(word: list[bytes]) -> bool:
-    """Whether all but the first field of a word are numbers, which then belong to a vector of another size."""
+    """Return whether all fields after the first are numbers: the vector then has a different dimension."""
     return len(word) > 1 and all(map(is_number, word[1:]))
 
 
@@ -358,7 +360,7 @@ def _shown(line: bytes) -> str:
 
 
 def _cut(lines: list[bytes], places: NDArray[np.int64], reading: _Reading) -> Block:
-    """Part lines into words and numbers; lines with too few or too many, or not wanted, are left out."""
+    """Split lines into words and numbers, leaving out lines with too few or too many numbers and unwanted words."""
     layout, wanted = reading
     separator = bytes([layout.separator])
     if wanted is not None and not wanted.has_separator:
@@ -372,7 +374,7 @@ def _cut(lines: list[bytes], places: NDArray[np.int64], reading: _Reading) -> Bl
         and not (separator in word and _has_numbers(word.split(separator)))
         for word in words
     ]
-    bad = not_utf8([word or b"" for word in words]) if wanted is None else []  # no word that is wanted is such
+    bad = not_utf8([word or b"" for word in words]) if wanted is None else []  # wanted words are UTF-8
     bad = [index for index in bad if is_kept[index]]
     faults = tuple(Fault("utf-8", int(places[index]), _shown(lines[index])) for index in bad)
     for index in bad:
@@ -388,7 +390,7 @@ def _cut(lines: list[bytes], places: NDArray[np.int64], reading: _Reading) -> Bl
 
 
 class _Fields:
-    """The fields of some lines, laid end to end. ``last[i]`` is the last field of line i, ``ends`` where fields end."""
+    """The fields of concatenated lines. ``_last[i]`` is the last field of line i, ``_ends`` are the ends of fields."""
 
     def __init__(self, lines: list[bytes], layout: Layout) -> None:
         self._layout = layout
@@ -401,7 +403,7 @@ class _Fields:
         self._last = np.searchsorted(self._ends, line_ends)
 
     def words(self) -> list[bytes | None]:
-        """Return the word of each line; ``None`` where there are too few fields."""
+        """Return the word of each line; ``None`` if it has too few fields."""
         first = self._last - self._layout.dimension  # the last field of the word
         is_long = first > np.concatenate(([-1], self._last[:-1]))[: len(first)]
         ends = self._ends[np.where(is_long, first, 0)] if len(first) else first
@@ -411,15 +413,15 @@ class _Fields:
         ]
 
     def rows(self, lines: NDArray[np.int64]) -> Rows:
-        """Parse the numbers of some lines, which are long enough."""
+        """Parse the numbers of some lines, which must have enough fields."""
         first = self._last[lines] - (self._layout.dimension - 1)
         try:
             return rows_of(self._parsed(first))
-        except ValueError:  # pyarrow's errors are such
+        except ValueError:  # includes pyarrow's errors
             return self._one_by_one(first)
 
     def _parsed(self, first: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Parse the fields from ``first`` on together: arrow is faster than Python, but knows fewer forms."""
+        """Parse the fields from ``first`` on in one call. Arrow is faster than Python, but supports fewer forms."""
         import pyarrow
         from pyarrow import compute
 
@@ -433,13 +435,13 @@ class _Fields:
             pyarrow.py_buffer(self._view[~self._is_end]),
             pyarrow.py_buffer(np.packbits(is_asked, bitorder="little")),
         )
-        # The default pool keeps tens of MiB for later.
+        # The default pool would cache tens of MiB.
         parsed = compute.cast(fields, pyarrow.float64(), memory_pool=pyarrow.system_memory_pool())
         doubles: NDArray[np.float64] = np.frombuffer(parsed.buffers()[1], np.float64, len(fields))
         return self._runs(doubles)[first]
 
     def _runs(self, fields: NDArray[Any]) -> NDArray[Any]:
-        """Return a view in which row i is as many fields as a vector has, from field i on."""
+        """Return a view whose row i has the ``dimension`` fields from field i on."""
         return sliding_window_view(fields, self._layout.dimension, writeable=fields.flags.writeable)
 
     def _one_by_one(self, first: NDArray[np.int64]) -> Rows:
@@ -450,7 +452,7 @@ class _Fields:
             fields = self._raw[self._ends[field - 1] + 1 : self._ends[last]].split(bytes([self._layout.separator]))
             wrong = [text for text in fields if not is_number(text)]
             if wrong:
-                faults.append(Fault("number", number, f"{_shown(wrong[0])} is no number"))
+                faults.append(Fault("number", number, f"{_shown(wrong[0])} is not a number"))
             else:
                 values[number] = [float(text) for text in fields]
         return rows_of(values, tuple(faults))

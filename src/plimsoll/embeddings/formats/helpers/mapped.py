@@ -1,4 +1,4 @@
-"""Vectors that are one array, whose words are a list of their own: rows are read where they are."""
+"""Vectors in one array, with a separate list of words. Rows are read from the array on demand."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ Build = Callable[[list[bytes]], tuple[NDArray[np.bool_], NDArray[np.float32]]]
 
 
 class Mapped:
-    """Words, and what reads the vectors at some rows; see `Vectors`.
+    """Words, and a function that reads the vectors of some rows; see `Vectors`.
 
     Args:
-        words: the words in the order of the rows, some at a time.
-        build: what makes vectors of other words; ``None``: nothing does.
+        words: function that yields lists of words in row order.
+        num_words: the number of words.
+        dimension: the number of values per vector.
+        vectors: function that returns the vectors of some rows.
+        build: function that builds vectors of other words; ``None`` if the format cannot.
     """
 
     num_parts = 0
@@ -45,7 +48,7 @@ class Mapped:
         self.num_promised, self.dimension = num_words, dimension
 
     def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
-        """Yield the words in the lists in which they come; see `Vectors`."""
+        """Yield one part per list of words; see `Vectors`."""
         wanted, first = as_set(wanted), 0
         for words in self._words():
             self._share = min((first + len(words)) / max(self.num_promised, 1), 1.0)
@@ -57,56 +60,56 @@ class Mapped:
         return rows_of(self._vectors(places + first))
 
     def share_read(self) -> float:
-        """How much of the words has been handed out; see `Vectors`."""
+        """Return the share of the words handed out; see `Vectors`."""
         return self._share
 
     def build(self, words: list[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.float32]] | None:
-        """Make vectors of other words, where something can; see `Vectors`."""
+        """Build vectors of other words, if the format can; see `Vectors`."""
         return self._build(words) if self._build is not None else None
 
 
 def in_pieces(words: list[bytes]) -> Iterator[list[bytes]]:
-    """Cut a list of words into lists."""
+    """Split a list of words into shorter lists."""
     for begin in range(0, len(words), _WORDS_AT_ONCE):
         yield words[begin : begin + _WORDS_AT_ONCE]
 
 
 def gathered(matrix: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return some rows; numbers that are too large for float32 become infinite."""
+    """Return some rows; numbers that overflow float32 become infinite."""
     with np.errstate(over="ignore"):
         return np.asarray(matrix[rows], np.float32)
 
 
 def mapped_array(path: Path) -> NDArray[Any]:
-    """Map a file of numpy's, which is never unpickled.
+    """Map a NumPy file. It is never unpickled.
 
     Raises:
-        EmbeddingError: if it is cut off, or holds objects, or what cannot be word vectors.
+        EmbeddingError: if it is truncated, contains objects, or cannot contain word vectors.
     """
     try:
         matrix: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (*_NO_ARRAY, OSError, MemoryError) as error:
         raise EmbeddingError(
             f"cannot map {path} as an array ({error}): it may be cut off, or hold objects, which are never unpickled; "
-            "save it anew with numpy.save(path, array.astype('float32'))"
+            "save it again with numpy.save(path, array.astype('float32'))"
         ) from None
     require_vectors(str(path), matrix)
     return matrix
 
 
 def require_vectors(name: str, matrix: NDArray[Any]) -> None:
-    """Check that an array can hold word vectors.
+    """Check that an array can contain word vectors.
 
     Raises:
-        EmbeddingError: if it has not two axes, or holds no floating-point numbers.
+        EmbeddingError: if it does not have two axes, or its numbers are not floating-point.
     """
     if matrix.ndim != 2 or not 0 < matrix.shape[1] <= MAX_DIMENSION:
         raise EmbeddingError(
-            f"{name} has the shape {matrix.shape}, and word vectors are (words, dimension): save it anew "
+            f"{name} has the shape {matrix.shape}, but word vectors need (words, dimension): save it again "
             "with that shape"
         )
     if matrix.dtype.kind != "f" or matrix.dtype.itemsize > 8:
         raise EmbeddingError(
-            f"{name} holds {matrix.dtype}, and vectors are float16, float32 or float64: convert it with "
-            "array.astype('float32') and save it anew"
+            f"{name} holds {matrix.dtype}, but vectors must be float16, float32 or float64: convert it with "
+            "array.astype('float32') and save it again"
         )

@@ -1,7 +1,7 @@
-"""Where the bytes of a file are: the file itself, a gzip file, or one file of a zip archive, read in place.
+"""Access to the bytes of a file: a plain file, a gzip file, or a file in a zip archive, read without unpacking.
 
-A file of an archive that holds several is named as if the archive were a folder: ``glove.6B.zip/glove.6B.300d.txt``.
-Does NOT cover tar archives, encrypted archives and addresses on the network.
+A file in an archive with several files is named as if the archive were a folder: ``glove.6B.zip/glove.6B.300d.txt``.
+Does NOT support tar archives, encrypted archives and URLs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from plimsoll.records.units import format_bytes
 
 HEAD_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20
-_PIECE_BYTES, _PACKED_BYTES = 1 << 20, 256 << 10  # what is quickest for zipfile, and for zlib
+_PIECE_BYTES, _PACKED_BYTES = 1 << 20, 256 << 10  # the fastest sizes for zipfile and for zlib
 _GZIP = 31  # windowBits of zlib for a gzip header and checksum
 _GZIP_MAGIC, _ZIP_MAGIC, _NUMPY_MAGIC = b"\x1f\x8b", b"PK\x03\x04", b"\x93NUMPY"
 _WORDS_SUFFIXES = (".txt", ".words", ".vocab", ".json")
 _WORDS_NAMES = ("words.txt", "vocab.txt", "vocabulary.txt", "vocab.json")
 _BROKEN = (EOFError, zlib.error, zipfile.BadZipFile, lzma.LZMAError)
-"""What reading a compressed file raises where it is cut off or damaged."""
+"""The exceptions of reading a compressed file that is truncated or damaged."""
 
 
 class Source:
@@ -38,12 +38,12 @@ class Source:
 
     Attributes:
         path: the file on the disk.
-        member: the file in the archive, of a zip.
-        packing: how it is compressed.
-        is_cut: whether the last reading found a compressed file cut off or damaged.
+        member: the name of the file in a zip archive; ``None`` otherwise.
+        packing: the compression; "" for none.
+        is_cut: whether the last reading found a truncated or damaged compressed file.
 
     Raises:
-        EmbeddingError: if there is no such file, or an archive holds several and none is named.
+        EmbeddingError: if there is no such file, or an archive has several files and none is named.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,16 +61,16 @@ class Source:
         elif magic.startswith(_GZIP_MAGIC):
             self.packing = "gzip"
         if inner is not None and self.packing != "zip":
-            raise EmbeddingError(f"{self.path} is no zip archive, so it holds no {inner}: give {self.path} itself")
+            raise EmbeddingError(f"{self.path} is not a zip archive, so it has no {inner}: give {self.path} itself")
 
     @property
     def name(self) -> str:
-        """The path as a user names it."""
+        """The path as users write it."""
         return str(self.path) if self.member is None else f"{self.path}/{self.member}"
 
     @property
     def num_bytes(self) -> int | None:
-        """The bytes that `chunks` yields; a gzip file does not say."""
+        """The number of bytes that `chunks` yields; ``None`` for gzip files, which do not store it."""
         if self.member is not None:
             with self._reading(), zipfile.ZipFile(self.path) as archive:
                 return archive.getinfo(self.member).file_size
@@ -78,19 +78,19 @@ class Source:
 
     @cached_property
     def head(self) -> bytes:
-        """The first 64 KiB, fewer if the file is shorter."""
+        """The first 64 KiB, or the whole file if it is shorter."""
         with self.opened() as (file, _):
             return _read(file, HEAD_BYTES)[0]
 
     def companions(self) -> list[Path]:
-        """Return the files beside it that some formats read as well: what they hold is part of what this one says."""
+        """Return the files next to it that some formats also read. Their content is part of the source's content."""
         own = sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.*.npy"))
         is_array = self.head.startswith(_NUMPY_MAGIC)
         return [path for path in [*own, *(words_files(self.path) if is_array else ())] if path.is_file()]
 
     @contextmanager
     def opened(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-        """Open what the file holds, and the file on the disk, whose place says how much has been read.
+        """Open the content, and the file on the disk, whose position tells how much has been read.
 
         Raises:
             EmbeddingError: if it cannot be read.
@@ -105,9 +105,9 @@ class Source:
                 yield raw, raw
 
     def chunks(self, num_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[bytes, float]]:
-        """Yield what the file holds, and how much of it has been read by then (0 to 1).
+        """Yield chunks of the content, each with the share of the file read so far (0 to 1).
 
-        It ends early, without an error, where a compressed file is cut off or damaged: `is_cut` says so.
+        If a compressed file is truncated or damaged, iteration ends early without an error, and `is_cut` is set.
         """
         self.is_cut = False
         with self.opened() as (file, raw):
@@ -119,10 +119,10 @@ class Source:
 
     @contextmanager
     def as_file(self) -> Iterator[Path]:
-        """Give a file on the disk that holds the bytes: the file itself, or a temporary one that is unpacked.
+        """Yield the path of an uncompressed file: the file itself, or a temporary copy, deleted afterwards.
 
         Raises:
-            EmbeddingError: if it cannot be read, is cut off, or cannot be unpacked for want of space.
+            EmbeddingError: if it cannot be read, is truncated, or there is too little space to unpack it.
         """
         if not self.packing:
             yield self.path
@@ -132,8 +132,8 @@ class Source:
             needed_bytes, free_bytes = self.num_bytes or self.num_file_bytes, shutil.disk_usage(folder).free
             if needed_bytes > free_bytes:
                 raise EmbeddingError(
-                    f"{self.name} has to be unpacked to be read, into {folder}, which has {format_bytes(free_bytes)} "
-                    f"free and {format_bytes(needed_bytes)} are needed: set TMPDIR to a folder with more"
+                    f"{self.name} must be unpacked to {folder}, which has {format_bytes(free_bytes)} free, but "
+                    f"{format_bytes(needed_bytes)} are needed: set TMPDIR to a folder with more"
                 )
             self._unpack(path)
             yield path
@@ -160,31 +160,31 @@ class Source:
             yield
         except OSError as error:
             raise EmbeddingError(
-                f"cannot read {self.path} ({error.strerror or error}): check the path, or allow reading it"
+                f"cannot read {self.path} ({error.strerror or error}): check the path, or change its permissions"
             ) from None
-        # zipfile's own: NotImplementedError for a way of compression it does not know, RuntimeError for a password.
+        # zipfile raises NotImplementedError for an unknown compression method, RuntimeError for a missing password.
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             if "encrypted" in str(error):
-                raise EmbeddingError(f"{self.path} is encrypted: give it unpacked, with its password") from None
+                raise EmbeddingError(f"{self.path} is encrypted: give the unpacked file") from None
             raise EmbeddingError(f"cannot read the archive {self.path} ({error}): download it again") from None
 
 
 class _Gzip:
-    """What a gzip file holds, member by member; `gzip.GzipFile` reads 8 KiB at a time and takes a third longer."""
+    """The content of a gzip file, member by member. `gzip.GzipFile` reads 8 KiB at a time and takes a third longer."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw, self._packed, self._engine = raw, b"", zlib.decompressobj(_GZIP)
 
     def read1(self, num_bytes: int) -> bytes:
-        """Return up to so many bytes, none at the end.
+        """Return up to ``num_bytes`` bytes, or none at the end.
 
         Raises:
-            EOFError: where the file is cut off.
-            zlib.error: where it is damaged.
+            EOFError: if the file is truncated.
+            zlib.error: if it is damaged.
         """
         while True:
             packed = self._packed or self._raw.read(_PACKED_BYTES)
-            if self._engine.eof:  # of a member; zeros may stand behind it, and another
+            if self._engine.eof:  # the member ended; zeros and another member may follow
                 packed = packed.lstrip(b"\0")
                 if not packed and not (packed := self._raw.read(_PACKED_BYTES).lstrip(b"\0")):
                     return b""
@@ -198,8 +198,8 @@ class _Gzip:
 
 
 def _read(file: IO[bytes], num_bytes: int) -> tuple[bytes, bool]:
-    """Read as much as there is, and say whether a compressed file broke off before that."""
-    # Of a compressed file little is lost before it breaks off.
+    """Return up to ``num_bytes`` bytes, and whether a compressed file was truncated or damaged before that."""
+    # read1 loses little of a truncated compressed file.
     read = file.read1 if hasattr(file, "read1") else file.read
     pieces = []
     try:
@@ -212,20 +212,22 @@ def _read(file: IO[bytes], num_bytes: int) -> tuple[bytes, bool]:
 
 
 def words_files(path: Path) -> list[Path]:
-    """Return where the words of an array without words may be, in the order in which they are looked for."""
+    """Return the paths that may have the words of an array, in the order in which they are tried."""
     own = [path.with_suffix(suffix) for suffix in _WORDS_SUFFIXES]
     return [*own, *(path.with_name(name) for name in _WORDS_NAMES)]
 
 
 def _archive_and_member(path: Path) -> tuple[Path, str | None]:
-    """Part ``archive.zip/name`` where ``archive.zip`` is a file."""
+    """Split ``archive.zip/name`` if ``archive.zip`` is a file."""
     for parent in path.parents:
         if parent.is_file():
             return parent, str(path.relative_to(parent))
     if path.is_dir():
         raise EmbeddingError(f"{path} is a folder: name the file with the vectors in it")
     if path.exists() and not path.is_file():
-        raise EmbeddingError(f"{path} is no file that can be read more than once: write it to a disk, and give that")
+        raise EmbeddingError(
+            f"{path} is not a regular file, so it cannot be read twice: write it to a disk, and give that file"
+        )
     if not path.exists():
         where = f" (relative to {Path.cwd()})" if not path.is_absolute() else ""
         raise EmbeddingError(
@@ -238,7 +240,7 @@ def _archive_and_member(path: Path) -> tuple[Path, str | None]:
 def _member(path: Path, inner: str | None) -> str:
     with zipfile.ZipFile(path) as archive:
         names = [info.filename for info in archive.infolist() if not info.is_dir()]
-    names = [name for name in names if not name.startswith("__MACOSX/")] or names  # what macOS adds of its own
+    names = [name for name in names if not name.startswith("__MACOSX/")] or names  # added by macOS
     if not names:
         raise EmbeddingError(f"{path} holds 0 files: give an archive with a file of word vectors")
     if inner is None and len(names) == 1:

@@ -1,10 +1,10 @@
-"""Character n-grams of words as fastText hashes them, and the sums of their vectors in its order.
+"""Character n-grams of words with fastText's hashes, and the sums of their vectors in fastText's order.
 
-https://github.com/facebookresearch/fastText/blob/main/src/dictionary.cc (``computeSubwords``, ``hash``): a word
-between ``<`` and ``>``; from each letter on, the n-grams of ``minn`` to ``maxn`` letters, not those that are ``<`` or
-``>`` alone; FNV-1a of 32 bits over the bytes, each with its sign extended, modulo the number of buckets. gensim does
-the same, but that ``</s>`` has n-grams. A letter is a byte that is no UTF-8 continuation, with the continuations behind
-it.
+https://github.com/facebookresearch/fastText/blob/main/src/dictionary.cc (``computeSubwords``, ``hash``). The word is
+put between ``<`` and ``>``. Its n-grams are all substrings of ``minn`` to ``maxn`` letters, except a lone ``<`` or
+``>``. The bucket is the 32-bit FNV-1a hash over the sign-extended bytes, modulo the number of buckets. gensim does the
+same, except that ``</s>`` has n-grams. A letter is a byte that is not a UTF-8 continuation, with the continuation bytes
+after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_NGRAM_LETTERS = 100
-"""More letters than any model's n-grams have: a header that says more is damaged."""
+"""More letters than any model's n-grams have: a header with more is damaged."""
 
 _FNV_BASIS, _FNV_PRIME = np.uint32(2166136261), np.uint32(16777619)
 _SIGN_EXTENDED = np.arange(256, dtype=np.uint8).astype(np.int8).astype(np.int32).view(np.uint32)
@@ -24,7 +24,7 @@ _WORDS_AT_ONCE = 1024
 
 
 class Ngrams(NamedTuple):
-    """Which n-grams a model knows: of so many letters, in so many buckets, and of all words but ``without``."""
+    """The n-grams of a model: their lengths in letters, the number of buckets, and a word ``without`` n-grams."""
 
     min_letters: int
     max_letters: int
@@ -33,12 +33,12 @@ class Ngrams(NamedTuple):
 
     @property
     def are_none(self) -> bool:
-        """Whether no word has an n-gram."""
+        """True if no word has an n-gram."""
         return self.num_buckets < 1 or self.max_letters < max(self.min_letters, 1)
 
 
 def buckets_of(words: list[bytes], ngrams: Ngrams) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the buckets of all n-grams of each word, one word after the other, and how many each word has."""
+    """Return the concatenated buckets of all n-grams of the words, and the number of n-grams per word."""
     if ngrams.are_none or not words:
         return np.empty(0, np.int64), np.zeros(len(words), np.int64)
     raw = np.frombuffer(b"".join([b"<%b>" % word for word in words]), np.uint8)
@@ -48,7 +48,7 @@ def buckets_of(words: list[bytes], ngrams: Ngrams) -> tuple[NDArray[np.int64], N
     word_ends = np.cumsum([len(word) + 2 for word in words])
     word_of = np.searchsorted(word_ends, letters, side="right")
     num_letters = np.bincount(word_of, minlength=len(words))
-    ends = np.cumsum(num_letters)  # of each word, in letters
+    ends = np.cumsum(num_letters)  # the end of each word, in letters
     num_behind = ends[word_of] - np.arange(len(letters))
     is_edge = (num_behind == 1) | (np.arange(len(letters)) == (ends - num_letters)[word_of])
     last = min(ngrams.max_letters, int(num_letters.max()))
@@ -68,14 +68,14 @@ def buckets_of(words: list[bytes], ngrams: Ngrams) -> tuple[NDArray[np.int64], N
 
 
 def are_usable(vectors: NDArray[np.float32], counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which of some words have n-grams, whose sum is finite."""
+    """Return a mask of the words that have n-grams with a finite sum."""
     return (counts > 0) & np.isfinite(vectors).all(axis=1)
 
 
 def _extended(
     hashes: NDArray[np.uint32], raw: NDArray[np.uint8], letters: NDArray[np.int64], letter_bytes: NDArray[np.int64]
 ) -> NDArray[np.uint32]:
-    """Return the hashes with one more letter each."""
+    """Return the hashes extended by one letter each."""
     for number in range(int(letter_bytes.max(initial=0))):
         longer = (letter_bytes > number).nonzero()[0]
         hashes[longer] = (hashes[longer] ^ _SIGN_EXTENDED[raw[letters[longer] + number]]) * _FNV_PRIME
@@ -90,17 +90,20 @@ def sums(
     ngrams: Ngrams,
     matrices: tuple[NDArray[np.float32], NDArray[np.float32]],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Add up the vectors of each word's own row and its n-grams, in this order, in float32 as fastText and gensim do.
+    """Add up the vectors of each word's row and n-grams, in this order, in float32 like fastText and gensim.
 
-    What is too large for float32 becomes infinite.
+    Values that overflow float32 become infinite.
 
     Args:
-        own_rows: the rows of the words in the first matrix; ``None`` for words that have none.
+        words: the words.
+        own_rows: the rows of the words in the first matrix; ``None`` for words without a row.
         first_ngram_row: the row of the first bucket in the second matrix.
-        matrices: may be mapped; only the rows that are needed are read, some MiB at a time, in the order of the file.
+        ngrams: the n-grams of the model.
+        matrices: the matrices of words and of n-grams. They may be mapped: only needed rows are read, in file order,
+            some MiB at a time.
 
     Returns:
-        the sums, and how many vectors each has.
+        the sums, and the number of vectors in each.
     """
     own, matrix = matrices
     total = np.zeros((len(words), matrix.shape[1]), np.float32)
@@ -119,7 +122,7 @@ def sums(
 def _add_rows(
     total: NDArray[np.float32], rows: NDArray[np.int64], owners: NDArray[np.int64], matrix: NDArray[np.float32]
 ) -> None:
-    """Add rows to those of their owners, one after the other: ``np.add.reduceat`` would add in another order."""
+    """Add rows to the sums of their owners, one after the other: ``np.add.reduceat`` would add in another order."""
     num_at_once = max(_ROWS_AT_ONCE_BYTES // (4 * matrix.shape[1]), 1)
     for begin in range(0, len(rows), num_at_once):
         asked, places = np.unique(rows[begin : begin + num_at_once], return_inverse=True)
@@ -130,5 +133,5 @@ def _add_rows(
         order = np.argsort(-lengths, kind="stable")
         starts, lengths = starts[order], lengths[order]
         for number in range(int(lengths[0])):
-            some = starts[: np.searchsorted(-lengths, -number)]  # those that have more than `number`
+            some = starts[: np.searchsorted(-lengths, -number)]  # the words with more than `number` n-grams
             total[of[some]] += vectors[places[some + number]]

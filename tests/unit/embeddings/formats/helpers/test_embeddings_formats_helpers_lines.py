@@ -172,7 +172,9 @@ def test_a_word_longer_than_a_part_is_one_word(tmp_path: Path, packing: str):
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_line_that_does_not_end_is_refused_early(tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_lines, "MAX_LINE_BYTES", 1 << 20)
-    with pytest.raises(EmbeddingError, match="has a line of more than 1 MiB, which is no word with its vector: give"):
+    with pytest.raises(
+        EmbeddingError, match="has a line of more than 1 MiB, which is not a word with its vector: give"
+    ):
         read(tmp_path, b"a 1\n" + b"x" * (5 << 20), 1, None, packing)
 
 
@@ -203,7 +205,7 @@ def test_rows_of_any_words_of_a_part_are_theirs(tmp_path: Path):
     block = part()
     assert block.rows(np.array([2, 0])).matrix.tolist() == [[5, 6], [1, 2]]
     assert [(fault.kind, fault.at, fault.what) for fault in block.rows(np.array([3, 0, 1])).faults] == [
-        ("number", 2, "'x' is no number"),
+        ("number", 2, "'x' is not a number"),
         ("finite", 0, "number 2 of 2 is nan"),
     ]
     assert block.rows(np.array([], np.int64)).matrix.shape == (0, 2)

@@ -99,5 +99,5 @@ def test_too_little_room_to_unpack_is_an_error(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(EmbeddingError, match=r"cannot unpack .* \(No space left on device\): set TMPDIR"):
             unpacked(path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(EmbeddingError, match=r"which has 10 B free .*: set TMPDIR"):
+    with pytest.raises(EmbeddingError, match=r"which has 10 B free, but .*: set TMPDIR"):
         unpacked(path)
