@@ -71,5 +71,6 @@ def test_points_are_those_after_training():
 
 
 def test_how_it_is_loaded_without_plimsoll_is_said():
+    assert "Use without Plimsoll" in render(shrunk())
     assert "torchao" in render(shrunk())
-    assert "Without Plimsoll" not in render(survey())
+    assert "Use without Plimsoll" not in render(survey())
