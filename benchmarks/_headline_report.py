@@ -55,7 +55,8 @@ def tables(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
 def summary(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
     """Return one line per model: the smallest limits, and step times within all and half of the plain loop's memory."""
     lines = [
-        "| five exact steps of | plain loop | best other | Plimsoll | ratio | a step, in all of it | a step, in half |",
+        "| model, batch x tokens | plain loop | best other tool | Plimsoll | Plimsoll / best other "
+        "| step time at the plain loop's limit | step time at half that limit |",
         "| --- | --: | --: | --: | --: | --: | --: |",
     ]
     for task, found in measured.items():
@@ -79,7 +80,9 @@ def _compared(found: Found, best: Found, titles: Mapping[str, str], share: float
 
 def _ratio(times: Found, titles: Mapping[str, str]) -> str:
     if times["ratio"] is not None:
-        return f"{times['our_seconds']:.1f} s, x {times['ratio']:.2f} of the fastest ({titles[times['fastest']]})"
+        return (
+            f"{times['our_seconds']:.1f} s, {times['ratio']:.2f} times the fastest tool's ({titles[times['fastest']]})"
+        )
     if times["our_seconds"] is not None:
         return f"{times['our_seconds']:.1f} s; no other tool trains"
     return ""

@@ -88,9 +88,9 @@ COUNTS = {"batch_size", "vocab_size", "hidden_size", "embedding_size", "world_si
 # The remedy: a clause that begins with one of these verbs, or text to type.
 REMEDY = re.compile(
     r"[:;,.(]\s*(?:please |first )?(?:add|allow|ask|call|change|check|choose|close|convert|correct|create|delete|"
-    r"download|drop|export|free|give|go on|increase|install|keep|leave|load|lower|make|move|name|open|pass|pick|point|"
-    r"prepare|put|quote|raise|reduce|reload|remove|rename|repair|replace|restart|restore|resume|return|run|save|see|select|set|"
-    r"shorten|split|start|stop|switch|train|try|turn|update|upgrade|use|wait|write)\b"
+    r"download|drop|exclude|export|free|give|go on|increase|install|keep|leave|load|lower|make|move|name|open|pass|"
+    r"pick|point|prepare|put|quote|raise|reduce|reload|remove|rename|repair|replace|restart|restore|resume|return|run|"
+    r"save|see|select|set|shorten|split|start|stop|switch|train|try|turn|update|upgrade|use|wait|write)\b"
     r"|\b(?:give|run|set|try|use|write) `|\bdid you mean\b|\bknown here\b"
 )
 

@@ -57,7 +57,7 @@ def test_the_tables_say_what_was_reached():
     assert "Step in half: 0.50 of Trainer's; the goal of 0.9 is reached." in text
     assert report.summary({TASK: found()}, TITLES).splitlines()[-1] == (
         "| GPT-2, 8 x 128 | 1,000 MiB | 500 MiB (Trainer) | 200 MiB | 0.40 | not timed "
-        "| 3.0 s, x 0.50 of the fastest (Trainer) |"
+        "| 3.0 s, 0.50 times the fastest tool's (Trainer) |"
     )
     worse = found()
     worse["limits"]["plimsoll"] = limit(300)

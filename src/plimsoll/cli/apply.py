@@ -44,7 +44,7 @@ def apply(
         typer.Option(
             "--keep",
             metavar="NAME",
-            help="Column to copy, e.g. id; repeatable.",
+            help="Input column to copy to the results; repeatable.",
             rich_help_panel=options.DATA,
         ),
     ] = None,
@@ -104,7 +104,9 @@ def apply(
     ] = None,
     top_p: Annotated[
         float,
-        typer.Option(metavar="P", help="Total probability of the sampled tokens.", rich_help_panel=_GENERATION),
+        typer.Option(
+            metavar="P", help="Sample from the likeliest tokens, up to this total.", rich_help_panel=_GENERATION
+        ),
     ] = 1.0,
     cache: Annotated[
         str,

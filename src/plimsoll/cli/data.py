@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Work = Callable[[Job, Path, Report], Found]
 
-app = typer.Typer(no_args_is_help=True, help="Index, tokenize, inspect and time text larger than memory.")
+app = typer.Typer(no_args_is_help=True, help="Index, tokenize, inspect and benchmark large text corpora.")
 
 _Texts = Annotated[
     list[str], typer.Argument(metavar="JOB|TEXTS", help="Job file, or text files, folders and patterns.")

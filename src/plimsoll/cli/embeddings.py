@@ -102,7 +102,7 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
             "--output",
             "-o",
             metavar="FILE",
-            help="All rows (.safetensors .npy), or found ones (.txt .vec .bin).",
+            help=".safetensors, .npy: all rows; .txt, .vec, .bin: found words.",
             rich_help_panel=options.OUTPUT,
         ),
     ] = None,

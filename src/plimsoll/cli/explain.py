@@ -34,7 +34,7 @@ def explain(  # noqa: PLR0917 -- typer calls it by name
         typer.Option(
             min=1,
             metavar="N",
-            help="Number of the remedy in the table.",
+            help="Apply remedy N of the table, not the first that fits.",
             show_default="the first that fits",
             rich_help_panel=_FIX,
         ),

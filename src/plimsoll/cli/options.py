@@ -80,7 +80,7 @@ Pins = Annotated[
     typer.Option(
         "--pin",
         metavar="CHOICE",
-        help="Require a choice: micro_batch=4; repeatable.",
+        help="Plan with this choice: micro_batch=4; repeatable.",
         show_default="the job's",
         rich_help_panel=PLAN,
     ),
@@ -94,12 +94,12 @@ NoHeader = Annotated[
     typer.Option("--no-header", help="First CSV row is data; columns are 1, 2, ...", rich_help_panel=DATA),
 ]
 TASK_HELP = "score, classify, embed or generate."
-NEW_TOKENS_HELP = "Most tokens to generate for each text."
+NEW_TOKENS_HELP = "Maximum tokens to generate per text."
 DTYPE_HELP = "Weights as stored, fp32, bf16 or fp16."
 Output = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", metavar="FILE", help="Write a page (.html) or the record (.json).", rich_help_panel=OUTPUT
+        "--output", "-o", metavar="FILE", help="Write the result to FILE, as .html or .json.", rich_help_panel=OUTPUT
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.", rich_help_panel=OUTPUT)]

@@ -34,7 +34,7 @@ def plan(  # noqa: PLR0917 -- typer calls it by name
         typer.Option("--compare", help="Compare full, streamed and adapter fine-tuning.", rich_help_panel=options.PLAN),
     ] = False,
     train: Annotated[
-        bool, typer.Option("--train", help="Plan a training; this is the default.", rich_help_panel=options.PLAN)
+        bool, typer.Option("--train", help="Plan the training; this is the default.", rich_help_panel=options.PLAN)
     ] = False,
     inference: Annotated[
         bool, typer.Option("--inference", help="Plan how to run the model on texts.", rich_help_panel=_INFERENCE)

@@ -35,7 +35,7 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
         bool,
         typer.Option(
             "--search",
-            help="Find the largest sizes and the smallest device.",
+            help="Find the largest micro-batch, sequence and smallest GPU.",
             rich_help_panel=_GROUP,
         ),
     ] = False,
@@ -45,7 +45,9 @@ def predict(  # noqa: PLR0917 -- typer calls it by name
     ] = False,
     lengths: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Tokens of each text, one number per line.", rich_help_panel=_GROUP),
+        typer.Option(
+            metavar="FILE", help="File with the token count of each text, one per line.", rich_help_panel=_GROUP
+        ),
     ] = None,
     output: Output = None,
     force: Force = False,

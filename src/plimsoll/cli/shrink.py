@@ -38,7 +38,7 @@ def shrink(
         typer.Option(
             "--method",
             metavar="CHOICE",
-            help="Use exactly this, e.g. int8; repeatable, in order.",
+            help="Apply exactly this method, e.g. int8; repeat for several.",
             rich_help_panel=_SEARCH,
         ),
     ] = None,
@@ -48,7 +48,7 @@ def shrink(
     ] = None,
     tries: Annotated[
         int,
-        typer.Option(metavar="N", help="With --target: models to make and measure.", rich_help_panel=_SEARCH),
+        typer.Option(metavar="N", help="With --target: number of models to try.", rich_help_panel=_SEARCH),
     ] = 4,
     samples: Annotated[
         int | None,

@@ -30,7 +30,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
             "--nproc",
             min=1,
             metavar="N",
-            help="Processes that share a batch; budget per process.",
+            help="Processes that share a batch; --budget applies to each.",
             rich_help_panel="Distributed",
         ),
     ] = None,

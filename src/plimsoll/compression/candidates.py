@@ -240,7 +240,7 @@ class Workshop:
             name = " > ".join(map(str, chain)) or "the original"
             raise InputError(
                 f"{self.folder} after {name} fails on the evaluation data ({type(error).__name__}: "
-                f"{' '.join(str(error).split())[:300]}): leave that method out with --forbid"
+                f"{' '.join(str(error).split())[:300]}): exclude the method that made it with --forbid"
             ) from error
 
 
@@ -291,7 +291,9 @@ def _measured_apart(request: ShrinkRequest, source: Source) -> InferenceCost:
     done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, env=ending_with_this())
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise InputError(f"inference with {source.folder} fails ({last}): leave that method out with --forbid")
+        raise InputError(
+            f"inference with {source.folder} fails ({last}): exclude the method that made it with --forbid"
+        )
     return InferenceCost.model_validate_json(done.stdout.strip().splitlines()[-1])
 
 

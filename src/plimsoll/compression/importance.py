@@ -129,8 +129,8 @@ def activity(model: nn.Module, modules: Sequence[nn.Module], calibration: Calibr
     idle = [place for place in range(len(modules)) if not counts[place]]
     if idle:
         raise WeightsError(
-            f"importance=activation cannot score {len(idle)} of {len(modules)} layers, since no batch goes through "
-            f"them, such as a {type(modules[idle[0]]).__name__}: use importance=magnitude"
+            f"importance=activation cannot score {len(idle)} of {len(modules)} layers (such as a "
+            f"{type(modules[idle[0]]).__name__}), because no batch passes through them: use importance=magnitude"
         )
     return [sums[place] / counts[place] for place in range(len(modules))]
 

@@ -34,7 +34,7 @@ def refuse_wrong_gradients(optimizer: torch.optim.Optimizer, tables: Mapping[Ten
         if kind is torch.optim.SparseAdam and len(names) < len(learning):
             raise InputError(
                 f"SparseAdam takes sparse gradients only, and {len(learning) - len(names)} of its {len(learning)} "
-                "parameters have dense gradients: use torch.optim.Adagrad or SGD for all of them, or leave these out"
+                "parameters have dense gradients: use torch.optim.Adagrad or SGD, or leave the dense ones out"
             )
         if names and kind not in _TAKE_SPARSE:
             raise InputError(

@@ -47,7 +47,7 @@ def require_same(plan: Plan, job: Job, source: str) -> Job:
     different = _differences(plan, job, sketch_texts(job))
     if different:
         raise InputError(
-            f"the plan {source} is for another training: {'; '.join(different)}; make it again with `plimsoll plan`"
+            f"the plan {source} does not match the job: {'; '.join(different)}; make a new one with `plimsoll plan`"
         )
     has_bytes, needs_bytes = job.budget.device_bytes, plan.budget.device_bytes
     if has_bytes is not None and needs_bytes is not None and has_bytes < needs_bytes:

@@ -74,7 +74,7 @@ def require_sound(
         raise faults[0]
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)
-        raise JobError(f"the job cannot be used, for {len(faults)} reasons: change what each says\n{lines}")
+        raise JobError(f"the job has {len(faults)} faults: correct each of them\n{lines}")
 
 
 def require_micro_batch(micro_batch: int | None, job: Job) -> None:

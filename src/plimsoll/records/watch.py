@@ -236,9 +236,9 @@ def begin(path: Path, head: WatchRecord) -> None:
         with path.open("xb"):
             pass
     except FileExistsError:
-        raise OutputError(f"{path} exists already and is not overwritten: give another --record") from None
+        raise OutputError(f"{path} exists already and is not overwritten: choose another file with --record") from None
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}; give another --record") from None
+        raise OutputError(f"cannot write {path}: {error.strerror}; choose another file with --record") from None
     _append(path, head.to_json())
 
 
@@ -258,7 +258,7 @@ def _append(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}; give another --record") from None
+        raise OutputError(f"cannot write {path}: {error.strerror}; choose another file with --record") from None
 
 
 def _entries(lines: Iterable[bytes], path: Path) -> Iterable[WatchSample | WatchEnd]:

@@ -93,7 +93,7 @@ class InstalledFallbacks:
         if ours != theirs:
             asked, made = (" ".join(map(str, choices)) or "nothing" for choices in (theirs, ours))
             raise InputError(
-                f"the plan changes the training by {asked}, but the step was made with {made}: make the step with "
+                f"the plan uses {asked} for the whole run, but the step was created with {made}: create the step with "
                 "fallbacks=plan.fallbacks"
             )
 
@@ -312,7 +312,7 @@ def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size
         ) from None
     if all(conflicts):
         here = conflicts[workload.device.type == "cuda"]
-        raise InputError(f"a fallback cannot be used: {here}; leave one of its choices out")
+        raise InputError(f"a fallback cannot be used: {here}; leave out this choice, or the one it conflicts with")
 
 
 def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:

@@ -295,7 +295,9 @@ def test_what_a_process_measures_is_read_with_what_is_predicted_of_it(half, tmp_
 def test_a_model_that_cannot_be_applied_is_said_by_the_last_line(half, tmp_path, monkeypatch, said, why):
     monkeypatch.setattr("subprocess.run", lambda command, **_: subprocess.CompletedProcess(command, 3, "", said))
     answers = answers_of(ShrinkRequest(folder=str(half), cache=str(tmp_path), data=str(half.parent / "x.txt")))
-    with pytest.raises(InputError, match=rf"inference with .* fails \({why}\): leave that method out with --forbid"):
+    with pytest.raises(
+        InputError, match=rf"inference with .* fails \({why}\): exclude the method that made it with --forbid"
+    ):
         answers["measured"](source={"folder": str(half)})
 
 

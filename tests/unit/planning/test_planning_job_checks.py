@@ -94,7 +94,7 @@ def test_all_faults_are_said_at_once(job):
     with pytest.raises(JobError) as refused:
         require_sound(job(**changes), "rtx306", pins=[parse_pin("chekpointing=all")])
     first, *lines = str(refused.value).splitlines()
-    assert first == "the job cannot be used, for 6 reasons: change what each says"
+    assert first == "the job has 6 faults: correct each of them"
     for line, word in zip(lines, ["gtp2", "nowhere", "`l`", "chekp", "heeap", "rtx306"], strict=True):
         assert word in line
 
@@ -112,7 +112,7 @@ def test_what_would_refuse_it_later_says_the_same(job, name):
 
 @pytest.mark.parametrize("ask", [predict_job, plan_job])
 def test_programs_are_told_of_all_faults_too_but_may_make_up_the_data(job, ask):
-    with pytest.raises(JobError, match=r"for 2 reasons.*\n.*gtp2.*\n.*`l`"):
+    with pytest.raises(JobError, match=r"the job has 2 faults.*\n.*gtp2.*\n.*`l`"):
         ask(job(**FAULTS["architecture"][0] | FAULTS["argument"][0] | FAULTS["text"][0]), device="rtx3060")
 
 
@@ -159,7 +159,7 @@ def test_commands_refuse_without_torch(job, tmp_path, command):
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
-    assert "for 2 reasons" in done.stderr
+    assert "the job has 2 faults" in done.stderr
     assert "did you mean `gpt2`" in done.stderr
     assert not (tmp_path / "run").exists()
 

@@ -257,7 +257,7 @@ def code_of(name):
 @pytest.mark.parametrize(
     ("changes", "made_for", "message"),
     [
-        ({"batch_size": 8}, {}, "for another training: batch_size was 16, is 8; make it again with `plimsoll plan`"),
+        ({"batch_size": 8}, {}, "does not match the job: batch_size was 16, is 8; make a new one with `plimsoll plan`"),
         ({"sequence_length": 32}, {}, "sequence_length was 64, is 32"),
         ({"tokenizer": {"vocab_size": 400}}, {}, "vocabulary was 8000, is 400"),
         ({"model": LSTM | {"hidden_size": 32}}, {}, 'model was .*is .*"hidden_size": 32'),

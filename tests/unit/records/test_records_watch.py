@@ -48,11 +48,11 @@ def test_a_file_that_cannot_be_read_or_written_is_said(tmp_path, file):
         WatchRecord.read(tmp_path / "none")
     with pytest.raises(RecordError, match="Is a directory"):
         WatchRecord.read(tmp_path)
-    with pytest.raises(OutputError, match="another --record"):
+    with pytest.raises(OutputError, match="choose another file with --record"):
         append(tmp_path / "none" / "watch.jsonl", SAMPLE)
     with pytest.raises(OutputError, match="exists already"):
         begin(file, HEAD)
-    with pytest.raises(OutputError, match="another --record"):
+    with pytest.raises(OutputError, match="choose another file with --record"):
         begin(tmp_path / "none" / "watch.jsonl", HEAD)
 
 

@@ -323,7 +323,7 @@ def test_after_a_death_it_begins_at_a_later_fallback(notes):
         ([Choice(technique="checkpointing")], "a choice without its option 'blocks'"),
         (
             [Choice(technique="optimizer_in_backward")],
-            "optimizer_in_backward: clip_norm .* leave one of its choices out",
+            "optimizer_in_backward: clip_norm .* leave out this choice",
         ),
     ],
 )

@@ -151,7 +151,7 @@ def _rows_of_json(path: Path, text: str) -> list[list[str]]:
     faults = [word for word, others in table.items() if not _are_words(others)] if isinstance(table, dict) else [table]
     if faults:
         raise DataError(
-            f"the synonyms {path} are not lists of words, the first at {faults[0]!r}: write an object such as "
+            f"in the synonyms {path}, the entry {faults[0]!r} is not a list of words: write an object such as "
             f'{{"quick": ["fast", "swift"]}}'
         )
     return [[word, *others] for word, others in table.items()]

@@ -153,7 +153,7 @@ class Batches(ABC):
             raise CheckpointError(
                 f"the checkpoint is at sample {cursor.position} of epoch {cursor.epoch}, but the data has "
                 f"{self._order.num_samples} samples, so it is not the data of that run: resume with the same text, "
-                f"sequence_length and share"
+                "sequence_length and held-out share (data.validation)"
             )
         if cursor != Cursor():
             self._require_same_order(state)
@@ -180,7 +180,7 @@ class Batches(ABC):
         if then != now:
             raise CheckpointError(
                 f"the checkpoint belongs to data with {then:,} samples, but this data has {now:,}: resume with the "
-                "same text, sequence_length and share"
+                "same text, sequence_length and held-out share (data.validation)"
             )
         if state["order"] != own["order"]:
             own_order = " ".join(map(str, self._order.identity))

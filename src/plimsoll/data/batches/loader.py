@@ -155,8 +155,8 @@ class Loader:
         cursor = self._batches.cursor(state)
         if cursor != Cursor() and None not in {self._mark, state.get("data")} and self._mark != state["data"]:
             raise CheckpointError(
-                f"the checkpoint belongs to other data with as many samples ({state['num_samples']:,}): resume with "
-                "the data of that run"
+                f"the checkpoint belongs to other data with the same number of samples "
+                f"({state['num_samples']:,}): resume with the data of that run"
             )
         self._cursor = cursor
         self._moving.clear()

@@ -174,7 +174,7 @@ def cut_texts(
     num_steps = checked_stride(stride, room)
     if stride is not None and (borders is not None or long_texts != "window"):
         what = "long_texts = window" if long_texts != "window" else "windows that do not end at borders"
-        raise DataError(f"stride = {stride} is for {what} only: leave one of them out")
+        raise DataError(f"stride = {stride} works only with {what}: leave stride out, or use {what}")
     settings: tuple[object, ...] = (
         _RECIPE,
         store.folder.name,

@@ -265,8 +265,8 @@ def _require_row(fields: dict[str, Field], reading: Reading, is_row: bool) -> No
     if nested and not is_row and reading.columns is None:
         raise DataError(
             f"it is one object without a list of objects, and none of its fields {listed(list(fields))} is called "
-            f"text ({_shown(fields, nested)}); write its texts as JSON lines, or give the field with text: <column> "
-            "if the object is one text"
+            f"text ({_shown(fields, nested)}); write one object per line, or name the text field with "
+            "text: <column> if the whole object is one text"
         )
 
 

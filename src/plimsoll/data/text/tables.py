@@ -264,8 +264,8 @@ class _Packing:
                 numbers[place] = self.names.setdefault(name, len(self.names))
         if len(self.names) > MOST_LABELS:
             raise DataError(
-                f"the column {label!r} of {self._table.name} holds more than {MOST_LABELS} classes: give the column of "
-                "the classes"
+                f"the column {label!r} of {self._table.name} has more than {MOST_LABELS} different values, which "
+                "is too many for classes: name the column with the class labels"
             )
         codes: NDArray[np.uint32] = np.array(numbers, np.uint32)[places]
         return codes

@@ -382,8 +382,8 @@ class CudnnRnn:
             return self._cudnn(a, dtype)
         if a.batch_sizes is not None:
             raise JobError(
-                f"cannot trace a packed {a.cell} of {dtype} without cuDNN: the batch size varies between steps: "
-                "set torch.backends.cudnn.enabled = True or use precision fp32"
+                f"cannot trace a packed {a.cell} in {dtype} without cuDNN, because its batch size varies "
+                "between time steps: set torch.backends.cudnn.enabled = True or use precision fp32"
             )
         return _unrolled(a)
 

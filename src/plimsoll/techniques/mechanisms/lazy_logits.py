@@ -200,8 +200,8 @@ def _has_graph(lazy: LazyLogits) -> bool:
 def _compute_for_good(lazy: LazyLogits, name: str) -> None:
     if not lazy.is_computed_for_good and lazy.family.num_members > 1:
         raise InputError(
-            f"cannot call `{name}` on logits of the chunked loss after other tensors were derived from them, because "
-            "those would not see it: move the call before them, or leave chunked_loss out (--forbid chunked_loss)"
+            f"cannot call `{name}` on logits of the chunked loss, because tensors that were derived from them before "
+            "would miss the change: call it before deriving them, or leave chunked_loss out (--forbid chunked_loss)"
         )
     _computed(lazy, name)
     lazy.is_computed_for_good = True

@@ -386,8 +386,8 @@ def _refuse_second(ctx: Any, kept: Any) -> None:
     num_segments = len(ctx.walk.spans)
     if torch.is_grad_enabled():
         raise InputError(
-            f"cannot differentiate {num_segments} segments in time twice, with create_graph=True, because their "
-            "gradients are computed without a graph: leave the technique out"
+            f"create_graph=True does not work with {num_segments} time segments, because their gradients are computed "
+            "without a graph: leave out time_segments"
         )
     if kept is None:
         raise SecondBackward(

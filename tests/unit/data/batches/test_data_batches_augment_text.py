@@ -132,8 +132,8 @@ def test_a_function_must_return_a_text(name: str):
         ("a.tsv", "quick\t\n", r"line 1 of the synonyms"),
         ("a.tsv", "\n\n", r"hold no word: write lines"),
         ("a.json", '{"a": ["b"],\n "c" ["d"]}', r"line 2 of the synonyms .* is not JSON"),
-        ("a.json", '{"a": "b"}', r"are not lists of words, the first at 'a': write an object"),
-        ("a.json", '["a"]', r"are not lists of words, the first at \['a'\]: write an object"),
+        ("a.json", '{"a": "b"}', r"the entry 'a' is not a list of words: write an object"),
+        ("a.json", '["a"]', r"the entry .* is not a list of words: write an object"),
     ],
 )
 def test_a_fault_of_the_table_is_named(tmp_path: Path, name: str, content: str, fault: str):

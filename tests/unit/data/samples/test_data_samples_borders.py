@@ -152,7 +152,9 @@ def test_windows_end_at_the_last_border_that_fits(texts, most, with_end, tokens_
 
 
 def test_a_stride_has_no_place_at_borders(tmp_path: Path):
-    with pytest.raises(DataError, match=r"stride = 2 is for windows that do not end at borders only: leave one"):
+    with pytest.raises(
+        DataError, match=r"stride = 2 works only with windows that do not end at borders: leave stride out"
+    ):
         cut_texts(store_of(tmp_path, [[1, 2, 3]]), 2, stride=2, borders="sentence")
 
 

@@ -79,7 +79,7 @@ def test_a_text_that_is_too_long_stops_if_asked(store: TokenStore):
 
 
 def test_a_stride_that_is_not_used_is_refused(store: TokenStore):
-    with pytest.raises(DataError, match=r"stride = 2 is for long_texts = window only: leave one of them out"):
+    with pytest.raises(DataError, match=r"stride = 2 works only with long_texts = window: leave stride out"):
         cut_texts(store, 4, long_texts="truncate", stride=2)
     with pytest.raises(DataError, match=r"stride = 5 would lose tokens"):
         cut_texts(store, 4, stride=5)
