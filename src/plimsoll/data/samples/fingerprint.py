@@ -64,5 +64,5 @@ def _spread(num_samples: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _former(field: str) -> str:
-    """Return the name that a field had in the previous release, because checkpoints hold the number."""
+    """Return the name of a field in the previous release: the hash in checkpoints was computed with it."""
     return {"slots": "lanes"}.get(field, field)
