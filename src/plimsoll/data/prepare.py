@@ -125,7 +125,7 @@ def slots_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> tu
 def reach_of(
     job: Job, train: PreparedText, held_out: PreparedText | None, segment_steps: int | None = None
 ) -> GradientReach:
-    """Compute how far back gradients of streams reach, optionally if segments of windows truncate them."""
+    """Compute how far back gradients of streams reach, optionally with segments of ``segment_steps`` tokens."""
     slots, _ = slots_of(job, train, held_out)
     return slots.reach(stream_of(train).ends if job.data.reset else None, segment_steps)
 
@@ -151,7 +151,7 @@ def _text(pipeline: Pipeline, name: str) -> PreparedText:
 
 
 def _split(pipeline: Pipeline, text: PreparedText) -> tuple[PreparedText, PreparedText | None]:
-    """Split texts into training and held-out texts. ``None`` if each text is a sample: opening them splits samples."""
+    """Split texts into training and held-out texts; ``None`` if texts are samples, which are split when opened."""
     if text.tokens_folder is None or not (text.has_windows or pipeline.job.data.pack or pipeline.job.reads_streams):
         return text, None
 

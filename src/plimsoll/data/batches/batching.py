@@ -150,7 +150,7 @@ class Batches(ABC):
         """Return the cursor for a state that `state` returned.
 
         Raises:
-            CheckpointError: if `state` did not return it, or it belongs to other data, another order or other batches.
+            CheckpointError: if it is no such state, or belongs to other data, another order or other batches.
         """
         _require_state(state)
         cursor = Cursor(state["epoch"], state["position"], state.get("batch", 0))
@@ -211,7 +211,7 @@ class Batches(ABC):
 
 
 class FixedBatches(Batches):
-    """The order split into batches of ``batch_size`` samples; the last may be smaller. Any position can be resumed."""
+    """The order split into batches of ``batch_size`` samples; the last may be smaller. Training can resume anywhere."""
 
     def __init__(self, order: Drawn, batch_size: int) -> None:
         super().__init__(order)
@@ -264,7 +264,7 @@ class BucketBatches(Batches):
         if buckets.batch_size:
             self._pool_samples = -(-buckets.pool_samples // buckets.batch_size) * buckets.batch_size
         self._longest_first = buckets.longest_first
-        self._exchange: tuple[Cursor, int] | None = None  # the largest batch; its samples minus those in batch 0
+        self._exchange: tuple[Cursor, int] | None = None  # the largest batch, and its surplus of samples over batch 0
         self._counted: tuple[int, int] | None = None
         probe = [*order.ids(0, 0, min(order.num_samples, 16)).tolist(), order.num_samples, self._pool_samples]
         self._plan = zlib.crc32(repr([probe, self._longest_first]).encode() + self._rows.tobytes())

@@ -149,7 +149,7 @@ class Loader:
         """Move the cursor to the position at which `state_dict` was called.
 
         Raises:
-            CheckpointError: if `state_dict` did not return it, or returned it for another seed, order, data or buckets.
+            CheckpointError: if ``state`` is not from `state_dict`, or is for another seed, order, data set or buckets.
                 The cursor does not move.
         """
         cursor = self._batches.cursor(state)

@@ -112,8 +112,8 @@ class Found(NamedTuple):
     """The result of scanning a part.
 
     ``starts`` holds the byte offsets of its texts in ascending order, including faulty and empty texts. ``is_empty``
-    marks the empty texts, ``digest`` is a hash of the bytes of the part, and ``is_blank`` is set if the whole part is
-    white space. ``suspects`` are texts that can be read but may not be intended.
+    marks the empty texts. ``digest`` is a hash of the bytes of the part. ``is_blank`` is set if the whole part is white
+    space. ``suspects`` are texts that can be read but may not be intended.
 
     For paragraphs, ``starts`` holds the offset after each newline of the part. ``inks`` tells for each stretch before,
     between and after these newlines whether it holds more than white space.

@@ -45,7 +45,7 @@ def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress:
         progress: called with the stages ``"copy"`` (of remote files), ``"convert"`` and ``"index"``.
 
     Raises:
-        DataError: if a source is missing, if only white space is found, or if something cannot be read. With
+        DataError: if a source is missing, if only white space is found, or if a file or row cannot be read. With
             ``on_error="skip"``, unreadable rows and files are left out and listed in `Corpus.skipped`. Binary files in
             a folder or matched by a glob are always left out and listed.
         OutputError: if the index cannot be written.
@@ -78,7 +78,7 @@ def _opened(folder: Path, facts: Facts, num_hidden: int) -> Corpus:
 
 
 class _Looked(NamedTuple):
-    """A file that can be scanned."""
+    """A file that can be scanned. ``first`` is the offset of the first byte that may begin a text."""
 
     file: PlainFile
     layout: Layout
@@ -108,7 +108,7 @@ class _Writing:
 
     def __init__(self, rows: Rows, reading: Reading, progress: Progress) -> None:
         self._rows, self._reading, self._progress = rows, reading, progress
-        self._kept: list[tuple[_Looked, int]] = []  # with the number of its texts
+        self._kept: list[tuple[_Looked, int]] = []  # each file with the number of its texts
         self._left_out: list[str] = []
         self._whole_files: list[tuple[str, int, str]] = []  # text files with a fault: name, bytes, fault
         self._key = xxhash.xxh3_128()

@@ -42,7 +42,7 @@ class SourceFile(NamedTuple):
 
 
 class SourceFiles(NamedTuple):
-    """The files to read, and the paths of all other files found, with the reason.
+    """The files to read, and the paths of all other files found, each with the reason why it is not read.
 
     ``num_hidden`` counts the hidden files and folders below the given folders.
     """
