@@ -5,8 +5,8 @@ The same seed gives the same changes. Each draw is a function of the seed, the e
 batch. If words have tags, whole words are deleted and swapped. Special tokens, including the end token, are neither
 changed nor moved, and no sample becomes empty.
 
-Augmentation of words and synonyms is in `plimsoll.data.batches.augment_text`. Not handled: labels of single tokens
-other than the token itself.
+Augmentation of words and synonyms is in `plimsoll.data.batches.augment_text`. Not handled: labels of tokens together
+with ``token_function``.
 
 Shapes: B samples; N tokens of all samples together (fewer after deletion).
 """

@@ -150,7 +150,7 @@ class Batches(ABC):
         """Return the cursor for a state that `state` returned.
 
         Raises:
-            CheckpointError: if it is no such state, or belongs to other data, another order or other batches.
+            CheckpointError: if the state is invalid, or belongs to other data, another order or other batches.
         """
         _require_state(state)
         cursor = Cursor(state["epoch"], state["position"], state.get("batch", 0))

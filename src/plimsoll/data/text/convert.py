@@ -155,7 +155,7 @@ def _is_dataset(source: Any) -> bool:
 
 
 class _Converting:
-    """Converter of files that uses earlier results from the cache. It adds unusable members of archives to ``left_out``."""
+    """Converter of files that uses earlier results from the cache. It adds unusable archive members to ``left_out``."""
 
     def __init__(self, reading: Reading, cache: Path, report: _Report, left_out: dict[str, str]) -> None:
         self._reading, self._cache, self.report, self._left_out = reading, cache, report, left_out
