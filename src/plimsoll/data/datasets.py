@@ -53,7 +53,7 @@ def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Sampl
 
 
 def with_rows(prepared: Prepared, job: Job) -> Prepared:
-    """Return the record with ``longest_row`` and ``held_out_batch``, the sizes of a job's largest batches.
+    """Return the record with ``longest_row`` (tokens) and ``held_out_batch`` (samples, tokens) of the largest batches.
 
     Raises:
         DataError: if the datasets cannot be opened (see `open_datasets`).

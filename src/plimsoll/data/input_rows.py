@@ -38,7 +38,7 @@ _QUOTE = b'"'
 
 
 class InputRow(NamedTuple):
-    """One row: its text, or the reason that it has none, and the columns to keep."""
+    """One row: its text, or the reason why it has no text, and the kept columns."""
 
     number: int
     text: str
@@ -174,7 +174,7 @@ class InputRows:
 
 
 def open_rows(path: Path, reading: Reading, keep: Sequence[str] = ()) -> InputRows:
-    """Open a file to read its rows, and read the first one as a check.
+    """Open a file to read its rows, and read the first row as a check.
 
     Raises:
         DataError: if the file does not exist, cannot be read, or lacks a requested column.
@@ -189,7 +189,7 @@ def open_rows(path: Path, reading: Reading, keep: Sequence[str] = ()) -> InputRo
 
 
 class _Fault(Exception):
-    """The reason that a row has no text. ``kept`` holds the columns to keep, if they are known."""
+    """The reason why a row has no text. ``kept`` holds the columns to keep, if they are known."""
 
     def __init__(self, why: str, kept: dict[str, Any] | None = None) -> None:
         super().__init__(why)

@@ -189,7 +189,7 @@ def _samples(pipeline: Pipeline, name: str) -> dict[str, Any]:
 
 
 def _what_tokens_mean(tokenizer: Tokenizer, padding: int, names: tuple[str, ...]) -> list[str]:
-    """Return the facts besides the content of the stores that determine samples.
+    """Return the facts that determine samples, in addition to the content of the stores.
 
     Without templates, the list is as in releases before templates, so that existing keys stay valid.
     """

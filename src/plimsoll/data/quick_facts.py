@@ -157,7 +157,7 @@ def _is_elsewhere(source: str) -> bool:
 
 
 def _labels_of_heads(job: Job, by_heads: bool) -> Sequence[str]:
-    """Return the classes in the label column, or the tags of words, that the heads of the files have."""
+    """Return the classes in the label column, or the tags of words, in the heads of the files."""
     reading = replace(reading_of(job), on_error="skip")
     with TemporaryDirectory(prefix="plimsoll-") as name:
         folder = Path(name)

@@ -97,7 +97,7 @@ def without_secrets(value: T) -> T:
 
 
 def file_name(address: str) -> str:
-    """Return the file name of an address, which tells the format."""
+    """Return the file name of an address, which determines the format."""
     path = next((part for part in address.split("::") if "://" in part), address)
     if path.lower().startswith(_WEB):
         path = path.partition("?")[0].partition("#")[0]
@@ -127,7 +127,7 @@ def pieces(address: str, num_bytes: int) -> Iterator[bytes]:
     """Yield the content of a file of ``num_bytes`` bytes, at most 8 MiB at a time.
 
     Raises:
-        DataError: if the file cannot be read or is larger.
+        DataError: if the file cannot be read, or is larger than ``num_bytes``.
     """
     tries, done = _Tries(address), 0
     while done < num_bytes:

@@ -36,7 +36,7 @@ class TokenAugmentation:
 
     Args:
         config: the changes and their probabilities.
-        seed: another seed draws other changes.
+        seed: a different seed draws different changes.
         special_ids: tokens that are not changed or moved: all special tokens, such as the end token and padding.
         mask_id: the id of the token that replaces masked tokens.
         sequence_length: the maximum number of tokens that ``token_function`` may return for a sample.
@@ -67,14 +67,14 @@ class TokenAugmentation:
         epoch: int,
         begins_N: NDArray[np.bool_] | None = None,
     ) -> tuple[Ints, Ints | None, Ints]:
-        """Return the changed tokens, labels and lengths. Labels move with their tokens, but are never masked.
+        """Return the changed tokens (N,), labels (N,) and lengths (B,). Labels move with their tokens, unmasked.
 
         Args:
             tokens_N: the tokens of all samples, end to end, int64.
             labels_N: one label for each token, or ``None``.
             lengths_B: the number of tokens of each sample, at least 1.
             ids: the indices of the samples (B,).
-            epoch: another epoch draws other changes.
+            epoch: a different epoch draws different changes.
             begins_N: whether each token begins a word; the first token of a sample must. If given, whole words are
                 deleted and swapped.
 

@@ -242,7 +242,7 @@ class BucketBatches(Batches):
         order: the order of the samples.
         lengths: a function from sample indices to their numbers of tokens.
         buckets: the rule that groups the samples.
-        pad_multiple: used if ``buckets`` has none.
+        pad_multiple: the multiple to which lengths are padded if ``buckets`` has none.
         most_tokens: the upper bound for padded lengths.
 
     Raises:
@@ -297,7 +297,7 @@ class BucketBatches(Batches):
         return is_begin and 0 <= cursor.batch < len(self._pool_at(cursor).starts)
 
     def _exchanged(self, cursor: Cursor) -> Cursor:
-        """Return the planned cursor of the batch at a cursor. In epoch 0, the first and largest batch are swapped."""
+        """Return the cursor to read for a cursor. In epoch 0, the first batch and the largest batch are swapped."""
         if cursor.epoch or not self._longest_first:
             return cursor
         heaviest, _ = self._exchange_of_first()
@@ -313,7 +313,8 @@ class BucketBatches(Batches):
         """Return the cursor of the largest batch. It comes first, so that a memory shortage is found in the first step.
 
         A full batch with the longest sample has the largest attention matrices. It has nearly the most elements: it
-        is less than one sample short of the limit. The batch is not full if its pool ends there.
+        is less than one sample short of the limit. If its pool ends before it is full, the batch with
+        the most elements comes first.
         """
         position = int(self._order.positions(0, np.array([self._longest_sample]))[0])
         begin = position - position % self._pool_samples
@@ -325,7 +326,7 @@ class BucketBatches(Batches):
         return self._largest()
 
     def _largest(self) -> Cursor:
-        """Plan epoch 0; return the cursor of the batch with the most elements, or of the longest one of several."""
+        """Plan epoch 0; return the cursor of the batch with the most elements. Of several, it is the longest batch."""
         best, found = (0, 0), Cursor()
         for begin, _, tokens, starts in self._cuts(0):
             longest = tokens[starts]
@@ -365,7 +366,7 @@ class BucketBatches(Batches):
         return ids[ranks], tokens, np.array(starts)
 
     def _most_rows(self, buckets: Buckets) -> NDArray[np.int64]:
-        """Return the maximum number of samples of a batch, indexed by the tokens of its longest sample."""
+        """Return the maximum number of samples of a batch, indexed by the length of its longest sample."""
         if buckets.batch_size:
             return np.full(len(self._padded), buckets.batch_size)
         if buckets.max_tokens:
@@ -388,7 +389,7 @@ class BucketBatches(Batches):
 
 
 def _require_state(state: Any) -> None:
-    """Raise if this is not a state of batches, that is, a mapping from known names to integers.
+    """Raise if ``state`` is not a mapping from known names to integers, as `Batches.state` returns.
 
     Raises:
         CheckpointError: if it is not.
@@ -429,7 +430,7 @@ def batches_of(
     Args:
         dataset: the data set. Only its length and, for buckets, its ``lengths`` and ``pad_multiple`` are used.
         batches: the number of samples of a batch, or the rule that groups samples of similar length into batches.
-        seed: another seed draws another order.
+        seed: a different seed draws a different order.
         shuffle: whether each epoch has a new order; `BlockShuffle` reads large files in large blocks.
         lengths: for buckets, the number of tokens of each sample, or a function from sample indices to these numbers;
             by default, ``lengths`` of the data set.

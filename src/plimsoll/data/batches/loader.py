@@ -54,7 +54,7 @@ class Loader:
     Args:
         dataset: a `Dataset`, which reads samples in batches; or any map-style data set of `torch.utils.data`.
         batches: the number of samples of a batch, or the rule that groups samples of similar length into batches.
-        seed: another seed draws another order.
+        seed: a different seed draws a different order.
         shuffle: whether each epoch has a new order; `BlockShuffle` reads large files in large blocks.
         lengths: for buckets, the number of tokens of each sample if the data set has no ``lengths``.
         collate: for map-style data sets, makes a batch from a list of samples. By default, ``collate`` of the data set,

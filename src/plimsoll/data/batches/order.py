@@ -290,7 +290,7 @@ def uniform(keys_B: NDArray[np.uint64], purpose: int, lengths_B: NDArray[np.int6
 
     Args:
         keys_B: the keys of the samples, from `sample_keys`.
-        purpose: another purpose draws other numbers.
+        purpose: a different purpose draws different numbers.
         lengths_B: the number of elements of each sample.
     """
     keys_B = mixed(keys_B + np.uint64((purpose + 1) * INCREMENT & MASK64))

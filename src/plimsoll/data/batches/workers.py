@@ -49,7 +49,7 @@ class Places(Protocol):
     """A sequence of batches to read."""
 
     def task(self, cursor: Cursor) -> Task:
-        """Return the task to read at a cursor."""
+        """Return the epoch and the sample indices to read at a cursor."""
         ...
 
     def following(self, cursor: Cursor) -> Cursor:

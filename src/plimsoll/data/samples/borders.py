@@ -169,8 +169,8 @@ def cut_at_borders(
     A window ends at the last border within ``room`` tokens, or after ``room`` tokens if there is no border.
 
     Args:
-        store: the texts.
-        kind: the borders to use.
+        store: the tokens of all texts, with marks.
+        kind: the kind of border at which windows end.
         room: the maximum number of tokens of a window.
         with_end: whether the end token belongs to its text.
         keeps_empty: whether an empty text gives a window of length 0; otherwise the window is its end token.

@@ -47,7 +47,7 @@ class Texts(NamedTuple):
 
     @property
     def whole(self) -> Ints:
-        """The tokens of each text as one sample, with special tokens and, if the model predicts it, an end token."""
+        """The number of tokens of each text as one sample, including special tokens and a predicted end token."""
         has_end = not (self.job.is_labelled or self.template.suffix)
         return np.maximum(self.lengths + has_end + self.template.num_tokens, 1)
 
@@ -82,7 +82,7 @@ class Texts(NamedTuple):
         return ("shuffle", "by_length", *((own,) if way.is_this_job and own in {"blocks", "as_is"} else ()))
 
     def _streams(self) -> Iterator[Filling]:
-        """Yield windows of all texts end to end, with the stride of the job and without overlap."""
+        """Yield records for windows of all texts end to end, with the stride of the job and without overlap."""
         longest, stride = self.job.sequence_length, self.job.data.stride
         steps = [longest] if checked_stride(stride, longest) == longest else [longest, checked_stride(stride, longest)]
         is_stream = not (self.job.data.pack or self._are_samples or self.job.data.order == "streams")

@@ -219,6 +219,6 @@ def _row_kinds(nums: Ints, row_tokens: int) -> Iterator[tuple[_Pattern, int]]:
 
 
 def _least_room(rooms: int, length: int) -> int:
-    """Return the number of the lowest set bit that is at least ``length``, or 0."""
+    """Return the index of the lowest bit of ``rooms`` that is set and not below ``length``, or 0."""
     enough = rooms >> length
     return length + (enough & -enough).bit_length() - 1 if enough else 0

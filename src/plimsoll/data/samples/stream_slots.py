@@ -34,7 +34,7 @@ class StreamSlots:
         sequence_length: the number of tokens of a window; all except the last are read.
 
     Raises:
-        InputError: if another argument is too small.
+        InputError: if ``begin``, ``num_slots`` or ``sequence_length`` is too small.
         DataError: if there are too few tokens for each stream slot to predict one token.
     """
 

@@ -35,7 +35,9 @@ _SAMPLES_PER_PASS = 1 << 20
 
 
 class TeacherRows(NamedTuple):
-    """The rows of all samples. Rows of sample n end at ``ends[n]``; ``words`` is ``None`` if all labels are kept."""
+    """The teacher's rows of all samples. The rows of sample n end at ``ends[n]``.
+
+    ``words`` are the kept tokens, or ``None`` if all labels are kept; ``log_p`` are the log-probabilities."""
 
     ends: NDArray[np.int64]
     words: NDArray[Any] | None

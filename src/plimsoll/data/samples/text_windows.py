@@ -104,7 +104,7 @@ class Spans:
         return ids if self._table is None else np.searchsorted(self.store.ends, self._table[0][ids])
 
     def num_of_parents(self, parents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of spans of each of these texts, (B,)."""
+        """Return the number of spans of each of the texts ``parents``, (B,)."""
         if self._table is None:
             return np.ones(len(parents), np.int64)
         starts_B, lengths_B = _texts(self.store, parents, self.with_end, self.template)

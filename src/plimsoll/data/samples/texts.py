@@ -187,7 +187,7 @@ def split_by_text(spans: Spans, share: float, seed: int, is_drawn: bool = True) 
     Args:
         spans: the windows of all texts.
         share: the fraction to hold out, from 0 to 1 (both exclusive). `split` would hold out the same texts.
-        seed: another seed draws other texts.
+        seed: a different seed draws different texts.
         is_drawn: whether held-out texts are drawn at random; otherwise they are the last texts.
 
     Returns:

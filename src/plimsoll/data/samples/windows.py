@@ -250,7 +250,7 @@ def split(num_samples: int, share: float, seed: int, is_drawn: bool = True) -> t
         num_samples: the length of the dataset.
         share: the fraction for validation, from 0 to less than 1. If it is positive, both sides have at least one
             sample.
-        seed: another seed draws other samples.
+        seed: a different seed draws different samples.
         is_drawn: whether validation samples are drawn at random, and both sides are shuffled. Otherwise validation gets
             the last samples, and the order is kept.
 

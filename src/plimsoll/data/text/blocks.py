@@ -34,7 +34,7 @@ class Readable(Protocol):
         ...
 
     def raw_runs(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the bytes of consecutive texts, and their offsets in all files laid end to end."""
+        """Yield runs of consecutive texts: the offset in all files laid end to end, and the bytes."""
         ...
 
     def announce(self, first: int, last: int) -> None:

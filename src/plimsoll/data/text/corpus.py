@@ -38,7 +38,7 @@ _BORDER_WINDOW_BYTES = 4 << 10
 
 
 class Corpus:
-    """The texts of some files, by number. It is picklable: unpickling maps the index again.
+    """The texts of some files, by index. It is picklable: unpickling maps the index again.
 
     Reading keeps files open: give each thread a corpus of its own. Forked processes may share one.
 
@@ -48,7 +48,7 @@ class Corpus:
         key: a hash of the content, independent of its location: equal files that are read alike have equal keys.
         skipped: the first 100 rows and files that were left out, with the reason; ``num_skipped`` is their total
             number.
-        num_hidden: the number of hidden files and folders that were found and not read, if opened from its sources.
+        num_hidden: the number of hidden files and folders that were found and not read; 0 if only the index was opened.
         left_out: the files without a text.
         label_names: the names of the classes, if a label column was requested.
         labels: the class index of each text (memory-mapped), or ``None``.
@@ -105,13 +105,13 @@ class Corpus:
         return np.diff(self._first_texts)
 
     def texts(self, ids: NDArray[np.int64]) -> list[str]:
-        """Return texts by their numbers; consecutive texts are read at once.
+        """Return texts by their indices; consecutive texts are read at once.
 
         Args:
-            ids: the numbers of the texts (B,), int64.
+            ids: the indices of the texts (B,), int64.
 
         Raises:
-            IndexError: if a number is negative or too large.
+            IndexError: if an index is negative or too large.
             DataError: if a file has changed since it was indexed.
         """
         ids = np.asarray(ids, np.int64)
@@ -333,7 +333,7 @@ def open_index(folder: Path, cache_bytes: int = 0) -> Corpus:
 
     Args:
         folder: the store that holds the index.
-        cache_bytes: the bytes of blocks to cache; 0 for no cache.
+        cache_bytes: the maximum size of cached blocks in bytes; 0 for no cache.
 
     Raises:
         DataError: if the index is missing or damaged.

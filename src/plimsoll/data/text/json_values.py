@@ -195,7 +195,7 @@ class _Reading:
         return DataError(f"line {self.line + 1}: it is not a list of JSON objects ({why}): correct it")
 
     def _more(self) -> bool:
-        """Read at least a chunk, and as many bytes as are in memory; return whether there were any."""
+        """Read at least a chunk, and at least as much as is unread in memory; return whether anything was read."""
         if self._is_whole:
             return False
         raw, num_bytes = b"", len(self._text) - self.at

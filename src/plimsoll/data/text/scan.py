@@ -76,7 +76,7 @@ def scan_files(
 
 
 class _Scanners:
-    """Scanning processes, or threads for little data, if processes cannot be started, or if one was killed."""
+    """Scanning processes; threads instead if there is little data, or a process cannot be started or was killed."""
 
     def __init__(self, stack: ExitStack, num_bytes: int) -> None:
         self.number = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)

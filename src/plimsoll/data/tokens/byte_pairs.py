@@ -99,7 +99,7 @@ def train(
 def count_words(texts: Iterable[str], byte_level: Any, most_bytes: int) -> tuple[Counter[str], int]:
     """Count the words of texts, written in byte-level letters; return the counts and the number of dropped words.
 
-    If words were dropped, counts may be too small. Memory: words of twice ``most_bytes``, and 64 Ki chunks.
+    If words were dropped, counts may be too small. Memory: words of up to twice ``most_bytes`` bytes, and 64 Ki chunks.
     """
     counting = _Counting(byte_level, most_bytes)
     for text in texts:

@@ -69,7 +69,7 @@ def opened(path: str) -> Iterator[int]:
     """Open a file for reading and yield its descriptor.
 
     Raises:
-        DataError: if it cannot be opened, or reading fails in the block.
+        DataError: if the file cannot be opened, or reading fails in the block.
     """
     try:
         descriptor = descriptor_of(path)
