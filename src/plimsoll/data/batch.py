@@ -4,10 +4,11 @@ A batch is a tensor; a dictionary (also a transformers ``BatchEncoding``), tuple
 any nesting; or such a container that also has plain lists with one item per sample. Dimension 0 indexes the samples.
 
 Not handled: a list of one tensor per sample (collate it first), and packed sequences. Also not handled: tensors whose
-dimension 0 is not the sample (a mask shared by all samples, time-first recurrent input). To split one of them could
-drop or repeat samples. Sizes in dimension 0 that disagree and unknown types are refused with the name of the field.
-Sizes that agree by chance are NOT detected. A list of tensors is a list of fields, so a list of equally long tensors,
-one per sample, is split inside each sample. The same happens to time-first input with as many sequences as time steps.
+dimension 0 does not index the samples (a mask shared by all samples, time-first recurrent input). Splitting such a
+tensor could drop or repeat samples. Sizes in dimension 0 that disagree and unknown types are refused with the name of
+the field. Sizes that agree by chance are NOT detected. A list of tensors is a list of fields, so a list of equally long
+tensors, one per sample, is split inside each sample. The same happens to time-first input with as many sequences as
+time steps.
 """
 
 from __future__ import annotations

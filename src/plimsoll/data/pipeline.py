@@ -31,7 +31,7 @@ from plimsoll.data.tokens.tokenizer import Tokenizer, prepare_tokenizer
 from plimsoll.files.store import Facts, Progress, Store, silent
 from plimsoll.records.job import Job
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # the module imports torch
     from plimsoll.data.samples.packing import Packs
 
 T = TypeVar("T")

@@ -5,10 +5,9 @@ predictions before data are prepared.
 
 The sketch has the vocabulary size of an existing tokenizer. A tokenizer that must still be trained is trained, if the
 texts are on this machine and have at most 1 MiB. Otherwise the requested size is assumed, although repetitive text
-gives a smaller one. Labels are the folders that hold a file, including empty files. If labels are
-in a column, the first MiB of up to 16 files per source is read, so a rare class may be missed. Files that need a
-conversion are converted into a temporary folder. Texts for language modelling that are not on this machine are not
-read.
+gives a smaller one. Labels are the folders that hold a file, including empty files. If labels are in a column, the
+first MiB of up to 16 files per source is read, so a rare class may be missed. Files that need a conversion are
+converted into a temporary folder. Texts for language modelling that are not on this machine are not read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checksums of the files of a store, one per block of 64 KiB. A block is verified when it is first read.
 
 Checksums take 8 bytes per block and are written for files of more than one block. `Checked` is a memory-mapped array
-that verifies the blocks behind each index. For other uses of an array, `require_whole` verifies the file once per
+that verifies the blocks of the indexed elements. For other uses of an array, `require_whole` verifies the file once per
 process. A damaged block raises an error with the file and position, and invalidates the store, so the next start
 rebuilds it. The cost is 9 microseconds per block and process (7 GiB/s), plus 3 microseconds per batch.
 
@@ -131,7 +131,7 @@ def require_whole(*paths: Path) -> None:
 
 
 class Checked(np.ndarray[Any, np.dtype[Any]]):
-    """A memory-mapped file of a store that verifies the elements behind an index or slice, and returns plain arrays."""
+    """A memory-mapped file of a store that verifies the elements of an index or slice, and returns plain arrays."""
 
     _blocks: Blocks | None
     _plain: NDArray[Any]

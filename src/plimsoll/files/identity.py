@@ -1,4 +1,4 @@
-"""Fingerprints of files that do not require reading them. They are part of the key of everything derived from a file.
+"""Fingerprints of files that need only small samples of their content. They are part of the keys of derived data.
 
 An edit is not detected if it keeps the size and modification time and does not touch the sampled bytes.
 """

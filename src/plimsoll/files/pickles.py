@@ -1,9 +1,9 @@
 """Safe reader for pickles: it imports, calls and constructs nothing that a file names.
 
 It reads protocols 2 to 5 (0 and 1 are text) as written by Python and by torch's C++ pickler. Time and memory are
-bounded by the length of the file: it allocates nothing by a claimed length before reading the bytes, and does not
-recurse. A file of empty containers takes about 100 times its length in memory, as these containers do in Python. Not
-handled: persistent objects, registered extensions and out-of-band buffers.
+bounded by the length of the file: it allocates no memory for a declared length before it has read the bytes, and does
+not recurse. A file of empty containers takes about 100 times its length in memory, as these containers do in Python.
+Not handled: persistent objects, registered extensions and out-of-band buffers.
 
 Source: https://docs.python.org/3/library/pickletools.html
 """

@@ -25,11 +25,7 @@ from plimsoll.errors import CheckpointError, DataError
 _SAMPLES_PER_PASS = 1 << 20
 _FIXED_POOL_SAMPLES = 1 << 14  # samples whose order is computed at a time
 _NAMES_OF_STATE = ("epoch", "position", "num_samples", "order")
-_OTHER_NAMES_OF_STATE = (
-    "batch",
-    "plan",
-    "data",
-)  # the first two for buckets, the last if the content of the data is known
+_OTHER_NAMES_OF_STATE = ("batch", "plan", "data")  # two for buckets, one for data with known content
 _WHAT_IS_A_STATE = "the dict that state_dict() of the loader returned"
 _MOST_EPOCHS = 10**9  # more than any training runs, so a larger number means that the state is damaged
 _HELD_POOLS = 2  # workers that read ahead of the cursor may already be in the next pool

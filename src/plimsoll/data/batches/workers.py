@@ -124,9 +124,7 @@ class Feed:
     def _read_ahead(self, cursor: Cursor) -> dict[str, Any]:
         if self._ahead is not None and self._ahead.cursor != cursor:
             self.close()
-        is_first = (
-            self._batch_bytes is None
-        )  # one worker reads the first batch, whose size limits the number of workers
+        is_first = self._batch_bytes is None  # one worker reads this batch, and its size limits the number of workers
         if self._ahead is None:
             self._ahead = self._begin(cursor, *((1, 1) if is_first else (self._num_workers, self._prefetch)))
         fields = self._ahead.take()
@@ -163,9 +161,7 @@ class Feed:
         )
 
     def _go_on_with_fewer(self, said: str) -> None:
-        deaths = (
-            self._ahead.deaths() if self._ahead is not None else []
-        )  # `_ahead` is None if workers could not be forked
+        deaths = self._ahead.deaths() if self._ahead is not None else []  # no `_ahead`: workers could not be forked
         self.close()
         causes = [self._cause_of_death(pid, code) for pid, code in deaths] or [said]
         cause = "; ".join(causes) + (self._shared_memory() if _NO_SPACE in said else "")

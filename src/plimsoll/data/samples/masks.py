@@ -1,7 +1,7 @@
 """Attention masks that separate the texts of a packed row, derived from ``position_ids`` that restart with each text.
 
 Most causal language models of transformers derive the separation from ``position_ids``
-(``masking_utils.find_packed_sequence_indices``). For that, pass no ``attention_mask``, and ``use_cache=False``. This
+(``masking_utils.find_packed_sequence_indices``). Pass them ``use_cache=False`` and no ``attention_mask``. This
 works for any number of rows with eager attention, SDPA and FlexAttention, and for one row with FlashAttention. The
 masks of this module are for other models. Not handled: sliding windows, attention between two inputs
 (encoder-decoder).

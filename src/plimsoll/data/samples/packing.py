@@ -197,7 +197,7 @@ def num_packed_rows(lengths_M: Ints, row_tokens: int) -> int:
 def _row_kinds(nums: Ints, row_tokens: int) -> Iterator[tuple[_Pattern, int]]:
     """Yield kinds of rows and the number of rows of each kind, given the number of spans of each length."""
     by_room: dict[int, list[tuple[_Pattern, int]]] = {}  # rows by their number of free tokens
-    rooms = 0  # the same keys as bits: bit 5 is set if a row has 5 free tokens
+    rooms = 0  # the keys of `by_room` as bits: bit 5 is set if a row has 5 free tokens
     for length in np.flatnonzero(nums)[::-1].tolist():
         num_left = int(nums[length])
         while num_left:

@@ -1,9 +1,9 @@
 """The positions of stream slots in a token stream, and how far back their gradients reach. It does not import torch.
 
-A stream is cut into one stream slot per sample of a batch. Each is read from beginning to end, one window per step, so
-the state after a window is the state before the next. Neighbouring windows and stream slots share one token. It is
-predicted at the end of the earlier window and read at the beginning of the later one. So each token except the first
-is predicted exactly once.
+A stream is cut into one stream slot per sample of a batch. Each slot is read from beginning to end, one window per
+step, so the state after a window is the state before the next. Neighbouring windows and stream slots share one token.
+It is predicted at the end of the earlier window and read at the beginning of the later one. So each token except the
+first is predicted exactly once.
 
 Window s of stream slot b is sample ``s * num_slots + b``. So consecutive samples form batches with one window of each
 stream slot. Tokens are not read: texts are given by the indices of their end tokens.

@@ -1,7 +1,7 @@
 """The teacher cache: a teacher's most likely tokens for each position, or its scores of labels, in files.
 
     with TeacherCacheFiles(folder, ends, num_kept, num_words) as files:  # resumes after an interruption
-        files.write(first, words_BTk, log_p_BTk)
+        files.write(words_BTk, log_p_BTk)
     samples = WithTeacher(samples, open_teacher_cache(folder))  # samples with the fields `WORDS` and `LOG_P`
 
 A row of a file belongs to one position of a sample, or to a whole sample if samples are classified. Rows are in the

@@ -1,9 +1,9 @@
 """Held-out texts, the training texts and held-out texts as separate streams, and texts that occur in both.
 
-Whole texts are held out, drawn at random or the last. If texts are stored end to end, the texts of each side (training
-or held-out) form a stream: `ChosenTexts` provides its tokens. It uses a memory-mapped table of their places in the
-store (16 bytes per run of neighbouring texts, and 8 bytes per text). A text that occurs literally on both sides is
-found by a hash of its characters. Not handled: nearly identical texts.
+Whole texts are held out: random texts, or the last texts. If texts are stored end to end, the texts of each side
+(training or held-out) form a stream: `ChosenTexts` provides its tokens. It uses a memory-mapped table of their places
+in the store (16 bytes per run of neighbouring texts, and 8 bytes per text). A text that occurs literally on both sides
+is found by a hash of its characters. Not handled: nearly identical texts.
 
 Shapes: D texts, N tokens, R runs of neighbouring texts.
 """

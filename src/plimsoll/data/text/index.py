@@ -2,8 +2,8 @@
 
 Every file is read once, in parallel: it is checked, hashed and split into texts. The beginnings of the texts are
 written to the index (8 bytes per text, memory-mapped; see `plimsoll.data.text.index_rows`). The texts stay in their
-files. The index is valid for the paths, sizes, times (of writing, and of any change) and a sample of the content of the
-files. If one of these differs, a new index is built. Memory: about 500 bytes per file, nothing per text.
+files. The index is valid for the paths, sizes, times (of modification and of inode change) and a sample of the content
+of the files. If one of these differs, a new index is built. Memory: about 500 bytes per file, nothing per text.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The index has three files:
 
-- ``begins.bin`` (int64, one more than there are texts): the offsets of texts in all files laid end to end. A text
+- ``begins.bin`` (int64, one entry more than texts): the offsets of texts in all files laid end to end. A text
   reaches to the beginning of the next, or to the end of its file. This includes its newline and skipped bytes after it.
 - ``gaps.bin`` (pairs of int64): the indices and ends of texts that are followed by more than 1 MiB of skipped bytes, or
   by a skipped row.

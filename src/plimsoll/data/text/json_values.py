@@ -1,10 +1,10 @@
 """Conversion of JSON files to JSON lines: files with a list of objects, or with several objects in sequence.
 
 The list may be a field of the single object of a file, if it is the only list of objects in it. Other objects are
-refused with a command to type, so that no content is left out silently. Examples are objects with several lists,
+refused with a remedy, so that no content is left out silently. Examples are objects with several lists,
 objects of columns, and rows that contain a list.
 
-An object keeps the line in which it begins in its file, so that line numbers in messages are correct. If several
+An object keeps the number of the line in which it begins, so that line numbers in messages are correct. If several
 objects begin in one line, each gets its own line. Memory: the longest object. Not handled: lists deeper in an object.
 """
 

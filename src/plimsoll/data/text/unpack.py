@@ -1,7 +1,7 @@
 """Streaming decompression of files and archives: gzip, zstd, bzip2, xz, zip and tar, recognized by their names.
 
 Memory: 1 MiB, and the window of the format (for xz and zstd at most 128 MiB, otherwise the file is refused). Archives
-take about 500 bytes more per file in them. Not handled: encrypted archives, nested archives, and other formats.
+take about 500 more bytes per file in the archive. Not handled: encrypted archives, nested archives, and other formats.
 """
 
 from __future__ import annotations

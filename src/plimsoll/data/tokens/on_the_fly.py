@@ -154,7 +154,7 @@ class TextDataset(Samples):
 
     def _row(self, tokens: list[int], number: int, tokenizer: Tokenizer) -> NDArray[np.int64]:
         template = tokenizer.template
-        is_text = self._labels is None and not template.suffix  # else no end is added: not learned, or in the template
+        is_text = self._labels is None and not template.suffix  # else the end is not learned, or in the template
         if is_text or not (
             tokens or template.num_tokens
         ):  # no sample is empty, as in `plimsoll.data.samples.text_windows`

@@ -4,8 +4,8 @@ The check decodes only bytes that are not ASCII. One comparison finds the 8-byte
 character or a byte of 128 and above. Only these words are inspected, about 10 % of the bytes of most texts.
 
 Words with a byte of 128 and above are decoded in one pass, with a zero between words that were not neighbours. The
-result is valid exactly if the text is, because no character extends over a skipped word. If more than a
-quarter of the words of a chunk must be inspected, the whole chunk is decoded.
+result is valid exactly if the text is, because no character extends over a skipped word. If more than a quarter of
+the words of a chunk must be inspected, the whole chunk is decoded.
 """
 
 from __future__ import annotations
