@@ -49,7 +49,8 @@ class InputRow(NamedTuple):
 class _Raw(NamedTuple):
     """A row before it is parsed: its bytes or its columns. If a row is too long, only its first bytes are kept.
 
-    ``num_bytes`` is the full length (0 for columns). ``num_lost_quotes`` counts the quotes in the bytes not kept."""
+    ``num_bytes`` is the full length (0 for columns). ``num_lost_quotes`` counts the quotes in the bytes not kept.
+    """
 
     content: Any
     num_bytes: int

@@ -67,7 +67,9 @@ class TokenAugmentation:
         epoch: int,
         begins_N: NDArray[np.bool_] | None = None,
     ) -> tuple[Ints, Ints | None, Ints]:
-        """Return the changed tokens (N,), labels (N,) and lengths (B,). Labels move with their tokens, unmasked.
+        """Return the changed tokens (N,), labels (N,) and lengths (B,).
+
+        Labels move with their tokens, but are never masked.
 
         Args:
             tokens_N: the tokens of all samples, end to end, int64.
@@ -160,7 +162,8 @@ def spared(
 ) -> NDArray[np.bool_]:
     """Return whether each element (N,) is free and not deleted. A draw below ``share`` deletes a free element.
 
-    At least one free element of each sample is kept."""
+    At least one free element of each sample is kept.
+    """
     draws_N = np.where(is_free_N, draws_N, -1.0)
     highest_N = np.repeat(np.maximum.reduceat(draws_N, _begins(lengths_B)), lengths_B)
     is_spared_N: NDArray[np.bool_] = is_free_N & ((draws_N >= share) | (draws_N == highest_N))

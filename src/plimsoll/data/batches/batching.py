@@ -309,8 +309,8 @@ class BucketBatches(Batches):
         """Return the cursor of the largest batch. It comes first, so that a memory shortage is found in the first step.
 
         A full batch with the longest sample has the largest attention matrices. It has nearly the most elements: it
-        is less than one sample short of the limit. If its pool ends before it is full, the batch with
-        the most elements comes first.
+        is less than one sample short of the limit. If its pool ends before it is full, the batch with the most elements
+        comes first.
         """
         position = int(self._order.positions(0, np.array([self._longest_sample]))[0])
         begin = position - position % self._pool_samples

@@ -20,14 +20,11 @@ from numpy.typing import NDArray
 
 from plimsoll.data.samples import ragged
 
-_ROUNDS = (
-    12  # each round changes one half of the bits; with 8, some orders of 5 samples are twice as frequent as others
-)
+_ROUNDS = 12  # each round changes half of the bits; with 8, some orders of 5 samples are twice as frequent as others
 _NUMBERS_PER_PASS = 1 << 14  # so that the arrays of a pass stay in the L2 cache
 _POSITIONS_PER_PASS = 1 << 16
 MASK64 = (1 << 64) - 1
-# The finaliser and the increment of SplitMix64: Steele, Lea, Flood, OOPSLA 2014,
-# https://doi.org/10.1145/2660193.2660195
+# The finaliser and the increment of SplitMix64: Steele, Lea, Flood, OOPSLA 2014, https://doi.org/10.1145/2660193.2660195
 INCREMENT, _MULTIPLIERS, _SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (30, 27, 31)
 
 

@@ -45,7 +45,7 @@ def inside(lengths_B: NDArray[np.int64], num_columns: int) -> NDArray[np.bool_]:
 
 
 def padded(flat_N: NDArray[Element], inside_BT: NDArray[np.bool_], fill: int) -> NDArray[Element]:
-    """Return a table (B, T) with the elements in the cells of ``inside_BT``, and ``fill`` in the other cells."""
+    """Return a table (B, T) with the elements in the cells where ``inside_BT`` is true, and ``fill`` elsewhere."""
     table_BT = np.full(inside_BT.shape, fill, flat_N.dtype)
     table_BT[inside_BT] = flat_N
     return table_BT

@@ -83,7 +83,8 @@ def _without_prefix(names: Sequence[str]) -> list[str]:
 class Words(NamedTuple):
     """The words of a text or of a part of a text, and the indices of their tags.
 
-    ``is_last`` marks the last part of a text. ``num_bytes`` is the part's share of the bytes of the stored text."""
+    ``is_last`` marks the last part of a text. ``num_bytes`` is the part's share of the bytes of the stored text.
+    """
 
     words: list[str]
     tags: list[int]

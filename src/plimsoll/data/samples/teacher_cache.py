@@ -37,7 +37,8 @@ _SAMPLES_PER_PASS = 1 << 20
 class TeacherRows(NamedTuple):
     """The teacher's rows of all samples. The rows of sample n end at ``ends[n]``.
 
-    ``words`` are the kept tokens, or ``None`` if all labels are kept; ``log_p`` are the log-probabilities."""
+    ``words`` are the kept tokens, or ``None`` if all labels are kept; ``log_p`` are the log-probabilities.
+    """
 
     ends: NDArray[np.int64]
     words: NDArray[Any] | None

@@ -159,7 +159,7 @@ class _Counting:
 
 
 def _leave_out_rarest(words: Counter[str], most_bytes: int) -> int:
-    """Drop the rarest words until the remaining ones have at most ``most_bytes`` bytes; return the number dropped."""
+    """Drop the rarest words until the remaining words have at most ``most_bytes`` bytes; return the dropped number."""
     ranked = sorted(words, key=lambda word: (-words[word], xxhash.xxh3_64_intdigest(word.encode())))
     num_bytes = 0
     for number, word in enumerate(ranked):

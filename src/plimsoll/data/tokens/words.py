@@ -108,7 +108,7 @@ def word_pattern() -> str:
     """Return the regular expression whose successive matches are the words of a text."""
     signs, others = _classes()  # explicit ranges, because the character classes of the two engines differ
     end = rf"(?![^{others}{signs}])"
-    letter = rf"(?:[a-mo-zA-MO-Z0-9]|[^nN{others}{signs}]|[nN](?!['\u2019][tT]{end}))"  # 1st part: for speed
+    letter = rf"(?:[a-mo-zA-MO-Z0-9]|[^nN{others}{signs}]|[nN](?!['\u2019][tT]{end}))"  # first part: speed
     alternatives = (
         rf"[A-Za-z]\.(?:[A-Za-z]\.){{1,{_MOST_PARTS}}}",  # U.S.
         rf"[nN]['\u2019][tT]{end}",  # do n't
