@@ -1,13 +1,14 @@
 """Operations on batches: size, loss units, splitting, selection of samples, and transfer to a device.
 
 A batch is a tensor; a dictionary (also a transformers ``BatchEncoding``), tuple, list or named tuple of tensors, with
-any nesting; or such a container that also has plain lists with one item per sample. Dimension 0 is the sample.
+any nesting; or such a container that also has plain lists with one item per sample. Dimension 0 indexes the samples.
 
 Not handled: a list of one tensor per sample (collate it first), and packed sequences. Also not handled: tensors whose
-dimension 0 is not the sample (a mask shared by all samples, time-first recurrent input). To split one of them could
-drop or repeat samples. Sizes in dimension 0 that disagree and unknown types are refused with the name of the field.
-Sizes that agree by chance are NOT noticed. A list of tensors is a list of fields, so a list of equally long tensors,
-one per sample, is split inside each sample. The same happens to time-first input with as many sequences as steps.
+dimension 0 does not index the samples (a mask shared by all samples, time-first recurrent input). Splitting such a
+tensor could drop or repeat samples. Sizes in dimension 0 that disagree and unknown types are refused with the name of
+the field. Sizes that agree by chance are NOT detected. A list of tensors is a list of fields, so a list of equally long
+tensors, one per sample, is split inside each sample. The same happens to time-first input with as many sequences as
+time steps.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ IGNORED_LABEL = -100
 
 
 def count_units(batch: Any, units: Units) -> float:
-    """Count the units of a batch, over which its loss averages, so that losses of unequal micro-batches add up exactly.
+    """Count the units over which the loss of a batch averages, to weight the losses of unequal micro-batches exactly.
 
     Args:
         batch: a batch on the CPU. On another device, reading the count waits for that device.
         units: ``"samples"`` is the size of dimension 0, and ``"tokens"`` the number of labels other than -100.
             ``"next-tokens"`` does not count the first position of each sequence. It is for models that shift the labels
-            internally (causal language models), because nothing predicts the first token. Or a function from a batch to
-            a number, such as the sum of the weights of its labels.
+            internally (causal language models), because nothing predicts the first token. A function takes a batch and
+            returns a number, such as the sum of the weights of its labels.
 
     Raises:
-        InputError: if the batch has no ``labels`` to count, or no size (see `batch_size_of`). Also if a function does
-            not return a number of at least 0.
+        InputError: if the batch has no ``labels`` to count, or `batch_size_of` raises it. Also if a function does not
+            return a number of at least 0.
     """
     if callable(units):
         return _number_of(units(batch))
@@ -58,7 +59,7 @@ def count_units(batch: Any, units: Units) -> float:
 
 
 def _number_of(count: Any) -> float:
-    """Return the number that a user's function returned, possibly as a tensor with one element."""
+    """Check and return the number that a user's function returned, possibly as a tensor with one element."""
     number = count.item() if isinstance(count, Tensor | np.generic) else count
     if isinstance(number, int | float) and 0 <= number < math.inf:
         return number
@@ -121,7 +122,7 @@ def split_batch(batch: Any, num_samples: int) -> list[Any]:
 
 
 def pick_samples(batch: Any, numbers: Sequence[int]) -> Any:
-    """Return the samples with these indices, in this order, in the structure of ``batch``. Tensors are copied."""
+    """Return a batch of the samples with the indices ``numbers``, in this order. Tensors are copied."""
 
     def picked(leaf: Any) -> Any:
         if _num_samples_of(leaf) is None:
@@ -147,7 +148,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply ``function`` to every leaf of a batch. Containers keep their type."""
+    """Return a batch with every leaf replaced by ``function(leaf)``. Containers keep their type."""
     if isinstance(value, MutableMapping):
         mapped = copy.copy(value)
         for key, item in value.items():
@@ -182,7 +183,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _num_samples_of(leaf: Any, path: str = "batch") -> int | None:
-    """Return the number of samples of a leaf, or ``None`` if it belongs to all samples."""
+    """Return the number of samples of a leaf, or ``None`` for a single value, which belongs to all samples."""
     if isinstance(leaf, Tensor | np.ndarray):
         return leaf.shape[0] if leaf.ndim else None
     if isinstance(leaf, list | tuple):

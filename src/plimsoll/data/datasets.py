@@ -1,6 +1,6 @@
 """The datasets of a job, opened from prepared data, and the size of their largest batches.
 
-For the training process: this loads no tokenizer and takes a few MiB.
+The training process opens them: this loads no tokenizer and takes a few MiB.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Sampl
         return samples, opening.samples(prepared.validation, is_training=False)
     if not isinstance(job.data.validation, float) or job.data.validation == 0:
         return samples, None
-    # With a stride, windows of one text overlap. The last windows overlap with one training window, drawn ones with
-    # nearly all of their neighbours.
+    # With a stride, windows of one text overlap. The last windows of the text overlap with one training window;
+    # nearly all windows drawn at random would overlap with training windows.
     is_drawn = job.draws_held_out and not (job.reads_streams and job.data.stride)
     train_ids, validation_ids = split(len(samples), job.data.validation, job.seed, is_drawn)
     untouched = opening.samples(prepared.train, is_training=False)
@@ -53,7 +53,7 @@ def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Sampl
 
 
 def with_rows(prepared: Prepared, job: Job) -> Prepared:
-    """Return the record with ``longest_row`` and ``held_out_batch``, which limit the size of the batches of a job.
+    """Return the record with ``longest_row`` (tokens) and ``held_out_batch`` (samples, tokens) of the largest batches.
 
     Raises:
         DataError: if the datasets cannot be opened (see `open_datasets`).
@@ -68,7 +68,7 @@ def with_rows(prepared: Prepared, job: Job) -> Prepared:
 
 
 def _longest_row(samples: Samples | Subset, job: Job) -> int:
-    """Return the tokens of the longest row of a batch; an upper bound if texts are tokenized when they are read."""
+    """Return the tokens of the longest row of a batch, or an upper bound if texts are tokenized when they are read."""
     if job.data.on_the_fly or not (job.is_labelled or job.data.borders):
         return job.sequence_length
     return samples.padded_length(longest_sample(len(samples), samples.lengths)[1])
@@ -81,7 +81,7 @@ class _Opening:
         self._prepared, self._job = prepared, job
 
     def samples(self, text: PreparedText, is_training: bool) -> Samples:
-        """Open the samples of texts. Augmentation is applied in training only."""
+        """Open the samples of texts. Augmentation is applied only if ``is_training``."""
         job, pad_id = self._job, self._prepared.pad_id
         if text.tokens_folder is None:
             return self._on_the_fly(text, is_training)

@@ -38,7 +38,7 @@ _QUOTE = b'"'
 
 
 class InputRow(NamedTuple):
-    """One row: its text, or the reason that it has none, and the columns to keep."""
+    """One row: its text, or the reason why it has no text, and the kept columns."""
 
     number: int
     text: str
@@ -47,7 +47,10 @@ class InputRow(NamedTuple):
 
 
 class _Raw(NamedTuple):
-    """A row before it is parsed: its bytes or its columns. If a row is too long, only its first bytes are kept."""
+    """A row before it is parsed: its bytes or its columns. If a row is too long, only its first bytes are kept.
+
+    ``num_bytes`` is the full length (0 for columns). ``num_lost_quotes`` counts the quotes in the bytes not kept.
+    """
 
     content: Any
     num_bytes: int
@@ -61,7 +64,7 @@ class InputRows:
     Attributes:
         file: the file.
         reading: the columns with the text; ``on_error`` has no effect here.
-        keep: columns that are returned with each row.
+        keep: the names of other columns to return with each row.
     """
 
     file: SourceFile
@@ -89,7 +92,7 @@ class InputRows:
             tell: called with the number of bytes of the file that have been read.
 
         Raises:
-            DataError: if the file cannot be read, or has no such columns.
+            DataError: if the file cannot be read, or lacks a requested column.
         """
         raws, look = self._opened(tell)
         for number, raw in enumerate(raws):
@@ -138,7 +141,7 @@ class InputRows:
             raise DataError(f"cannot use {path}: {error}") from None
 
     def _require_columns(self, head: list[bytes]) -> None:
-        """Raise if a column is in none of the first objects. If only some objects lack it, those rows get a fault."""
+        """Raise if a requested column is in none of the first objects. A row that lacks the column gets a fault."""
         names = {name: None for line in head if isinstance(record := _parsed(line), dict) for name in record}
         for name in (*(self.reading.columns or ()), *self.keep):
             if names and name not in names:
@@ -172,10 +175,10 @@ class InputRows:
 
 
 def open_rows(path: Path, reading: Reading, keep: Sequence[str] = ()) -> InputRows:
-    """Open a file to read its rows, and read the first one as a check.
+    """Open a file to read its rows, and read the first row as a check.
 
     Raises:
-        DataError: if the file does not exist, cannot be read, or has no such columns.
+        DataError: if the file does not exist, cannot be read, or lacks a requested column.
     """
     if path.is_dir():
         raise DataError(f"{path} is a folder, but results are for the rows of one file: give one of its files")
@@ -187,7 +190,7 @@ def open_rows(path: Path, reading: Reading, keep: Sequence[str] = ()) -> InputRo
 
 
 class _Fault(Exception):
-    """The reason that a row has no text. ``kept`` holds the columns to keep, if they are known."""
+    """The reason why a row has no text. ``kept`` holds the columns to keep, if they are known."""
 
     def __init__(self, why: str, kept: dict[str, Any] | None = None) -> None:
         super().__init__(why)
@@ -250,7 +253,7 @@ def _ahead(lines: Iterator[_Raw]) -> tuple[list[bytes], Iterator[_Raw]]:
 
 
 def _head(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """Return the beginning of the content of a file, and an iterator over all of it."""
+    """Return the beginning of the content of a file, and an iterator over the whole content."""
     head = b""
     for chunk in chunks:
         head += chunk
@@ -265,7 +268,7 @@ def _head(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
 
 
 def _behind(chunks: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
-    """Yield chunks without the first ``num_bytes`` bytes."""
+    """Yield the content of chunks without its first ``num_bytes`` bytes."""
     for chunk in chunks:
         yield chunk[num_bytes:]
         num_bytes = max(num_bytes - len(chunk), 0)

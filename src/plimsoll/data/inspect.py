@@ -1,9 +1,9 @@
 """Facts about a corpus and its samples, for `plimsoll data index`, `tokenize` and `inspect`.
 
 Lengths come from the tokens if these are in the cache. Otherwise about 4 MiB of evenly spaced texts are tokenized. The
-padding of each method to make batches is computed from lengths alone (`plimsoll.data.samples.modes`), so no model is
-needed. Only windows that end at borders need tokens and the borders in the texts. Not handled: the effect of a method
-on the quality of the model.
+padding that each method of making batches causes is computed from lengths alone (`plimsoll.data.samples.modes`), so no
+model is needed. Only windows that end at borders also need tokens and the borders in the texts. Not handled: the effect
+of a method on the quality of the model.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def tokenize_corpus(job: Job, cache: Path, progress: Progress = silent) -> Token
 
 
 def inspect_corpus(job: Job, cache: Path, progress: Progress = silent) -> Inspection:
-    """Measure the lengths of the training texts of a job, and compute the batches that they give.
+    """Measure the lengths of the training texts of a job in tokens, and compute the batches that these lengths give.
 
     Raises:
         DataError: if the texts or the tokenizer cannot be used.
@@ -135,10 +135,11 @@ def _size_bytes(folder: Path) -> int:
 
 
 class _Seen(NamedTuple):
-    """Texts whose lengths were measured: all texts, or evenly spaced ones.
+    """The measured texts: all texts, or evenly spaced texts. ``lengths`` are in tokens.
 
-    ``total_bytes`` is their size in files, and ``num_bytes`` the size of each, if the job needs it. ``at_borders`` are
-    the tokens of each window that ends at a border, and ``num_borders`` is the number of borders.
+    ``total_bytes`` is their total size in files, and ``num_bytes`` the size of each text, if the job needs it.
+    ``at_borders`` holds the number of tokens of each window if windows end at borders, and ``num_borders`` is the
+    number of borders.
     """
 
     lengths: NDArray[np.int64]
@@ -162,7 +163,7 @@ def _seen(of: Pipeline, corpus: Corpus, tokenizer: Tokenizer) -> _Seen:
     if not of.is_there(TOKENS):
         return _drawn(job, corpus, tokenizer, borders, of.progress)
     store, at_borders, num_borders = of.run(TOKENS), None, None
-    if borders is not None:  # written to the cache, so that a training finds them
+    if borders is not None:  # written to the cache, so that a training run finds them
         spans = of.run(SPANS)
         at_borders = spans.lengths(np.arange(len(spans)))
         num_borders = int(np.count_nonzero(store.marks[:] & np.uint8(MARKS[borders])))
@@ -197,7 +198,7 @@ def _drawn(job: Job, corpus: Corpus, tokenizer: Tokenizer, borders: BorderKind |
 def _at_borders(
     job: Job, tokenizer: Tokenizer, kind: BorderKind, parts: list[Encoded]
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the lengths of the windows of texts, and the number of borders in the texts."""
+    """Return the lengths of the windows of texts in tokens, and the number of borders in the texts."""
     lengths = np.concatenate([part.lengths for part in parts])
     stops = np.cumsum(lengths)
     tokens = np.insert(np.concatenate([part.tokens for part in parts]), stops, tokenizer.end_id)

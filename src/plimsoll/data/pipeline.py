@@ -4,8 +4,8 @@ A stage declares its inputs and its output: a `Store` in the cache, or a value i
 function of the stage defines the operation on the texts. Only `Pipeline.run` decides the order of stages, and whether
 an output is made or taken from the cache.
 
-torch is imported only to pack. Not handled: the use of samples (`plimsoll.data.datasets`), and data made for a model.
-Such data are word vectors (`plimsoll.models.assemble.prepare_vectors`) and the teacher cache
+torch is imported only to pack texts into rows. Not handled: the use of samples (`plimsoll.data.datasets`), and data
+made for a model. Such data are word vectors (`plimsoll.models.assemble.prepare_vectors`) and the teacher cache
 (`plimsoll.training.teacher_cache`).
 """
 
@@ -31,7 +31,7 @@ from plimsoll.data.tokens.tokenizer import Tokenizer, prepare_tokenizer
 from plimsoll.files.store import Facts, Progress, Store, silent
 from plimsoll.records.job import Job
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # the module imports torch
     from plimsoll.data.samples.packing import Packs
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Stage(Generic[T]):
     gives: Callable[..., Store[T] | T]
 
     def depends_on(self, stage: Stage[Any]) -> bool:
-        """Return whether another output of ``stage`` may change the output of this stage."""
+        """Return whether a different output of ``stage`` may change the output of this stage."""
         return self == stage or any(taken.depends_on(stage) for taken in self.takes)
 
 
@@ -86,7 +86,7 @@ class Pipeline:
         return not isinstance(given, Store) or given.is_there
 
     def replacing(self, outputs: Mapping[Stage[Any], Any]) -> Pipeline:
-        """Return a pipeline with other outputs of some stages. Only stages that depend on them are run again."""
+        """Return a pipeline in which some stages have given outputs. Only stages that depend on these run again."""
         other = Pipeline(self.job, self.cache, self.progress, self.budget_bytes)
         kept = {stage: output for stage, output in self._outputs.items() if not any(map(stage.depends_on, outputs))}
         other._outputs = kept | dict(outputs)
@@ -97,7 +97,7 @@ class Pipeline:
 
 
 def reading_of(job: Job) -> Reading:
-    """Return the reading that a job defines, that is, which parts of the files are texts."""
+    """Return the rules by which the files of a job are read as texts."""
     data = job.data
     return Reading(
         unit=data.unit,
@@ -174,7 +174,7 @@ def _tokens(on: Pipeline, corpus: Corpus, tokenizer: Tokenizer) -> Store[TokenSt
 # Cache folders: tokenizer-*, named by its files, or by its training settings and texts; labels-*, named by the class
 # indices; tokens-*, named by the content of the texts and the tokenizer.
 TOKENIZER: Stage[Tokenizer] = Stage("tokenizer", (TEXTS,), _tokenizer)
-KNOWN_NAMES: Stage[tuple[str, ...] | None] = Stage("known names of labels", (), lambda _: None)  # by default
+KNOWN_NAMES: Stage[tuple[str, ...] | None] = Stage("known names of labels", (), lambda _: None)  # unknown by default
 LABELS: Stage[Labels] = Stage("labels", (TEXTS, KNOWN_NAMES), _labels)
 TOKENS: Stage[TokenStore] = Stage("tokens", (TEXTS, TOKENIZER), _tokens)
 
@@ -217,7 +217,7 @@ def _packs(on: Pipeline, spans: Spans) -> Store[Packs]:
 # Cache folders: tokens-*-texts-* and spans-*-train-*, named by the selected texts; spans-*, named by the tokens and
 # the settings for cutting; spans-*-packs-*.
 SIDES: Stage[tuple[Side, Side]] = Stage("texts to train on and those held out", (TEXTS,), _sides)
-SIDE: Stage[Side | None] = Stage("side that samples are made of", (), lambda _: None)  # by default, all
+SIDE: Stage[Side | None] = Stage("side that samples are made of", (), lambda _: None)  # all texts by default
 STREAM: Stage[Tokens] = Stage("texts end to end", (TOKENS, SIDE), _stream)
 SPANS: Stage[Spans] = Stage("spans", (TOKENS, TOKENIZER), _spans)
 CHOSEN_SPANS: Stage[Spans] = Stage("spans of a side", (SPANS, SIDE), _chosen_spans)

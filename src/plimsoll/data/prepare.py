@@ -1,9 +1,9 @@
 """Preparation of the data of a job: stores in a cache folder, so that slow work is done once.
 
 `prepare` runs the stages of `plimsoll.data.pipeline` and returns a record of the results. It imports torch only to
-pack. It takes a few hundred MiB, mostly for the tokenizer; in a separate process, this memory is freed at the end. Jobs
-and processes may share a cache folder. It may be deleted while none of them runs. Not handled: data on other machines,
-and data made during training.
+pack texts. It takes a few hundred MiB, mostly for the tokenizer; in a separate process, this memory is freed at the
+end. Jobs and processes may share a cache folder. The folder may be deleted while no job runs. Not handled: data on
+other machines, and data made during training.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def prepare(job: Job, cache: Path, progress: Progress = silent, budget_bytes: in
         budget_bytes: the limit of private memory of this process in bytes; ``None`` for no limit.
 
     Raises:
-        BudgetError: if tokenizer training needs more.
+        BudgetError: if tokenizer training needs more than the budget.
         DataError: if the texts, their labels or the tokenizer cannot be used.
         OutputError: if the cache cannot be written.
     """
@@ -108,7 +108,7 @@ def prepare_again(
 
 
 def stream_of(text: PreparedText) -> Tokens:
-    """Open memory-mapped texts that are concatenated to a stream."""
+    """Open the memory-mapped tokens of texts, which are concatenated to a stream."""
     store = open_tokens(Path(str(text.tokens_folder)))
     return store if text.texts_folder is None else ChosenTexts(store, Path(text.texts_folder))
 
@@ -125,7 +125,7 @@ def slots_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> tu
 def reach_of(
     job: Job, train: PreparedText, held_out: PreparedText | None, segment_steps: int | None = None
 ) -> GradientReach:
-    """Compute how far back gradients of streams reach, optionally if segments of windows truncate them."""
+    """Compute how far back gradients of streams reach, optionally with segments of ``segment_steps`` tokens."""
     slots, _ = slots_of(job, train, held_out)
     return slots.reach(stream_of(train).ends if job.data.reset else None, segment_steps)
 
@@ -151,7 +151,7 @@ def _text(pipeline: Pipeline, name: str) -> PreparedText:
 
 
 def _split(pipeline: Pipeline, text: PreparedText) -> tuple[PreparedText, PreparedText | None]:
-    """Hold out texts with all their windows. ``None`` if each text is one sample: samples are split when opened."""
+    """Split texts into training and held-out texts; ``None`` if texts are samples, which are split when opened."""
     if text.tokens_folder is None or not (text.has_windows or pipeline.job.data.pack or pipeline.job.reads_streams):
         return text, None
 
@@ -165,7 +165,7 @@ def _split(pipeline: Pipeline, text: PreparedText) -> tuple[PreparedText, Prepar
 
 
 def _samples(pipeline: Pipeline, name: str) -> dict[str, Any]:
-    """Make and count the samples of texts, or of the texts of a side."""
+    """Make the samples of texts, or of the texts of a side. Return fields of their `PreparedText`."""
     data, length, batch_size = pipeline.job.data, pipeline.job.sequence_length, pipeline.job.batch_size
     if not pipeline.job.reads_streams:
         every, spans = pipeline.run(stage.SPANS), pipeline.run(stage.CHOSEN_SPANS)
@@ -189,7 +189,7 @@ def _samples(pipeline: Pipeline, name: str) -> dict[str, Any]:
 
 
 def _what_tokens_mean(tokenizer: Tokenizer, padding: int, names: tuple[str, ...]) -> list[str]:
-    """Return the facts that determine samples besides the stores.
+    """Return the facts that determine samples, in addition to the content of the stores.
 
     Without templates, the list is as in releases before templates, so that existing keys stay valid.
     """

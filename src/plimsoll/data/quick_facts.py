@@ -1,13 +1,13 @@
 """The facts about a job's texts that a model and its batches depend on, from prepared data or from a quick sketch.
 
-`texts_of` reads prepared data, so that a plan is for exactly the training that is built. `sketch_texts` takes seconds
-and serves predictions before that.
+`texts_of` reads prepared data, so that a plan is exact for the training run. `sketch_texts` takes seconds and serves
+predictions before data are prepared.
 
 The sketch has the vocabulary size of an existing tokenizer. A tokenizer that must still be trained is trained, if the
 texts are on this machine and have at most 1 MiB. Otherwise the requested size is assumed, although repetitive text
-gives a smaller one. Labels are the folders that hold a file, including empty files. Or they are read from the label
-column of the first MiB of up to 16 files, so a rare class may be missed. Files that need a conversion are converted
-into a temporary folder. Texts for language modelling that are not on this machine are not read.
+gives a smaller one. Labels are the folders that hold a file, including empty files. If labels are in a column, the
+first MiB of up to 16 files per source is read, so a rare class may be missed. Files that need a conversion are
+converted into a temporary folder. Texts for language modelling that are not on this machine are not read.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ class TextSketch(NamedTuple):
     """The known facts about the texts of a job.
 
     Attributes:
-        vocab_size: the tokens of the tokenizer.
+        vocab_size: the number of tokens of the tokenizer.
         num_labels: the number of classes or tags; ``None`` for language modelling.
-        end_id: the token that ends a text.
-        pad_id: the padding token.
-        longest: the tokens of the longest row of a training batch. ``None`` if unknown, at most ``sequence_length``.
-        held_out: the samples and tokens of the largest validation batch; ``None`` if there is no such batch, or
-            unknown.
-        tokenizer_bytes: the maximum memory of tokenizer training in bytes; ``None`` if no training, or negligible
-            memory, is needed.
+        end_id: the id of the token that ends a text.
+        pad_id: the id of the padding token.
+        longest: the number of tokens of the longest row of a training batch; ``None`` if it is unknown (at most
+            ``sequence_length``).
+        held_out: the number of rows of the largest validation batch, and of tokens in its longest row; ``None`` if
+            there is no validation batch, or its size is unknown.
+        tokenizer_bytes: the maximum memory of tokenizer training in bytes; ``None`` if no tokenizer is trained, or
+            its training needs negligible memory.
         guessed: ``vocabulary`` or ``labels``, if they may differ when all texts are read.
     """
 
@@ -74,10 +75,10 @@ def texts_of(prepared: Prepared) -> TextSketch:
 
 
 def sketch_texts(job: Job) -> TextSketch:
-    """Read the tokenizer and file names, and the heads of files for labels that are in a column.
+    """Return the facts that the tokenizer, the file names and, for labels in a column, the heads of files show.
 
     Raises:
-        DataError: if the tokenizer cannot be loaded, or no files are found that could have labels.
+        DataError: if the tokenizer cannot be loaded, or labels are needed but no files are found.
     """
     vocab_size, end_id, own_pad_id = job.tokenizer.vocab_size, 0, 0
     tokenizer_bytes, guessed = None, frozenset[str]()
@@ -155,7 +156,7 @@ def _is_elsewhere(source: str) -> bool:
 
 
 def _labels_of_heads(job: Job, by_heads: bool) -> Sequence[str]:
-    """Return the classes in the label column, or the tags of words, that the heads of the files have."""
+    """Return the classes in the label column, or the tags of words, in the heads of the files."""
     reading = replace(reading_of(job), on_error="skip")
     with TemporaryDirectory(prefix="plimsoll-") as name:
         folder = Path(name)
@@ -187,7 +188,7 @@ def _head_of(file: SourceFile) -> bytes:
 
 
 def _is_cut_anywhere(given: str, reading: Reading) -> bool:
-    """Return whether the head of each of these files is a valid file, too. The answer is negative for a folder."""
+    """Return whether the head of each file of a source is a valid file, too. ``False`` for a folder."""
     name = file_name(given)
     if reading.is_tagged:  # any file that is not a table has one line per word
         return Path(name).suffix != "" and not given.startswith(HUB_PREFIX) and not is_converted(name)

@@ -3,7 +3,7 @@
 `look` resolves an address to files, each with its size and a fingerprint of its version; `pieces` yields the content of
 a file. Printed addresses contain no secrets.
 
-Does not cover writing, and directory listings of web servers. Servers must send the size of a file, and must be able to
+Not handled: writing, and directory listings of web servers. Servers must send the size of a file, and must be able to
 send it uncompressed. If a server sends neither an ETag nor a modification time, a change that keeps the size is not
 detected.
 
@@ -97,7 +97,7 @@ def without_secrets(value: T) -> T:
 
 
 def file_name(address: str) -> str:
-    """Return the file name of an address, which tells the format."""
+    """Return the file name of an address, which determines the format."""
     path = next((part for part in address.split("::") if "://" in part), address)
     if path.lower().startswith(_WEB):
         path = path.partition("?")[0].partition("#")[0]
@@ -124,10 +124,10 @@ def look(source: str) -> tuple[list[Seen], bool]:
 
 
 def pieces(address: str, num_bytes: int) -> Iterator[bytes]:
-    """Yield the content of a file of ``num_bytes``, at most 8 MiB at a time.
+    """Yield the content of a file of ``num_bytes`` bytes, at most 8 MiB at a time.
 
     Raises:
-        DataError: if the file cannot be read or is larger.
+        DataError: if the file cannot be read, or is larger than ``num_bytes``.
     """
     tries, done = _Tries(address), 0
     while done < num_bytes:
@@ -148,7 +148,7 @@ def pieces(address: str, num_bytes: int) -> Iterator[bytes]:
 
 
 def head(address: str, num_bytes: int) -> bytes:
-    """Return up to ``num_bytes`` from the start of a file, without reading much more."""
+    """Return up to ``num_bytes`` bytes from the start of a file, without reading much more."""
     return _tried(lambda: _head(address, num_bytes), address)
 
 

@@ -64,7 +64,7 @@ def read(kind: Kind, facts: Facts) -> bytes | None:
 
 
 def write(kind: Kind, facts: Facts, content: bytes) -> None:
-    """Store an entry and evict the least recently used ones. Do nothing if the folder is not writable."""
+    """Store an entry, and evict the least recently used above the limit. Do nothing if the folder is not writable."""
     path, packed = _path_of(kind, facts), zlib.compress(content, _FASTEST)
     with suppress(OSError, OutputError):
         path.parent.mkdir(parents=True, exist_ok=True)

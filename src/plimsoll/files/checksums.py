@@ -1,9 +1,9 @@
 """Checksums of the files of a store, one per block of 64 KiB. A block is verified when it is first read.
 
 Checksums take 8 bytes per block and are written for files of more than one block. `Checked` is a memory-mapped array
-that verifies the blocks behind each index. For other uses of an array, `require_whole` verifies the file once per
+that verifies the blocks of the indexed elements. For other uses of an array, `require_whole` verifies the file once per
 process. A damaged block raises an error with the file and position, and invalidates the store, so the next start
-rebuilds it. The cost is 9 microseconds per block and process (7 GiB/s), plus 3 per batch.
+rebuilds it. The cost is 9 microseconds per block and process (7 GiB/s), plus 3 microseconds per batch.
 
 Not covered: stores written before checksums existed, and damage between two reads of one process.
 """
@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 
 
 def write_sums(folder: Path) -> None:
-    """Write the checksums of all files in a folder that have more than one block. If no file has, write nothing."""
+    """Write the checksums of all files in a folder that have more than one block, if there are any."""
     paths = _summed(folder)
     (folder / SUMS_FILE).unlink(missing_ok=True)
     if paths:
@@ -52,7 +52,7 @@ class Damaged(DataError):
 
 
 class Blocks:
-    """The blocks of a file, and which of them have been verified."""
+    """The blocks of a file, with a record of the blocks that have been verified."""
 
     def __init__(self, path: Path, sums: NDArray[np.uint64]) -> None:
         self._path, self._sums = path, sums
@@ -131,7 +131,7 @@ def require_whole(*paths: Path) -> None:
 
 
 class Checked(np.ndarray[Any, np.dtype[Any]]):
-    """A memory-mapped file of a store that verifies the elements behind an index or slice, and returns plain arrays."""
+    """A memory-mapped file of a store that verifies the elements of an index or slice, and returns plain arrays."""
 
     _blocks: Blocks | None
     _plain: NDArray[Any]
@@ -160,7 +160,7 @@ class Checked(np.ndarray[Any, np.dtype[Any]]):
             self._blocks.require_all()
 
     def require(self, starts: Ints, stops: Ints) -> None:
-        """Verify the elements from each start to its stop (exclusive).
+        """Verify the elements from each index in ``starts`` to the index in ``stops`` (exclusive).
 
         Raises:
             Damaged: if a block does not match its checksum.

@@ -74,6 +74,6 @@ class _Former(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Register the finder, after all others."""
+    """Register the finder after all other import finders."""
     if not any(isinstance(finder, _Former) for finder in sys.meta_path):
         sys.meta_path.append(_Former())

@@ -1,4 +1,4 @@
-"""Fingerprints of files that do not require reading them. They are part of the key of everything derived from a file.
+"""Fingerprints of files that need only small samples of their content. They are part of the keys of derived data.
 
 An edit is not detected if it keeps the size and modification time and does not touch the sampled bytes.
 """
@@ -39,8 +39,8 @@ class Located(Protocol):
 def identity_of(files: Sequence[Located]) -> list[tuple[str, int, int, bytes]]:
     """Return the path, size, modification time and the hash of a content sample of each file.
 
-    Up to 64 files are sampled at the head, the tail and six places between, 4 KiB each. Of more files, only 64 evenly
-    spaced ones are sampled, at the head.
+    Up to 64 files are sampled at the head, the tail and six places between, 4 KiB each. If there are more files, at
+    most 64 evenly spaced files are sampled, at the head only.
 
     Raises:
         DataError: if a file cannot be read.
@@ -54,9 +54,10 @@ def identity_of(files: Sequence[Located]) -> list[tuple[str, int, int, bytes]]:
 
 
 def changes_of(files: Sequence[Located]) -> list[int]:
-    """Return the inode change time of each file in nanoseconds, which programs cannot reset. It is 0 for local copies.
+    """Return the inode change time of each file in nanoseconds, which programs cannot reset; 0 for local copies.
 
-    Renaming a file or changing its permissions changes it too, so use it for results that are cheap to recreate.
+    Renaming a file or changing its permissions changes this time, too. So use it for results that are cheap to
+    recreate.
 
     Raises:
         DataError: if a file is not accessible.

@@ -1,9 +1,9 @@
 """Safe reader for pickles: it imports, calls and constructs nothing that a file names.
 
 It reads protocols 2 to 5 (0 and 1 are text) as written by Python and by torch's C++ pickler. Time and memory are
-bounded by the length of the file: it allocates nothing by a claimed length before reading the bytes, and does not
-recurse. A file of empty containers takes about 100 times its length in memory, as these containers do in Python. Does
-not cover persistent objects, registered extensions and out-of-band buffers.
+bounded by the length of the file: it allocates no memory for a declared length before it has read the bytes, and does
+not recurse. A file of empty containers takes about 100 times its length in memory, as these containers do in Python.
+Not handled: persistent objects, registered extensions and out-of-band buffers.
 
 Source: https://docs.python.org/3/library/pickletools.html
 """
@@ -35,7 +35,7 @@ _STRINGS = {
     pickle.SHORT_BINSTRING[0]: 1,
     pickle.BINSTRING[0]: 4,
     pickle.BYTEARRAY8[0]: 8,
-}  # of Python 2; byte arrays
+}  # strings of Python 2, and byte arrays
 
 # Local names for the opcodes of `run`: an attribute lookup takes as long as an operation.
 _MEMOIZE, _MARK, _STOP = pickle.MEMOIZE[0], pickle.MARK[0], pickle.STOP[0]
@@ -112,7 +112,7 @@ def described(raw: bytes | mmap.mmap, keys: Collection[bytes]) -> Any:
         keys: the dictionary keys to read. All others are skipped, so that a vocabulary does not fill the memory.
 
     Raises:
-        BrokenPickle: if it is not a complete pickle of protocol 2 to 5.
+        BrokenPickle: if the bytes are not a complete pickle of protocol 2 to 5.
     """
     return _Description(raw, keys).run()
 

@@ -2,11 +2,11 @@
 
 fsspec opens sources with a protocol (``s3://bucket/part-*.jsonl``, ``https://host/a.txt``) and provides credentials.
 `find` assigns each file a local path and stores its origin in a small file next to it. The file is downloaded when it
-is first read (`held`), and appears only when complete. If copies exceed ``PLIMSOLL_COPIES`` (20GiB), the least recently
-opened ones are deleted; a process that has one open can continue to read it. A file that has changed since `find`, or
-during the download, raises an error.
+is first read (`held`), and appears only when complete. If copies exceed ``PLIMSOLL_COPIES`` (default 20GiB), the least
+recently opened copies are deleted; a process that has a copy open can continue to read it. A file that has changed
+since `find`, or during the download, raises an error.
 
-Does not cover folders on file systems without ``flock``, and disk space that another process holds through open files.
+Not handled: folders on file systems without ``flock``, and disk space that another process holds through open files.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def held(path: str, told: Told = _silent) -> Iterator[str]:
     """Download a file if necessary, and prevent its deletion during the block.
 
     Args:
-        path: the path of a copy. Any other file is left alone.
-        told: a progress callback.
+        path: the path of a copy. Any other path is yielded unchanged.
+        told: called with the number of bytes received so far.
 
     Raises:
         DataError: if the file cannot be downloaded, or has changed.
@@ -112,7 +112,7 @@ def descriptor_of(path: str, told: Told = _silent) -> int:
     """Open a file for reading, after downloading it if necessary. Return its descriptor.
 
     Raises:
-        OSError: if it cannot be opened.
+        OSError: if the file cannot be opened.
         DataError, OutputError: see `held`.
     """
     with held(path, told):
@@ -236,7 +236,7 @@ def _reserve(temporary: Path, note: dict[str, Any]) -> None:
 
 
 def _let_go(folder: Path, num_bytes: int, most_bytes: int) -> int:
-    """Delete copies until ``num_bytes`` more are allowed and fit on the disk. Return the bytes still missing."""
+    """Delete copies until ``num_bytes`` more bytes are allowed and fit on the disk. Return the bytes still missing."""
     copies, taken_bytes = [], 0
     for note in folder.glob(f"*/*{_NOTE}"):
         place = Path(str(note).removesuffix(_NOTE))
@@ -288,7 +288,7 @@ def _lock_file(place: Path) -> IO[bytes]:
 
 @contextmanager
 def _said(place: Path) -> Iterator[None]:
-    """Translate errors of the disk."""
+    """Convert errors of the disk to `OutputError`."""
     try:
         yield
     except OSError as error:

@@ -5,8 +5,8 @@ A store is written under a temporary name. The manifest comes last, with the siz
 therefore leaves no incomplete store. It leaves a temporary folder only if the writer can resume from it. Later damage
 beyond the head of a file is found when it is read (`plimsoll.files.checksums`).
 
-One process writes a store at a time; others wait for it and use the result. This requires ``flock``, which some network
-file systems lack. Unused stores are not removed: the cache folder may be deleted while no command runs.
+One process writes a store at a time; other processes wait for it and use the result. This requires ``flock``, which
+some network file systems lack. Unused stores are not removed: the cache folder may be deleted while no command runs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def stored(
     Args:
         folder: the folder of the store.
         write: a function that fills an empty folder and returns JSON facts to store with the files.
-        goes_on: call ``write`` with the folder of an interrupted call. It must find out which files are complete.
+        goes_on: whether ``write`` gets the files of an interrupted call. It must find out which files are complete.
         is_whole: a further check of an existing store. If it fails, the store is written again.
 
     Raises:
@@ -79,7 +79,7 @@ class Store(Generic[T]):
 
     Attributes:
         folder: the folder. Its name is the cache key: it contains, or is a hash of, everything the content depends on.
-        write: the function that fills it, see `stored`.
+        write: the function that fills the folder, see `stored`.
         open: the function that creates the object from the folder and its facts.
         goes_on: True if an interrupted writer can resume.
     """
@@ -133,7 +133,7 @@ def kept_facts(folder: Path, what: str) -> Facts:
     """Return the facts of a store that must exist. ``what`` names its content in the error.
 
     Raises:
-        DataError: if it is missing or damaged.
+        DataError: if the store is missing or damaged.
     """
     facts = read_facts(folder)
     if facts is None:
@@ -169,7 +169,7 @@ def _written(folder: Path, write: Callable[[Path], Facts], goes_on: bool) -> Fac
             sync(path)
         manifest = {"version": _VERSION, "files": _fingerprints(temporary), "facts": facts, "seal": _seal(facts)}
         write_atomically(temporary / MANIFEST, json.dumps(manifest).encode(), "cache folder")
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged store
         temporary.replace(folder)
         sync(folder.parent)
     finally:
@@ -194,7 +194,7 @@ def _fingerprints(folder: Path) -> dict[str, list[int]]:
 
 @contextmanager
 def _translated(folder: Path) -> Iterator[None]:
-    """Translate errors of writing to the disk. Readers translate their own errors."""
+    """Convert errors of writing to the disk to `OutputError`. Readers convert their own errors."""
     try:
         yield
     except OSError as error:

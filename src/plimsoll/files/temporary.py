@@ -6,7 +6,7 @@
 
 The supervisor of a run removes the leftovers of its training process. Starting or resuming a run removes the leftovers
 of all runs on this machine. A name contains the PID namespace, the process ID and the start time of the process. On
-other systems than Linux, nothing is treated as a leftover.
+systems other than Linux, nothing is treated as a leftover.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def own_folder() -> Iterator[Path]:
 def share_a_folder_with_children() -> None:
     """Make forked children share one folder for their sockets, which is deleted with this process.
 
-    Otherwise each child creates a folder (``pymp-``) that remains if it is killed, as data loader workers are together
-    with the training process.
+    Otherwise each child creates a folder (``pymp-``) that remains if the child is killed, as data loader workers are
+    when the training process is killed.
     """
     config: dict[str, object] = current_process()._config  # type: ignore[attr-defined]  # as in `get_temp_dir`
     if config.get("tempdir") is None:

@@ -5,10 +5,10 @@ The same seed gives the same changes. Each draw is a function of the seed, the e
 batch. If words have tags, whole words are deleted and swapped. Special tokens, including the end token, are neither
 changed nor moved, and no sample becomes empty.
 
-Augmentation of words and synonyms is in `plimsoll.data.batches.augment_text`. Not handled: labels of single tokens
-other than the token itself.
+Augmentation of words and synonyms is in `plimsoll.data.batches.augment_text`. Not handled: labels of tokens together
+with ``token_function``.
 
-Shapes: B samples, N tokens of all of them (fewer after deletion).
+Shapes: B samples; N tokens of all samples together (fewer after deletion).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class TokenAugmentation:
     """The part of an `Augmentation` that changes tokens; picklable.
 
     Args:
-        config: the changes.
-        seed: another seed draws other changes.
-        special_ids: tokens that are not changed or moved: the end token, padding, and others of the tokenizer.
-        mask_id: the token that replaces masked tokens.
-        sequence_length: the maximum tokens of a sample after ``token_function``.
+        config: the changes and their probabilities.
+        seed: a different seed draws different changes.
+        special_ids: tokens that are not changed or moved: all special tokens, such as the end token and padding.
+        mask_id: the id of the token that replaces masked tokens.
+        sequence_length: the maximum number of tokens that ``token_function`` may return for a sample.
 
     Raises:
-        DataError: if masking has no mask token, or the function cannot be imported.
+        DataError: if masking is on but there is no mask token, or ``token_function`` cannot be imported.
     """
 
     def __init__(
@@ -67,19 +67,21 @@ class TokenAugmentation:
         epoch: int,
         begins_N: NDArray[np.bool_] | None = None,
     ) -> tuple[Ints, Ints | None, Ints]:
-        """Return the changed tokens, labels and lengths. Labels move with their tokens, but are never masked.
+        """Return the changed tokens (N,), labels (N,) and lengths (B,).
+
+        Labels move with their tokens, but are never masked.
 
         Args:
             tokens_N: the tokens of all samples, end to end, int64.
             labels_N: one label for each token, or ``None``.
-            lengths_B: the lengths of the samples, none of them 0.
-            ids: the indices of the samples.
-            epoch: another epoch draws other changes.
-            begins_N: which tokens begin a word, if whole words are deleted and swapped. The first token of a sample
-                must.
+            lengths_B: the number of tokens of each sample, at least 1.
+            ids: the indices of the samples (B,).
+            epoch: a different epoch draws different changes.
+            begins_N: whether each token begins a word; the first token of a sample must. If given, whole words are
+                deleted and swapped.
 
         Raises:
-            DataError: if ``token_function`` does not return tokens.
+            DataError: if ``token_function`` does not return 1 to ``sequence_length`` token ids.
         """
         keys_B = sample_keys(self._seed, epoch, ids)
         is_free_N = ~np.isin(tokens_N, self._special_ids)
@@ -101,7 +103,7 @@ class TokenAugmentation:
         return tokens_N, labels_N, lengths_B
 
     def _order(self, keys_B: NDArray[np.uint64], is_free_N: NDArray[np.bool_], lengths_B: Ints) -> tuple[Ints, Ints]:
-        """Return the index of the element at each place after deletion and swaps, and the new length of each sample."""
+        """Return the old index of each element after deletion and swaps (N,), and the new sample lengths (B,)."""
         order_N = np.arange(len(is_free_N))
         if self.config.delete:
             kept_N = ~is_free_N | spared(uniform(keys_B, _DELETE, lengths_B), self.config.delete, is_free_N, lengths_B)
@@ -132,7 +134,7 @@ class UserFunction:
     """A function named ``module:function``. It is called with a sample and, if it has a parameter ``seed``, a seed.
 
     Raises:
-        DataError: if it cannot be imported.
+        DataError: if the function cannot be imported.
     """
 
     def __init__(self, name: str, field: str) -> None:
@@ -158,7 +160,10 @@ class UserFunction:
 def spared(
     draws_N: NDArray[np.float64], share: float, is_free_N: NDArray[np.bool_], lengths_B: Ints
 ) -> NDArray[np.bool_]:
-    """Return which free elements (N,) are not deleted. At least one free element of each sample is kept."""
+    """Return whether each element (N,) is free and not deleted. A draw below ``share`` deletes a free element.
+
+    At least one free element of each sample is kept.
+    """
     draws_N = np.where(is_free_N, draws_N, -1.0)
     highest_N = np.repeat(np.maximum.reduceat(draws_N, _begins(lengths_B)), lengths_B)
     is_spared_N: NDArray[np.bool_] = is_free_N & ((draws_N >= share) | (draws_N == highest_N))
@@ -168,14 +173,14 @@ def spared(
 def swap_places(
     keys_B: NDArray[np.uint64], is_free_N: NDArray[np.bool_], lengths_B: Ints, share: float, distance: int
 ) -> Ints:
-    """Return the index of the element at each place (N,) after swaps.
+    """Return the old index of the element at each place (N,) after swaps.
 
     A share of the free elements moves behind one of the next free elements of the sample.
 
     Args:
-        keys_B: the keys of the samples.
-        is_free_N: which elements may move; the others stay in place.
-        lengths_B: the lengths of the samples.
+        keys_B: the keys of the samples, from `sample_keys`.
+        is_free_N: whether each element may move.
+        lengths_B: the number of elements of each sample.
         share: the probability that an element moves.
         distance: the maximum number of free elements that an element moves past.
     """

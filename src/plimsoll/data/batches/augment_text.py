@@ -5,7 +5,7 @@ Changes differ in each epoch. Each draw is a function of the seed, the epoch and
 its punctuation and takes its case.
 
 A table of synonyms is a user's file: a ``.json`` object from words to lists of words, or lines of tab-separated words.
-One of the other words of a line replaces the first word. Not handled: inflection, words of several parts, languages
+One of the other words of a line replaces the first word. Not handled: inflection, multi-word expressions, languages
 written without spaces, in which a text is one word.
 
 Shapes: B texts; flat arrays have one element for each word of all texts.
@@ -38,7 +38,7 @@ class TextAugmentation:
     """The part of an `Augmentation` that changes text; picklable.
 
     Raises:
-        DataError: if the table or the function cannot be used.
+        DataError: if the table of synonyms cannot be read, or the user's function cannot be imported.
     """
 
     def __init__(self, config: Augmentation, seed: int) -> None:
@@ -47,14 +47,14 @@ class TextAugmentation:
         self._function = UserFunction(config.function, "function") if config.function else None
 
     def apply(self, text: str, sample_id: int, epoch: int) -> str:
-        """Return the changed text. `apply_all` is much faster per text."""
+        """Return one changed text. For many texts, `apply_all` takes much less time per text."""
         return self.apply_all([text], np.array([sample_id]), epoch)[0]
 
     def apply_all(self, texts: Sequence[str], ids: NDArray[np.int64], epoch: int) -> list[str]:
-        """Return the changed texts. Each is independent of the others, and keeps at least one word if it has one.
+        """Return the changed texts. Changes do not depend on the other texts; a text with words keeps at least one.
 
         Raises:
-            DataError: if ``function`` does not return a text.
+            DataError: if ``function`` returns no text, or no word for a text with words.
         """
         keys_B = sample_keys(self._seed, epoch, ids)
         changed = list(texts)
@@ -110,7 +110,7 @@ class TextAugmentation:
 
 
 def read_synonyms(path: Path) -> Synonyms:
-    """Read a table of synonyms. A word on several lines has the synonyms of all of them.
+    """Read a table of synonyms. A word on several lines has the synonyms of all these lines.
 
     Raises:
         DataError: if the file is missing, is not UTF-8, has no words, or has an invalid line.

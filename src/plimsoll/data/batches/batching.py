@@ -1,11 +1,11 @@
 """The batches of an epoch, computed from (seed, epoch, position). No list of samples is stored, so any data size works.
 
-`FixedBatches` cuts the order of the samples as it is. `BucketBatches` sorts a *pool* of tens of thousands of samples
-by length, so that there is little padding. It cuts the pool into batches, and shuffles these. A `Cursor` is enough to
-find a batch: only its pool is planned, and earlier batches are not made. Both classes are also batch samplers of
-`torch.utils.data`: they yield lists of sample indices of one epoch (`set_epoch`).
+`FixedBatches` splits the order into batches of equal size. `BucketBatches` sorts a *pool* of tens of thousands of
+samples by length, so that there is little padding. It splits the pool into batches, and shuffles the batches. A
+`Cursor` is enough to find a batch: only its pool is planned, and earlier batches are not made. Both classes are also
+batch samplers of `torch.utils.data`: they yield lists of sample indices of one epoch (`set_epoch`).
 
-Does not sort the whole epoch, because batches would then come in the order of their lengths.
+The whole epoch is not sorted, because batches would then come in the order of their lengths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from plimsoll.errors import CheckpointError, DataError
 _SAMPLES_PER_PASS = 1 << 20
 _FIXED_POOL_SAMPLES = 1 << 14  # samples whose order is computed at a time
 _NAMES_OF_STATE = ("epoch", "position", "num_samples", "order")
-_OTHER_NAMES_OF_STATE = ("batch", "plan", "data")  # for buckets, and for data with a known content
+_OTHER_NAMES_OF_STATE = ("batch", "plan", "data")  # two for buckets, one for data with known content
 _WHAT_IS_A_STATE = "the dict that state_dict() of the loader returned"
 _MOST_EPOCHS = 10**9  # more than any training runs, so a larger number means that the state is damaged
 _HELD_POOLS = 2  # workers that read ahead of the cursor may already be in the next pool
@@ -34,7 +34,7 @@ Lengths: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.integer]]
 
 
 class Cursor(NamedTuple):
-    """The place of a batch: its epoch, the position of its pool in the epoch, and its number in the pool."""
+    """The place of a batch: its epoch, the position of its pool's first sample, and its index in the pool."""
 
     epoch: int = 0
     position: int = 0
@@ -42,7 +42,7 @@ class Cursor(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """The batches of a part of the order: batch k is ``ids[starts[k]:stops[k]]``."""
+    """The batches of consecutive samples of an order: batch k is ``ids[starts[k]:stops[k]]``."""
 
     ids: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -54,16 +54,17 @@ class Buckets:
     """A rule that groups samples of similar length into batches. Exactly one of the first three arguments is required.
 
     Args:
-        batch_size: samples of a batch.
-        max_tokens: the maximum tokens of a batch including padding, that is, the longest sample times the samples.
+        batch_size: the number of samples of a batch.
+        max_tokens: the maximum number of tokens of a batch including padding: its longest sample times its samples.
         rows_for: entry n is the maximum number of samples of a batch that is padded to n tokens, as predicted memory
-            allows. Or a mapping from lengths to maximum samples; each also holds for shorter lengths down to the next
-            smaller key (`plimsoll.rows_by_length`).
+            allows. Or a mapping from lengths to maximum samples; each entry also holds for shorter lengths, down to the
+            next smaller key (`plimsoll.rows_by_length`).
         pool_samples: the number of samples sorted at a time. More samples give less padding, and less random batches.
-        pad_multiple: the length of a batch is padded to a multiple of this; by default to the multiple of the data set,
-            or 1.
-        longest_first: whether the batch with the longest sample comes first in epoch 0.
-        allow_longer: whether a sample over the budget becomes a batch of one sample; otherwise it is an error.
+        pad_multiple: the length of a batch is padded to a multiple of this; by default, ``pad_multiple`` of the data
+            set, or 1.
+        longest_first: whether the largest batch comes first in epoch 0, so that a memory shortage is found early.
+        allow_longer: whether a sample that ``max_tokens`` or ``rows_for`` does not allow becomes a batch of one sample;
+            otherwise it is an error.
     """
 
     batch_size: int | None = None
@@ -129,12 +130,12 @@ class Batches(ABC):
         return Cursor(cursor.epoch, position) if position < self._order.num_samples else Cursor(cursor.epoch + 1)
 
     def num_samples_before(self, cursor: Cursor) -> int:
-        """Return the number of samples in the earlier batches of the epoch."""
+        """Return the number of samples of the epoch in batches before the cursor."""
         pool = self._pool_at(cursor)
         return cursor.position + int((pool.stops - pool.starts)[: cursor.batch].sum())
 
     def state(self, cursor: Cursor) -> dict[str, int]:
-        """Return a cursor as integers, with a hash that identifies the order of the samples."""
+        """Return a cursor as integers by name, with a hash that identifies the order of the samples."""
         order = zlib.crc32(repr(self._order.identity).encode())
         return self._place(cursor) | {"num_samples": self._order.num_samples, "order": order}
 
@@ -145,7 +146,7 @@ class Batches(ABC):
         """Return the cursor for a state that `state` returned.
 
         Raises:
-            CheckpointError: if it is not such a state, or these batches have no such place.
+            CheckpointError: if the state is invalid, or belongs to other data, another order or other batches.
         """
         _require_state(state)
         cursor = Cursor(state["epoch"], state["position"], state.get("batch", 0))
@@ -172,7 +173,7 @@ class Batches(ABC):
 
     @abstractmethod
     def _is_place(self, cursor: Cursor) -> bool:
-        """Return whether a batch begins at the position of a cursor."""
+        """Return whether a batch begins at a cursor."""
 
     def _require_same_order(self, state: dict[str, int]) -> None:
         own = self.state(Cursor())
@@ -206,7 +207,7 @@ class Batches(ABC):
 
 
 class FixedBatches(Batches):
-    """The order cut into batches of ``batch_size``; the last batch may be smaller. Any position can be resumed from."""
+    """The order split into batches of ``batch_size`` samples; the last may be smaller. Training can resume anywhere."""
 
     def __init__(self, order: Drawn, batch_size: int) -> None:
         super().__init__(order)
@@ -233,8 +234,15 @@ class FixedBatches(Batches):
 class BucketBatches(Batches):
     """Batches of samples of similar length.
 
+    Args:
+        order: the order of the samples.
+        lengths: a function from sample indices to their numbers of tokens.
+        buckets: the rule that groups the samples.
+        pad_multiple: the multiple to which lengths are padded if ``buckets`` has none.
+        most_tokens: the upper bound for padded lengths.
+
     Raises:
-        DataError: if a single sample is over the budget, or ``rows_for`` does not reach the longest sample.
+        DataError: if a single sample exceeds the limit of a batch, or ``rows_for`` does not reach the longest sample.
     """
 
     def __init__(
@@ -252,7 +260,7 @@ class BucketBatches(Batches):
         if buckets.batch_size:
             self._pool_samples = -(-buckets.pool_samples // buckets.batch_size) * buckets.batch_size
         self._longest_first = buckets.longest_first
-        self._exchange: tuple[Cursor, int] | None = None  # the first batch of epoch 0, and how many more samples it has
+        self._exchange: tuple[Cursor, int] | None = None  # the largest batch, and its surplus of samples over batch 0
         self._counted: tuple[int, int] | None = None
         probe = [*order.ids(0, 0, min(order.num_samples, 16)).tolist(), order.num_samples, self._pool_samples]
         self._plan = zlib.crc32(repr([probe, self._longest_first]).encode() + self._rows.tobytes())
@@ -270,7 +278,7 @@ class BucketBatches(Batches):
         return super().ids(self._exchanged(cursor))
 
     def num_samples_before(self, cursor: Cursor) -> int:
-        """Return the number of samples in the earlier batches of the epoch."""
+        """Return the number of samples of the epoch in batches before the cursor."""
         number = super().num_samples_before(cursor)
         if self._longest_first and Cursor() < cursor <= (exchange := self._exchange_of_first())[0]:
             number += exchange[1]
@@ -285,7 +293,7 @@ class BucketBatches(Batches):
         return is_begin and 0 <= cursor.batch < len(self._pool_at(cursor).starts)
 
     def _exchanged(self, cursor: Cursor) -> Cursor:
-        """Return the place of the batch at a cursor. In epoch 0, the first and the largest batch are swapped."""
+        """Return the cursor to read for a cursor. In epoch 0, the first batch and the largest batch are swapped."""
         if cursor.epoch or not self._longest_first:
             return cursor
         heaviest, _ = self._exchange_of_first()
@@ -298,10 +306,11 @@ class BucketBatches(Batches):
         return self._exchange
 
     def _heaviest(self) -> Cursor:
-        """Return the place of the batch that comes first, so that a memory shortage is found in the first step.
+        """Return the cursor of the largest batch. It comes first, so that a memory shortage is found in the first step.
 
-        A full batch with the longest sample has the largest attention, and nearly the most elements: less than one
-        sample is missing. The batch may not be full if its pool ends there.
+        A full batch with the longest sample has the largest attention matrices. It has nearly the most elements: it
+        is less than one sample short of the limit. If its pool ends before it is full, the batch with the most elements
+        comes first.
         """
         position = int(self._order.positions(0, np.array([self._longest_sample]))[0])
         begin = position - position % self._pool_samples
@@ -313,7 +322,7 @@ class BucketBatches(Batches):
         return self._largest()
 
     def _largest(self) -> Cursor:
-        """Plan all of epoch 0; return the batch with the most elements, or the longest one if several have as many."""
+        """Plan epoch 0; return the cursor of the batch with the most elements. Of several, it is the longest batch."""
         best, found = (0, 0), Cursor()
         for begin, _, tokens, starts in self._cuts(0):
             longest = tokens[starts]
@@ -353,7 +362,7 @@ class BucketBatches(Batches):
         return ids[ranks], tokens, np.array(starts)
 
     def _most_rows(self, buckets: Buckets) -> NDArray[np.int64]:
-        """Return the maximum number of samples of a batch, indexed by the tokens of its longest sample."""
+        """Return the maximum number of samples of a batch, indexed by the length of its longest sample."""
         if buckets.batch_size:
             return np.full(len(self._padded), buckets.batch_size)
         if buckets.max_tokens:
@@ -376,7 +385,7 @@ class BucketBatches(Batches):
 
 
 def _require_state(state: Any) -> None:
-    """Raise if this is not a state of batches, that is, a mapping from known names to integers.
+    """Raise if ``state`` is not a mapping from known names to integers, as `Batches.state` returns.
 
     Raises:
         CheckpointError: if it is not.
@@ -416,18 +425,18 @@ def batches_of(
 
     Args:
         dataset: the data set. Only its length and, for buckets, its ``lengths`` and ``pad_multiple`` are used.
-        batches: the samples of a batch, or the rule that groups samples of similar length into batches.
-        seed: another seed draws another order.
+        batches: the number of samples of a batch, or the rule that groups samples of similar length into batches.
+        seed: a different seed draws a different order.
         shuffle: whether each epoch has a new order; `BlockShuffle` reads large files in large blocks.
-        lengths: for buckets, the tokens of each sample, or a function from sample indices to tokens. By default, the
-            data set has them.
+        lengths: for buckets, the number of tokens of each sample, or a function from sample indices to these numbers;
+            by default, ``lengths`` of the data set.
 
     Raises:
-        DataError: if the data does not fill one batch, or its lengths do not fit the buckets. Also if the data is a
-            stream, and its windows would come in another order.
+        DataError: if the data does not fill one batch, or its lengths do not fit the buckets. Also if the data has
+            stream slots, and its windows would come in another order.
     """
     batch_size = batches if isinstance(batches, int) else batches.batch_size or 1
-    num_slots = getattr(dataset, "num_slots", None)  # set for streams: windows continue the batch before
+    num_slots = getattr(dataset, "num_slots", None)  # set for streams: windows continue the previous batch
     if num_slots is not None and (shuffle or batches != num_slots):
         raise DataError(
             f"windows of {num_slots} stream slots make batches in their order only, one window of each slot, but these "
@@ -462,7 +471,7 @@ def _table_of(rows_for: ArrayLike | Mapping[int, int] | None) -> NDArray[np.int6
 
 
 def longest_sample(num_samples: int, lengths: Lengths) -> tuple[int, int]:
-    """Return the index of the longest sample (the first of several), and its tokens."""
+    """Return the index of the longest sample (the first of several), and its number of tokens."""
     sample, tokens = 0, -1
     for begin in range(0, num_samples, _SAMPLES_PER_PASS):
         some = lengths(np.arange(begin, min(begin + _SAMPLES_PER_PASS, num_samples)))

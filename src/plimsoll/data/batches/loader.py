@@ -1,7 +1,7 @@
 """Batches with a cursor that moves only on request, so that an undone step gets the same samples again.
 
-A batch is a pure function of (seed, epoch, place). So `Loader.peek` may be called any number of times, in any process.
-A resumed loader continues exactly like a loader that was never stopped, with any number of workers, ranks and
+A batch is a pure function of (seed, epoch, position). So `Loader.peek` may be called any number of times, in any
+process. A resumed loader continues exactly like a loader that was never stopped, with any number of workers, ranks and
 prefetched batches. No batch spans two epochs, and no sample is dropped. `plimsoll.data.batches.batching` defines the
 batches, and `plimsoll.data.batches.workers` reads them.
 
@@ -9,7 +9,7 @@ All ranks see the same batches: rank r of R takes every R-th sample of each batc
 fewer samples than there are ranks, some ranks get empty fields.
 
 The loader keeps the batch at the cursor. With a CUDA device it also keeps the next batch, which is copied during
-computation. Does not wait for other ranks, and knows samples only by their index.
+computation. The loader does not wait for other ranks, and identifies samples only by their index.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from plimsoll.errors import CheckpointError, DataError, PlimsollWarning
 
 
 def warn(text: str) -> None:
-    """Warn about a failure that was handled."""
+    """Issue a `PlimsollWarning` about a failure that was handled."""
     warnings.warn(text, PlimsollWarning, stacklevel=2)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples: their tensors, their indices in the data set, and the number of earlier samples in the epoch."""
+    """A batch: its tensors, the indices of its samples, and the number of samples in earlier batches of the epoch."""
 
     fields: dict[str, torch.Tensor]
     sample_ids: NDArray[np.int64]
@@ -52,23 +52,23 @@ class Loader:
     """Endless batches of a data set. Iteration yields the fields of the remaining batches of the epoch.
 
     Args:
-        dataset: samples by index, in batches; or any map-style data set of `torch.utils.data`.
-        batches: the samples of a batch, or the rule that groups samples of similar length into batches.
-        seed: another seed draws another order.
+        dataset: a `Dataset`, which reads samples in batches; or any map-style data set of `torch.utils.data`.
+        batches: the number of samples of a batch, or the rule that groups samples of similar length into batches.
+        seed: a different seed draws a different order.
         shuffle: whether each epoch has a new order; `BlockShuffle` reads large files in large blocks.
-        lengths: for buckets, the tokens of each sample if the data set has no ``lengths``.
+        lengths: for buckets, the number of tokens of each sample if the data set has no ``lengths``.
         collate: for map-style data sets, makes a batch from a list of samples. By default, ``collate`` of the data set,
             or the default of torch.
-        workers: processes that read ahead. ``"auto"`` depends on cores and ``host_budget_bytes``, and is 0 for data in
-            memory-mapped files.
+        workers: the number of processes that read ahead. ``"auto"`` depends on cores and ``host_budget_bytes``, and is
+            0 for data in memory-mapped files.
         prefetch: the number of batches that each worker reads ahead.
         device: the device of the fields.
         rank: the index of this process among the ``world_size`` processes that share each batch.
         world_size: the number of processes that share each batch.
         host_budget_bytes: the memory limit for ``"auto"`` workers in bytes.
         on_event: called with a sentence for each failure that was handled; by default, a warning.
-        oom_kills: returns the number of processes that the kernel has killed for memory so far, to identify such a
-            kill.
+        oom_kills: returns how many processes the kernel has killed so far because memory ran out, to identify such a
+            kill of a worker.
 
     Raises:
         DataError: if the data set does not fill one batch, or its lengths do not fit the buckets.
@@ -125,7 +125,7 @@ class Loader:
             yield fields
 
     def peek(self) -> Batch:
-        """Return the next batch, and leave the cursor in place."""
+        """Return the batch at the cursor, without moving the cursor."""
         cursor = self._cursor
         moving = self._moved(cursor)
         if self._transfer.is_overlapped:
@@ -139,7 +139,7 @@ class Loader:
         self._cursor = self._batches.following(self._cursor)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position as integers: the epoch, its samples that are done, and hashes of the data and the order.
+        """Return the position as integers: the epoch, the position in it, and hashes of the data and the order.
 
         The hash of the data is missing if its content cannot be determined (`plimsoll.data.samples.fingerprint`).
         """
@@ -149,8 +149,8 @@ class Loader:
         """Move the cursor to the position at which `state_dict` was called.
 
         Raises:
-            CheckpointError: if it is not such a state, or had another seed, order, data, length or buckets. The cursor
-                does not move.
+            CheckpointError: if ``state`` is not from `state_dict`, or is for another seed, order, data set or buckets.
+                The cursor does not move.
         """
         cursor = self._batches.cursor(state)
         if cursor != Cursor() and None not in {self._mark, state.get("data")} and self._mark != state["data"]:
@@ -166,7 +166,7 @@ class Loader:
         return mark_of(self._dataset, self._workers)
 
     def close(self) -> None:
-        """End the worker processes. They are started again for the next batch."""
+        """End the worker processes. The next requested batch starts them again."""
         self._feed.close()
 
     def _moved(self, cursor: Cursor) -> Moving:
@@ -176,7 +176,7 @@ class Loader:
 
 
 class _Share:
-    """One rank's share of the batches."""
+    """One rank's share of each batch."""
 
     def __init__(self, batches: Batches, rank: int, world_size: int) -> None:
         self._batches, self._rank, self._world_size = batches, rank, world_size

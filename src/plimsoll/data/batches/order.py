@@ -7,7 +7,7 @@ elements of a sample. They depend on the index of the sample, not on its batch, 
 All arithmetic is in unsigned 64-bit integers, so the order is the same on every machine. It is random enough for
 training, but NOT for cryptography.
 
-Shapes: B samples, N elements of all of them.
+Shapes: B samples; N elements of all samples together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from plimsoll.data.samples import ragged
 
-_ROUNDS = 12  # each changes one half of the bits; with 8, some orders of 5 samples are twice as frequent as others
+_ROUNDS = 12  # each round changes half of the bits; with 8, some orders of 5 samples are twice as frequent as others
 _NUMBERS_PER_PASS = 1 << 14  # so that the arrays of a pass stay in the L2 cache
 _POSITIONS_PER_PASS = 1 << 16
 MASK64 = (1 << 64) - 1
@@ -36,15 +36,15 @@ class Drawn(Protocol):
 
     @property
     def identity(self) -> tuple[str | int, ...]:
-        """Values that differ from those for other orders of the same number of samples."""
+        """Values that identify this order among all orders of the same number of samples."""
         ...
 
     def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the samples at positions ``start`` to ``stop`` (exclusive) in the order of the epoch."""
+        """Return the sample indices at positions ``start`` to ``stop`` (exclusive) in the order of the epoch."""
         ...
 
     def positions(self, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions of samples in the order of the epoch."""
+        """Return the positions of samples, given by index, in the order of the epoch."""
         ...
 
 
@@ -62,17 +62,17 @@ class Order:
         return "shuffled", self.seed
 
     def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the samples at positions ``start`` to ``stop`` (exclusive) in the order of the epoch."""
+        """Return the sample indices at positions ``start`` to ``stop`` (exclusive) in the order of the epoch."""
         assert 0 <= start <= stop <= self.num_samples, (start, stop, self.num_samples)
         return self.at(epoch, np.arange(start, stop))
 
     def at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at positions, from 0 to less than `num_samples`, in the order of the epoch."""
+        """Return the sample indices at positions (0 to ``num_samples - 1``) in the order of the epoch."""
         keys = _round_keys(self.seed, epoch)
         return self._network.forth(positions.astype(np.uint64), keys).astype(np.int64)
 
     def positions(self, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions of samples in the order of the epoch, which is the inverse of `at`."""
+        """Return the positions of samples, given by index, in the order of the epoch. This is the inverse of `at`."""
         keys = _round_keys(self.seed, epoch)
         return self._network.back(samples.astype(np.uint64), keys).astype(np.int64)
 
@@ -91,11 +91,11 @@ class Unshuffled:
         return np.arange(start, stop)
 
     def at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions themselves."""
+        """Return the positions themselves, which equal the indices."""
         return positions
 
     def positions(self, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples themselves."""
+        """Return the indices themselves, which equal the positions."""
         return samples
 
 
@@ -115,8 +115,9 @@ class BlockOrder:
     """A permutation for each epoch that shuffles blocks of consecutive samples, then the samples of each pool.
 
     Samples ``b * block_samples`` to ``(b + 1) * block_samples`` are block b; the last block may be short. A permutation
-    sets the order of the blocks. Each ``pool_blocks`` of them form a pool, and another permutation shuffles the samples
-    of the pool. The inverse of the first permutation gives the place of the short block.
+    sets the order of the blocks. Every ``pool_blocks`` consecutive blocks in this order form a pool, and another
+    permutation shuffles the samples of the pool. The inverse of the first permutation gives the place of the short
+    block.
     """
 
     def __init__(self, num_samples: int, seed: int, blocks: BlockShuffle) -> None:
@@ -126,7 +127,7 @@ class BlockOrder:
         num_blocks = -(-num_samples // blocks.block_samples)
         self._blocks = Order(num_blocks, derived_seed(seed, 1))
         self._pool_seed = derived_seed(seed, 2)
-        self._num_missing = num_blocks * blocks.block_samples - num_samples  # from the short block
+        self._num_missing = num_blocks * blocks.block_samples - num_samples  # samples that the short block lacks
         self._pool_places = blocks.pool_blocks * blocks.block_samples
 
     @property
@@ -135,7 +136,7 @@ class BlockOrder:
         return "shuffled in blocks", self.seed, self._block_samples, self._pool_blocks
 
     def ids(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the samples at positions ``start`` to ``stop`` (exclusive) in the order of the epoch."""
+        """Return the sample indices at positions ``start`` to ``stop`` (exclusive) in the order of the epoch."""
         assert 0 <= start <= stop <= self.num_samples, (start, stop, self.num_samples)
         ids = np.empty(stop - start, np.int64)
         hole = self._hole(epoch)
@@ -148,7 +149,7 @@ class BlockOrder:
         return ids
 
     def at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at positions, from 0 to less than `num_samples`, in the order of the epoch."""
+        """Return the sample indices at positions (0 to ``num_samples - 1``) in the order of the epoch."""
         hole = self._hole(epoch)
         pools = (positions + self._num_missing * (positions >= hole)) // self._pool_places
         ids = np.empty(len(positions), np.int64)
@@ -158,7 +159,7 @@ class BlockOrder:
         return ids
 
     def positions(self, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions of samples in the order of the epoch, which is the inverse of `at`."""
+        """Return the positions of samples, given by index, in the order of the epoch. This is the inverse of `at`."""
         hole = self._hole(epoch)
         places = self._blocks.positions(epoch, samples // self._block_samples) * self._block_samples
         places += samples % self._block_samples
@@ -183,7 +184,7 @@ class BlockOrder:
         return place - self._num_missing * (place > hole)
 
     def _within(self, pool: int, hole: int) -> tuple[Order, int]:
-        """Return the order of the samples within a pool, and its first position."""
+        """Return the order of the samples within a pool, and the first position of the pool."""
         begin = self._begin(pool, hole)
         return Order(self._begin(pool + 1, hole) - begin, derived_seed(self._pool_seed, pool)), begin
 
@@ -213,7 +214,7 @@ def derived_seed(seed: int, *numbers: int) -> int:
 
 
 def shuffled(number: int, seed: int) -> NDArray[np.int64]:
-    """Return a permutation of ``number`` indices, sorted by a hash. It is a list, so ``number`` must be small."""
+    """Return a permutation of ``number`` indices, sorted by a hash. It is in memory, so ``number`` must be small."""
     return np.argsort(mixed(np.arange(number, dtype=np.uint64) + np.uint64(seed & MASK64)), kind="stable")
 
 
@@ -267,7 +268,7 @@ def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
 
 
 def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return pseudorandom numbers, each a function of one of the given numbers."""
+    """Return one pseudorandom number for each given number, as a function of only this number."""
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(multiplier)
     return numbers ^ (numbers >> np.uint64(_SHIFTS[-1]))
@@ -280,13 +281,13 @@ def sample_keys(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.uin
 
 
 def uniform(keys_B: NDArray[np.uint64], purpose: int, lengths_B: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a number from 0 to less than 1 for each element of each sample (N,).
+    """Return a pseudorandom number from 0 to less than 1 for each element of each sample (N,).
 
     This takes about 10 ns per number. A numpy generator for each sample would take 10 us.
 
     Args:
         keys_B: the keys of the samples, from `sample_keys`.
-        purpose: another purpose draws other numbers.
+        purpose: a different purpose draws different numbers.
         lengths_B: the number of elements of each sample.
     """
     keys_B = mixed(keys_B + np.uint64((purpose + 1) * INCREMENT & MASK64))

@@ -2,7 +2,7 @@
 
 On CUDA, a batch is copied to pinned memory, and from there asynchronously. Pinned memory is used only by batches in
 transfer (the caller keeps two: the current and the next). The tensors are allocated on the side stream, and the stream
-that uses them waits for the copy. `torch.Tensor.record_stream` tells the allocator of the use, so that it does not
+that uses them waits for the copy. `torch.Tensor.record_stream` tells the allocator about the use, so that it does not
 reuse their memory too early. On other devices, a batch is moved when it is requested; on the CPU, this copies nothing.
 Values that are not tensors are passed through.
 """
@@ -15,14 +15,14 @@ import torch
 
 
 class Moving(NamedTuple):
-    """A batch whose transfer may be unfinished."""
+    """A batch whose transfer may be unfinished. ``arrival`` marks its end, or is ``None`` if nothing needs to wait."""
 
     fields: dict[str, Any]
     arrival: torch.cuda.Event | None
 
 
 class Transfer:
-    """A transfer of batches to one device."""
+    """The transfer of batches to one device."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)

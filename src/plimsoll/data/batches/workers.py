@@ -2,12 +2,13 @@
 
 The processes, their queues and their check that this process is alive come from `torch.utils.data.DataLoader`. If a
 worker is killed, crashes or fails, all workers are restarted at the cursor with half as many, and finally without
-workers. The number stays reduced for the lifetime of the `Feed`. An error that also occurs without workers is raised
-as it is.
+workers. The number of workers stays reduced for the lifetime of the `Feed`. An error that also occurs without workers
+is raised unchanged.
 
-Batches in flight are in shared memory: (workers x prefetch + 1) x bytes per batch, exact in 12 of 12 measured cases.
-This process does not read the data set before the workers are forked. So a file that is opened at the first read is
-not shared between them. Not handled: start methods other than fork, with which each worker imports torch (226 MiB).
+Batches that are read ahead are in shared memory: (workers x prefetch + 1) x bytes per batch, exact in 12 of 12 measured
+cases. This process does not read the data set before the workers are forked. So a file that is opened at the first read
+is not shared between workers. Not handled: start methods other than fork, with which each worker imports torch (226
+MiB).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from plimsoll.processes.children import end_with
 from plimsoll.records.units import format_bytes
 
 _SHARED_MEMORY = "/dev/shm"
-_WORKER_BYTES = 12 << 20  # of a forked worker, without batches; measured with torch 2.13
-_FAILURES = (RuntimeError, OSError, EOFError, MemoryError)  # of a process, of its connection, of memory
+_WORKER_BYTES = 12 << 20  # the memory of a forked worker, without batches; measured with torch 2.13
+_FAILURES = (RuntimeError, OSError, EOFError, MemoryError)  # a process or its connection fails, or memory runs out
 _CRASHES = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 _NO_SPACE = os.strerror(errno.ENOSPC)
 _KEYS = count()  # torch accepts each key only once
@@ -48,11 +49,11 @@ class Places(Protocol):
     """A sequence of batches to read."""
 
     def task(self, cursor: Cursor) -> Task:
-        """Return the task to read at a cursor."""
+        """Return the epoch and the sample indices to read at a cursor."""
         ...
 
     def following(self, cursor: Cursor) -> Cursor:
-        """Return the cursor after a cursor."""
+        """Return the cursor that follows a cursor."""
         ...
 
 
@@ -63,14 +64,14 @@ class Feed:
     """The batches at cursors, read in this process, or ahead in worker processes.
 
     Args:
-        read: reads some samples; called in the workers.
+        read: reads the samples of a task and returns their fields; called in the workers, if there are any.
         places: the batches to read.
         workers: the number of processes. ``"auto"`` depends on cores and ``budget_bytes``, and is 0 if ``reads_fast``.
         prefetch: the number of batches that each worker reads ahead.
         reads_fast: whether reading takes no longer than the transfer from a worker.
         budget_bytes: the memory limit for all workers and their batches, in bytes; ``None`` for no limit.
         on_event: called with a sentence for each failure that was handled.
-        oom_kills: returns the number of processes that the kernel has killed for memory so far; ``None`` if unknown.
+        oom_kills: returns how many processes the kernel has killed so far because memory ran out; ``None`` if unknown.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Feed:
         self._num_workers, self._prefetch = wanted, prefetch
         self._batch_bytes: int | None = None
         self._ahead: _Ahead | None = None
-        self._kills: int | None = None  # before these workers started
+        self._kills: int | None = None  # `oom_kills` before these workers started
 
     @property
     def num_workers(self) -> int:
@@ -115,7 +116,7 @@ class Feed:
         return self._read(self._places.task(cursor))
 
     def close(self) -> None:
-        """End the workers. They are started again for the next batch."""
+        """End the workers. The next requested batch starts them again."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -123,7 +124,7 @@ class Feed:
     def _read_ahead(self, cursor: Cursor) -> dict[str, Any]:
         if self._ahead is not None and self._ahead.cursor != cursor:
             self.close()
-        is_first = self._batch_bytes is None  # one worker reads it, and its size limits the number of workers
+        is_first = self._batch_bytes is None  # one worker reads this batch, and its size limits the number of workers
         if self._ahead is None:
             self._ahead = self._begin(cursor, *((1, 1) if is_first else (self._num_workers, self._prefetch)))
         fields = self._ahead.take()
@@ -160,7 +161,7 @@ class Feed:
         )
 
     def _go_on_with_fewer(self, said: str) -> None:
-        deaths = self._ahead.deaths() if self._ahead is not None else []  # None: workers could not be forked
+        deaths = self._ahead.deaths() if self._ahead is not None else []  # no `_ahead`: workers could not be forked
         self.close()
         causes = [self._cause_of_death(pid, code) for pid, code in deaths] or [said]
         cause = "; ".join(causes) + (self._shared_memory() if _NO_SPACE in said else "")
@@ -199,7 +200,7 @@ class Feed:
 
 
 class _Tasks(Sampler[Task]):
-    """The endless tasks from a cursor, so that workers are kept over the epochs."""
+    """The tasks from a cursor on, without an end, so that workers are kept over the epochs."""
 
     def __init__(self, places: Places, cursor: Cursor) -> None:
         self._places, self._cursor = places, cursor
@@ -281,8 +282,8 @@ class _Ahead:
     def close(self) -> None:
         """End the workers.
 
-        A killed worker may have held a lock that torch waits for without limit to end the others. Then the others are
-        killed too, which loses nothing.
+        To end workers, torch waits without a time limit for a lock that a killed worker may have held. So if a worker
+        has died, the other workers are killed, which loses nothing.
         """
         if self._are_alive():
             self._iterator._shutdown_workers()

@@ -63,7 +63,7 @@ class Reading:
 
 
 class Layout(NamedTuple):
-    """The facts about a file that decoding its texts needs; serializable as JSON."""
+    """The facts that decoding a file needs; serializable as JSON. Columns are indices (csv) or names (jsonl)."""
 
     format: str
     unit: Unit = "document"
@@ -111,13 +111,13 @@ class Labels(NamedTuple):
 class Found(NamedTuple):
     """The result of scanning a part.
 
-    ``starts`` holds the byte offsets of its texts in ascending order, including faulty and empty ones. ``is_empty``
-    marks the empty ones, and ``is_blank`` is set if the whole part is white space. ``suspects`` are texts that can be
-    read but may not be intended.
+    ``starts`` holds the byte offsets of its texts in ascending order, including faulty and empty texts. ``is_empty``
+    marks the empty texts. ``digest`` is a hash of the bytes of the part. ``is_blank`` is set if the whole part is white
+    space. ``suspects`` are texts that can be read but may not be intended.
 
-    For paragraphs, ``starts`` holds the beginning of each line after a newline of the part. ``inks`` tells for each
-    stretch before, between and after these newlines whether it holds more than white space.
-    `plimsoll.data.formats.text.Paragraphs` computes paragraphs from both.
+    For paragraphs, ``starts`` holds the offset after each newline of the part. ``inks`` tells for each stretch before,
+    between and after these newlines whether it holds more than white space.
+    `plimsoll.data.formats.text.Paragraphs` computes paragraphs from ``starts`` and ``inks``.
     """
 
     starts: NDArray[np.int64]
@@ -158,6 +158,6 @@ class Format(Protocol):
         """Return consecutive texts from the bytes of all their spans, which are ``raw[borders[i] : borders[i + 1]]``.
 
         Raises:
-            ValueError: if they differ from the indexed content.
+            ValueError: if the spans differ from the indexed content.
         """
         ...

@@ -39,7 +39,8 @@ _ESCAPE = re.compile(r"\\([ntr\\])")
 _MEANT = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 _ROWS_AT_ONCE = 256
 # The state of quoting at a byte: outside quotes, inside, or outside with a quote at this byte opening a field. The last
-# applies at the beginning of the file and after a closing quote, because a doubled quote stands for one in the field.
+# applies at the beginning of the file and after a closing quote, because a doubled quote stands for one quote in the
+# field.
 OUTSIDE, QUOTED, OPENS = range(3)
 
 
@@ -68,7 +69,7 @@ def look(path: str, reading: Reading) -> tuple[Layout, int]:
 
 
 def _first_rows(head: bytes, begin: int, layout: Layout) -> tuple[tuple[int, list[str]] | None, list[str] | None]:
-    """Return the first row with its end, and the second row; ``None`` for a missing row."""
+    """Return the end offset and fields of the first row, and the fields of the second; ``None`` for a missing row."""
     rows: list[tuple[int, list[str]]] = []
     borders = [begin, *(_row_ends(head, layout, begin, OPENS) + 1).tolist()]
     for start, end in pairwise([*borders, len(head)]):
@@ -161,7 +162,7 @@ def _quotes(view: NDArray[np.uint8], layout: Layout, begin: int, quoting: int) -
 
 
 def _meaningful(quotes: NDArray[np.int64], begins_field: NDArray[np.bool_], is_quoted: bool) -> NDArray[np.bool_]:
-    """Return which quotes open or close a field, in order; the others are ordinary characters."""
+    """Return whether each quote opens or closes a field; otherwise it is an ordinary character."""
     are_meant = np.zeros(len(quotes), np.bool_)
     closed_at = -1
     for number, (place, may_open) in enumerate(zip(quotes.tolist(), begins_field.tolist(), strict=True)):
@@ -302,8 +303,8 @@ def fields_of(rows: list[str], layout: Layout) -> list[list[str]]:
     """Return the fields of each row.
 
     Raises:
-        ValueError: if one of them is not a row.
-        csv.Error: if Python's reader rejects one.
+        ValueError: if a row has a quote that is not closed.
+        csv.Error: if Python's reader rejects a row.
     """
     if not layout.quotes:
         return [row.split(layout.delimiter) for row in rows]
@@ -329,7 +330,7 @@ def _long_fields() -> Iterator[None]:
 
 
 def text_of(fields: list[str], layout: Layout) -> str:
-    """Return the text of a row."""
+    """Return the text of a row, given its fields."""
     text = "\n".join([fields[int(number)] for number in layout.columns])
     return _ESCAPE.sub(lambda match: _MEANT[match[1]], text) if layout.escapes else text
 
@@ -339,7 +340,7 @@ def _label(fields: list[str], layout: Layout) -> Any:
 
 
 def decode(raws: list[bytes], layout: Layout) -> list[str]:
-    """Return the texts of some spans."""
+    """Return the texts of some spans; see `plimsoll.data.formats.Format`."""
     try:
         rows = fields_of([raw.decode("utf-8").strip("\r\n") for raw in raws], layout)
         return [text_of(row, layout) for row in rows]

@@ -44,7 +44,7 @@ def columns_of(record: dict[str, Any], reading: Reading) -> tuple[str, ...]:
 
     Raises:
         DataError: if a requested field is missing, or if no field was requested and the text field is ambiguous. It is
-            also ambiguous if the object has one string but also a list of objects.
+            also ambiguous if the object has one string field and a list of objects.
     """
     holding = [name for name, value in record.items() if _holds_objects(value)]
     if holding and reading.columns is None and "text" not in record:
@@ -113,7 +113,7 @@ def text_of(record: Any, layout: Layout) -> str:
     """Return the text of an object.
 
     Raises:
-        DataError: if it has no text; the message does not name the place of the object.
+        DataError: if the object has no text; the message does not name the line of the object.
     """
     if isinstance(record, dict) and len(layout.columns) == 1:  # a fast path, because this runs for every row
         text = record.get(layout.columns[0])
@@ -148,13 +148,13 @@ def _field(record: dict[str, Any], name: str) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a JSON value in words, for messages."""
+    """Return the type of a JSON value in words, for messages."""
     kinds = {type(None): "null", bool: "a truth value", int: "a number", float: "a number", list: "a list", str: "text"}
     return kinds.get(type(value), "an object")
 
 
 def decode(raws: list[bytes], layout: Layout) -> list[str]:
-    """Return the texts of some spans."""
+    """Return the texts of some spans; see `plimsoll.data.formats.Format`."""
     try:
         return [text_of(_parse(raw.decode("utf-8").strip()), layout) for raw in raws]
     except (DataError, RecursionError) as error:

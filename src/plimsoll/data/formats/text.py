@@ -153,13 +153,13 @@ def _joined(inks: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
 
 
 class Paragraphs:
-    """Finder for the beginnings of paragraphs, from the scanned parts of a file in their order."""
+    """Finder for the beginnings of paragraphs, from the scanned parts of a file in order. ``first`` is `Part.first`."""
 
     def __init__(self, first: int) -> None:
         self._line, self._has_ink, self._is_new = first, False, True
 
     def add(self, found: Found) -> NDArray[np.int64]:
-        """Return the beginnings of the paragraphs whose first visible character is in this part."""
+        """Return the byte offsets of the paragraphs whose first visible character is in this part."""
         assert found.inks is not None
         lines = np.concatenate(([self._line], found.starts))
         inks = found.inks

@@ -63,7 +63,7 @@ class Marked(Protocol):
 
 
 class Begin(NamedTuple):
-    """A sentence or paragraph: the index of its first character, the end of the preceding one, and its mark."""
+    """A sentence or paragraph: the index of its first character, the end of the preceding sentence, and its mark."""
 
     place: int
     end_before: int
@@ -71,7 +71,7 @@ class Begin(NamedTuple):
 
 
 def begins_in(text: str, context: tuple[str, str] = ("", "")) -> list[Begin]:
-    """Return the sentences and paragraphs that begin in a text, or in a piece of one, in order.
+    """Return the sentences and paragraphs that begin in a text or in a piece of a text, in order.
 
     The beginning of the text itself is not included.
 
@@ -106,7 +106,7 @@ def _ends_a_sentence(text: str, match: re.Match[str]) -> bool:
 
 
 class Piece(NamedTuple):
-    """A text or a part of one, whether it is the first or last part, and the sentences that begin in it."""
+    """A text or a part of a text, whether it is the first or last part, and the sentences that begin in it."""
 
     text: str
     is_first: bool
@@ -144,9 +144,9 @@ def marks_of(offsets: Sequence[tuple[int, int]], begins: Sequence[Begin], num_be
     """Return the marks of the tokens of a piece, (N,) uint8.
 
     Args:
-        offsets: the first and last character (exclusive) of each token.
+        offsets: the index of the first character of each token, and of the first character after the token.
         begins: the sentences and paragraphs that begin in the piece.
-        num_before: the number of characters that were encoded before the piece.
+        num_before: the number of characters before the piece that ``offsets`` include.
     """
     marks = np.zeros(len(offsets), np.uint8)
     if not begins or not offsets:
@@ -164,14 +164,14 @@ def marks_of(offsets: Sequence[tuple[int, int]], begins: Sequence[Begin], num_be
 def cut_at_borders(
     store: Marked, kind: BorderKind, room: int, with_end: bool, keeps_empty: bool = False
 ) -> Iterator[tuple[tuple[Ints, Ints], int]]:
-    """Yield the starts and lengths of windows of all texts, and the number of them that end without a border.
+    """Yield the starts and lengths of windows of all texts, and how many of these windows end without a border.
 
     A window ends at the last border within ``room`` tokens, or after ``room`` tokens if there is no border.
 
     Args:
-        store: the texts.
-        kind: the borders to use.
-        room: the maximum tokens of a window.
+        store: the tokens of all texts, with marks.
+        kind: the kind of border at which windows end.
+        room: the maximum number of tokens of a window.
         with_end: whether the end token belongs to its text.
         keeps_empty: whether an empty text gives a window of length 0; otherwise the window is its end token.
     """
@@ -194,7 +194,7 @@ def cut_at_borders(
 def _cuts(
     store: Marked, kind: BorderKind, room: int, with_end: bool, reach: tuple[int, int]
 ) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Return the possible edges of windows in ``reach`` (C,), the beginnings of texts, and which edges are hard.
+    """Return the possible edges of windows in ``reach`` (C,), the beginnings of texts, and whether each edge is hard.
 
     A hard edge is not a border. It is inserted every ``room`` tokens if two borders are farther apart than that.
     """
@@ -211,7 +211,7 @@ def _cuts(
 
 
 def _path(cuts_C: Ints, texts: Ints, room: int, stop: int | None) -> list[int]:
-    """Return the indices of the edges between windows, chosen greedily from the first one.
+    """Return the indices in ``cuts_C`` of the edges between windows, chosen greedily from the first edge.
 
     ``stop`` is the end of the tokens that were read. ``None`` means that these are the last tokens.
     """

@@ -1,10 +1,10 @@
-"""A number that identifies the content of a data set, to check on resume in mid-epoch that the data is unchanged.
+"""A number that identifies the content of a data set, to check when a run resumes that the data is unchanged.
 
 It is a hash of the fingerprint of the data set, if it has one: ``fingerprint``, or ``_fingerprint`` of Hugging Face
 `datasets`. Otherwise it is a hash of samples: all of them if they are few and small, else a selection from the whole
 data set with the first and the last. Samples are read only if reading has no side effect. That holds for data sets
-with ``batch``, which returns the same samples each time, and for tensors. If worker processes are to read first,
-samples are not read.
+with ``batch``, which returns the same samples each time, and for tensors. If worker processes must read
+first, this process reads no samples.
 
 Not handled: other data sets, which may return random samples, and changes that miss the selected samples.
 """
@@ -64,5 +64,5 @@ def _spread(num_samples: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _former(field: str) -> str:
-    """Return the name that a field had in the previous release, because checkpoints hold the number."""
+    """Return the name of a field in the previous release: the hash in checkpoints was computed with it."""
     return {"slots": "lanes"}.get(field, field)

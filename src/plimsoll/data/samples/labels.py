@@ -30,13 +30,13 @@ def labels_of(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple
         the names, and the class indices (number of texts,).
 
     Raises:
-        DataError: if there are fewer than 2 classes, or one is not in ``names``; see also `labels_from_folders`.
+        DataError: if there are fewer than 2 classes, or a class is not in ``names``; see also `labels_from_folders`.
     """
     return labels_from_folders(corpus, names) if corpus.labels is None else labels_from_column(corpus, names)
 
 
 def names_of_checkpoint(folder: Path) -> tuple[str, ...] | None:
-    """Return the class names of the model in a folder, in the order of its outputs, or ``None`` if it has none.
+    """Return the class names of the model in a folder, in the order of its outputs, or ``None`` if it has no names.
 
     Names that transformers generates (LABEL_0, ...) do not count.
     """
@@ -73,7 +73,7 @@ def labels_from_column(corpus: Corpus, names: Sequence[str] | None = None) -> tu
         the names, and the class indices (number of texts,).
 
     Raises:
-        DataError: if there are fewer than 2 classes, or one is not in ``names``.
+        DataError: if there are fewer than 2 classes, or a class is not in ``names``.
     """
     assert corpus.labels is not None
     known = corpus.label_names if names is None else tuple(names)
@@ -100,7 +100,7 @@ def labels_from_folders(corpus: Corpus, names: Sequence[str] | None = None) -> t
         the names, and the class indices (number of texts,).
 
     Raises:
-        DataError: if there are fewer than 2 classes, one has no text, or one is not in ``names``.
+        DataError: if there are fewer than 2 classes, or a class has no text or is not in ``names``.
     """
     folders = [path.parent.name for path in corpus.paths]
     known = tuple(sorted(set(folders)) if names is None else names)

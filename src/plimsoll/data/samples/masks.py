@@ -1,12 +1,12 @@
 """Attention masks that separate the texts of a packed row, derived from ``position_ids`` that restart with each text.
 
 Most causal language models of transformers derive the separation from ``position_ids``
-(``masking_utils.find_packed_sequence_indices``). They need no ``attention_mask`` and ``use_cache=False`` for that. It
+(``masking_utils.find_packed_sequence_indices``). Pass them ``use_cache=False`` and no ``attention_mask``. This
 works for any number of rows with eager attention, SDPA and FlexAttention, and for one row with FlashAttention. The
 masks of this module are for other models. Not handled: sliding windows, attention between two inputs
 (encoder-decoder).
 
-Shapes: B rows, T tokens of a row, D texts of all rows.
+Shapes: B rows, T tokens of a row, D texts in all rows together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class VarlenLengths(NamedTuple):
-    """Arguments of ``torch.nn.attention.varlen.varlen_attn``: cumulative text lengths (D + 1,) and the longest text."""
+    """Arguments of ``torch.nn.attention.varlen.varlen_attn``: cumulative text lengths (D + 1,), maximum length."""
 
     cumulative_D: Tensor
     longest: int
@@ -45,7 +45,7 @@ def block_diagonal_mask(position_ids_BT: Tensor, causal: bool = True, dtype: tor
 
 
 def flex_mask(position_ids_BT: Tensor, causal: bool = True) -> BlockMask:
-    """Return the same mask for ``flex_attention``, which skips blocks of the mask that allow no attention."""
+    """Return the mask of `block_diagonal_mask` for ``flex_attention``, which skips blocks without attention."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     texts_BT = _texts(position_ids_BT)
@@ -59,7 +59,7 @@ def flex_mask(position_ids_BT: Tensor, causal: bool = True) -> BlockMask:
 
 
 def varlen_lengths(position_ids_BT: Tensor) -> VarlenLengths:
-    """Return the cumulative lengths of texts in the concatenated rows (one sequence of B * T tokens)."""
+    """Return the cumulative and longest lengths of texts in the concatenated rows (one sequence of B * T tokens)."""
     begins_D = torch.nonzero(position_ids_BT.flatten() == 0).flatten()
     total = torch.tensor([position_ids_BT.numel()], device=begins_D.device)
     cumulative_D = torch.cat((begins_D, total)).to(torch.int32)
@@ -67,5 +67,5 @@ def varlen_lengths(position_ids_BT: Tensor) -> VarlenLengths:
 
 
 def _texts(position_ids_BT: Tensor) -> Tensor:
-    """Return the number of the text of each token, (B, T), counted from 1 in each row."""
+    """Return the number of the text to which each token belongs, (B, T), counted from 1 in each row."""
     return (position_ids_BT == 0).cumsum(1)

@@ -1,8 +1,8 @@
-"""Ways to make samples and batches of texts, with the padding of each, for a comparison with the setting of a job.
+"""Ways to make samples and batches of texts, with the padding that each causes, to compare with the setting of a job.
 
-Only the lengths of texts are used. Samples and batches are counted by the functions that a training uses
+Only the lengths of texts are used. Samples and batches are counted by the functions that training uses
 (`plimsoll.data.samples.text_windows`, `plimsoll.data.samples.packing`, `plimsoll.data.batches.batching`). So the
-numbers for the setting of the job agree with the report of `plimsoll train`. All texts are counted, including those
+counts for the setting of the job agree with the report of `plimsoll train`. All texts are counted, including those
 held out for validation. Not handled: the effect of augmentation on lengths.
 """
 
@@ -31,10 +31,10 @@ class Texts(NamedTuple):
 
     Args:
         job: the job.
-        lengths: tokens of each text, without special tokens.
+        lengths: the number of tokens of each text, without special tokens.
         scale: the number of texts of the corpus per text in ``lengths``.
-        num_bytes: bytes of each text in its file.
-        at_borders: tokens of each window, if the job cuts texts at sentences or paragraphs.
+        num_bytes: the size of each text in its file, in bytes.
+        at_borders: the number of tokens of each window, if the job cuts texts at sentences or paragraphs.
         template: the special tokens around each text, or each window.
     """
 
@@ -47,7 +47,7 @@ class Texts(NamedTuple):
 
     @property
     def whole(self) -> Ints:
-        """The tokens of each text as one sample, with special tokens, and an end token if the model predicts it."""
+        """The number of tokens of each text as one sample, including special tokens and a predicted end token."""
         has_end = not (self.job.is_labelled or self.template.suffix)
         return np.maximum(self.lengths + has_end + self.template.num_tokens, 1)
 
@@ -82,7 +82,7 @@ class Texts(NamedTuple):
         return ("shuffle", "by_length", *((own,) if way.is_this_job and own in {"blocks", "as_is"} else ()))
 
     def _streams(self) -> Iterator[Filling]:
-        """Yield windows of all texts end to end, with the stride of the job and without overlap."""
+        """Yield records for windows of all texts end to end, with the stride of the job and without overlap."""
         longest, stride = self.job.sequence_length, self.job.data.stride
         steps = [longest] if checked_stride(stride, longest) == longest else [longest, checked_stride(stride, longest)]
         is_stream = not (self.job.data.pack or self._are_samples or self.job.data.order == "streams")
@@ -171,7 +171,7 @@ class Texts(NamedTuple):
         )
 
     def _planned(self, way: _Way, order: str, batches: int | Buckets) -> Filling:
-        """Count the padding in the batches of an epoch."""
+        """Return the record for the batches of an epoch, with their padding."""
         samples = _Samples(way, self.job.sequence_length)
         num_batches, num_elements = 0, 0
         for ids in _epoch(batches_of(samples, batches, self.job.seed, self._shuffle(order))):
@@ -192,12 +192,12 @@ class Texts(NamedTuple):
     def _shuffle(self, order: str) -> bool | BlockShuffle:
         if order != "blocks":
             return order != "as_is"
-        # The lengths are a sample of one text in `scale`, so a block has fewer of them.
+        # `lengths` has one of `scale` texts, so a block has fewer lengths than texts.
         return BlockShuffle(max(round(BlockShuffle.block_samples / self.scale), 1))
 
 
 class _Way(NamedTuple):
-    """Samples known by their tokens, and by the bytes of their texts if only these are known when batches are made."""
+    """Samples, given by their numbers of tokens, and by the bytes of their texts if batches are made by bytes."""
 
     name: str
     lengths: Ints

@@ -1,10 +1,10 @@
-"""A test that a model keeps the texts of a packed row apart. It runs the model, so no list of models has to be kept.
+"""A test that a model keeps the texts of a packed row apart. It runs the model, so no list of models is needed.
 
 The test runs packed rows of two texts, with different tokens in the first text. The outputs for the second text must
-not change, and must equal its outputs without the first. This detects recurrent and state-space layers,
-convolutions, attention that ignores ``position_ids`` or a mask, and a cache that disables packing. It costs four
-forward passes of 24 tokens. Not handled: gradients (they follow from the outputs), models without an output per
-token.
+not change, and must equal the outputs for the second text alone. This detects recurrent and state-space layers,
+convolutions, attention that ignores ``position_ids`` or a mask, and a cache that disables packing. It costs three
+forward passes of 24 tokens and two shorter passes. Not handled: gradients (they follow from the outputs), models
+without an output per token.
 
 Shapes: B rows, T tokens of a row, O outputs per token.
 """

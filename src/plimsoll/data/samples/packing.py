@@ -12,7 +12,7 @@ same texts unpacked.
 Not handled: classification, which has one label per row, and recurrent networks, whose state runs from one text into
 the next.
 
-Shapes: B rows, T tokens of a row, M spans of all rows, N tokens of all spans.
+Shapes: B rows, T tokens of a row; M spans in all rows together, N tokens in all spans together.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Pattern = tuple[tuple[int, int], ...]  # (length, number of spans) for one kind
 
 
 class Packs:
-    """The spans of each row; picklable. Row ``i`` holds ``members[ends[i - 1] : ends[i]]`` (from 0 for the first)."""
+    """The spans of each row; picklable. Row ``i`` has the spans ``members[ends[i - 1] : ends[i]]`` (row 0: from 0)."""
 
     def __init__(self, spans: Spans, folder: Path, facts: Facts) -> None:
         self.spans, self.folder = spans, folder
@@ -68,8 +68,8 @@ class PackedDataset(Samples):
     """Rows of whole texts, for language modelling.
 
     Args:
-        packs: the texts of each row.
-        pad_id: the padding token. The padding of a row has positions like a separate text, and no labels.
+        packs: the spans of each row.
+        pad_id: the id of the padding token. The padding of a row has positions like a separate text, and no labels.
         mask: adds ``attention_mask`` (B, 1, T, T) bool, true where attention is allowed. It is for models that do not
             derive it from ``position_ids``: ``"causal"``, or ``"bidirectional"`` for encoders.
     """
@@ -123,7 +123,7 @@ def pack(spans: Spans, sequence_length: int | None = None, progress: Progress = 
 
     Args:
         spans: the texts or windows.
-        sequence_length: the tokens of a row; by default the maximum length of a span.
+        sequence_length: the number of tokens of a row; by default the maximum length of a span.
         progress: called with the stage ``"packs"``, and the done and total number of spans.
 
     Raises:
@@ -157,7 +157,7 @@ def open_packs(spans: Spans, folder: Path) -> Packs:
     """Open the memory-mapped packs that `pack` stored in ``folder``.
 
     Raises:
-        DataError: if they are missing or damaged.
+        DataError: if the packs are missing or damaged.
     """
     return Packs(spans, folder, kept_facts(folder, "packs"))
 
@@ -167,7 +167,7 @@ def best_fit(lengths_M: Ints, row_tokens: int) -> tuple[Ints, Ints]:
 
     Args:
         lengths_M: the length of each span, from 1 to ``row_tokens``, int64.
-        row_tokens: the tokens of a row.
+        row_tokens: the number of tokens of a row.
 
     Returns:
         the indices of the spans, row after row (M,), and the number of spans in each row (B,).
@@ -197,7 +197,7 @@ def num_packed_rows(lengths_M: Ints, row_tokens: int) -> int:
 def _row_kinds(nums: Ints, row_tokens: int) -> Iterator[tuple[_Pattern, int]]:
     """Yield kinds of rows and the number of rows of each kind, given the number of spans of each length."""
     by_room: dict[int, list[tuple[_Pattern, int]]] = {}  # rows by their number of free tokens
-    rooms = 0  # the same keys as bits: bit 5 is set if a row has 5 free tokens
+    rooms = 0  # the keys of `by_room` as bits: bit 5 is set if a row has 5 free tokens
     for length in np.flatnonzero(nums)[::-1].tolist():
         num_left = int(nums[length])
         while num_left:
@@ -219,6 +219,6 @@ def _row_kinds(nums: Ints, row_tokens: int) -> Iterator[tuple[_Pattern, int]]:
 
 
 def _least_room(rooms: int, length: int) -> int:
-    """Return the number of the lowest set bit that is at least ``length``, or 0."""
+    """Return the index of the lowest bit of ``rooms`` that is set and not below ``length``, or 0."""
     enough = rooms >> length
     return length + (enough & -enough).bit_length() - 1 if enough else 0

@@ -1,7 +1,7 @@
 """One prediction per text from the predictions for its windows, in one pass over batches in any order.
 
-Windows of a text are counted, so the memory for a text is freed with its last window. If windows arrive in order, no
-more texts are held than a batch has. Sums are in fp64. Not handled: weights per window, predictions per token.
+Windows of a text are counted, so the memory for a text is freed with its last window. If windows arrive in order, at
+most the texts of one batch are held. Sums are in fp64. Not handled: weights per window, predictions per token.
 
 Shapes: B windows of a batch, L classes, D texts that are complete.
 """

@@ -2,7 +2,7 @@
 
 All functions are a few numpy passes over the tokens, without Python loops over rows. Not handled: rows on a device.
 
-Shapes: B rows, T columns, N elements of all rows.
+Shapes: B rows, T columns, N elements in all rows together.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def positions(lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def places(starts_B: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the indices ``start, start + 1, ...`` of all rows, end to end (N,)."""
+    """Return the indices ``start, start + 1, ...`` of the elements of all rows, end to end (N,)."""
     return np.repeat(starts_B, lengths_B) + positions(lengths_B)
 
 
 def inside(lengths_B: NDArray[np.int64], num_columns: int) -> NDArray[np.bool_]:
-    """Return which cells of a padded table (B, T) hold an element."""
+    """Return whether each cell of a padded table (B, T) holds an element."""
     return np.arange(num_columns) < lengths_B[:, None]
 
 
 def padded(flat_N: NDArray[Element], inside_BT: NDArray[np.bool_], fill: int) -> NDArray[Element]:
-    """Return a table (B, T) with the elements in the cells that are inside, and ``fill`` in the others."""
+    """Return a table (B, T) with the elements in the cells where ``inside_BT`` is true, and ``fill`` elsewhere."""
     table_BT = np.full(inside_BT.shape, fill, flat_N.dtype)
     table_BT[inside_BT] = flat_N
     return table_BT

@@ -1,9 +1,9 @@
 """The positions of stream slots in a token stream, and how far back their gradients reach. It does not import torch.
 
-A stream is cut into one stream slot per sample of a batch. Each is read from beginning to end, one window per step, so
-the state after a window is the state before the next. Neighbouring windows and stream slots share one token. It is
-predicted at the end of the earlier window and read at the beginning of the later one. So each token except the first
-is predicted exactly once.
+A stream is cut into one stream slot per sample of a batch. Each slot is read from beginning to end, one window per
+step, so the state after a window is the state before the next. Neighbouring windows and stream slots share one token.
+It is predicted at the end of the earlier window and read at the beginning of the later one. So each token except the
+first is predicted exactly once.
 
 Window s of stream slot b is sample ``s * num_slots + b``. So consecutive samples form batches with one window of each
 stream slot. Tokens are not read: texts are given by the indices of their end tokens.
@@ -30,12 +30,12 @@ class StreamSlots:
     Args:
         begin: the index of the first token.
         num_tokens: the number of tokens.
-        num_slots: the number of stream slots, equal to the samples of a batch.
-        sequence_length: tokens of a window; all except the last are read.
+        num_slots: the number of stream slots, equal to the number of samples of a batch.
+        sequence_length: the number of tokens of a window; all except the last are read.
 
     Raises:
-        InputError: if a number is too small.
-        DataError: if there are too few tokens for each stream slot to predict one.
+        InputError: if ``begin``, ``num_slots`` or ``sequence_length`` is too small.
+        DataError: if there are too few tokens for each stream slot to predict one token.
     """
 
     begin: int
@@ -110,7 +110,7 @@ class StreamSlots:
 
 
 def refuse_no_slot(num_tokens: int, num_slots: int, sequence_length: int, text: str = "a stream") -> None:
-    """Raise if there are too few tokens for each stream slot to predict one. ``text`` names the tokens in the message.
+    """Raise if the tokens are too few for each stream slot to predict one. ``text`` names the tokens in the message.
 
     Raises:
         DataError: if there are at most ``num_slots`` tokens.
@@ -129,8 +129,8 @@ def truncated_reach(num_read: int, segment_steps: int) -> GradientReach:
     For streams, use `StreamSlots.reach`.
 
     Args:
-        num_read: the number of tokens of a window that are read to predict another.
-        segment_steps: the tokens of a segment.
+        num_read: the number of tokens of a window that are read to predict the next token.
+        segment_steps: the number of tokens of a segment.
     """
     reaches = np.arange(num_read) % segment_steps + 1
     return GradientReach(most_tokens=int(reaches.max()), mean_tokens=float(reaches.mean()))
@@ -161,13 +161,13 @@ def slots_of_stream(
     """Return the stream slots for training and for validation. Validation takes the end, so both are contiguous.
 
     Args:
-        num_tokens: the tokens of the whole stream.
+        num_tokens: the number of tokens of the whole stream.
         share: the fraction of tokens held out, from 0 to less than 1. With 0, the validation slots are ``None``.
-        num_slots: the samples of a batch.
-        sequence_length: tokens of a window.
+        num_slots: the number of samples of a batch.
+        sequence_length: the number of tokens of a window.
 
     Raises:
-        DataError: if one of the two parts is too short.
+        DataError: if the training part or the validation part is too short.
     """
     num_held_out = round(num_tokens * share)
     num_training = num_tokens - num_held_out
@@ -176,7 +176,7 @@ def slots_of_stream(
 
 
 def first_tokens(text_ends: Ints, starts_B: Ints, num_columns: int) -> NDArray[np.bool_]:
-    """Return which tokens of some windows (B, T) are the first of a text. The first text is not marked."""
+    """Return whether each token of windows (B, T) is the first of a text. The stream's first text is not marked."""
     is_first_BT = np.zeros((len(starts_B), num_columns), np.bool_)
     first_B = np.searchsorted(text_ends, starts_B - 1)
     nums_B = np.searchsorted(text_ends, starts_B - 1 + num_columns) - first_B

@@ -27,7 +27,7 @@ class StreamDataset(Samples):
     """The windows of the stream slots of a token stream. All windows of a batch have equal length.
 
     Args:
-        store: the texts.
+        store: the tokens of all texts.
         slots: the positions of the stream slots in the store.
         resets: whether samples mark where texts begin, so that the state is reset there.
     """
@@ -61,7 +61,7 @@ class StreamDataset(Samples):
 
         Labels are for a model that shifts them: the last token is predicted and not read. With resets, the batch also
         has ``resets`` (B, T) bool, true for tokens before which the state is reset. If windows differ in length, the
-        shorter ones are padded with tokens that are not predicted.
+        shorter windows are padded with tokens that are not predicted.
         """
         starts_B, lengths_B = self.slots.places(ids)
         num_columns = int(lengths_B.max())

@@ -1,10 +1,10 @@
 """The tags of words, and the labels of tokens that words are split into.
 
 Words are tokenized one by one, so a token never spans two words. The label of a word is on its first token; its other
-tokens have none, as is usual in token classification. A word for which the tokenizer returns no token is dropped with
-its tag, and counted. A word with the tag -100 has no label. Tags may mark entities (O, B-X, I-X, also E-X and S-X).
-For labels in windows, see `plimsoll.data.samples.texts`. Not handled: labels on all tokens of a word, several tags
-per word.
+tokens have no label, as is usual in token classification. A word for which the tokenizer returns no token is dropped
+with its tag, and counted. A word with the tag -100 has no label. Tags may mark entities (O, B-X, I-X, also E-X and
+S-X). For labels in windows, see `plimsoll.data.samples.texts`. Not handled: labels on all tokens of a word, several
+tags per word.
 
 Shapes: N tokens, W words.
 """
@@ -39,10 +39,10 @@ def tags_of(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[str, ..
 
     Args:
         corpus: texts that were opened with ``Reading(is_tagged=True)``.
-        names: the tags, if known (the tags of the training texts). They are then returned, after a check.
+        names: the tags, if known (the tags of the training texts). They are then checked and returned.
 
     Raises:
-        DataError: if there are fewer than 2 tags, or one is not in ``names``.
+        DataError: if there are fewer than 2 tags, or a tag of the texts is not in ``names``.
     """
     own = tuple(corpus.tag_counts)
     if not own:
@@ -66,7 +66,7 @@ def are_of_entities(names: Sequence[str]) -> bool:
 
 
 def entity_note(names: Sequence[str]) -> str | None:
-    """Return why entity F1 is not computed although some tags have an entity prefix, or ``None`` if none has."""
+    """Return why entity F1 is not computed if only some tags have an entity prefix; ``None`` if all or no tags do."""
     others = _without_prefix(names)
     if not others or not any(name.startswith(_PREFIXES) for name in names):
         return None
@@ -81,7 +81,10 @@ def _without_prefix(names: Sequence[str]) -> list[str]:
 
 
 class Words(NamedTuple):
-    """The words of a text, or of a part of it, and the numbers of their tags."""
+    """The words of a text or of a part of a text, and the indices of their tags.
+
+    ``is_last`` marks the last part of a text. ``num_bytes`` is the part's share of the bytes of the stored text.
+    """
 
     words: list[str]
     tags: list[int]
@@ -90,7 +93,7 @@ class Words(NamedTuple):
 
 
 def tagged_words(corpus: Corpus, first_text: int = 0) -> Iterator[Words]:
-    """Yield the words of texts in order, in parts of at most `_PIECE_WORDS` words. Parts do not change tokens."""
+    """Yield the words of texts in order, in parts of at most `_PIECE_WORDS` words. The split does not change tokens."""
     numbers = {name: number for number, name in enumerate(corpus.tag_counts)} | {NO_TAG: NO_LABEL}
     for text in corpus.tagged(first_text):
         words, names = words_and_tags(text)
@@ -105,8 +108,8 @@ def tagged_words(corpus: Corpus, first_text: int = 0) -> Iterator[Words]:
 class Encoded(NamedTuple):
     """Tokens end to end (N,), the number of tokens of each text or piece, and labels (N,) if words have tags.
 
-    ``num_lost_words`` words have no token. ``marks`` (N,) mark the beginnings of sentences and paragraphs, if
-    requested.
+    ``num_lost_words`` is the number of words without a token. ``marks`` (N,) mark the beginnings of sentences and
+    paragraphs, if requested.
     """
 
     tokens: NDArray[np.uint32]

@@ -1,7 +1,7 @@
 """The teacher cache: a teacher's most likely tokens for each position, or its scores of labels, in files.
 
     with TeacherCacheFiles(folder, ends, num_kept, num_words) as files:  # resumes after an interruption
-        files.write(first, words_BTk, log_p_BTk)
+        files.write(words_BTk, log_p_BTk)
     samples = WithTeacher(samples, open_teacher_cache(folder))  # samples with the fields `WORDS` and `LOG_P`
 
 A row of a file belongs to one position of a sample, or to a whole sample if samples are classified. Rows are in the
@@ -35,7 +35,10 @@ _SAMPLES_PER_PASS = 1 << 20
 
 
 class TeacherRows(NamedTuple):
-    """The rows of all samples. Rows of sample n end at ``ends[n]``; ``words`` is ``None`` if all labels are kept."""
+    """The teacher's rows of all samples. The rows of sample n end at ``ends[n]``.
+
+    ``words`` are the kept tokens, or ``None`` if all labels are kept; ``log_p`` are the log-probabilities.
+    """
 
     ends: NDArray[np.int64]
     words: NDArray[Any] | None
@@ -62,9 +65,9 @@ class TeacherCacheFiles:
     """A writer of rows in the order of the samples. ``num_done`` samples are already on disk.
 
     Args:
-        folder: the folder of the files. The work of an interrupted writer is continued.
-        ends: the end of the rows of each sample.
-        num_kept: k.
+        folder: the folder of the files. The writer continues after the samples of an interrupted writer.
+        ends: the end of the rows of each sample (`ends_of`).
+        num_kept: the number of tokens or labels kept per row, k.
         num_words: the size of the vocabulary; ``None`` if all labels are kept, in their order.
 
     Raises:
@@ -122,7 +125,7 @@ def open_teacher_cache(folder: Path) -> TeacherRows:
     """Open the memory-mapped rows that `TeacherCacheFiles` wrote.
 
     Raises:
-        DataError: if they are missing or damaged.
+        DataError: if the rows are missing or damaged.
     """
     facts = kept_facts(folder, "words of the teacher")
     require_whole(folder / _ENDS_FILE)
@@ -134,7 +137,7 @@ def open_teacher_cache(folder: Path) -> TeacherRows:
 
 
 class WithTeacher:
-    """A `Dataset` of samples with the teacher's tokens and probabilities. Values on padding must be ignored."""
+    """A `Dataset` of samples with the teacher's tokens and probabilities. Their entries on padding must be ignored."""
 
     def __init__(self, samples: Samples | Subset, rows: TeacherRows) -> None:
         self._samples, self._rows = samples, rows
@@ -151,7 +154,7 @@ class WithTeacher:
 
     @property
     def fingerprint(self) -> str | None:
-        """The fingerprint of the samples, without the teacher's values; ``None`` if they have none."""
+        """The fingerprint of the samples, without the teacher's rows; ``None`` if the samples have no fingerprint."""
         return getattr(self._samples, "fingerprint", None)
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -44,10 +44,10 @@ class Spans:
     The span of an empty text consists of its special tokens, or of the end token if there are no special tokens.
 
     Attributes:
-        num_long_texts: texts longer than a sample.
-        num_truncated: long texts that were truncated.
-        num_dropped_tokens: tokens lost by truncation.
-        num_cut_inside: windows that do not end at a border because no border fits.
+        num_long_texts: the number of texts longer than a sample.
+        num_truncated: the number of texts that were truncated.
+        num_dropped_tokens: the number of tokens lost by truncation.
+        num_cut_inside: the number of windows that do not end at a border because no border fits.
     """
 
     def __init__(self, store: TokenStore, folder: Path, facts: Facts) -> None:
@@ -104,7 +104,7 @@ class Spans:
         return ids if self._table is None else np.searchsorted(self.store.ends, self._table[0][ids])
 
     def num_of_parents(self, parents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of spans of each of these texts, (B,)."""
+        """Return the number of spans of each of the texts ``parents``, (B,)."""
         if self._table is None:
             return np.ones(len(parents), np.int64)
         starts_B, lengths_B = _texts(self.store, parents, self.with_end, self.template)
@@ -155,12 +155,13 @@ def cut_texts(
 
     Args:
         store: the texts.
-        sequence_length: the maximum tokens of a span, including special tokens.
-        long_texts: the treatment of longer texts. ``"window"`` cuts them into spans, ``"truncate"`` keeps one part, and
-            ``"stop"`` raises.
-        stride: tokens from the beginning of a window to the next, from 1 to the text tokens of a span (the default).
-        borders: the borders at which windows end. A window ends at the last border that fits, or where the span is full
-            if none fits. The store must have been made with ``borders``.
+        sequence_length: the maximum number of tokens of a span, including special tokens.
+        long_texts: the treatment of longer texts. ``"window"`` cuts them into spans, ``"truncate"`` keeps one span of
+            each, and ``"stop"`` raises.
+        stride: the number of tokens from the beginning of a window to the next beginning, from 1 to the maximum number
+            of text tokens of a span (the default).
+        borders: the kind of border at which windows end. A window ends at the last border that fits, or where the span
+            is full if no border fits. The store must have been made with ``borders``.
         with_end: whether the end token belongs to its text, so that language models learn where a text ends.
         template: the special tokens around each span.
         keeps_end: whether truncation drops the beginning of a text instead of its end.
@@ -184,7 +185,7 @@ def cut_texts(
         borders,
         with_end,
     )
-    if template.num_tokens or keeps_end:  # without these, cache entries from before these settings stay valid
+    if template.num_tokens or keeps_end:  # otherwise, cache entries from before these settings stay valid
         settings = (*settings, template, keeps_end)
     folder = store.folder.parent / f"spans-{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
     lengths_of = partial(_texts, store, with_end=with_end, template=template)
@@ -206,7 +207,7 @@ def open_spans(store: TokenStore, folder: Path) -> Spans:
     """Open the memory-mapped spans that `cut_texts` or `select_spans` stored in ``folder``.
 
     Raises:
-        DataError: if they are missing or damaged.
+        DataError: if the spans are missing or damaged.
     """
     return Spans(store, folder, kept_facts(folder, "spans"))
 
@@ -218,7 +219,7 @@ def select_spans(spans: Spans, name: str, is_chosen: Callable[[NDArray[np.int64]
     Args:
         spans: the spans of all texts.
         name: the cache key of the selection; it must identify the selection.
-        is_chosen: returns which of the texts with the given indices are selected.
+        is_chosen: returns for an array of text indices whether each text is selected.
 
     Raises:
         OutputError: if the cache cannot be written.
@@ -234,10 +235,10 @@ def select_spans(spans: Spans, name: str, is_chosen: Callable[[NDArray[np.int64]
 
 
 def checked_stride(stride: int | None, sequence_length: int) -> int:
-    """Return the stride, which is the whole length by default.
+    """Check and return the stride, which is ``sequence_length`` by default.
 
     Raises:
-        DataError: if it is out of range.
+        DataError: if the stride is out of range.
     """
     if stride is not None and not 1 <= stride <= sequence_length:
         raise DataError(
@@ -247,7 +248,7 @@ def checked_stride(stride: int | None, sequence_length: int) -> int:
 
 
 def _texts(store: TokenStore, ids: NDArray[np.int64], with_end: bool, template: Template) -> Table:
-    """Return where texts begin and their numbers of tokens, without special tokens."""
+    """Return the index of the first token of each text, and its number of tokens without special tokens."""
     starts_B = np.where(ids > 0, store.ends[ids - 1] + 1, 0)
     return starts_B, np.maximum(store.ends[ids] - starts_B + with_end, 0 if template.num_tokens else 1)
 

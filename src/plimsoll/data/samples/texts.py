@@ -5,7 +5,7 @@ of its text. `Spans.parents` returns the text of each window, and `plimsoll.data
 for windows into one per text. Token augmentation is applied when samples are read. Not handled: several classes per
 text.
 
-Shapes: B samples of the batch, T tokens of the longest, N tokens of all.
+Shapes: B samples of the batch, T tokens of the padded rows, N tokens of all samples together.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ class DocumentDataset(Samples):
 
     Args:
         spans: the texts, or their windows.
-        labels: the class of every text, or the labels of tokens, or ``None`` for language modelling. Then each token is
-            its own label unless an earlier window of the text predicts it, for a model that shifts the labels.
-        pad_id: the padding token.
+        labels: the class of every text, or the labels of tokens, or ``None`` for language modelling. With ``None``,
+            each token is its own label, for a model that shifts the labels. A token that an earlier window of the text
+            predicts has no label.
+        pad_id: the id of the padding token.
         pad_multiple: rows are padded to a multiple of this, but to no more than the maximum length of a span. ``None``
             chooses the largest of 8, 4, 2 and 1 that adds at most 3 % to the tokens.
         augmentation: a change to the tokens of each sample, drawn anew in each epoch. In language modelling, the labels
             of masked tokens are still the original tokens.
 
     Raises:
-        DataError: if ``token_function`` is used for language modelling.
+        DataError: if ``token_function`` is used for language modelling or with labels of tokens.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class TokenLabels:
         return TokenLabels, (self._store, self.names)
 
     def of(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the label of each token of spans, end to end (N,); -100 if it has none, or has it in another span."""
+        """Return the label of each token of spans, end to end (N,); -100 if it has no label here."""
         starts_B, lengths_B = spans.places(ids)
         require_runs(self._store.labels, starts_B, starts_B + lengths_B)
         labels_N = self._labels[ragged.places(starts_B, lengths_B)]
@@ -167,7 +168,7 @@ class TokenLabels:
         return spans.template.around(own_N, lengths_B, IGNORED_LABEL)[0]
 
     def begins(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which tokens of spans, end to end (N,), begin a word. Special tokens count as words.
+        """Return whether each token of spans, end to end (N,), begins a word. Special tokens count as words.
 
         The first text token of a window is also marked, even if it is inside a word.
         """
@@ -185,8 +186,8 @@ def split_by_text(spans: Spans, share: float, seed: int, is_drawn: bool = True) 
 
     Args:
         spans: the windows of all texts.
-        share: the fraction to hold out, from 0 (exclusive) to less than 1. `split` would hold out the same texts.
-        seed: another seed draws other texts.
+        share: the fraction to hold out, from 0 to 1 (both exclusive). `split` would hold out the same texts.
+        seed: a different seed draws different texts.
         is_drawn: whether held-out texts are drawn at random; otherwise they are the last texts.
 
     Returns:

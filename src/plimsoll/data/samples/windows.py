@@ -4,7 +4,7 @@ A dataset has a length and `batch(ids)`, one vectorized gather from the memory-m
 memory. It is also an ordinary map-style ``torch.utils.data`` dataset with a `collate` method. The held-out share is
 drawn by a keyed permutation, so a split of any size is two small objects instead of two lists.
 
-Texts as separate samples, also cut at borders of sentences, are in `plimsoll.data.samples.texts`. Rows of whole texts
+Texts as separate samples, whole or cut into windows, are in `plimsoll.data.samples.texts`. Rows of whole texts
 without attention between them are in `plimsoll.data.samples.packing`. Batches are made in
 `plimsoll.data.batches.batching`.
 
@@ -57,7 +57,7 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]], ABC):
     ``padding`` maps each padded field to its padding value. If it is empty, all rows have equal length.
     """
 
-    block_samples = BlockShuffle.block_samples  # consecutive samples that are read together, in an order by blocks
+    block_samples = BlockShuffle.block_samples  # consecutive samples in a block, if the order is shuffled in blocks
     reads_fast = True  # from a memory-mapped file; to get a batch from a worker process would take longer
     sequence_length: int
     pad_multiple = 1
@@ -122,9 +122,10 @@ class WindowDataset(Samples):
     window predicts has the label -100. So every token except the first is predicted exactly once.
 
     Args:
-        store: the texts.
-        sequence_length: the tokens of a window.
-        stride: tokens from the beginning of a window to the next, from 1 to ``sequence_length`` (the default).
+        store: the tokens of all texts.
+        sequence_length: the number of tokens of a window.
+        stride: the number of tokens from the beginning of a window to the next beginning, from 1 to ``sequence_length``
+            (the default).
 
     Raises:
         DataError: if the text does not fill one window, or the stride is out of range.
@@ -183,7 +184,7 @@ class Selection:
 
     @property
     def identity(self) -> tuple[str | int, ...]:
-        """Values that differ from those for other selections of the same size."""
+        """Values that identify this selection among all selections of the same size."""
         return *self._order.identity, self._start, self._stop
 
     def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -249,7 +250,7 @@ def split(num_samples: int, share: float, seed: int, is_drawn: bool = True) -> t
         num_samples: the length of the dataset.
         share: the fraction for validation, from 0 to less than 1. If it is positive, both sides have at least one
             sample.
-        seed: another seed draws other samples.
+        seed: a different seed draws different samples.
         is_drawn: whether validation samples are drawn at random, and both sides are shuffled. Otherwise validation gets
             the last samples, and the order is kept.
 

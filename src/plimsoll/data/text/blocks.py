@@ -1,9 +1,9 @@
 """Blocks of consecutive texts in bounded memory, for orders that are shuffled in blocks.
 
 A fully shuffled order over a file larger than memory reads a page of 4 KiB for every text, or more with read-ahead. An
-order that takes its texts from a few blocks at a time reads each block once, contiguously. The system is told about all
-blocks of a batch before the first is read. This module does not create such an order; with any other order it reads a
-block for every text.
+order that takes its texts from a few blocks at a time reads each block once, contiguously. The operating system is told
+about all blocks of a batch before the first block is read. This module does not create such an order; with any other
+order it reads a block for every text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Runs = tuple[list[int], list[bytes]]  # offsets of stretches in all files laid e
 
 
 class Readable(Protocol):
-    """The interface of a corpus that blocks are read from."""
+    """The interface of a corpus from which blocks are read."""
 
     @property
     def texts_per_block(self) -> int:
@@ -30,11 +30,11 @@ class Readable(Protocol):
     def __len__(self) -> int: ...
 
     def byte_lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the bytes of texts in their files."""
+        """Return the sizes of texts in their files, in bytes."""
         ...
 
     def raw_runs(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the bytes of consecutive texts, and their offsets in all files laid end to end."""
+        """Yield runs of consecutive texts: the offset in all files laid end to end, and the bytes."""
         ...
 
     def announce(self, first: int, last: int) -> None:
@@ -43,7 +43,7 @@ class Readable(Protocol):
 
 
 class Blocks:
-    """A cache of the most recently used blocks, at most ``cache_bytes`` of their files."""
+    """A cache of the most recently used blocks, of at most ``cache_bytes`` bytes in all."""
 
     def __init__(self, corpus: Readable, cache_bytes: int) -> None:
         self._corpus, self.cache_bytes = corpus, cache_bytes
@@ -52,7 +52,7 @@ class Blocks:
         self._kept_bytes = 0
 
     def raws(self, ids: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> list[bytes]:
-        """Return the bytes of texts, given their numbers, and their spans in all files laid end to end."""
+        """Return the bytes of texts, given their indices and their spans in all files laid end to end."""
         numbers = ids // self._per_block
         for number in np.unique(numbers).tolist():
             if number in self._kept:

@@ -6,8 +6,8 @@ stream, so memory is bounded. An interrupted conversion leaves no files.
 
 The name of a file determines its format; for compressed files, the name without ``.gz`` or similar
 (`plimsoll.data.text.unpack`). Other sources are a `datasets.Dataset`, a folder written by its ``save_to_disk``, and
-``hf:NAME[:CONFIG[:SPLIT]]``. The last is loaded by `datasets.load_dataset` (``hf:imdb::test`` has no configuration; the
-default split is ``train``).
+``hf:NAME[:CONFIG[:SPLIT]]``. The last form is loaded by `datasets.load_dataset` (``hf:imdb::test`` has no
+configuration; the default split is ``train``).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PlainFile(NamedTuple):
 
 
 class PlainFiles(NamedTuple):
-    """The files that can be indexed, and the names of all other files found, with the reason.
+    """The files that can be indexed, and the names of the files left out, each with the reason.
 
     ``num_hidden`` counts hidden files and folders.
     """
@@ -155,7 +155,7 @@ def _is_dataset(source: Any) -> bool:
 
 
 class _Converting:
-    """Converter of files that uses earlier results from the cache; it adds to ``left_out``."""
+    """Converter of files that uses earlier results from the cache. It adds unusable archive members to ``left_out``."""
 
     def __init__(self, reading: Reading, cache: Path, report: _Report, left_out: dict[str, str]) -> None:
         self._reading, self._cache, self.report, self._left_out = reading, cache, report, left_out
@@ -180,7 +180,7 @@ class _Converting:
         return [_as_plain(name, path, file.named, _form_of_store(self._reading), facts)]
 
     def _lines(self, file: SourceFile, name: str) -> SourceFile:
-        """Return the JSON lines of a file: the file itself, or a converted one."""
+        """Return the JSON lines of a file: the file itself, or a converted file."""
         os.close(descriptor_of(file.path, self.report.copied))
         if are_lines(read_head(file.path, HEAD_BYTES)):
             return file
@@ -329,7 +329,7 @@ def _unpacking(called: str) -> Iterator[None]:
 
 @contextmanager
 def _table(path: str, name: str, form: str, told: Told) -> Iterator[Table]:
-    """Open a table, and keep its copy in the cache while it is read, if it is a copy."""
+    """Open a table. If it is a copy of a remote file, the copy stays in the cache while it is read."""
     from plimsoll.data.text.tables import OPENERS
 
     with held(path, told), OPENERS[form](path, name) as table:

@@ -2,8 +2,8 @@
 
 No texts are cached, and at most 64 files are open, so the private memory of a process does not grow. Forked processes
 do not share a file position. With `Corpus.with_blocks`, a corpus caches blocks of consecutive texts, so that an order
-shuffled in blocks reads each block once, contiguously. A change of a file's content is noticed by its size and time, or
-if its text no longer decodes.
+shuffled in blocks reads each block once, contiguously. A change of a file's content is detected by its size and time,
+or if its text no longer decodes.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _BORDER_WINDOW_BYTES = 4 << 10
 
 
 class Corpus:
-    """The texts of some files, by number. It is picklable: unpickling maps the index again.
+    """The texts of some files, by index. It is picklable: unpickling maps the index again.
 
     Reading keeps files open: give each thread a corpus of its own. Forked processes may share one.
 
     Attributes:
         folder: the store that holds the index.
-        num_bytes: the bytes of all texts in their files (converted files: in the store), with line ends and quoting.
+        num_bytes: the size of all texts in their files (converted files: in the store), with line ends and quoting.
         key: a hash of the content, independent of its location: equal files that are read alike have equal keys.
         skipped: the first 100 rows and files that were left out, with the reason; ``num_skipped`` is their total
             number.
-        num_hidden: the number of hidden files and folders that were found and not read, if opened from its sources.
+        num_hidden: the number of hidden files and folders that were found and not read; 0 if only the index was opened.
         left_out: the files without a text.
         label_names: the names of the classes, if a label column was requested.
         labels: the class index of each text (memory-mapped), or ``None``.
@@ -105,13 +105,13 @@ class Corpus:
         return np.diff(self._first_texts)
 
     def texts(self, ids: NDArray[np.int64]) -> list[str]:
-        """Return texts by their numbers; consecutive texts are read at once.
+        """Return texts by their indices; consecutive texts are read at once.
 
         Args:
-            ids: the numbers of the texts (B,), int64.
+            ids: the indices of the texts (B,), int64.
 
         Raises:
-            IndexError: if a number is negative or too large.
+            IndexError: if an index is negative or too large.
             DataError: if a file has changed since it was indexed.
         """
         ids = np.asarray(ids, np.int64)
@@ -124,7 +124,7 @@ class Corpus:
         return self._scattered(ids)
 
     def read_range(self, first: int, last: int) -> list[str]:
-        """Return the consecutive texts ``first`` to ``last - 1``, read at once."""
+        """Return the consecutive texts ``first`` to ``last - 1``, read in runs of 256 KiB."""
         texts: list[str] = []
         for run in self._runs(first, last):
             texts += self._run(*run)
@@ -168,14 +168,14 @@ class Corpus:
             )
 
     def byte_lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the bytes of texts in their files (B,), with line ends and quoting."""
+        """Return the sizes of texts in their files in bytes (B,), with line ends and quoting."""
         begins, ends, _ = self._spans(np.asarray(ids, np.int64))
         return ends - begins
 
     def with_blocks(self, cache_bytes: int = 32 << 20) -> Corpus:
-        """Return a corpus that caches whole blocks of texts, up to ``cache_bytes`` of their files.
+        """Return a corpus that caches whole blocks of texts, up to ``cache_bytes`` bytes.
 
-        A block is `texts_per_block` consecutive texts, about 64 KiB of their files, read at once. Use it for orders
+        A block is `texts_per_block` consecutive texts, about 64 KiB, read at once. Use it for orders
         that take texts from few blocks at a time; any other order reads far too much.
         """
         return Corpus(self.folder, self._facts, cache_bytes)
@@ -212,10 +212,10 @@ class Corpus:
                     yield from _cut(text.encode("utf-8"))
 
     def sample(self, max_bytes: int) -> Iterator[str]:
-        """Yield about ``max_bytes`` of the texts at most: all of them, or the texts at evenly spaced places of 32 KiB.
+        """Yield texts of about ``max_bytes`` bytes at most: all texts, or the texts in evenly spaced slices of 32 KiB.
 
-        For a document of plain text, the part at that place is taken; of shorter texts, those beginning there. A
-        character cut at a border is left out.
+        A document of plain text is cut to its part in the slice; other texts are taken whole if they begin in the
+        slice. A character cut at the edge of a slice is left out.
         """
         total_bytes = int(self._begins[-1])
         num_slices = min(-(-total_bytes // _SLICE_BYTES), max(max_bytes // _SLICE_BYTES, 1))
@@ -224,7 +224,7 @@ class Corpus:
             yield from self._texts_at(begin, min(begin + _SLICE_BYTES, following))
 
     def _texts_at(self, begin: int, end: int) -> Iterator[str]:
-        """Yield the texts that begin in a range of all files laid end to end; of documents, the part in the range."""
+        """Yield the texts that begin in a range of all files laid end to end. Documents are cut to the range."""
         first, last = (int(number) for number in np.searchsorted(self._begins, [begin, end]))
         if first and self._is_document(self._file_of(first - 1)):
             first -= 1  # this document began before the range
@@ -333,7 +333,7 @@ def open_index(folder: Path, cache_bytes: int = 0) -> Corpus:
 
     Args:
         folder: the store that holds the index.
-        cache_bytes: the bytes of blocks to cache; 0 for no cache.
+        cache_bytes: the maximum size of cached blocks in bytes; 0 for no cache.
 
     Raises:
         DataError: if the index is missing or damaged.
@@ -358,6 +358,6 @@ def _cut(raw: bytes) -> Iterator[tuple[str, bool]]:
 
 
 def _last_border(raw: bytes) -> int:
-    """Return where to split a part of a longer text: after the last word, or else after the last whole character."""
+    """Return the length at which to cut a part of a text: after the last word, or else the last whole character."""
     borders = [match.end() for match in _WORD_BORDER.finditer(raw, max(len(raw) - _BORDER_WINDOW_BYTES, 0))]
     return borders[-1] if borders else codecs.utf_8_decode(raw, "strict", False)[1]

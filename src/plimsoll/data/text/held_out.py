@@ -1,11 +1,11 @@
 """Held-out texts, the training texts and held-out texts as separate streams, and texts that occur in both.
 
-Whole texts are held out: random ones or the last ones. If texts are stored end to end, the texts of each side form a
-stream without the others: `ChosenTexts` provides its tokens. It uses a memory-mapped table of their places in the store
-(16 bytes per run of neighbouring texts, and 8 bytes per text). A text that occurs literally on both sides is found by a
-hash of its characters. Not handled: nearly identical texts.
+Whole texts are held out: random texts, or the last texts. If texts are stored end to end, the texts of each side
+(training or held-out) form a stream: `ChosenTexts` provides its tokens. It uses a memory-mapped table of their places
+in the store (16 bytes per run of neighbouring texts, and 8 bytes per text). A text that occurs literally on both sides
+is found by a hash of its characters. Not handled: nearly identical texts.
 
-Shapes: D texts, N tokens, R runs of neighbours.
+Shapes: D texts, N tokens, R runs of neighbouring texts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def num_held_out(num_samples: int, share: float) -> int:
 
 
 class Side(NamedTuple):
-    """The training texts or the held-out texts: a cache name of the choice, a predicate for texts, and their number."""
+    """The training texts or the held-out texts: a cache name of the choice, a predicate, and the number of texts."""
 
     name: str
     is_chosen: IsChosen
@@ -71,7 +71,7 @@ def sides(num_texts: int, share: float, seed: int, is_drawn: bool = True) -> tup
         num_texts: the number of all texts.
         share: the share to hold out, more than 0.
         seed: the seed of the random choice.
-        is_drawn: hold out random texts; if false, the last ones.
+        is_drawn: whether held-out texts are drawn at random; otherwise they are the last texts.
 
     Raises:
         DataError: if there are fewer than 2 texts.
@@ -94,7 +94,7 @@ def sides(num_texts: int, share: float, seed: int, is_drawn: bool = True) -> tup
 
 
 class ChosenTexts:
-    """Some texts of a store as `plimsoll.data.tokens.store.Tokens`; picklable."""
+    """The tokens of some texts of a store, with the interface `plimsoll.data.tokens.store.Tokens`; picklable."""
 
     def __init__(self, store: TokenStore, folder: Path) -> None:
         facts = kept_facts(folder, "chosen texts")
@@ -109,10 +109,10 @@ class ChosenTexts:
 
 
 class _Joined:
-    """The tokens of runs end to end.
+    """Runs of consecutive tokens of a store, joined end to end.
 
-    ``places`` (R,) are the beginnings of the runs in this stream, and ``shifts`` (R,) the distances to their places in
-    the store.
+    ``places`` (R,) are the starts of the runs in this stream. The place of a token plus the entry of its run in
+    ``shifts`` (R,) is its place in the store.
     """
 
     def __init__(self, tokens: NDArray[Any], places: Ints, shifts: Ints, num_tokens: int) -> None:
@@ -135,7 +135,7 @@ def choose_texts(store: TokenStore, name: str, is_chosen: IsChosen) -> Store[Cho
     Args:
         store: the tokens of all texts.
         name: the cache name of the selection, equal for equal selections.
-        is_chosen: the predicate for the numbers of texts: (D,) int64 to (D,) bool.
+        is_chosen: the predicate that maps the indices of texts, (D,) int64, to (D,) bool.
 
     Raises:
         OutputError: if the cache cannot be written.
@@ -166,7 +166,7 @@ def choose_texts(store: TokenStore, name: str, is_chosen: IsChosen) -> Store[Cho
 
 
 def signatures(corpus: Corpus) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
-    """Yield the numbers of texts and a hash of the characters of each, in order.
+    """Yield the indices of texts and a hash of the characters of each text, in order.
 
     White space around a text is ignored (a file ends with a newline, a row does not), and blank texts are left out.
     Memory: a piece of a text (`Corpus.pieces`), and the white space before it.
@@ -200,8 +200,8 @@ def num_on_both_sides(
     """Return how many held-out texts are also training texts; at most the first million held-out texts are checked.
 
     Args:
-        held: the numbers and hashes of held-out texts.
-        trained: the numbers and hashes of training texts.
+        held: the indices and hashes of held-out texts.
+        trained: the indices and hashes of training texts.
     """
     hashes: list[NDArray[np.uint64]] = []
     for _, some in held:
@@ -250,7 +250,7 @@ def said_of_repeated(num_texts: int) -> Iterator[str]:
 def only(
     is_wanted: IsChosen, found: Iterable[tuple[Ints, NDArray[np.uint64]]]
 ) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
-    """Yield the numbers and hashes of the texts for which ``is_wanted`` holds."""
+    """Yield the indices and hashes of the texts for which ``is_wanted`` holds."""
     for texts, hashes in found:
         wanted = is_wanted(texts)
         yield texts[wanted], hashes[wanted]
@@ -274,7 +274,7 @@ def refuse_same_files(train: Corpus, validation: Corpus) -> None:
 
 
 def _identity(path: Path) -> tuple[int, int] | str:
-    """Return the identity of a file, independent of its names."""
+    """Return the identity of a file, which does not depend on its name if the file exists."""
     try:
         status = path.stat()
     except OSError:  # a remote file, or a name that is not a path

@@ -2,8 +2,8 @@
 
 Every file is read once, in parallel: it is checked, hashed and split into texts. The beginnings of the texts are
 written to the index (8 bytes per text, memory-mapped; see `plimsoll.data.text.index_rows`). The texts stay in their
-files. The index is valid for the paths, sizes, times (of writing, and of any change) and a sample of the content of the
-files. If one of these differs, a new index is built. Memory: about 500 bytes per file, nothing per text.
+files. The index is valid for the paths, sizes, times (of modification and of inode change) and a sample of the content
+of the files. If one of these differs, a new index is built. Memory: about 500 bytes per file, nothing per text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress:
         progress: called with the stages ``"copy"`` (of remote files), ``"convert"`` and ``"index"``.
 
     Raises:
-        DataError: if a source is missing, if only white space is found, or if something cannot be read. With
+        DataError: if a source is missing, if only white space is found, or if a file or row cannot be read. With
             ``on_error="skip"``, unreadable rows and files are left out and listed in `Corpus.skipped`. Binary files in
             a folder or matched by a glob are always left out and listed.
         OutputError: if the index cannot be written.
@@ -78,7 +78,7 @@ def _opened(folder: Path, facts: Facts, num_hidden: int) -> Corpus:
 
 
 class _Looked(NamedTuple):
-    """A file that can be scanned."""
+    """A file that can be scanned. ``first`` is the offset of the first byte that may begin a text."""
 
     file: PlainFile
     layout: Layout
@@ -108,7 +108,7 @@ class _Writing:
 
     def __init__(self, rows: Rows, reading: Reading, progress: Progress) -> None:
         self._rows, self._reading, self._progress = rows, reading, progress
-        self._kept: list[tuple[_Looked, int]] = []  # with the number of its texts
+        self._kept: list[tuple[_Looked, int]] = []  # each file with the number of its texts
         self._left_out: list[str] = []
         self._whole_files: list[tuple[str, int, str]] = []  # text files with a fault: name, bytes, fault
         self._key = xxhash.xxh3_128()

@@ -2,9 +2,9 @@
 
 The index has three files:
 
-- ``begins.bin`` (int64, one more than there are texts): the offsets of texts in all files laid end to end. A text
+- ``begins.bin`` (int64, one entry more than texts): the offsets of texts in all files laid end to end. A text
   reaches to the beginning of the next, or to the end of its file. This includes its newline and skipped bytes after it.
-- ``gaps.bin`` (pairs of int64): the numbers and ends of texts that are followed by more than 1 MiB of skipped bytes, or
+- ``gaps.bin`` (pairs of int64): the indices and ends of texts that are followed by more than 1 MiB of skipped bytes, or
   by a skipped row.
 - ``labels.bin``: the class index of each text.
 
@@ -75,7 +75,7 @@ class Rows:
         self._source = source
         self._first_text, self._first_gap = self._num_texts, self._num_gaps
         self._paragraphs = Paragraphs(first)
-        self._starts = np.empty(0, np.int64)  # of the last text, which may extend into the next part
+        self._starts = np.empty(0, np.int64)  # the start of the last text, which may extend into the next part
         self._last_codes = np.empty(0, np.uint32)
         self._is_dropped = np.empty(0, np.bool_)
         self._num_lines = 0
@@ -179,7 +179,7 @@ class Rows:
         return ends
 
     def _is_shown(self) -> bool:
-        """Return whether the next fault is shown; for others, determining the line is not worth the time."""
+        """Return whether the next fault is shown; for other faults, determining the line is not worth the time."""
         return self._reading.on_error == "stop" or len(self.skipped) < MOST_SKIPPED_LISTED
 
     def _is_document(self) -> bool:
@@ -214,7 +214,7 @@ class Rows:
                 self._num_gaps += 1
 
     def _numbered(self, labels: Labels) -> NDArray[np.uint32]:
-        """Return the codes of a part as codes of all files, numbered in the order in which the names first occur."""
+        """Return the class codes of a part, numbered in the order in which the class names first occur in all files."""
         numbers = [self._names.setdefault(name, len(self._names)) for name in labels.names]
         if len(self._names) > MOST_LABELS:
             raise DataError(

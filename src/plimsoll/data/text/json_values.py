@@ -1,10 +1,10 @@
 """Conversion of JSON files to JSON lines: files with a list of objects, or with several objects in sequence.
 
 The list may be a field of the single object of a file, if it is the only list of objects in it. Other objects are
-refused with a command to type, so that no content is left out silently. Examples are objects with several lists,
+refused with a remedy, so that no content is left out silently. Examples are objects with several lists,
 objects of columns, and rows that contain a list.
 
-An object keeps the line in which it begins in its file, so that line numbers in messages are correct. If several
+An object keeps the number of the line in which it begins, so that line numbers in messages are correct. If several
 objects begin in one line, each gets its own line. Memory: the longest object. Not handled: lists deeper in an object.
 """
 
@@ -39,7 +39,7 @@ def are_lines(head: bytes) -> bool:
 
 
 class Field(NamedTuple):
-    """The value of a field in words, the number of objects in its list, and the field names of the first."""
+    """The value of a field in words, the number of objects in its list, and the field names of the first object."""
 
     kind: str
     is_nested: bool  # it is a list or an object
@@ -55,8 +55,8 @@ def fields_of_object(chunks: Iterator[bytes], most_bytes: int) -> dict[str, Fiel
         most_bytes: the maximum length of a value in bytes.
 
     Raises:
-        DataError: if it begins with an object that is not JSON, or has a field twice; the message does not name the
-            file.
+        DataError: if the file begins with an object that is not JSON or has a field twice; the message does not name
+            the file.
     """
     reading = _Reading(chunks, most_bytes)
     if reading.next_character() != "{":
@@ -94,7 +94,8 @@ def json_lines(chunks: Iterator[bytes], most_bytes: int, field: str | None = Non
         field: the field of the single object that holds the list; ``None``: the file is a list, or objects in sequence.
 
     Raises:
-        DataError: if it is not JSON, or an object is longer than ``most_bytes``; the message does not name the file.
+        DataError: if the file is not JSON, or an object is longer than ``most_bytes``; the message does not name the
+            file.
     """
     reading = _Reading(chunks, most_bytes)
     is_list = reading.next_character() == "["
@@ -116,7 +117,7 @@ def json_lines(chunks: Iterator[bytes], most_bytes: int, field: str | None = Non
 
 
 class _Reading:
-    """A part of a file in memory, and the position in it."""
+    """The part of a file that is in memory, and the position in it."""
 
     def __init__(self, chunks: Iterator[bytes], most_bytes: int) -> None:
         self._chunks, self._most_bytes = chunks, most_bytes
@@ -143,7 +144,7 @@ class _Reading:
             yield
 
     def items(self, end: str) -> Iterator[None]:
-        """Yield at each item of the list or object that begins here and ends with ``end``; the caller moves past it."""
+        """Yield at each item of the list or object that starts here and ends with ``end``; the caller skips it."""
         whole, item = ("list", "an object") if end == "]" else ("object", "a field")
         self.at += 1
         while (character := self.next_character()) != end:
@@ -194,7 +195,7 @@ class _Reading:
         return DataError(f"line {self.line + 1}: it is not a list of JSON objects ({why}): correct it")
 
     def _more(self) -> bool:
-        """Read at least a chunk, and as many bytes as are in memory; return whether there were more."""
+        """Read at least a chunk, and at least as much as is unread in memory; return whether anything was read."""
         if self._is_whole:
             return False
         raw, num_bytes = b"", len(self._text) - self.at
@@ -211,14 +212,14 @@ class _Reading:
 
 
 def field_of_rows(chunks: Iterator[bytes], reading: Reading) -> str | None:
-    """Return the field with the rows of the single object of a file; ``None`` if it is a row, or there are several.
+    """Return the field with the rows of a file's single object; ``None`` if the object is a row, or not the only one.
 
     Args:
         chunks: the bytes of the file.
         reading: the requested columns, which decide whether the object is the row.
 
     Raises:
-        DataError: if it is ambiguous; the message does not name the file.
+        DataError: if it is ambiguous which field holds the rows; the message does not name the file.
     """
     fields = fields_of_object(chunks, reading.max_text_bytes)
     if fields is None:

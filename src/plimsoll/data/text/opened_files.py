@@ -1,6 +1,6 @@
 """The open files of a corpus: at most 64 at a time, and each must be unchanged since it was indexed.
 
-Size and time are checked before each read of a batch, so any edit is noticed with the next batch. Converted files in
+Size and time are checked before each read of a batch, so any edit is detected with the next batch. Converted files in
 the cache are verified by their checksums (`plimsoll.files.checksums`), as far as they are read.
 """
 
@@ -47,7 +47,7 @@ class OpenFiles:
         return path
 
     def read(self, file: int, place: int, num_bytes: int) -> bytes:
-        """Return exactly ``num_bytes`` bytes of a file from ``place`` on."""
+        """Return exactly ``num_bytes`` bytes of a file from the offset ``place`` on."""
         descriptor = self.descriptor(file)
         self._require(file, np.array([place]), np.array([num_bytes]))
         raw = os.pread(descriptor, num_bytes, place)
@@ -56,7 +56,7 @@ class OpenFiles:
         return raw
 
     def read_many(self, file: int, places: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[bytes]:
-        """Return several stretches of a file."""
+        """Return several stretches of a file, given their offsets ``places`` and their sizes in bytes."""
         descriptor, pread = self.descriptor(file), os.pread
         self._require(file, places, sizes)
         spans = zip(sizes.tolist(), places.tolist(), strict=True)

@@ -48,7 +48,7 @@ def format_named(name: str) -> Format:
 
 
 class Scanned(NamedTuple):
-    """A file to scan: its path, its bytes, the offset at which its first text may begin, and its layout."""
+    """A file to scan: its path, its size, the offset at which its first text may begin, and its layout."""
 
     path: str
     num_bytes: int
@@ -64,7 +64,7 @@ def scan_files(
     Args:
         files: the files to scan, consumed lazily.
         max_text_bytes: a longer text is a fault.
-        num_bytes: the total bytes of the files.
+        num_bytes: the total size of the files in bytes.
     """
     with ExitStack() as stack:
         scanners = _Scanners(stack, num_bytes)
@@ -76,7 +76,7 @@ def scan_files(
 
 
 class _Scanners:
-    """Scanning processes, or threads for little data, if processes cannot be started, or if one was killed."""
+    """Scanning processes; threads instead if there is little data, or a process cannot be started or was killed."""
 
     def __init__(self, stack: ExitStack, num_bytes: int) -> None:
         self.number = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
@@ -136,7 +136,7 @@ def _in_order(
 
 
 def _tasks(parts: Iterable[Part], task_bytes: int) -> Iterator[list[Part]]:
-    """Yield lists of parts, each with about ``task_bytes`` at most."""
+    """Yield lists of parts, each of at most about ``task_bytes`` bytes in all."""
     task: list[Part] = []
     num_bytes = 0
     for part in parts:

@@ -50,7 +50,7 @@ class Sentence(NamedTuple):
 def pack_sentences(
     folder: Path, sentences: Iterator[Sentence], name: str, reading: Reading, show: Callable[[int], None]
 ) -> Facts:
-    """Write sentences into a store; return the count of each tag, and the skipped sentences. Empty ones are left out.
+    """Write sentences that are not empty into a store; return the count of each tag, and the skipped sentences.
 
     Args:
         folder: the folder of the store.
@@ -80,7 +80,7 @@ def pack_sentences(
 
 
 class _Packing:
-    """The state between sentences, and the bytes to write."""
+    """The tag counts and skipped sentences so far, and the bytes to write."""
 
     def __init__(self, name: str, reading: Reading) -> None:
         self._name, self._reading = name, reading
@@ -154,7 +154,7 @@ def conll_sentences(path: str, reading: Reading) -> Iterator[Sentence]:
     begin with # and have no tab are comments.
 
     Raises:
-        DataError: if it is not text, or a column is requested by a name.
+        DataError: if the file is not text, or a column is requested by a name.
     """
     begin, done_bytes = text_begin(path), 0
     conll = _Conll(reading, _has_tabs(read_head(path, _HEAD_BYTES)[begin:]))
@@ -240,7 +240,7 @@ def _column(asked: str | tuple[str, ...] | None, default: int) -> int:
 
 
 def _lines(file: IO[bytes], most_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield numbered lines; a line longer than allowed is shortened, but stays too long."""
+    """Yield numbered lines. A line that is too long is shortened, but still exceeds ``most_bytes``."""
     number = 0
     while raw := file.readline(most_bytes + 2):
         number += 1
@@ -254,7 +254,7 @@ def json_sentences(path: str, reading: Reading) -> Iterator[Sentence]:
     """Yield the sentences of JSON lines: the list of words and the list of tags of each object.
 
     Raises:
-        DataError: if it is not text, or the fields of the words and tags are ambiguous.
+        DataError: if the file is not text, or the fields of the words and tags are ambiguous.
     """
     columns: tuple[str, str] | None = None
     begin = text_begin(path)
@@ -321,7 +321,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _class_names(schema: Any, column: str) -> Sequence[str] | None:
-    """Return the names of numbered tags, which `datasets` stores in the schema of its files."""
+    """Return the names of numbered tags, which `datasets` stores in the schema of its files, or ``None``."""
     metadata = (schema.metadata or {}).get(_HUGGING_FACE)
     features = json.loads(metadata).get("info", {}).get("features", {}) if metadata else {}
     names = features.get(column, {}).get("feature", {}).get("names")
@@ -346,7 +346,7 @@ def _is_number_without_name(tag: int | str, names: Sequence[str]) -> bool:
 
 
 def tagged_columns(reading: Reading, columns: Sequence[str], of_lists: Sequence[str]) -> tuple[str, str]:
-    """Return the columns of the words and of the tags: the requested ones, or the only possible ones.
+    """Return the columns of the words and of the tags: the requested columns, or the only possible columns.
 
     Raises:
         DataError: if a requested column is missing, or the choice is ambiguous.

@@ -42,7 +42,7 @@ class SourceFile(NamedTuple):
 
 
 class SourceFiles(NamedTuple):
-    """The files to read, and the paths of all other files found, with the reason.
+    """The files to read, and the paths of all other files found, each with the reason why it is not read.
 
     ``num_hidden`` counts the hidden files and folders below the given folders.
     """
@@ -190,7 +190,7 @@ def _is_there(path: str) -> bool:
 
 
 def _once_each(files: list[SourceFile], left_out: dict[str, str]) -> list[SourceFile]:
-    """Return each file by one of its names: the name given by the user, else one of the real names, else the first."""
+    """Return each file by one of its names: the name given by the user, else a name without links, else the first."""
     names: dict[tuple[object, ...], list[SourceFile]] = {}
     for file in files:
         status = _status(file.path)

@@ -192,7 +192,7 @@ def pack(folder: Path, table: Table, reading: Reading, show: Callable[[int], Non
 
 
 def strings_of(schema: Any) -> list[str]:
-    """Return the columns that hold strings."""
+    """Return the names of the columns that hold strings."""
     return [field.name for field in schema if _is_of_strings(field.type)]
 
 
@@ -204,7 +204,7 @@ def _is_of_strings(kind: Any) -> bool:
 
 
 class _Rows(NamedTuple):
-    """Texts end to end, their ends in the store, and their classes."""
+    """Texts end to end, their end offsets in the store, and their class codes."""
 
     raw: memoryview
     ends: NDArray[np.int64]
@@ -212,7 +212,7 @@ class _Rows(NamedTuple):
 
 
 class _Packing:
-    """The state between batches."""
+    """The class names, counts and skipped rows so far."""
 
     def __init__(self, table: Table, reading: Reading) -> None:
         self._table, self._reading = table, reading
@@ -302,7 +302,7 @@ def _one_chunk(column: Any) -> Any:
 
 
 def _not_utf8(texts: Any) -> Iterator[int]:
-    """Yield the rows that are not UTF-8."""
+    """Yield the indices of the texts that are not UTF-8."""
     try:
         texts.validate(full=True)
     except pyarrow.ArrowInvalid:

@@ -1,7 +1,7 @@
 """Streaming decompression of files and archives: gzip, zstd, bzip2, xz, zip and tar, recognized by their names.
 
 Memory: 1 MiB, and the window of the format (for xz and zstd at most 128 MiB, otherwise the file is refused). Archives
-take about 500 bytes more per file in them. Not handled: encrypted archives, nested archives, and other formats.
+take about 500 more bytes per file in the archive. Not handled: encrypted archives, nested archives, and other formats.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def chunks_of(path: str, compressed: IO[bytes]) -> Iterator[bytes]:
     """Yield the content of a compressed file, about 1 MiB at a time.
 
     Raises:
-        Torn: if it is incomplete or damaged.
+        Torn: if the file is incomplete or damaged.
     """
     suffix = os.path.splitext(path)[1].lower()
     suffix = os.path.splitext(_SHORT.get(suffix, suffix))[1] or suffix
@@ -102,10 +102,10 @@ class Member(NamedTuple):
 
 
 def members_of(archive: IO[bytes], path: str) -> Iterator[Member]:
-    """Yield the files in a zip or tar archive, without hidden ones, as for a folder.
+    """Yield the files in a zip or tar archive, without hidden files, as for a folder.
 
     Raises:
-        Torn: if it is incomplete, damaged or encrypted.
+        Torn: if the archive is incomplete, damaged or encrypted.
     """
     try:
         yield from _of_zip(archive) if path.lower().endswith(".zip") else _of_tar(archive)

@@ -4,7 +4,7 @@ Hugging Face ``tokenizers`` stores each distinct word and the places of each pai
 bytes of memory per byte of distinct words (measured, `docs/LOG.md`): several GiB for 64 MiB of numbers, hashes or
 Chinese. So this module counts the words first. If the distinct words exceed `most_distinct_bytes`, the rarest are
 dropped; among equally rare words, those with the larger hash are dropped first. Otherwise no word is dropped, and the
-tokenizer is byte-identical to the library's own. A training that exceeds the budget or a process limit is refused in
+tokenizer is byte-identical to the library's own. Training that would exceed the budget or a process limit is refused in
 advance, because the library would abort the process.
 
 A word is a word of the ``ByteLevel`` pre-tokenizer. ASCII texts are split by a regular expression with the same result.
@@ -43,7 +43,7 @@ _CHUNK = re.compile(rf" ?[^{_WHITE}]+|[{_WHITE}]+(?![^{_WHITE}])|[{_WHITE}]")
 
 
 class TrainedOn(NamedTuple):
-    """The distinct words of a training: their number, their bytes, and the number of dropped words."""
+    """The distinct words of the training texts: their number, their size in bytes, and the number of dropped words."""
 
     num_words: int
     num_bytes: int
@@ -61,7 +61,7 @@ def peak_bytes(num_distinct_bytes: int) -> int:
 
 
 def whole_bytes(num_distinct_bytes: int) -> int:
-    """Return an upper bound of the bytes that counting these words and training on them take together."""
+    """Return an upper bound of the bytes that counting distinct words of this size and training on them take."""
     return peak_bytes(num_distinct_bytes) + _COUNTED_BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
 
 
@@ -79,7 +79,7 @@ def train(
         texts: the texts to train on.
         trainer: the trainer of the ``tokenizers`` library.
         vocab_size: the size of the vocabulary in tokens; it limits the distinct words.
-        budget_bytes: the private memory that this process may use, or ``None`` for no budget.
+        budget_bytes: the private memory that this process may use in bytes, or ``None`` for no budget.
 
     Raises:
         TokenizerMemoryError: if training exceeds the budget for private memory or a limit on this process.
@@ -99,7 +99,7 @@ def train(
 def count_words(texts: Iterable[str], byte_level: Any, most_bytes: int) -> tuple[Counter[str], int]:
     """Count the words of texts, written in byte-level letters; return the counts and the number of dropped words.
 
-    If words were dropped, counts may be too small. Memory: words of twice ``most_bytes``, and 64 Ki chunks.
+    If words were dropped, counts may be too small. Memory: words of up to twice ``most_bytes`` bytes, and 64 Ki chunks.
     """
     counting = _Counting(byte_level, most_bytes)
     for text in texts:
@@ -159,7 +159,7 @@ class _Counting:
 
 
 def _leave_out_rarest(words: Counter[str], most_bytes: int) -> int:
-    """Drop the rarest words until the others have at most ``most_bytes`` bytes; return the number of dropped words."""
+    """Drop the rarest words until the remaining words have at most ``most_bytes`` bytes; return the dropped number."""
     ranked = sorted(words, key=lambda word: (-words[word], xxhash.xxh3_64_intdigest(word.encode())))
     num_bytes = 0
     for number, word in enumerate(ranked):

@@ -1,4 +1,4 @@
-"""Loading of an existing tokenizer from a folder or file, with the files that it is exported as.
+"""Loading of an existing tokenizer from a folder or file, and the files for its export.
 
 ``transformers.AutoTokenizer`` loads a folder, because its classes may override parts of ``tokenizer.json``. A lone
 ``tokenizer.json`` is loaded by ``tokenizers``. The files are exported unchanged, with two exceptions:
@@ -41,7 +41,8 @@ _END_NAMES = (END_TOKEN, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[SEP
 class Loaded(NamedTuple):
     """A loaded or trained tokenizer before it is cached, with its end token and optional mask and padding tokens.
 
-    ``own_files`` maps file names to contents for the export; it is empty for a tokenizer that was trained here.
+    ``keeps_end``: texts are truncated at the beginning. ``own_files`` maps file names to contents for the export; it is
+    empty for a tokenizer that was trained here.
     """
 
     backend: tokenizers.Tokenizer
@@ -124,7 +125,7 @@ def _place(path: Path) -> tuple[Path | None, Path]:
 def _first_known(
     backend: tokenizers.Tokenizer, roles: dict[str, str], wanted: tuple[str, ...], names: tuple[str, ...]
 ) -> str | None:
-    """Return the token of the first of these roles that has one, or the first of these names in the vocabulary."""
+    """Return the first token in the vocabulary among the tokens of the ``wanted`` roles, then among ``names``."""
     tokens = [roles[role] for role in wanted if roles.get(role)] + list(names)
     return next((token for token in tokens if backend.token_to_id(token) is not None), None)
 

@@ -9,7 +9,7 @@ as well.
 
 Not handled: windows of long texts, rows of several texts, and batches with a fixed number of tokens.
 
-Shapes: B samples of the batch, T tokens of the longest, N tokens of all.
+Shapes: B samples of the batch, T tokens of the padded rows, N tokens of all samples together.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class TextDataset(Samples):
         labels: the class of every text, or ``None`` for language modelling: each token is its own label, and the end
             token follows the text.
         sequence_length: the maximum number of tokens of a sample.
-        pad_id: the padding token id.
+        pad_id: the id of the padding token.
         long_texts: the handling of longer texts: ``"truncate"``, counted by `num_truncated`, or ``"stop"``.
-        pad_multiple: rows are padded to a multiple of it, but not beyond ``sequence_length``. ``None``: the largest of
-            8, 4, 2 and 1 that adds at most 3 % to the tokens, assuming 4 bytes per token.
+        pad_multiple: rows are padded to a multiple of this, but not beyond ``sequence_length``. ``None``: the largest
+            of 8, 4, 2 and 1 that adds at most 3 % to the tokens, assuming 4 bytes per token.
         words: augmentation of the words of each text, applied anew in each epoch.
-        tokens: augmentation of the tokens, applied after it.
+        tokens: augmentation of the tokens, applied after ``words``.
     """
 
     reads_fast = False
@@ -136,7 +136,7 @@ class TextDataset(Samples):
         return bytes_that_sort(self._corpus.byte_lengths(ids), self.sequence_length)
 
     def parents(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of the text of each sample (B,)."""
+        """Return the index of the text of each sample (B,)."""
         return ids
 
     def _rows(self, ids: NDArray[np.int64], epoch: int) -> list[NDArray[np.int64]]:
@@ -154,7 +154,7 @@ class TextDataset(Samples):
 
     def _row(self, tokens: list[int], number: int, tokenizer: Tokenizer) -> NDArray[np.int64]:
         template = tokenizer.template
-        is_text = self._labels is None and not template.suffix  # else no end is added: not learned, or in the template
+        is_text = self._labels is None and not template.suffix  # else the end is not learned, or in the template
         if is_text or not (
             tokens or template.num_tokens
         ):  # no sample is empty, as in `plimsoll.data.samples.text_windows`
@@ -182,7 +182,7 @@ def pad_multiple_for_bytes(num_bytes: NDArray[np.int64], sequence_length: int) -
 
 
 class _Counts:
-    """Counters for each worker and the main process, in memory shared with forked processes."""
+    """Counters of truncated samples for each worker and the main process, in memory shared with forked processes."""
 
     def __init__(self) -> None:
         self._num_of_processes = np.frombuffer(mmap.mmap(-1, 8 * (1 + _MOST_WORKERS)), np.int64)

@@ -115,7 +115,7 @@ def tokenize(
         corpus: the texts.
         tokenizer: the tokenizer that encodes them.
         cache: the folder for the result.
-        progress: called with the stage ``"tokens"``.
+        progress: called with the stage ``"tokens"``, and the done and total bytes of text.
         is_stream: whether texts are read end to end, each with the special tokens of the tokenizer around it. The last
             special token after a text then replaces the end token.
         borders: whether windows may end at borders; this takes one more byte per token.
@@ -135,7 +135,7 @@ def open_tokens(folder: Path) -> TokenStore:
     """Map the tokens that `tokenize` stored at ``folder``.
 
     Raises:
-        DataError: if they are missing or damaged.
+        DataError: if the tokens are missing or damaged.
     """
     return TokenStore(folder, kept_facts(folder, "tokens"))
 
@@ -226,7 +226,7 @@ class _Writing:
         return sizes | {_ENDS_FILE: done.texts * _END_BYTES}
 
     def _noted(self) -> _Done:
-        """Return the amount in the journal, or nothing if a file is shorter than that."""
+        """Return the amount in the journal, or zeros if a file is shorter than this amount."""
         try:
             done = _Done(*json.loads((self._folder / _JOURNAL_FILE).read_bytes()))
             wanted = self._num_bytes(done).items()
@@ -319,7 +319,7 @@ class TextEncoder:
         return (_WORD, len(word)) if is_needed else ("", 0)
 
     def encode(self, pieces: Sequence[Piece], with_marks: bool = False) -> Encoded:
-        """Return the tokens of some pieces, and with ``with_marks`` the borders among them."""
+        """Return the tokens of some pieces and, if ``with_marks``, a border mark for each token."""
         encode = self._backend.encode_batch if with_marks else self._backend.encode_batch_fast  # fast: no offsets
         before = [("", 0) if piece.is_first else self._before for piece in pieces]
         texts = [word + piece.text for (word, _), piece in zip(before, pieces, strict=True)]

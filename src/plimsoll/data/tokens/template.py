@@ -4,7 +4,7 @@ They are determined by encoding a text, so the format of the tokenizer file does
 after a single text are supported. Tokenizers that repeat a text, or that give its parts different token types, are
 refused. Not handled: pairs of texts.
 
-Shapes: B rows, N elements of all rows.
+Shapes: B rows, N elements of all rows together.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ FEW_BYTES = 1 << 20
 _LEAST_COUNTED_WORDS, _COUNTED_WORDS_PER_TOKEN, _MOST_CHUNKS = 1 << 18, 4, 1 << 16
 _RECIPE = 2  # increase it when training with the same settings gives other tokens
 _LOADED_RECIPE = 2  # increase it when the same files give another tokenizer
-_OWN = "own-"  # prefix, in the cache, of the files that a given tokenizer is exported as
+_OWN = "own-"  # prefix, in the cache, of the files to export for a given tokenizer
 _THREADS = "TOKENIZERS_PARALLELISM"
 _USER_THREADS = os.environ.get(_THREADS)
 
@@ -105,12 +105,12 @@ class Tokenizer:
 
     @property
     def mask_id(self) -> int | None:
-        """The id of the mask token, if it has one."""
+        """The id of the mask token, or ``None`` if the tokenizer has none."""
         return None if self.mask_token is None else self.backend.token_to_id(self.mask_token)
 
     @property
     def shown_template(self) -> str | None:
-        """The special tokens around a text, such as ``[CLS] ... [SEP]``; ``None`` if it adds none."""
+        """The special tokens around a text, such as ``[CLS] ... [SEP]``; ``None`` if the tokenizer adds none."""
         if not self.template.num_tokens:
             return None
         before, behind = ([str(self.backend.id_to_token(number)) for number in ids] for ids in self.template)
@@ -132,18 +132,18 @@ def prepare_tokenizer(
     progress: Progress = silent,
     budget_bytes: int | None = None,
 ) -> Store[Tokenizer]:
-    """Load the tokenizer ``source.path``, or train one on ``corpus``, and cache it.
+    """Load the tokenizer at ``source.path``, or train a tokenizer on ``corpus``, and cache it.
 
     Args:
         source: the path to load, or the settings of training, such as the size of the vocabulary (too little text gives
             a smaller one).
         corpus: the texts to train on.
         cache: the folder for the result.
-        progress: called with the stage ``"tokenizer"``.
-        budget_bytes: the private memory that this process may use; ``None``: no budget.
+        progress: called with the stage ``"tokenizer"``, and the done and total bytes of text.
+        budget_bytes: the private memory that this process may use in bytes; ``None``: no budget.
 
     Raises:
-        BudgetError: if training the tokenizer takes more memory.
+        BudgetError: if training the tokenizer takes more memory than the budget.
         DataError: if ``source.path`` holds no tokenizer that can be loaded, or the tokenizer has no end token.
         OutputError: if the cache cannot be written.
     """
@@ -168,7 +168,7 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     """Open a tokenizer that `prepare_tokenizer` cached.
 
     Raises:
-        DataError: if it is missing or damaged.
+        DataError: if the cached tokenizer is missing or damaged.
     """
     import tokenizers
 
@@ -180,9 +180,9 @@ def open_tokenizer(folder: Path) -> Tokenizer:
 
 
 def padding_of(model: str | dict[str, Any], own: int) -> int:
-    """Return the padding token id of the model's checkpoint, or ``own``, the id of the tokenizer, if it has none.
+    """Return the padding token id of the model's checkpoint, or ``own``, the tokenizer's padding id, if it has none.
 
-    Decoders with a classification head use it to find the last token of a text.
+    Decoders with a classification head use this id to find the last token of a text.
     """
     try:
         padding = json.loads((Path(str(model)) / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
@@ -223,7 +223,7 @@ def _facts(folder: Path) -> Facts:
 
 @contextmanager
 def tokenizer_threads(are_worth_it: bool = True) -> Iterator[None]:
-    """Allow ``tokenizers`` to use its threads inside the block, if they are worth it, and forbid them afterwards.
+    """Allow ``tokenizers`` to use its threads inside the block if ``are_worth_it``, and forbid them afterwards.
 
     If a process forks after the library has started threads, the library writes a warning to standard error. If the
     child then tokenizes, it may hang. Setting the variable to "false" after the block prevents both. If memory is

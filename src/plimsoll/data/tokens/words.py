@@ -37,9 +37,9 @@ _SELECTORS = {*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
 class WordCounts:
     """The number of occurrences of each word.
 
-    Each count may be too small by up to ``most_missed``, and a missing word may have occurred up to that often. It is
-    0, and all counts are exact, unless there were more distinct words than the maximum. ``num_left_out`` counts dropped
-    words; a word that reappears and is dropped again counts twice.
+    Each count may be too small by up to ``most_missed``, and a missing word may have occurred up to that often.
+    ``most_missed`` is 0, and all counts are exact, unless there were more distinct words than the maximum.
+    ``num_left_out`` counts dropped words; a word that reappears and is dropped again counts twice.
     """
 
     counts: Counter[str]
@@ -108,7 +108,7 @@ def word_pattern() -> str:
     """Return the regular expression whose successive matches are the words of a text."""
     signs, others = _classes()  # explicit ranges, because the character classes of the two engines differ
     end = rf"(?![^{others}{signs}])"
-    letter = rf"(?:[a-mo-zA-MO-Z0-9]|[^nN{others}{signs}]|[nN](?!['\u2019][tT]{end}))"  # the first is for speed
+    letter = rf"(?:[a-mo-zA-MO-Z0-9]|[^nN{others}{signs}]|[nN](?!['\u2019][tT]{end}))"  # first part: speed
     alternatives = (
         rf"[A-Za-z]\.(?:[A-Za-z]\.){{1,{_MOST_PARTS}}}",  # U.S.
         rf"[nN]['\u2019][tT]{end}",  # do n't

@@ -18,12 +18,12 @@ _MOST_COLUMNS_SHOWN = 20
 
 
 def text_columns(reading: Reading, columns: Sequence[str], of_strings: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns that make up the text.
+    """Return the names of the columns that make up the text.
 
     Args:
         reading: the requested columns.
-        columns: all columns of the table.
-        of_strings: the columns that hold strings.
+        columns: the names of all columns of the table.
+        of_strings: the names of the columns that hold strings.
 
     Raises:
         DataError: if a requested column is missing, or if no column was requested and the text column is ambiguous.
@@ -69,16 +69,16 @@ def refuse_unknown(names: Sequence[str], known: Sequence[str], what: str, of_tra
 
 
 def listed(columns: Sequence[str]) -> str:
-    """Return the names of some columns for a message."""
+    """Return names as a quoted list for a message, shortened if there are many."""
     more = f" and {len(columns) - _MOST_COLUMNS_SHOWN} more" if len(columns) > _MOST_COLUMNS_SHOWN else ""
     return ", ".join(map(repr, columns[:_MOST_COLUMNS_SHOWN])) + more
 
 
-Row = tuple[int, str, Any]  # its offset, text and label
+Row = tuple[int, str, Any]  # the byte offset, text and label of a row
 
 
 def found_rows(part: Part, digest: bytes, num_lines: int, rows: Iterable[Row | Fault]) -> Found:
-    """Combine the rows of a part of a table; rows with empty text are marked as empty."""
+    """Combine the rows of a part of a table. Rows with an empty text, and faults, are marked as empty."""
     starts, faults, codes, are_empty = [], [], [], []
     numbers: dict[Any, int] = {}
     for row in rows:

@@ -17,7 +17,7 @@ HEAD_BYTES = 1 << 20  # the first rows of a file must lie in this many bytes
 
 
 def read_rows(part: Part, is_whole: Callable[[bytes], bool]) -> tuple[bytes, int, bytes]:
-    """Read a part of a file from the byte before it until ``is_whole`` or until the longest allowed row is exceeded.
+    """Read a file from the byte before a part until ``is_whole(raw)`` holds or the longest allowed row is exceeded.
 
     Returns:
         The bytes, their offset in the file, and the digest of the bytes of the part.
@@ -41,7 +41,7 @@ def read_rows(part: Part, is_whole: Callable[[bytes], bool]) -> tuple[bytes, int
 
 
 def too_long(at: int, num_bytes: int, max_text_bytes: int, line: int | None = None) -> Fault:
-    """Return the fault that a text is longer than allowed."""
+    """Return the fault that the row at offset ``at``, of ``num_bytes`` bytes, is longer than allowed."""
     return Fault(
         at,
         f"the row that begins at byte {at} has more than {format_bytes(max_text_bytes)} (at least {num_bytes} bytes)",

@@ -4,8 +4,8 @@ The check decodes only bytes that are not ASCII. One comparison finds the 8-byte
 character or a byte of 128 and above. Only these words are inspected, about 10 % of the bytes of most texts.
 
 Words with a byte of 128 and above are decoded in one pass, with a zero between words that were not neighbours. The
-result is valid exactly if the text is, because no character extends over a skipped word. Text that is mostly not ASCII
-is decoded as it is.
+result is valid exactly if the text is, because no character extends over a skipped word. If more than a quarter of
+the words of a chunk must be inspected, the whole chunk is decoded.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def opened(path: str) -> Iterator[int]:
     """Open a file for reading and yield its descriptor.
 
     Raises:
-        DataError: if it cannot be opened, or reading fails in the block.
+        DataError: if the file cannot be opened, or reading fails in the block.
     """
     try:
         descriptor = descriptor_of(path)
@@ -117,7 +117,7 @@ def text_begin(path: str) -> int:
 
 
 class Chunk(NamedTuple):
-    """Some bytes of a part, and the 8 bytes after them (newlines beyond the end of the file)."""
+    """Consecutive bytes of a part, and the next 8 bytes of the file (newlines beyond its end)."""
 
     offset: int
     raw: NDArray[np.uint8]  # including the 8 bytes after the chunk
@@ -154,7 +154,7 @@ def chunks(path: str, begin: int, end: int, hasher: xxhash.xxh3_128) -> Iterator
 
 
 class Looked(NamedTuple):
-    """The indices of the newlines of a chunk, and whether all of it is valid text."""
+    """The indices of the newlines of a chunk, and whether the whole chunk is valid text."""
 
     newlines: NDArray[np.int64]
     is_valid: bool
@@ -235,7 +235,7 @@ def faults_of(chunk: Chunk, first_line: int) -> Iterator[Fault]:
 
 
 def fault_in(raw: bytes, offset: int) -> Fault | None:
-    """Return the first byte that is NUL or not UTF-8; ``raw`` begins at ``offset`` in its file."""
+    """Return the fault of the first byte that is NUL or not UTF-8, if any. ``raw`` begins at ``offset`` in its file."""
     at_null = raw.find(0)
     try:
         codecs.utf_8_decode(raw if at_null < 0 else raw[:at_null], "strict", True)
@@ -251,19 +251,19 @@ def null_fault(at: int) -> Fault:
 
 
 def strings(raw: bytes, begins_B: NDArray[np.int64], ends_B: NDArray[np.int64]) -> list[str]:
-    """Return the consecutive stretches ``raw[begin:end]`` as strings, 3 times as fast as one by one.
+    """Return the stretches ``raw[begin:end]`` as strings, 3 times as fast as decoding one by one.
 
     The bytes are not copied before they become strings, and Arrow allocates no memory from its pool.
 
     Args:
         raw: the bytes of all texts.
-        begins_B: the offsets of the texts, ascending (int64).
-        ends_B: the ends of the texts (int64).
+        begins_B: the offsets of the texts in ``raw``, ascending (int64).
+        ends_B: the offsets at which the texts end, exclusive (int64).
 
     Raises:
-        UnicodeDecodeError: if one is not UTF-8.
+        UnicodeDecodeError: if a text is not UTF-8.
     """
-    import pyarrow  # takes about 40 ms, which a training on stored tokens does not need
+    import pyarrow  # takes about 40 ms, which training on stored tokens does not need
 
     borders = np.stack((begins_B, ends_B), axis=1).ravel()  # every second stretch is the gap between two texts
     array = pyarrow.LargeStringArray.from_buffers(
