@@ -1,7 +1,8 @@
 """A linter for memory mistakes in Python files.
 
-``# plimsoll: ignore[rule, rule]`` at the end of a line ignores those rules there, ``# plimsoll: ignore`` all rules.
-Files are decoded with the encoding that they declare. Not handled: notebooks and imports; each file is checked alone.
+The comment ``# plimsoll: ignore[rule, rule]`` at the end of a line ignores those rules in that line. The comment ``#
+plimsoll: ignore`` ignores all rules. Files are decoded with the encoding that they declare. Not handled: notebooks and
+imports; each file is checked alone.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _read(path: Path) -> tuple[str, str]:
 
 
 def _found(text: str, rules: list[str]) -> list[_Found]:
-    """Return the hits in a text, sorted by line, without the ignored ones."""
+    """Return the hits of some rules in a text, sorted by line, without hits that a comment ignores."""
     if not _TELLING.search(text):
         return []
     source, known, ignored = parse(text), every_rule(), _ignored(text)
@@ -189,7 +190,7 @@ def _fixed(text: str, rules: list[str]) -> tuple[str, int]:
 
 
 def _parses(text: str) -> bool:
-    """Return whether a fixed text is still valid Python. Otherwise it is not written."""
+    """Return whether a fixed text is still valid Python. A text that is not valid is not written."""
     try:
         compile(text, "text", "exec", dont_inherit=True)
     except (SyntaxError, ValueError):

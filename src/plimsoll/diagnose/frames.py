@@ -1,4 +1,4 @@
-"""Frames of user code at an error: those in its traceback, and their callers.
+"""Frames of user code at an error: frames in its traceback, and their callers.
 
 A frame is user code if its file is outside installed packages, the standard library and this package.
 """

@@ -28,7 +28,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _computing_loop(source: Source, call: ast.Call) -> Loop | None:
-    """Return the innermost loop if it calls a model, and no loop inside it does."""
+    """Return the innermost loop around a call if it calls a model, and no loop inside it is over batches."""
     loop = next(iter(source.loops(call)), None)
     if loop is None or any(is_batch_loop(source, inner) for inner in source.own(loop, ast.For, ast.While)):
         return None

@@ -60,7 +60,7 @@ def _keeps_all(source: Source, loop: ast.For) -> ast.stmt | None:
 
 
 def _is_of_vectors(source: Source, loop: ast.For) -> bool:
-    """Return whether the text around a loop mentions word vectors."""
+    """Return whether the source text around a loop mentions word vectors."""
     scope = source.scope(loop)
     name = getattr(scope, "name", "")
     holder = source.statement(next((one for one in source.ancestors(loop) if isinstance(one, ast.With)), loop))

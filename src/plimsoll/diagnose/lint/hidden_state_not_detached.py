@@ -71,7 +71,7 @@ def _is_renewed(source: Source, scope: ast.AST, loop: Loop, node: ast.Assign, na
 
 
 def _module_keeps(source: Source, node: ast.Assign, name: str) -> bool:
-    """Return whether a class keeps the state from call to call, and never detaches or renews it."""
+    """Return whether a class keeps the state from call to call, and never detaches it or assigns it elsewhere."""
     owner = source.class_of(node)
     if owner is None or last_name(node.value.func) in ("detach", "repackage_hidden"):  # type: ignore[attr-defined]
         return False

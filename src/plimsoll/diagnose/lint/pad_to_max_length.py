@@ -30,7 +30,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _is_maximum(source: Source, node: ast.expr) -> bool:
-    """Return whether an expression is the option, also through a constant of the module."""
+    """Return whether an expression is ``"max_length"``, also through a constant of the module."""
     if isinstance(node, ast.Name):
         given = source.assignments(source.tree, node.id)
         return len(given) == 1 and given[0].place is None and is_constant(given[0].value, "max_length")

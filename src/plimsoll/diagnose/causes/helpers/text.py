@@ -1,4 +1,4 @@
-"""Code for causes that an error text supports: whether they are likely or only possible."""
+"""Code for causes that are found in an error text: tests whether the text makes a cause likely or only possible."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Training and evaluation code in a file: backward calls, optimizer steps, loops over batches, gradient modes.
 
-An object is recognised by the methods called on it (``x.backward()``, ``x.parameters()``). The second criterion is a
-customary name (``optimizer``, ``train_loader``).
+An object is recognised by the methods called on it (``x.backward()``, ``x.parameters()``), or else by a customary name
+(``optimizer``, ``train_loader``).
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def batch_loop(source: Source, node: ast.AST, depth: int = 2) -> Loop | None:
 
 
 def is_named_evaluation(scope: Scope) -> bool:
-    """Return whether a function is named like an evaluation. Tests of pytest are not."""
+    """Return whether a function is named like an evaluation. Test functions of pytest do not count."""
     return isinstance(scope, Function) and bool(_EVALUATION.search(scope.name)) and not scope.name.startswith("test_")
 
 
