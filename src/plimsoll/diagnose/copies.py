@@ -207,7 +207,7 @@ def _are_names(table: dict[Any, Tensor], names: set[str]) -> bool:
 
 
 def _covers(shapes: Shapes, of_model: Shapes) -> bool:
-    """Return whether tensors have at least half of a model's elements, and at most half of theirs have other shapes."""
+    """Return whether tensors match half of a model's elements by shape, and half of their elements match the model."""
     if shapes.total() < _FEWEST:
         return False
     common = sum(prod(shape) * number for shape, number in (shapes & of_model).items())

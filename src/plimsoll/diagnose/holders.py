@@ -167,7 +167,7 @@ def _is_leaf(item: Any) -> bool:
 
 
 def _named(value: Any) -> Iterable[tuple[str, Any]]:
-    """Return the attributes of an object; of a module, those that torch does not define, also of its submodules."""
+    """Return an object's attributes; for a module, attributes of it and its submodules that torch does not define."""
     if not isinstance(value, nn.Module):
         return attributes_of(value)
     parts = [(path, part) for path, part in value.named_modules() if path]

@@ -1,6 +1,6 @@
 """The diagnosis of an error text or a log: the last out-of-memory error in it, and the causes that its numbers support.
 
-A saving is only given if the numbers bound it: memory of other processes, reserved but unusable memory, missing memory.
+A saving is only given if the numbers limit it: memory of other processes, reserved but unused memory, missing memory.
 If the file in the traceback exists here and still has the line shown, it is linted for mistakes that cost memory. Not
 handled: the training that failed is unknown, so no techniques are suggested.
 """
@@ -53,7 +53,7 @@ def diagnosis_of_text(file: BinaryIO, subject: str, report: Callable[[int], None
 
 
 def _findings(subject: str, event: OomText) -> tuple[Finding, ...]:
-    """Return the findings of every cause that the text supports, the likely cause first."""
+    """Return the findings of all causes that the text supports, the likely cause first."""
     evidence = Evidence(subject=subject, kind="unknown", event=event)
     likely = _CAUSES.get(event.likely_cause or "", event.likely_cause)
     found = [finding for find in every_cause().values() for finding in find(evidence)]
@@ -61,7 +61,7 @@ def _findings(subject: str, event: OomText) -> tuple[Finding, ...]:
 
 
 def _remedies(found: tuple[Finding, ...]) -> tuple[Remedy, ...]:
-    """Return the remedies whose saving the text bounds from above."""
+    """Return the remedies for which the text gives an upper bound of the saving."""
     return tuple(
         Remedy(text=str(one.remedy), code=one.code, saving_high_bytes=one.effect_high_bytes, known="bound")
         for one in found

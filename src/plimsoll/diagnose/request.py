@@ -1,8 +1,8 @@
 """A guess of the tensor that was requested when memory ran out, from its size and the tensors in the line that failed.
 
-Three shapes are tried in this order: the shape of a tensor at hand; that tensor times a matrix (``x @ w.T``, a layer of
-a module); the product of two tensors at hand (``q @ k.transpose(-2, -1)``). The first that explains the size is
-returned, so the result is likely and not certain. Sizes below 64 KiB are ignored.
+Three shapes are tried in this order: the shape of a tensor at hand; the product of a tensor and a matrix (``x @ w.T``,
+a layer of a module); the product of two tensors (``q @ k.transpose(-2, -1)``). The first shape with the requested size
+is returned, so the result is likely and not certain. Sizes below 64 KiB are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_TENSORS = 64
 
 
 class Asked(NamedTuple):
-    """A shape that explains a size, and a description of the operation."""
+    """A shape and type with the requested size, and a description of the operation."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

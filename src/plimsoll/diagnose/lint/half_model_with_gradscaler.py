@@ -35,13 +35,13 @@ def _scales(source: Source) -> bool:
 
 
 def _is_for_inference(source: Source, call: ast.Call) -> bool:
-    """Return whether a model is set to evaluation in the same chain of calls, or made with gradients off."""
+    """Return whether the same chain of calls contains ``eval()``, or gradients are off at the call."""
     chain = [above for above in source.ancestors(call) if isinstance(above, ast.Attribute)]
     return any(one.attr == "eval" for one in chain) or is_without_grad(source, call)
 
 
 def _halved(source: Source, call: ast.Call) -> str | None:
-    """Return the path of the model that a call converts to float16."""
+    """Return the path of the model that a call converts to float16, such as ``self.model``; ``None`` if it does not."""
     name = last_name(call.func)
     if isinstance(call.func, ast.Attribute) and name in ("half", "to"):
         owner = call.func.value

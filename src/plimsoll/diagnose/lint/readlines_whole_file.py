@@ -137,7 +137,7 @@ def _opened(source: Source, node: ast.AST, name: str) -> ast.Call | None:
 
 
 def _about(source: Source, call: ast.Call) -> str:
-    """Return the text that hints at a file's content: how it is opened, the function's name, and the assigned names."""
+    """Return text that hints at a file's content: its `open` call, the function's name, and the assigned names."""
     reader = call.args[0] if isinstance(call.func, ast.Name) else call.func.value  # type: ignore[attr-defined]
     if (read := _read_of(call)) is not None:
         reader = read.func.value  # type: ignore[attr-defined]

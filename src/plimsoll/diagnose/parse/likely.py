@@ -1,7 +1,7 @@
 """The likely cause of an out-of-memory message, from its numbers only.
 
-Errors of libraries and of the driver state no numbers, so their cause is unknown. Errors of the host are host memory or
-shared memory.
+Errors of libraries and of the driver state no numbers, so their cause is unknown. For errors of the host, the cause is
+a lack of host memory or of shared memory.
 """
 
 from __future__ import annotations

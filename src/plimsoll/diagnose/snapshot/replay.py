@@ -49,13 +49,13 @@ class Replay:
     Attributes:
         device: index of the device.
         snapshot: the snapshot.
-        rows: rows of the device's events.
+        rows: rows of the device's events in the columns, oldest first.
         segments: segments of the device.
         live_bytes: bytes in use after each event.
         reserved_bytes: bytes that the allocator has reserved after each event.
-        freed_at: for each event that allocated, the event that freed it, or `NEVER`.
+        freed_at: for each event that allocated memory, the event that freed this memory, or `NEVER`.
         before: allocations from before the first event.
-        oom_event: the last event that ran out of memory.
+        oom_event: the last event in which memory ran out; ``None`` if there is no such event.
     """
 
     device: int
@@ -85,7 +85,7 @@ class Replay:
         return sum(piece.num_bytes for piece in self.before)
 
     def site(self, event: int) -> Site:
-        """Return the place of the code at an event."""
+        """Return the site (line of user code and phase) of an event."""
         return self.snapshot.sites[self.snapshot.columns.sites[self.rows[event]]]
 
     def size_bytes(self, event: int) -> int:
@@ -144,7 +144,7 @@ def _lives(snapshot: Snapshot, rows: list[EventRow]) -> tuple[array[int], list[P
             if born is not None:
                 freed_at[born] = event
             else:
-                # The stack of a free shows the place of the free, not of the allocation.
+                # The stack of a free event shows the line that freed the memory, not the line that allocated it.
                 before.append(Piece(FROM_BEFORE, event, columns.sizes[row], snapshot.sites[0]))
             if action == FREE_REQUESTED:
                 requested.add(address)

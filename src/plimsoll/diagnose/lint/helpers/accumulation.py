@@ -77,7 +77,7 @@ def _counts(test: ast.expr) -> bool:
 
 
 def _is_managed(source: Source, backward: Backward) -> bool:
-    """Return whether a library counts the micro-batches."""
+    """Return whether a backward pass is in a library's ``with accumulate(...)`` block, which counts micro-batches."""
     return any(
         isinstance(above, ast.With)
         and any(

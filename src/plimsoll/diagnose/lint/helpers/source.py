@@ -31,7 +31,7 @@ class Edit(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A value that a statement assigns to a name; ``place`` is the position if the value is unpacked."""
+    """A value that a statement assigns to a name. If the value is unpacked, ``place`` is the index of the name."""
 
     statement: ast.Assign | ast.AnnAssign | ast.AugAssign
     value: ast.expr

@@ -1,4 +1,4 @@
-"""What an expression holds: a loss or a model's output, with or without its graph, on the device or on the host.
+"""Values of expressions: a loss or a model's output, with or without its graph, on the device or on the host.
 
 A name has the value of its last assignment above its use, in the same function. A call of a function of the same file
 is followed into its returned value, to a limited depth. Expressions that cannot be followed have no value.
