@@ -27,9 +27,9 @@ class Backend(Protocol):
         """Return the memory use of this process, now and at its peak since the last `reset_peak`."""
 
     def baseline_bytes(self) -> int:
-        """Return the bytes that a budget must hold before training allocates anything.
+        """Return the bytes that count against a budget before training allocates memory.
 
-        This starts thread pools or creates the CUDA context, because training needs them and they count.
+        This starts thread pools or creates the CUDA context, because training needs them and their memory counts.
         """
 
     def reset_peak(self) -> None:

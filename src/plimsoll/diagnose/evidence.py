@@ -1,4 +1,4 @@
-"""Evidence in which causes are searched, as plain numbers. It describes a process of a run or a loop, or an error text.
+"""Evidence in which causes are searched: facts about a job, a process of a run or a loop, or an error text.
 
 For a run that was killed or resumed, the process with the most steps is used, because each process starts with fresh
 memory.

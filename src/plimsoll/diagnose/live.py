@@ -53,7 +53,7 @@ class Explained(ContextDecorator):
         self._depth = 0
 
     def __enter__(self) -> Explained:
-        """Start to observe. If it is nested, as in a decorated recursive function, only the outermost one works."""
+        """Start to observe. Of nested blocks, as in a decorated recursive function, only the outermost observes."""
         self._depth += 1
         if self._depth > 1:
             return self

@@ -90,7 +90,7 @@ class _Scene:
         return "forward"
 
     def assignment_of_variable(self, kind: type) -> tuple[Found, Any] | None:
-        """Return the user's variable for an object of a type, and the object; ``None`` if there is no such variable."""
+        """Return the user's variable for an object of type ``kind``, and the object; ``None`` if none exists."""
         for line in self.lines:
             for scope in (line.frame.f_locals, line.frame.f_globals):
                 for name, value in list(scope.items()):
@@ -221,7 +221,7 @@ def _given_to_modules(scene: _Scene) -> Iterator[Tensor]:
 
 
 def _named(all_found: list[Found], kept: list[Kept], stays: set[int]) -> dict[str, list[Tensor]]:
-    """Group tensors without a graph: tensors in growing containers or kept from step to step, and the batch."""
+    """Group tensors without a graph: kept tensors (in growing containers, or kept from step to step), and batches."""
     many = {one.name for one in kept if one.num_items > 2 and (one.has_grown or one.is_of_data)}
     tensors: list[Tensor] = []
     batch: list[Tensor] = []
@@ -249,7 +249,7 @@ def _vocab_size(stock: Inventory) -> int | None:
 
 
 def _sequence_length(stock: Inventory, asked: Asked | None) -> int | None:
-    """Return the last dimension of the largest tensor with at least three dimensions that ends in a square."""
+    """Return the last dimension of the largest tensor of shape (..., n, n) with at least three dimensions."""
     free = {"activations", "temporaries"}
     shapes = [(one.num_bytes, one.shape) for one in stock.pieces if one.category in free]
     shapes += [(prod(asked.shape) * asked.dtype.itemsize, asked.shape)] if asked else []
@@ -258,7 +258,7 @@ def _sequence_length(stock: Inventory, asked: Asked | None) -> int | None:
 
 
 def _asked_category(scene: _Scene, stock: Inventory) -> str:
-    """Return the category of the requested tensor; "" for an optimizer's first states, which are counted whole."""
+    """Return the category of the requested tensor; "" for an optimizer's first states, which are counted together."""
     names = {frame.f_code.co_name for frame, _ in scene.frames}
     if scene.phase == "optimizer":
         return "" if "_init_group" in names else "temporaries"

@@ -129,7 +129,7 @@ def _last(run: RunRecord) -> tuple[int | None, int | None]:
 
 
 def _padding_share(directory: Path) -> float | None:
-    """Return the padding share of a batch from the run's tokens; ``None`` if they were deleted or nothing is padded."""
+    """Return the average padding share of a run's batches; ``None`` if tokens were deleted or nothing is padded."""
     try:
         job = Job.from_yaml(directory / "job.yaml")
         if not (job.is_labelled or job.data.has_padding):

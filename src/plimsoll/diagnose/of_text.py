@@ -24,7 +24,7 @@ from plimsoll.records.units import format_bytes
 
 _MOST_CODE_BYTES = 128 << 10  # checked in seconds, even if it contains only mistakes
 _MOST_MISTAKES = 5
-_CAUSES = {"host_ram": "true_capacity", "tiny_shm": "shm"}  # labels of a text that differ from the cause's name
+_CAUSES = {"host_ram": "true_capacity", "tiny_shm": "shm"}  # likely causes of a text with other names
 
 _POOL = (
     "A process of a pool ended without an error message: it crashed, or the kernel killed it for memory. "

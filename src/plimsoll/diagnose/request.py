@@ -35,7 +35,7 @@ def tensors_at_hand(frames: Iterable[FrameType]) -> list[Tensor]:
 
 
 def tensor_asked(num_bytes: int | None, at_hand: Iterable[Tensor]) -> Asked | None:
-    """Return a tensor shape that has the given size; ``None`` if no tensor at hand explains it."""
+    """Return a shape and type of ``num_bytes`` bytes; ``None`` if no shape from the tensors at hand has this size."""
     if num_bytes is None or num_bytes < _LEAST_BYTES:
         return None
     tensors = list(at_hand)

@@ -87,7 +87,8 @@ class CpuBackend:
         Rust code (``tokenizers``) aborts the process instead; the place and the reason are then printed (see `aborts`).
 
         Raises:
-            BudgetError: if more than the budget is already in use, or the machine or a limit on it allows less.
+            BudgetError: if more than the budget is already in use, or the machine or another limit allows less than the
+                budget.
         """
         capacity_bytes = self.probe().capacity_bytes
         if budget_bytes > capacity_bytes:
@@ -131,7 +132,8 @@ class CpuBackend:
     def oom_family(self, error: BaseException) -> str | None:
         """Return the family of an out-of-memory error (see `oom_errors`), or ``None`` for any other error.
 
-        Call this before memory is released: a disguise counts only while the limit is nearly reached.
+        Call this before memory is released: a disguise (see `oom_errors`) counts only while the limit is nearly
+        reached.
         """
         return oom_errors.oom_family_on(error, self.is_nearly_full)
 

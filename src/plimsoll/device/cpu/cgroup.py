@@ -24,7 +24,7 @@ _NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as the largest multiple
 
 
 class _Layout(NamedTuple):
-    """The names of the files, and of the keys in them, in one version of control groups."""
+    """The names of the files and of their keys in one version of control groups."""
 
     version: str
     limit: str
@@ -129,7 +129,7 @@ def _busy_bytes(folder: Path, layout: _Layout) -> int:
 
 
 def _memory_groups(root: Path, pid: int | None = None) -> list[_Group]:
-    """Find the group of a process (``None``: this one) in every mounted hierarchy that can have memory limits."""
+    """Find the group of a process (``None``: this process) in every mounted hierarchy that can have memory limits."""
     own, paths = _group_paths(root, "self"), _group_paths(root, "self" if pid is None else str(pid))
     groups = []
     for line in _lines(root / "proc/self/mountinfo"):

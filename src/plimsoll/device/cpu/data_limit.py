@@ -1,7 +1,7 @@
 """A limit on private memory of this process, which raises an error before the kernel would kill the process.
 
-``RLIMIT_DATA`` makes the kernel refuse private memory, so that the allocator raises. Only the soft limit is set: a
-child process can raise its own limit. Needs no torch.
+``RLIMIT_DATA`` makes the kernel refuse private memory, so that the allocator raises. Only the soft limit is set, so
+that a child process can raise its own limit. Needs no torch.
 
 Not covered:
 
@@ -91,8 +91,8 @@ def limited(budget_bytes: int) -> Iterator[None]:
 def raised(num_bytes: int) -> Iterator[None]:
     """Raise the limit by ``num_bytes`` while the block runs; without a Plimsoll limit, do nothing.
 
-    This protects memory that was just allocated and freed: another thread could take it before it is used. Resident
-    memory may then exceed the budget by the bytes which that thread took, at most ``num_bytes``.
+    This keeps memory that was just allocated and freed available, although another thread may allocate in between.
+    Resident memory may then exceed the budget by the bytes which that thread took, at most ``num_bytes``.
     """
     if not _IN_FORCE:
         yield
@@ -109,9 +109,9 @@ def raised(num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def with_untouched(num_bytes: int) -> Iterator[None]:
-    """Count ``num_bytes`` of address space that the block maps only when its pages are touched.
+    """Count a mapping of ``num_bytes`` that the block creates only when its pages are written.
 
-    For a file that is mapped copy-on-write. Writes are announced by `count_untouched` or detected by `follow`.
+    This is for a file that is mapped copy-on-write. Writes are announced by `count_untouched` or detected by `follow`.
     """
     _add_untouched(num_bytes)
     is_taken = False
@@ -161,7 +161,7 @@ def set_up_heap(mapped_from_bytes: int | None) -> None:
 
 @contextmanager
 def blocks_apart() -> Iterator[None]:
-    """Map blocks of 128 KiB or more separately: long-lived blocks among temporary ones. Without a limit, do nothing.
+    """Map blocks of 128 KiB or more separately while long-lived blocks are allocated. Without a limit, do nothing.
 
     An aligned block, as all blocks of torch are, does not fit into a hole of equal size in the heap.
     """
@@ -179,7 +179,7 @@ def blocks_apart() -> Iterator[None]:
 def follow(memory: process.PrivateMemory) -> None:
     """Adjust the limit to current memory use. Call it once per step with a new reading.
 
-    It is lowered if pages that were counted as untouched have been touched, and raised for generated code.
+    The limit is lowered if pages that were counted as untouched have been touched, and raised for generated code.
     """
     if not _IN_FORCE:
         return
@@ -187,9 +187,9 @@ def follow(memory: process.PrivateMemory) -> None:
     untouched_bytes = memory.data_bytes - memory.private_bytes
     if abs(untouched_bytes - limit.untouched_when_read_bytes) >= _READ_AGAIN_BYTES:
         limit.untouched_when_read_bytes = untouched_bytes
-        # oneDNN compiles kernels for each new shape, and maps a hundred times the addresses that they fill: 3 MiB for
-        # each text length in bfloat16. A nearly used budget would hold only three lengths. If code is freed and its
-        # addresses are filled between two calls, the second call sees it.
+        # oneDNN compiles kernels for each new shape, and maps a hundred times the address space that they fill: 3 MiB
+        # for each text length in bfloat16. A nearly used budget would hold only three lengths. If code is freed and its
+        # addresses are reused between two calls, the second call notices.
         limit.new_code_bytes = process.code_bytes() - limit.code_at_first_bytes  # negative if code was freed
     limit.untouched_bytes = min(limit.untouched_bytes, untouched_bytes - limit.new_code_bytes)
     _apply(limit)

@@ -57,7 +57,7 @@ def _on_device(event: OomText, tried: Bytes, num_processes: int) -> Causes:
     if tried > min(limits):
         return "absurd_request", None
     unused, free = event.derived_reserved_unallocated or 0, event.free
-    if free is not None and free >= tried and event.allowed_limit is None:  # the numbers do not explain it
+    if free is not None and free >= tried and event.allowed_limit is None:  # enough was free
         return "unknown", "fragmentation" if unused >= tried else None
     others_explain = _elsewhere(event, num_processes) + (free or 0) >= tried
     if unused >= tried and unused >= _ORDINARY_SHARE * min(limits):

@@ -123,7 +123,7 @@ class _Reader:
         return ended
 
     def _family_of(self, line: str) -> str | None:
-        """Return the error family of a line, also if it is wrapped; ``None`` for code in tracebacks and for prose."""
+        """Return the error family of a line, also if the text wraps; ``None`` for code in tracebacks and for prose."""
         before = self.tail[-1] if self.tail else ""
         if _FRAME.match(before) or (_TALK.search(line) and not _ERROR.search(line) and not has_numbers(line)):
             return None

@@ -207,7 +207,7 @@ _FREED_IN: dict[tuple[Phase, Phase], str] = {
 
 
 def shares_at(replay: Replay, event: int) -> tuple[Share, ...]:
-    """Return the live memory after an event, largest share first. The smallest ones are joined into ``others``."""
+    """Return the live memory after an event by category and line, largest first. Small shares become ``others``."""
     sizes = Counter[tuple[str, str]]()
     for piece in replay.live_at(event):
         sizes[category_of(replay, piece), piece.site.place] += piece.num_bytes

@@ -186,7 +186,7 @@ class Source:
         return found
 
     def called(self, call: ast.Call) -> Function | None:
-        """Return the function or method of this file that a call refers to, if there is exactly one candidate."""
+        """Return the function or method of this file that a call runs, or ``None`` if it is not certain."""
         name, owner = last_name(call.func), None
         if isinstance(call.func, ast.Attribute):
             if not (isinstance(call.func.value, ast.Name) and call.func.value.id == "self"):

@@ -59,7 +59,7 @@ _NOT_MODEL = re.compile(r"optim|sched|scaler|loader|criterion|tokenizer|trainer|
 
 
 class Backward(NamedTuple):
-    """One backward pass: the call, its loss, and whether the caller divides by the number of micro-batches."""
+    """One backward pass: the call, the loss, and whether the library divides by the number of micro-batches."""
 
     call: ast.Call
     loss: ast.expr
@@ -237,7 +237,7 @@ def is_of_a_module(source: Source, scope: Scope) -> bool:
 
 
 def is_without_grad(source: Source, node: ast.AST, depth: int = 3) -> bool:
-    """Return whether gradients are off, or may be, at a node: around it, or around all its callers."""
+    """Return whether gradients are off, or may be, at a node: turned off around it, or around all its callers."""
     if any(_is_off_in(source, above) for above in source.ancestors(node)):
         return True
     scope = source.scope(node)
