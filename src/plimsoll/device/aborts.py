@@ -1,4 +1,4 @@
-"""Explanations for processes that native code ends when it is refused memory, with the Python line that called it.
+"""Explanations for processes that native code ends when it is refused memory, with the Python line of the call.
 
 Rust's standard library (and so ``tokenizers``, ``safetensors`` and ``polars``) prints "memory allocation of N bytes
 failed" and aborts. Some C and C++ libraries do the same. No exception is raised and the step cannot be undone: such
@@ -91,7 +91,7 @@ class Dump:
 
 
 def called_by(text: str) -> str:
-    """Return the line that called the native code, from a dump of `faulthandler`; "" if it is not known."""
+    """Return the line that called the native code, as a phrase, from a dump of `faulthandler`; "" if it is unknown."""
     dump = Dump()
     for line in text.splitlines():
         dump.takes(line)

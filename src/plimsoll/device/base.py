@@ -39,7 +39,7 @@ class Backend(Protocol):
         """Make the allocator raise if this process would exceed ``budget_bytes``. The limit ends with the block.
 
         Raises:
-            BudgetError: if more than the budget is already in use, or the device has less memory.
+            BudgetError: if more than the budget is already in use, or the device has less memory than the budget.
         """
 
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None] | None:
@@ -105,7 +105,7 @@ def limited(budget: str | int, device: str = "cpu") -> AbstractContextManager[No
         device: ``"cpu"`` limits private memory of this process; ``"cuda"`` limits torch's caching allocator.
 
     Raises:
-        BudgetError: if more than the budget is already in use, or the device has less memory.
+        BudgetError: if more than the budget is already in use, or the device has less memory than the budget.
         DeviceError: if there is no such device.
     """
     return backend_for(device).limited(parse_bytes(budget))

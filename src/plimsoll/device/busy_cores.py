@@ -97,11 +97,11 @@ def _num_cores() -> int:
 
 
 def _busy_seconds() -> float:
-    """Return the seconds since boot during which the cores available to this process were busy."""
+    """Return the core-seconds since boot in which the cores available to this process were busy."""
     cores = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
     times = [cores[place] for place in usable if place < len(cores)]
-    # "steal": time that the host of a virtual machine gave to other guests
+    # "steal": time that the host of a virtual machine gave to other virtual machines
     return sum(getattr(one, kind, 0.0) for one in times for kind in ("user", "nice", "system", "steal"))
 
 

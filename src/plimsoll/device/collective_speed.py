@@ -127,7 +127,7 @@ class _Rank:
         self._num_ranks = num_ranks
 
     def measure(self) -> dict[tuple[ExchangeKind, int], float]:
-        """Return the seconds of each collective, by kind and bytes of the whole tensor; 0 stands for one element."""
+        """Return the seconds of each collective, by kind and bytes of the whole tensor; 0 bytes means one element."""
         group, small = self._group, torch.zeros(1)
         found: dict[tuple[ExchangeKind, int], float] = {
             ("all_reduce", 0): self._best(partial(group.allreduce, [small]), _NUM_CALLS)

@@ -57,9 +57,10 @@ class CpuBackend:
         )
 
     def use(self) -> MemoryUse:
-        """Return private memory (``used_bytes``), its peak, and the bytes under ``RLIMIT_DATA`` (``reserved_bytes``).
+        """Return private memory (``used_bytes``), its peak, and the bytes that count as data (``reserved_bytes``).
 
-        This also adjusts the limit (see `data_limit.follow`): call it once per step inside `limited`.
+        ``RLIMIT_DATA`` limits data. This also adjusts the limit (see `data_limit.follow`): call it once per step inside
+        `limited`.
         """
         memory = process.private_memory()
         data_limit.follow(memory)

@@ -92,7 +92,7 @@ def oom_kill_count(root: Path = _ROOT) -> OomKills | None:
 
 
 class KillCounter:
-    """Counter like `oom_kill_count` for a process (default: this one), which also works after it has ended."""
+    """Counter of OOM kills for a process (by default, this process), which also works after the process has ended."""
 
     def __init__(self, pid: int | None = None, root: Path = _ROOT) -> None:
         self._groups = _memory_groups(root, pid)

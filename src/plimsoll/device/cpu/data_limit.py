@@ -109,7 +109,7 @@ def raised(num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def with_untouched(num_bytes: int) -> Iterator[None]:
-    """Count a mapping of ``num_bytes`` that the block creates only when its pages are written.
+    """Exempt ``num_bytes`` of address space that the block maps from the limit, until its pages are written.
 
     This is for a file that is mapped copy-on-write. Writes are announced by `count_untouched` or detected by `follow`.
     """
@@ -124,10 +124,10 @@ def with_untouched(num_bytes: int) -> Iterator[None]:
 
 
 def count_untouched(num_bytes: int) -> None:
-    """Count ``num_bytes`` of untouched memory from now on, because they are about to be written.
+    """Count ``num_bytes`` of memory that `with_untouched` exempted, because its pages are about to be written.
 
     Raises:
-        MemoryError: if they exceed the limit. They then stay uncounted.
+        MemoryError: if these bytes exceed the limit. They then stay exempt.
     """
     if not _IN_FORCE:
         return
@@ -143,7 +143,7 @@ def count_untouched(num_bytes: int) -> None:
 
 
 def tighten_heap() -> None:
-    """Minimize freed memory in the heap until the limit ends, regardless of later calls of `set_up_heap`."""
+    """Make the heap retain little freed memory until the limit ends, regardless of later calls of `set_up_heap`."""
     if _IN_FORCE:
         _IN_FORCE[-1].is_tight = True
         heap.map_blocks_from(heap.TIGHT_BYTES)
@@ -201,7 +201,7 @@ def budget_in_force_bytes() -> int | None:
 
 
 def soft_limit_of_others_bytes() -> int | None:
-    """Return the ``RLIMIT_DATA`` from before any `limited` of this process, or ``None`` if it was unlimited."""
+    """Return the ``RLIMIT_DATA`` in bytes from before any `limited` block, or ``None`` if it was unlimited."""
     soft_bytes = _IN_FORCE[0].previous_soft_bytes if _IN_FORCE else resource.getrlimit(resource.RLIMIT_DATA)[0]
     return soft_bytes if soft_bytes != resource.RLIM_INFINITY else None
 

@@ -180,7 +180,7 @@ class FileMappings:
         self._mappings = _mappings()
 
     def stays_in_file(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in a file and training will not turn it into private memory."""
+        """Return whether a tensor is in a mapped file and training will not turn its pages into private memory."""
         mapping = self._at(tensor.untyped_storage().data_ptr()) if _has_address(tensor) else None
         return mapping is not None and (mapping.is_shared or not tensor.requires_grad)
 

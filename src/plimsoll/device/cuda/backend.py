@@ -1,7 +1,7 @@
 """The backend of a CUDA or ROCm device, which measures and limits memory through torch's caching allocator.
 
 The limit is torch's per-process memory fraction, which counts memory reserved by the caching allocator. It does not
-count the CUDA context, nor driver memory of NCCL, cuFFT and lazily loaded kernels (pytorch#107667). The size of the
+count the CUDA context, or driver memory of NCCL, cuFFT and lazily loaded kernels (pytorch#107667). The size of the
 context is subtracted from the budget if the driver reports it (NVML), and ignored otherwise.
 
 Not covered: other allocators (``cudaMallocAsync``, pluggable allocators), pinned host memory, and private pools of
@@ -156,7 +156,7 @@ class CudaBackend:
     def oom_family(self, error: BaseException) -> str | None:
         """Return the family of an out-of-memory error (see `oom_errors`), or ``None`` for any other error.
 
-        Call this before memory is released: a disguise counts only while the device is nearly full.
+        Call this before memory is released: a disguise (see `oom_errors`) counts only while the device is nearly full.
         """
         return oom_errors.oom_family_on(error, self.is_nearly_full)
 
@@ -206,7 +206,7 @@ class CudaBackend:
         return nvml.driver_view(f"GPU-{torch.cuda.get_device_properties(self._index).uuid}")
 
     def _context_bytes(self) -> int:
-        """Return bytes of this process outside the caching allocator, or 0 if the driver does not report them."""
+        """Return the bytes of this process outside the caching allocator, or 0 if the driver does not report them."""
         import torch
 
         own_bytes = self._driver_view().own_bytes

@@ -34,7 +34,7 @@ FROM_BEFORE = -1
 
 
 class Piece(NamedTuple):
-    """One allocation: the event that made it (or `FROM_BEFORE`), the event that freed it (or `NEVER`), and its site."""
+    """One allocation: the event that made it (or `FROM_BEFORE`), the event that freed it (or `NEVER`), bytes, site."""
 
     born: int
     freed: int
