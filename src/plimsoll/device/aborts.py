@@ -155,7 +155,7 @@ def told_where(limit_bytes: int | None = None) -> Iterator[None]:
 
 
 def tell_supervisor() -> None:
-    """Write later faults of this process to the file that its supervisor reads; without a supervisor, do nothing."""
+    """Make `faulthandler` write a later crash to the file that the supervisor reads, if there is a supervisor."""
     path = os.environ.get(SUPERVISORS_FILE)
     if path and not faulthandler.is_enabled():
         faulthandler.enable(Path(path).open("ab", buffering=0))  # noqa: SIM115 -- as long as the process lives

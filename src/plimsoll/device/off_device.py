@@ -100,7 +100,7 @@ def is_marked(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def states_outside(optimizer: torch.optim.Optimizer, copy_of: Copier, lender: Lender | None = None) -> Iterator[None]:
-    """Declare that an optimizer's states leave the device as soon as they are created, so it never holds all of them.
+    """Declare that an optimizer's states leave the device once they are created, so the device never holds them all.
 
     Args:
         optimizer: the optimizer.
@@ -121,7 +121,7 @@ def keeps_states_outside(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def copier_of(optimizer: torch.optim.Optimizer) -> Copier | None:
-    """Return the function that copies a tensor to the place of an optimizer's states, or ``None`` if none is set."""
+    """Return the function that copies a tensor to the memory of an optimizer's states; ``None`` if states stay put."""
     keeper = _KEEPERS.get(optimizer)
     return keeper.copy_of if keeper else None
 

@@ -1,4 +1,4 @@
-"""The facts, other than its job, that determine a prediction or plan: software, machine and environment.
+"""The facts that determine a prediction or plan besides the job: software, machine and environment.
 
 Results that were computed with the same facts can be reused. The facts include:
 

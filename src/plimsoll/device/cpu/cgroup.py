@@ -99,7 +99,7 @@ class KillCounter:
         self._machine = root / "proc/vmstat"
 
     def read(self) -> OomKills | None:
-        """Return the kills since the group was created, or since the machine was booted."""
+        """Return the kills since the group was created or the machine was booted; ``None`` if they are not counted."""
         for group in self._groups:
             file, key = group.layout.kills
             count = _number(group.folder / file, key)
@@ -167,7 +167,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path, key: str | None = None) -> int | None:
-    """Read the number in a file, or of a key in a file of "key number" lines; ``None`` for "max" or a missing key."""
+    """Read the number in a file, or after ``key`` in a file of "key number" lines; ``None`` for "max" or if missing."""
     words = [line.split() for line in _lines(path)]
     value = next((row[-1] for row in words if key is None or row[0] == key), "max")
     return int(value) if value != "max" else None

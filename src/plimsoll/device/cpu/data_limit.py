@@ -150,7 +150,7 @@ def tighten_heap() -> None:
 
 
 def set_up_heap(mapped_from_bytes: int | None) -> None:
-    """Map blocks from a size on, or keep all freed memory for ``None``, unless the heap has been tightened."""
+    """Map blocks of at least this size separately; ``None`` keeps all freed memory. A tightened heap stays tight."""
     if _IN_FORCE and _IN_FORCE[-1].is_tight:
         heap.map_blocks_from(heap.TIGHT_BYTES)
     elif mapped_from_bytes is None:

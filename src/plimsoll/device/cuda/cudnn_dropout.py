@@ -37,7 +37,7 @@ def find_for(model: nn.Module) -> None:
 
 
 def copied_state(index: int) -> Tensor | None:
-    """Return a copy of a device's dropout state; ``None`` if it is unused, or if the next pass creates a new one."""
+    """Return a copy of the dropout state of device ``index``; ``None`` if unused, or if the next pass creates one."""
     if index not in _IN_USE:
         return None
     generator = torch.cuda.default_generators[index]

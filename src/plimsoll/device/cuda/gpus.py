@@ -245,7 +245,7 @@ def spec_of(device: Device) -> DeviceSpec:
 
 
 def cublas_workspace_bytes(architecture: str) -> int:
-    """Return the size of a cuBLAS workspace in torch's pool, per handle and stream: 32 MiB from 9.0 on, else 8.125 MiB.
+    """Return the bytes of torch's cuBLAS workspace per handle and stream: 32 MiB from ``sm_90`` on, else 8.125 MiB.
 
     This follows `parseChosenWorkspaceSize` of pytorch's main branch in 2026, which lists the capabilities 9, 10 and 12.
     Older versions list 9.0 only, so a Blackwell card takes 24 MiB less there. In that source, cuBLASLt shares the

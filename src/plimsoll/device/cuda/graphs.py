@@ -38,7 +38,7 @@ class CudaGraph:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Capture the work that ``work`` launches, and return its result: tensors that each replay fills.
+        """Capture the kernels that ``work`` launches, and return its result: tensors that each replay fills.
 
         Raises:
             RuntimeError: if the work contains something that cannot be captured, such as a synchronization.
@@ -91,7 +91,7 @@ def _close(index: int, pool: tuple[int, int]) -> None:
 
 @contextmanager
 def _told_of_no_capture() -> Iterator[None]:
-    """Make ``is_current_stream_capturing`` return ``False``, because it makes transformers create other masks."""
+    """Make ``is_current_stream_capturing`` return ``False``: otherwise, transformers would create other masks."""
     asked = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: False
     try:

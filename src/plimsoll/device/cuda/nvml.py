@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class DriverView(NamedTuple):
-    """Memory use of one device in bytes, as the driver reports it. ``note`` gives the reason for a ``None``."""
+    """Memory use of one device in bytes: of this process, and of all others. ``note`` explains a ``None``."""
 
     own_bytes: int | None = None
     others_bytes: int | None = None
@@ -58,7 +58,7 @@ class GpuUse(NamedTuple):
 
 @contextmanager
 def gpu_uses() -> Iterator[Callable[[], tuple[GpuUse, ...]]]:
-    """Keep NVML open, because opening takes long, and yield a function that reads all GPUs; none without a driver."""
+    """Keep NVML open, because opening is slow, and yield a function that reads all GPUs: () without a driver."""
     import pynvml
 
     try:

@@ -128,7 +128,7 @@ def replay(snapshot: Snapshot, device: int) -> Replay:
 
 
 def _lives(snapshot: Snapshot, rows: list[EventRow]) -> tuple[array[int], list[Piece], dict[int, int]]:
-    """Return the event that freed each allocation, frees without an allocation, and live allocations by address."""
+    """Return the event that freed each allocation, allocations from before the first event, and live ones' events."""
     columns = snapshot.columns
     freed_at = array("q", [NEVER]) * len(rows)
     before: list[Piece] = []

@@ -33,7 +33,7 @@ def _watch_optimizers() -> None:
 
 
 def _count(optimizer: Any, *_: object) -> None:
-    """Count the tensors that an optimizer is about to write, once each.
+    """Count the mapped tensors that an optimizer is about to write, each once.
 
     Raises:
         MemoryError: if the limit does not allow it.
