@@ -81,7 +81,7 @@ class Watched:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, which may contain spaces; empty if there is no process."""
+    """Return the fields of /proc/PID/stat after the process name, which may contain spaces; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

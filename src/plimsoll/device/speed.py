@@ -142,7 +142,7 @@ def measure_speed(device: str = "cpu") -> Speed:
 
 
 def speed_of(spec: DeviceSpec) -> Speed:
-    """Return the expected speed of a GPU from its specification; unknown values are assumed as for a small card."""
+    """Return the expected speed of a GPU from its specification; for unknown rates, a small card is assumed."""
     moved = float(spec.memory_bytes_per_second or _UNKNOWN_BYTES_PER_SECOND)
     single = spec.flops.fp32 or (spec.num_sms or _UNKNOWN_NUM_SMS) * _UNKNOWN_SM_FLOPS
     # Without hardware support for a type, products run in float32 with casts.

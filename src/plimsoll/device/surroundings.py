@@ -72,7 +72,7 @@ def _sources() -> str:
 
 @cache
 def _sources_of_others(folders: tuple[str, ...]) -> str:
-    """Return a digest of packages that ship techniques, with all their modules because one may import another."""
+    """Return a digest of all modules of packages that ship techniques, because one module may import another."""
     entries = entry_points(group="plimsoll.techniques")
     return _digest(map(_content_of_package, sorted({entry.value.partition(":")[0].split(".")[0] for entry in entries})))
 

@@ -134,7 +134,7 @@ def _bytes(fields: dict[str, str], name: str) -> int:
 
 
 def _gpu_bytes(pid: int, gpus: Sequence[GpuUse]) -> int | None:
-    """Return the bytes on all GPUs, or ``None`` if the driver does not list the process or gives no size."""
+    """Return the bytes of a process on all GPUs, or ``None`` if the driver does not list it or gives no size."""
     sizes = [gpu.bytes_by_process[pid] for gpu in gpus if pid in gpu.bytes_by_process]
     known = [size for size in sizes if size is not None]
     return sum(known) if known and len(known) == len(sizes) else None

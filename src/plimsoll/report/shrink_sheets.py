@@ -45,7 +45,7 @@ def _trainings(original: Small, best: Small) -> str:
 
 
 def _slowness(small: Small) -> str:
-    """Return a warning if inference is slow on this machine: the search compares only size and quality."""
+    """Return a warning if inference is slow on this machine, because the search compares only size and quality."""
     if small.inference is None or small.inference.speed >= _SLOW_SPEED:
         return ""
     return (
@@ -76,7 +76,7 @@ def _percent(share: float | None) -> str:
 
 
 def shrink_sheets(record: ShrinkRecord) -> tuple[Sheet, ...]:
-    """Return the sheets on quality, inference, training, skipped methods, savings and loading."""
+    """Return the sheets on quality, inference, training, methods not tried, savings, and loading without Plimsoll."""
     return (
         _quality_sheet(record),
         _inference_sheet(record),
@@ -189,7 +189,7 @@ def _loading_sheet(record: ShrinkRecord) -> Sheet:
 
 
 def front_points(record: ShrinkRecord) -> Sequence[tuple[float, float, str, bool]]:
-    """Return bytes, quality, name and Pareto optimality of each model."""
+    """Return for each model its file bytes, its quality, its name, and whether it is Pareto-optimal."""
     front = set(record.front)
     return [
         (model.file_bytes, _number(model), model.name, number in front) for number, model in enumerate(record.models)

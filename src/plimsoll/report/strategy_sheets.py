@@ -13,7 +13,7 @@ _NONE = "-"
 
 
 def headline(strategies: Strategies) -> str:
-    """Return a sentence with the strategies that fit."""
+    """Return a sentence with the number and names of the strategies that fit."""
     fitting = [strategy.name for strategy in strategies.strategies if strategy.fits]
     limit = f"{format_bytes(strategies.limit_bytes)} of {strategies.device}"
     if not fitting:

@@ -190,7 +190,7 @@ def shown_samples(
 
     Args:
         subject: the name of the watched process or run.
-        as_json: standard output carries JSON, so that no lines are shown.
+        as_json: whether standard output carries JSON, so that no lines are shown.
         show_line: prints one line.
     """
     if sys.stderr.isatty() and (as_json or sys.stdout.isatty()):

@@ -91,7 +91,7 @@ class LinearInParts(nn.Linear):
             return functional.linear(input, self.weight, self.bias)
         rows_NE = input.reshape(-1, self.in_features)
         output_NF = rows_NE.new_empty((len(rows_NE), self.out_features))
-        num_rows = math.ceil(len(rows_NE) / num_parts)  # equal parts: on a GPU, torchao uses floats for few rows
+        num_rows = math.ceil(len(rows_NE) / num_parts)  # equal parts: on a GPU, torchao uses floats if rows are few
         for begin in range(0, len(rows_NE), num_rows):
             rows = slice(begin, begin + num_rows)
             output_NF[rows] = functional.linear(rows_NE[rows], self.weight, self.bias)

@@ -93,7 +93,7 @@ def _codes(packed: Any, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def _packed(pairs: Tensor) -> Tensor:
-    """Pack integers (two per byte) for the CPU kernel, in blocks of rows: torch needs four bytes per integer."""
+    """Pack integers (two per byte) for the CPU kernel, block by block, because torch needs four bytes per integer."""
     made = torch.empty_like(pairs)
     step = max(_BLOCK_ROWS, _BLOCK_NUMBERS // (2 * pairs.shape[1]) // _BLOCK_ROWS * _BLOCK_ROWS)
     for few, into in zip(torch.split(pairs, step), torch.split(made, step), strict=True):

@@ -49,7 +49,7 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def replace_modules(model: nn.Module, made: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replace modules under every name that they have. ``made`` returns ``None`` for modules that stay."""
+    """Replace each module by ``made(module)``, under all its names. ``made`` returns ``None`` for modules that stay."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         other = made(module)
         if other is not None:

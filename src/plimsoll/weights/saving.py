@@ -46,5 +46,5 @@ class _WithoutSharedStorages:
 
 
 def _elements(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that identifies the storage of a tensor and the elements that it covers."""
+    """Return a key that identifies the elements of its storage that a tensor covers."""
     return (tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())

@@ -240,7 +240,7 @@ def num_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _block(count: int, dtype: torch.dtype, is_pinned: bool) -> Tensor:
-    """Return memory for a block. It is not from malloc, whose threshold for retaining freed blocks would grow."""
+    """Return memory for ``count`` elements. It is not from malloc, which would then retain larger freed blocks."""
     if is_pinned or count == 0:
         return torch.empty(count, dtype=dtype, device="cpu", pin_memory=is_pinned)
     return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype)
