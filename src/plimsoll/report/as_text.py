@@ -292,7 +292,7 @@ def prediction_panel(prediction: Prediction) -> Panel:
 
 
 def _narrowed(sheet: sheets.Sheet, *groups: tuple[str, ...]) -> sheets.Sheet:
-    """Stack the columns of each group in one column and drop the others, so that the sheet fits 80 columns."""
+    """Stack the columns of each group in one column and drop all other columns, to fit the sheet to 80 characters."""
     places = {column.title: index for index, column in enumerate(sheet.columns)}
     columns = tuple(sheets.Column(", ".join(group), sheet.columns[places[group[0]]].is_number) for group in groups)
     rows = tuple(

@@ -41,7 +41,7 @@ def run_charts(record: RunRecord) -> tuple[Chart, ...]:
 
 
 def thinned(points: Points, most_points: int = _MOST_POINTS) -> Points:
-    """Return both ends and the extremes of equal stretches: at most ``most_points`` + 2 points."""
+    """Return the first and last point, and the lowest and highest of equal stretches: at most ``most_points`` + 2."""
     return [points[row] for row in thinned_rows([y for _, y in points], most_points)]
 
 

@@ -15,7 +15,7 @@ Found = CorpusFacts | TokenFacts | Inspection | FeedRates
 
 
 def headline(found: Found) -> str:
-    """Return a short summary of a result, to print next to the path of its file."""
+    """Return a short summary of facts about a corpus, to print next to the path of their file."""
     match found:
         case CorpusFacts():
             return f"{found.num_texts:,} texts"

@@ -20,7 +20,7 @@ _MISSING = {
 
 
 def subset_sheets(subset: SubsetFacts) -> tuple[Sheet, ...]:
-    """Return the words found, the place of their rows, the missing words and the faults of the file."""
+    """Return the sheets of found words, the file of their rows, missing words, and faults of the source file."""
     full_bytes = 4 * subset.num_entries * subset.dimension
     rows = [
         ("Vectors", f"{subset.source_format}, {subset.num_entries:,} entries, dimension {subset.dimension}"),

@@ -355,7 +355,7 @@ def plan_in_force_sheet(record: RunRecord) -> Sheet:
 
 
 def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
-    """List rejected combinations: first those that fit by step time, then those that do not by peak, then the rest."""
+    """List rejected combinations: fitting ones by step time, too large ones by peak, then ones without a prediction."""
     shown = _most_telling(plan, most_rows)
     rows = tuple((choices_text(found.choices), *_numbers(found), found.reason) for found in shown)
     title = "Rejected" if len(shown) == len(plan.rejected) else f"Rejected, {len(shown)} of {len(plan.rejected):,}"
@@ -363,7 +363,7 @@ def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
 
 
 def _most_telling(plan: Plan, most_rows: int) -> list[Rejected]:
-    """Return up to `most_rows` rejected combinations, in turn from each of three kinds and with varied techniques."""
+    """Return up to `most_rows` rejected combinations: fitting, too large and unpredicted in turn, techniques varied."""
     limit_bytes = limit_bytes_of(plan)
     fitting = _sorted(plan.rejected, lambda peak: stays_under(peak, limit_bytes), _seconds_of)
     too_large = _sorted(plan.rejected, lambda peak: not stays_under(peak, limit_bytes), _bytes_of)

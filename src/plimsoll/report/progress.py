@@ -36,7 +36,7 @@ class Report(Protocol):
 
 @contextmanager
 def spinner(quiet: bool, first: str = LOADING) -> Iterator[Callable[[str], None]]:
-    """Show the current message and its seconds while the block runs, and record them (`plimsoll.processes.timings`).
+    """Show the current message and its seconds while the block runs; `plimsoll.processes.timings` records the seconds.
 
     Args:
         quiet: whether to hide the message. Without a terminal, it is hidden, too.

@@ -35,7 +35,7 @@ def headline(record: ShrinkRecord) -> str:
 
 
 def _trainings(original: Small, best: Small) -> str:
-    """Return a clause that tells which of the two compared models were retrained."""
+    """Return a clause on the retraining of the chosen model and the original; "" if the chosen model has none."""
     if best.recovered is None:
         return ""
     steps = f"{best.recovery_steps:,} more steps"

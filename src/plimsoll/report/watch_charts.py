@@ -51,7 +51,7 @@ def process_chart(record: WatchRecord) -> Chart:
 
 
 def _layers(record: WatchRecord) -> list[tuple[str, list[int]]]:
-    """Return name and sizes of each layer over the samples, largest process first. Absent processes have size 0."""
+    """Return the name of each layer and its bytes in each sample, largest process first; 0 bytes if it was absent."""
     sizes = {pid: [0] * len(record.samples) for pid in record.uses_by_pid}
     names = {}
     for row, sample in enumerate(record.samples):

@@ -109,7 +109,7 @@ def kill_text(num_kills: int) -> str:
 
 
 def sparkline(values: Sequence[int], least_range: int) -> str:
-    """Return values as blocks, scaled from the smallest to the largest, but at least over `least_range`.
+    """Return values as a line of blocks. The scale is from the smallest to the largest value, at least `least_range`.
 
     >>> sparkline([0, 50, 100], 1)
     '▁▅█'

@@ -245,7 +245,7 @@ class ShrunkConfig:
 
 
 def __getattr__(name: str) -> Any:
-    """Create a class that ``auto_map`` names in this file, on access."""
+    """Return a class of this file that ``auto_map`` names: the `shrunk_class` of the transformers model ``name``."""
     if name.startswith("_"):
         raise AttributeError(name)
     import transformers
@@ -367,13 +367,13 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def sizes_of(module: nn.Module) -> list[int]:
-    """Return the sizes of a module in the order of ``resized``."""
+    """Return the sizes of a module in the order of ``resized`` (`KINDS`): inputs and outputs, or width of a norm."""
     shape = [*_weight(module).shape]
     return shape[::-1] if isinstance(module, nn.Linear) else shape
 
 
 def set_sizes(module: Any, sizes: list[int | None]) -> None:
-    """Resize a module in place, with newly initialized weights. ``None`` keeps a size."""
+    """Resize a module in place, with new initial weights. Sizes have the order of `sizes_of`; ``None`` keeps one."""
     before = sizes_of(module)
     first, last = (new or old for new, old in zip((sizes[0], sizes[-1]), (before[0], before[-1]), strict=True))
     if len(before) == 1:
@@ -477,7 +477,7 @@ def refresh_ties(model: Any) -> None:
 
 
 def _tied_names(model: Any, keys: Mapping[str, str]) -> dict[str, str]:
-    """Map each tied parameter to its source after the changes, including factors and layers that share parameters."""
+    """Map the name of each tied parameter to the name of its source, for factors and shared layers, too."""
     adjusted = {}
     for target, source in keys.items():
         pair = _tied_part(model, target), _tied_part(model, source)
@@ -496,7 +496,7 @@ def _tied_names(model: Any, keys: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tied_part(model: Any, name: str) -> str | None:
-    """Return the parameter that replaced another: the rows or the bias of factors."""
+    """Return the name of the parameter that replaces ``name`` in a factored module; ``None`` if it no longer exists."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     if isinstance(module, FactoredLinear):

@@ -131,7 +131,7 @@ class Entry:
         return self.offset % self.dtype.itemsize == 0
 
     def has_bytes_of(self, other: Entry) -> bool:
-        """Return whether both entries are the same bytes of one file, as tied weights are in ``torch.save`` files."""
+        """Return whether both entries describe the same bytes of a file, as tied weights do in ``torch.save`` files."""
         same = (self.file, self.offset, self.shape, self.strides) == (
             other.file,
             other.offset,
