@@ -143,7 +143,7 @@ def _gpu_bytes(pid: int, gpus: Sequence[GpuUse]) -> int | None:
 def lines_of(
     processes: Sequence[ProcessUse], gpus: Sequence[GpuUse] = (), *, is_machine: bool = False
 ) -> tuple[Line, ...]:
-    """Return every limit that applies to these processes, with the bytes used of it.
+    """Return every limit that applies to these processes, each with its bytes in use.
 
     Args:
         processes: the memory use of the processes; /dev/shm is read in the mount namespace of the first process.

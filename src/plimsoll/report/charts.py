@@ -269,7 +269,7 @@ def limit_line(figure: go.Figure, y: float, label: str) -> None:
 
 
 def _scaled(points: Points, scale: tuple[float, float]) -> Points:
-    """Scale points and round them to four decimals, which is finer than a pixel and keeps the page small."""
+    """Multiply points by the scales of x and y. Four decimals are kept: finer than a pixel, and the page is small."""
     return [(round(x / scale[0], 4), round(y / scale[1], 4)) for x, y in points]
 
 

@@ -88,7 +88,7 @@ def shrink_sheets(record: ShrinkRecord) -> tuple[Sheet, ...]:
 
 
 def _order(record: ShrinkRecord) -> list[int]:
-    """Return the numbers of the models: the original first, then by quality, best first."""
+    """Return the indices of the models in the record: the original first, then by quality, best first."""
     return [
         0,
         *sorted(range(1, len(record.models)), key=lambda one: record.models[one].best_quality.rank, reverse=True),

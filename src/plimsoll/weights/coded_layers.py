@@ -10,7 +10,7 @@
   the weight anyway.) Covers dynamically quantized inputs with one scale per token
   (``Int8DynamicActivationInt8WeightConfig``).
 
-Both use the original weight object, so a model is saved as before. Neither can be trained.
+Both layers use the original weight object, so a model is saved as before. Neither layer can be trained.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CodedEmbedding(nn.Embedding):
 
 
 def decode_rows_only(model: nn.Module) -> None:
-    """Replace each plain ``nn.Embedding`` with an int8 weight by a `CodedEmbedding`."""
+    """Replace each plain ``nn.Embedding`` that has an int8 weight by a `CodedEmbedding`."""
     replace_modules(model, _decoding)
 
 
@@ -99,7 +99,7 @@ class LinearInParts(nn.Linear):
 
 
 def compute_in_parts(model: nn.Module) -> None:
-    """Replace each plain ``nn.Linear`` with dynamically quantized inputs by a `LinearInParts`."""
+    """Replace each plain ``nn.Linear`` that quantizes its inputs dynamically by a `LinearInParts`."""
     replace_modules(
         model, lambda one: LinearInParts(one) if type(one) is nn.Linear and _has_coded_inputs(one.weight) else None
     )

@@ -46,7 +46,7 @@ KINDS = (  # in the order of application
 )
 
 LISTS = ("as_linear", "gpu_only")  # kinds that record only names
-UNMARKED = "shrunk_from"  # in a config.json: the original fields, as pairs (a dict would be parsed as a model config)
+UNMARKED = "shrunk_from"  # field for the original fields, as pairs (a dict would be parsed as a model config)
 
 _AUTO_CLASSES = (
     *("AutoModel", "AutoModelForPreTraining", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"),

@@ -70,7 +70,7 @@ def limits(root: Path = _ROOT) -> tuple[Limit, ...]:
 
 
 def uses(pids: Iterable[int], root: Path = _ROOT) -> tuple[tuple[Limit, int], ...]:
-    """Return every limit on these processes, with the bytes used of it except inactive cached file pages."""
+    """Return every limit on these processes, each with the bytes in use, without inactive cached file pages."""
     groups = [group for pid in pids for group in _memory_groups(root, pid)]
     return tuple(_limited_levels(dict.fromkeys(groups)))
 
@@ -110,7 +110,7 @@ class KillCounter:
 
 
 def _limited_levels(groups: Iterable[_Group]) -> list[tuple[Limit, int]]:
-    """Return every limit with the bytes used of it, from each group up to its root, without duplicates."""
+    """Return every limit with its bytes in use, from each group up to the root of its hierarchy, without duplicates."""
     levels: dict[str, tuple[Limit, int]] = {}
     for group in groups:
         for folder in (group.folder, *group.folder.parents):

@@ -243,7 +243,7 @@ def _raise_limit_in_children() -> None:
 
 
 def _leave_in_child() -> None:
-    # The child inherits address space and limit of its parent, so it could not allocate anything.
+    # The child inherits address space and limit of its parent, so it could not allocate any memory.
     if _IN_FORCE:
         _set_soft_within_others(process.data_bytes() + WORKER_ALLOWANCE_BYTES)
         _IN_FORCE.clear()

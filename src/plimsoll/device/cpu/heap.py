@@ -83,7 +83,7 @@ def top_bytes(threshold_bytes: int) -> int:
 
 
 def keep_freed() -> None:
-    """Make the heap retain all freed memory until `map_blocks_from`. No pages are cleared again, but holes remain."""
+    """Make the heap retain all freed memory until `map_blocks_from`. No pages must be cleared, but holes remain."""
     _MAPPED_FROM[:] = [None]
     _set(_MALLOPT_MMAP_MAX, 0)
     _set(_MALLOPT_TRIM_THRESHOLD, _NO_TRIM)

@@ -143,7 +143,7 @@ def _library() -> Path | None:
 
 @functools.cache
 def _offset_in_thread(library: Path) -> int | None:
-    """Return the bytes from the start of the library's thread-local data to Xbyak's error variable (`_SYMBOL`)."""
+    """Return the offset in bytes of Xbyak's error variable (`_SYMBOL`) in the library's thread-local data."""
     try:
         with library.open("rb") as file:
             return _value_of(_SYMBOL, file.fileno())

@@ -136,7 +136,7 @@ class CudaBackend:
         """Return ``None``: memory cannot be kept free, because the use of other processes is unknown."""
 
     def without_holes(self) -> nullcontext[None]:
-        """Do nothing: the allocator rounds sizes, so a freed block fits a later one of the same size."""
+        """Do nothing: the allocator rounds sizes, so a freed block fits a later block of the same size."""
         return nullcontext()
 
     def release(self, last_resort: bool = False) -> None:

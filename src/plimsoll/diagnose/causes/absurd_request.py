@@ -84,7 +84,7 @@ def _of_text(event: OomText) -> Finding:
 
 
 def _shape(event: OomText) -> Fact | None:
-    """Return a shape with the requested size, stated in the text or made of the numbers in the line that failed."""
+    """Return a shape with the requested size, stated in the text or made of integers in the line that failed."""
     stated = _STATED.search(event.text)
     if stated is not None:
         return Fact(text=f"an array of shape {stated[1]} of {stated[2]}", known="measured")

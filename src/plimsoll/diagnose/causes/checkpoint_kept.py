@@ -46,6 +46,6 @@ def _letting_go(name: str) -> tuple[str, str]:
 
 
 def _elsewhere(evidence: Evidence) -> str:
-    """Return a phrase for a place to keep the copy outside the memory that ran out."""
+    """Return the clause of the remedy on keeping the copy elsewhere: on the CPU or in half precision."""
     on_host = "keep it in half precision" if evidence.kind == "cpu" else "keep it on the CPU, or in half precision"
     return f"; else {on_host}"

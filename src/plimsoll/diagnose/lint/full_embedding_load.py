@@ -1,4 +1,4 @@
-"""All vectors of a pretrained embedding are loaded, though a corpus needs a few per cent of them."""
+"""Code that loads all vectors of a pretrained embedding, although a corpus needs only a few per cent of the vectors."""
 
 from __future__ import annotations
 

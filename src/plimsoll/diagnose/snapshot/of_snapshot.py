@@ -101,7 +101,7 @@ def _holes(replay: Replay, is_private: bool) -> list[Block]:
 
 
 def _unused_bytes(replay: Replay, reserved_bytes: int, live_bytes: int) -> int:
-    """Return the bytes that were reserved but unused, without the unused bytes of private pools at the end."""
+    """Return the bytes that were reserved but unused, minus the bytes of private pools that are unused at the end."""
     private_bytes = sum(hole.size_bytes for hole in _holes(replay, is_private=True))
     return max(0, reserved_bytes - live_bytes - private_bytes)
 

@@ -6,10 +6,10 @@ from plimsoll.records.oom_text import LikelyCause, OomText
 
 
 def is_possible(event: OomText, cause: LikelyCause) -> bool:
-    """Return whether the numbers of a text support a cause, as the likely cause or as the alternative."""
+    """Return whether the numbers in an error text support a cause, as the likely or as the alternative cause."""
     return event.is_oom and cause in (event.likely_cause, event.likely_cause_alt)
 
 
 def perhaps(event: OomText, cause: LikelyCause) -> str:
-    """Return the start of a title: "" for the likely cause, ``perhaps:`` for the alternative."""
+    """Return the start of a finding's title: "" for the likely cause, ``perhaps:`` for the alternative cause."""
     return "" if event.likely_cause == cause else "perhaps: "

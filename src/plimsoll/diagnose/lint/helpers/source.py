@@ -51,7 +51,7 @@ class Hit:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A file that parses."""
+    """The text and syntax tree of a valid Python file, with queries for rules."""
 
     text: str
     tree: ast.Module = field(repr=False)
