@@ -1,6 +1,6 @@
 """Measurement of the CPU overhead of op calls during training, on a real model that is too small to compute much.
 
-    found = measure_launches("cuda:0") # a third of a second, but longer for the first call in a process
+    found = measure_launches("cuda:0")     # a third of a second, but longer for the first call in a process
     found.module_op_seconds, found.backward_op_seconds
 
 A tiny GPT-2 of transformers runs forward under autocast and backward a few times. Modules, autograd and casts add the

@@ -121,7 +121,7 @@ def keeps_states_outside(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def copier_of(optimizer: torch.optim.Optimizer) -> Copier | None:
-    """Return the function that copies a tensor to the memory of an optimizer's states; ``None`` if states stay put."""
+    """Return the function that copies tensors to the memory of an optimizer's states; ``None`` if it is the device."""
     keeper = _KEEPERS.get(optimizer)
     return keeper.copy_of if keeper else None
 

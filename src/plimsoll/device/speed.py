@@ -60,7 +60,7 @@ _NUM_QUEUED = 8  # consecutive kernels, so that they hide the call overhead
 # Bytes per second of AdamW on the host, inferred: 9.2 GB in the 0.33 s of a layer_streaming step outside its passes.
 _HOST_BYTES_PER_SECOND = 27e9
 _LINK_SHARE = 0.8
-_FILE_SHARE = 0.5  # assumed: pages that have been written back to disk fault again at the next write
+_FILE_SHARE = 0.5  # pages that have been written back to disk fault again at the next write
 # Assumptions for cards without known rates: a low but usual bandwidth among cards of the table, and FLOPs per SM and
 # cycle of Ampere and later, at a usual clock.
 _UNKNOWN_BYTES_PER_SECOND, _UNKNOWN_SM_FLOPS, _UNKNOWN_NUM_SMS = 200e9, 256 * 1.7e9, 20

@@ -1,7 +1,7 @@
 """A linter for memory mistakes in Python files.
 
-The comment ``# plimsoll: ignore[rule, rule]`` at the end of a line ignores those rules in that line. The comment ``#
-plimsoll: ignore`` ignores all rules. Files are decoded with the encoding that they declare. Not handled: notebooks and
+A comment at the end of a line ignores rules in that line: ``# plimsoll: ignore[rule, rule]`` the named rules, and
+``# plimsoll: ignore`` all rules. Files are decoded with the encoding that they declare. Not handled: notebooks and
 imports; each file is checked alone.
 """
 

@@ -201,7 +201,7 @@ def _tables_in(value: Any) -> Iterator[tuple[dict[Any, Tensor], bool]]:
 
 
 def _are_names(table: dict[Any, Tensor], names: set[str]) -> bool:
-    """Return whether at least 90 % of the keys are names of weights. A batch can contain one such name, as ``mask``."""
+    """Return whether at least 90 % of the keys are names of weights. A batch can contain such a name: ``mask``."""
     known = sum(isinstance(key, str) and ("." in key or key in names) for key in table)
     return known >= _LEAST_NAMED_SHARE * len(table)
 

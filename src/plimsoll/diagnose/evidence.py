@@ -198,8 +198,8 @@ class Kept:
         name: the expression in user code, such as ``history["loss"]`` or ``model.cache``.
         kind: type of the value, such as ``list``.
         num_items: number of items; 1 if the value is not a container.
-        num_items_before: number of items after the first step, or at the start before it; ``None`` if it did not exist
-            then.
+        num_items_before: number of items after the first step or, before its end, at the start; ``None`` if it did not
+            exist then.
         tensor_bytes: bytes of the storages of its tensors, each counted once, without parameters.
         graph_bytes: bytes of the graphs of its tensors: nodes, and tensors saved for backward.
         host_bytes: bytes of other objects: numbers, texts, arrays.

@@ -26,7 +26,7 @@ _NOISE_BYTES, _NOISE_SHARE = 1 << 20, 0.02
 
 
 def growth_of(points: Sequence[tuple[int, int]]) -> MemoryGrowth | None:
-    """Estimate the growth of memory per step. It is steady if no rate between quarters of the steps is much lower.
+    """Estimate the growth per step. It is steady if no rate from one quarter of the steps to the next is much lower.
 
     Args:
         points: steps in ascending order, and the bytes in use after each.

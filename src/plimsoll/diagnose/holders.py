@@ -3,7 +3,7 @@
 The search starts at the given frames: local variables, global variables of their modules, attributes of modules and
 plain objects, and containers in them, to a depth of four. Containers of up to `_FEW` items are searched item by item;
 larger ones count as one value. The size of a large container is extrapolated from 500 evenly spaced items. The graphs
-of a value's tensors are walked up to `_MOST_NODES` operations, and graphs beyond them count as equally large.
+of a value's tensors are walked up to `_MOST_NODES` operations. Graphs that are not walked count as equally large.
 
 Not handled: variables of functions that have returned, generators, objects that only C++ keeps alive, and buffers of
 other libraries without ``nbytes``. Optimizers and the parameters of modules do not count.

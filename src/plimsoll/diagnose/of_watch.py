@@ -26,7 +26,7 @@ Points = list[tuple[float, ProcessUse]]
 
 
 class _Grown(NamedTuple):
-    """The growth of one process: its last sample, the bytes gained, the rate, and the seconds of its begin and end."""
+    """The growth of one process: its last sample, the bytes gained, the rate, and the seconds at its start and end."""
 
     use: ProcessUse
     risen_bytes: int

@@ -26,7 +26,7 @@ _HEAD_BYTES = 1 << 12
 
 
 def explain_source(source: Path, device: str | None, limit_bytes: int | None, quiet: bool) -> Diagnosis:
-    """Explain a job, a run, a recording or a text, with progress on standard error.
+    """Explain a job, a run, a recording, a snapshot or a text, with progress on standard error.
 
     Args:
         source: see `plimsoll.diagnose.explain.explain`; ``-`` reads standard input.

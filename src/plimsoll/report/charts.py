@@ -26,7 +26,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its title and caption. ``figure`` is ``None`` if there is no data."""
+    """A figure with title and caption; ``key`` is its name in the page. ``figure`` is ``None`` if there is no data."""
 
     key: str
     title: str

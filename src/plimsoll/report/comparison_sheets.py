@@ -1,6 +1,7 @@
 """Sheets and sentences of two runs side by side, shared by the terminal and the HTML page.
 
-Changes lead from the first run to the second. A change has no percentage if the value of the first run is 0.
+A change is the value of the second run minus the value of the first run. It has no percentage if the value of the first
+run is 0.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _rate(rows_per_second: float) -> str:
 
 
 def part_sheet(plan: InferencePlan) -> Sheet:
-    """List the parts of the model, each with its memory (such as device or file). Numbered blocks alike share a row."""
+    """List the parts of the model and the memory that holds each. Numbered blocks in the same memory share a row."""
     groups: dict[tuple[str, Place, bool], list[Part]] = {}
     for part in plan.parts:
         groups.setdefault((_NUMBER.sub("*", part.name), part.place, part.is_streamed), []).append(part)

@@ -139,7 +139,7 @@ class CpuBackend:
         return oom_errors.oom_family_on(error, self.is_nearly_full)
 
     def is_nearly_full(self) -> bool:
-        """Return whether less than half of the budget was free at the peak, or of the capacity now without a budget."""
+        """Return whether less than half is free: of the budget at the peak or, with no budget, of the capacity now."""
         use = self.use()
         if use.limit_bytes is not None:
             return use.limit_bytes - use.peak_bytes < use.limit_bytes * _NEARLY_FULL_SHARE

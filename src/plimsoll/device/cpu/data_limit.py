@@ -91,8 +91,8 @@ def limited(budget_bytes: int) -> Iterator[None]:
 def raised(num_bytes: int) -> Iterator[None]:
     """Raise the limit by ``num_bytes`` while the block runs; without a Plimsoll limit, do nothing.
 
-    This keeps memory that was just allocated and freed available, although another thread may allocate in between.
-    Resident memory may then exceed the budget by the bytes which that thread took, at most ``num_bytes``.
+    Another thread could otherwise take memory that was just allocated and freed, before the block uses it. Resident
+    memory may then exceed the budget by the bytes which that thread took, at most ``num_bytes``.
     """
     if not _IN_FORCE:
         yield
@@ -109,7 +109,7 @@ def raised(num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def with_untouched(num_bytes: int) -> Iterator[None]:
-    """Exempt ``num_bytes`` of address space that the block maps from the limit, until its pages are written.
+    """Exempt from the limit ``num_bytes`` of address space that the block maps, until its pages are written.
 
     This is for a file that is mapped copy-on-write. Writes are announced by `count_untouched` or detected by `follow`.
     """

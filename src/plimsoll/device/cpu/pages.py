@@ -1,7 +1,7 @@
 """Control over pages of memory-mapped files: load them, drop them, attribute them and measure how fast they load.
 
     bring(stretches_of(block.parameters()))     # before the block computes
-    drop(stretches_of(block.parameters())) # afterwards, if the page cache cannot hold the whole model
+    drop(stretches_of(block.parameters()))      # afterwards, if the page cache cannot hold the whole model
 
 Both calls are hints: if the kernel refuses one, pages are loaded when they are touched. A page of a private mapping
 (copy on write) belongs to the file until it is written, and is private memory afterwards.

@@ -12,7 +12,7 @@ _STATES_AT_ONCE = {"Adagrad"}  # torch.optim.Adagrad makes its sums in __init__,
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find models that are moved after an optimizer that allocates its states at once was created for them."""
+    """Find models that are moved after an optimizer that allocates its states at construction was created for them."""
     for call in source.calls:
         is_move = (
             isinstance(call.func, ast.Attribute)

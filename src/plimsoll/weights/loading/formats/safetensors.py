@@ -34,7 +34,7 @@ _DTYPES = {
 
 
 def recognises(head: bytes) -> bool:
-    """Return whether ``head``, the first bytes of a file, is a length and the begin of a JSON object."""
+    """Return whether ``head``, the first bytes of a file, is a length and the beginning of a JSON object."""
     return head[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{"
 
 
