@@ -21,7 +21,7 @@ _SAMPLE_SECONDS = 0.1
 
 
 class Program(NamedTuple):
-    """A process and the number of cores that it uses."""
+    """A process of another program, and the number of cores that it uses."""
 
     pid: int
     name: str

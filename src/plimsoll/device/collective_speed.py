@@ -119,7 +119,7 @@ def exchange_of(spec: DeviceSpec, num_ranks: int) -> ExchangeSpeed:
 
 
 class _Rank:
-    """One rank of a measurement in this process, with its own thread."""
+    """One rank of a measurement: a thread of this process."""
 
     def __init__(self, store: HashStore, rank: int, num_ranks: int) -> None:
         # `Any`, because torch's stubs lack the group's methods.

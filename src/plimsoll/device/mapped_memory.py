@@ -105,7 +105,7 @@ class MappedPool:
         return tensor in self._made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MappedPool:
-        """Return the pool itself: copied tensors are not in any pool."""
+        """Return the pool itself, because deep copies of its tensors are in no pool."""
         return self
 
     def _take(self, num_bytes: int) -> memoryview:

@@ -20,7 +20,7 @@ _HIGH_WATER = re.compile(rb"VmHWM:\s*(\d+) kB.*?RssFile:\s*(\d+) kB\s*RssShmem:\
 
 
 class PrivateMemory(NamedTuple):
-    """Private and data bytes of a process, read at the same moment."""
+    """Private memory and data of a process, in bytes, read at the same moment."""
 
     private_bytes: int
     data_bytes: int

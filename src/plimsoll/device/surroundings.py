@@ -106,7 +106,7 @@ def _distributions(folders: tuple[str, ...]) -> str:
 
 
 def _huge_pages() -> str:
-    """Return the kernel's setting for transparent huge pages, which increase memory use."""
+    """Return the kernel's setting for transparent huge pages, because they increase memory use."""
     try:
         return _HUGE_PAGES.read_text("utf-8").strip()
     except OSError:

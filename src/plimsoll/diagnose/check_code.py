@@ -128,7 +128,7 @@ def _found(text: str, rules: list[str]) -> list[_Found]:
 
 
 def _ignored(text: str) -> dict[int, set[str] | None]:
-    """Return the rules that each line ignores; ``None`` means all rules."""
+    """Return the rules that a comment ignores, by line number; ``None`` means all rules."""
     if "plimsoll:" not in text:
         return {}
     found: dict[int, set[str] | None] = {}
@@ -140,7 +140,7 @@ def _ignored(text: str) -> dict[int, set[str] | None]:
 
 
 def _is_ignored(found: _Found, source: Source, ignored: dict[int, set[str] | None]) -> bool:
-    """Return whether a comment ignores a hit, on one of its own lines or on the first line of its statement."""
+    """Return whether a comment ignores a hit, on one of the hit's lines or on the first line of its statement."""
     if not ignored:
         return False
     node = found.hit.node
@@ -199,7 +199,7 @@ def _parses(text: str) -> bool:
 
 
 def _edited(text: str, hits: list[Hit]) -> tuple[str, int]:
-    """Apply the edits of each hit that do not overlap earlier edits, from the end of the text to its beginning."""
+    """Apply the edits of all hits whose edits overlap no earlier edit. Return the new text and the number of fixes."""
     taken: list[Edit] = []
     num_done = 0
     for hit in hits:

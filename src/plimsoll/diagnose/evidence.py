@@ -89,7 +89,7 @@ class Evidence:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps that the process did."""
+        """The number of steps of this process."""
         return self.last_step - self.first_step
 
     @property

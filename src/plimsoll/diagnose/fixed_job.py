@@ -21,7 +21,7 @@ class FixedJob(NamedTuple):
 
     @classmethod
     def beside(cls, job_file: Path, output: Path | None, force: bool) -> FixedJob:
-        """Choose the output path. It is checked before the diagnosis, which takes seconds to minutes.
+        """Choose the output path and check it, before a diagnosis that takes seconds to minutes.
 
         Args:
             job_file: the job.

@@ -1,4 +1,4 @@
-"""The loop of ``plimsoll watch``: every sample is counted, recorded and shown until the watch ends.
+"""The loop of ``plimsoll watch``: every sample is recorded and shown until the watch ends.
 
 seen = follow(watch, every_seconds=2.0, num_samples=None, record=None, show=print)
 """

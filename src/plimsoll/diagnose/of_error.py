@@ -64,7 +64,7 @@ class Before:
     baseline_bytes: int = 0
 
     def look_at(self, frames: Iterable[FrameType]) -> None:
-        """Record the values that variables keep alive now."""
+        """Record lengths and tensors of the values that variables of frames keep alive now."""
         found = list(found_in(frames))
         self.lengths |= lengths_of(found)
         self.tensors += [ref(tensor) for one in found for tensor in _tensors_of(one.value)]
@@ -199,7 +199,7 @@ def _innermost(frames: list[tuple[FrameType, int]], lines: list[Line]) -> list[F
 
 
 def _kept(scene: _Scene, stock: Inventory, before: Before) -> list[Kept]:
-    """Return the values that variables keep, largest first, and claim their storages by category."""
+    """Return the values that variables keep, largest first. Assign their storages in ``stock`` to categories."""
     copies = copies_in(scene.found, [line.frame for line in scene.lines], stock)
     roots = {id(copy.root.value) for copy in copies}
     used = stock.claimed()

@@ -55,7 +55,7 @@ _REMEDIES: dict[LineKind, str] = {
 
 
 def diagnosis_of_watch(record: WatchRecord) -> Diagnosis:
-    """Explain a recording."""
+    """Explain a recorded watch."""
     grown = [*_grown(record)]
     findings = [*grown, *_killed(record), *_reached(record), *_swapped(record)]
     return Diagnosis(

@@ -345,7 +345,7 @@ def _fallback_name(index: int, plan: Plan) -> str:
 
 
 def plan_in_force_sheet(record: RunRecord) -> Sheet:
-    """List the plan of a run and its fallbacks, with the number of steps each ran since the last start or resume."""
+    """List the plan of a run and its fallbacks, with the steps that each has run since the last start or resume."""
     sheet, steps = fallback_sheet(record.plan), steps_of_plan(record)
     steps_at = Counter(line.fallback for line in steps)
     rows = tuple((*row, f"{steps_at[index]:,}") for index, row in enumerate(sheet.rows))

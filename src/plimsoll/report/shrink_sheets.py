@@ -55,7 +55,7 @@ def _slowness(small: Small) -> str:
 
 
 def change_text(before: Quality, after: Quality) -> str:
-    """Return the change of quality: ``accuracy 90.0% -> 88.0%``."""
+    """Return the change of quality as text: ``accuracy 90.0% -> 88.0%``."""
     name, write = _measure(before)
     return f"{name} {write(before)} -> {write(after)}"
 

@@ -67,7 +67,7 @@ def limit_sheet(record: WatchRecord) -> Sheet:
 
 
 def process_sheet(record: WatchRecord) -> Sheet:
-    """List the processes with the most private memory."""
+    """List the processes with the most private memory, each with its first, highest and last use."""
     found = sorted(record.uses_by_pid.values(), key=lambda seen: -max(use.private_bytes for _, use in seen))
     shown = found[:_MOST_PROCESSES]
     has_shared = any(use.shared_bytes for seen in shown for _, use in seen)

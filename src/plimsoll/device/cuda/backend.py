@@ -161,7 +161,7 @@ class CudaBackend:
         return oom_errors.oom_family_on(error, self.is_nearly_full)
 
     def is_nearly_full(self) -> bool:
-        """Return whether the driver has less than 1 GiB of free memory for libraries."""
+        """Return whether the device has less than 1 GiB of free memory, which libraries need."""
         import torch
 
         free_bytes, _ = torch.cuda.mem_get_info(self._index)

@@ -182,7 +182,7 @@ def _rates_of(looks: list[_Look]) -> _Rates:
 
 
 def _each(evidence: Evidence, held: RetainedGraph, rates: _Rates) -> _Each:
-    """Return the memory that the graph of one step takes, on the device of the peak."""
+    """Return the memory that each step's graph keeps on the device of the peak."""
     growth = evidence.growth
     measured = float(growth.likely_bytes) if growth is not None and growth.is_steady else None
     if not held.holder or rates.graph_bytes is None or rates.num_nodes is None:

@@ -1,4 +1,4 @@
-"""`del` of a loop variable, which frees nothing that the list still holds."""
+"""`del` of a loop variable. It frees no memory, because the list still holds the object."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _import_edits(source: Source, node: ast.Import | ast.ImportFrom) -> tuple[Ed
 
 
 def _imports_can_change(source: Source) -> bool:
-    """Return whether only autocast and GradScaler are imported, and are only called."""
+    """Return whether the file imports only autocast and GradScaler, and uses them only in calls."""
     imports = [node for node in source.every(ast.ImportFrom) if node.module == "torch.cuda.amp"]
     if any(alias.name not in _CALLED for node in imports for alias in node.names):
         return False

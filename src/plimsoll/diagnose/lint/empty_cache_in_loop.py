@@ -36,7 +36,7 @@ def _computing_loop(source: Source, call: ast.Call) -> Loop | None:
 
 
 def _builds(source: Source, loop: Loop) -> bool:
-    """Return whether every pass builds its own model, as benchmarks do."""
+    """Return whether every iteration builds its own model, as in benchmarks."""
     deleted = [target for node in source.own(loop, ast.Delete) for target in node.targets]
     is_dropped = any(is_model(source, target) for target in deleted if isinstance(target, ast.expr))
     return is_dropped or any(last_name(call.func) in _BUILDS for call in source.own(loop, ast.Call))

@@ -73,7 +73,7 @@ def _splits(source: Source, loop: ast.For) -> bool:
 
 
 def _filters(source: Source, loop: Loop) -> bool:
-    """Return whether a loop skips lines because of their word, or stops early."""
+    """Return whether a loop skips lines depending on their word, or stops early."""
     if source.own(loop, ast.Break):
         return True
     for node in source.own(loop, ast.If, ast.IfExp):

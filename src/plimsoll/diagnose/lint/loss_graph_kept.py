@@ -104,7 +104,7 @@ def _in_module_forward(source: Source, node: ast.AST) -> bool:
 
 
 def _begins_in(source: Source, node: ast.stmt | ast.expr, loop: Loop) -> bool:
-    """Return whether the container or sum is created anew in every pass of the loop."""
+    """Return whether the container or sum is created anew in every iteration of the loop."""
     keeper = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
     if keeper is None:
         keeper = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -151,7 +151,7 @@ def _class_goes_back(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _evaluates(source: Source, scope: ast.AST) -> bool:
-    """Return whether a function sets a model to evaluation."""
+    """Return whether a function sets a model to evaluation mode."""
     return any(last_name(call.func) == "eval" and not call.args for call in source.own(scope, ast.Call))
 
 

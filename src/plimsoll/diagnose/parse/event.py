@@ -89,7 +89,7 @@ _DEVICE = re.compile(r"\bGPU (\d+)|\bon device (\d+)")
 
 
 def event_of(text: str, family: str | None = None) -> OomText:
-    """Parse one message.
+    """Parse one out-of-memory message.
 
     Args:
         text: the message and the text around it, of any number of lines.

@@ -69,7 +69,7 @@ def _on_device(event: OomText, tried: Bytes, num_processes: int) -> Causes:
 
 
 def _elsewhere(event: OomText, num_processes: int) -> Bytes:
-    """Return the bytes of other processes on the device: stated in the text, or derived from its other numbers."""
+    """Return the bytes of other processes on the device: as stated, or derived from other numbers in the text."""
     if event.other_process is not None:
         return event.other_process
     reserved = event.reserved_total

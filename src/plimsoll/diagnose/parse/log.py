@@ -209,7 +209,7 @@ def _opened(file: BinaryIO) -> io.BufferedReader:
 
 
 def _of_record(line: str) -> list[str]:
-    """Return the lines that a JSON line logs, as container drivers and structured loggers write them."""
+    """Return the lines of text inside a JSON line of a container driver or structured logger."""
     with suppress(ValueError, RecursionError):
         record = json.loads(line)
         for name in _MESSAGES:
@@ -234,7 +234,7 @@ class _Raw(io.RawIOBase):
 
 
 class _Unpacked(_Raw):
-    """A decompressed stream that ends quietly if it is truncated, as the log of a killed process is."""
+    """A decompressed stream that ends without an error if it is truncated, as after a killed process."""
 
     def readinto(self, buffer: Any) -> int:
         with suppress(EOFError, OSError, zlib.error):

@@ -62,7 +62,7 @@ def _live_bytes(replay: Replay, moment: int) -> int:
 
 
 def _reserved_bytes(replay: Replay, moment: int) -> int:
-    """Return the bytes reserved at a moment; before the first event, the bytes reserved after it."""
+    """Return the bytes reserved after event ``moment``; for `FROM_BEFORE`, the bytes reserved after the first event."""
     return replay.reserved_bytes[max(0, moment)] if replay.rows else _at_end_bytes(replay)
 
 

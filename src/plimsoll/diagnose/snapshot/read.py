@@ -71,7 +71,7 @@ class Snapshot:
 
 
 def is_snapshot(path: Path) -> bool:
-    """Return whether a file is a pickle, plain or in gzip, by its first bytes. No text begins with them."""
+    """Return whether a file is a pickle, plain or in gzip, by its first bytes. No text begins with these bytes."""
     with suppress(OSError, EOFError, zlib.error):
         with path.open("rb") as file:
             head = file.read(2)

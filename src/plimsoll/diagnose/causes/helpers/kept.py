@@ -26,14 +26,14 @@ def much(evidence: Evidence, least_share: float) -> Iterator[Kept]:
 
 
 def training_bytes(evidence: Evidence) -> int:
-    """Return the bytes in use without the interpreter and libraries, and with the failed allocation; at least 1."""
+    """Return the bytes in use plus the failed allocation, minus the interpreter and libraries; at least 1."""
     return max(1, sum(share.num_bytes for share in evidence.shares if share.category != _BASELINE))
 
 
 def finding_of_kept(
     evidence: Evidence, kept: Kept, cause: str, *, title: str, remedy: str, code: str = "", facts: Sequence[Fact] = ()
 ) -> Finding:
-    """Return the finding for one variable."""
+    """Return the finding for one variable, with its sizes and its saving."""
     peak_bytes = evidence.peak_bytes or kept.num_bytes
     risen_bytes = _risen_bytes(evidence, kept)
     counted: KnownHow = "assumed" if kept.is_estimated else "counted"

@@ -25,7 +25,7 @@ _SHAPE = re.compile(r"\[([\d, ]*)\]")
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the peak; ``places`` are the modules and lines that made it, largest first."""
+    """A part of the peak; ``places`` are the modules and lines that allocated it, largest first."""
 
     num_bytes: int
     known: KnownHow = "predicted"

@@ -61,7 +61,7 @@ def _conditional(source: Source, backward: Backward) -> Accumulation | None:
 
 
 def _condition(source: Source, step: ast.Call, loop: Loop) -> ast.If | None:
-    """Return the `if` in the loop that guards a step, if it looks like a condition of accumulation."""
+    """Return the `if` in the loop around an optimizer step, if its test counts batches, such as ``i % n == 0``."""
     for above in source.ancestors(step):
         if above is loop:
             return None

@@ -88,7 +88,7 @@ def _backward(source: Source, call: ast.Call) -> Backward | None:
 
 
 def _scaled(source: Source, call: ast.Call, owner: ast.expr) -> ast.expr:
-    """Return the loss behind apex's ``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()``."""
+    """Return the loss; inside apex's ``with amp.scale_loss(loss, optimizer) as scaled:``, the loss of ``scaled``."""
     for above in source.ancestors(call):
         if isinstance(above, ast.With):
             for item in above.items:

@@ -88,7 +88,7 @@ def value_of(source: Source, node: ast.expr, depth: int = _DEEPEST) -> Value | N
 
 
 def _parts(node: ast.expr) -> list[ast.expr]:
-    """Return the parts of an expression that its value is computed from."""
+    """Return the subexpressions from which the value of an expression is computed."""
     if isinstance(node, ast.BinOp):
         return [node.left, node.right]
     if isinstance(node, ast.UnaryOp):
