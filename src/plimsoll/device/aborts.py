@@ -1,12 +1,12 @@
-"""Explanations for processes that native code ends when it is refused memory, with the Python line that called it.
+"""Explanations for processes that native code ends when it is refused memory, with the Python line of the call.
 
 Rust's standard library (and so ``tokenizers``, ``safetensors`` and ``polars``) prints "memory allocation of N bytes
-failed" and aborts. Some C and C++ libraries do the same. No exception is raised and nothing can be undone: such code
-needs a larger limit. `faulthandler` records the call stack from inside the signal handler, without allocating.
+failed" and aborts. Some C and C++ libraries do the same. No exception is raised and the step cannot be undone: such
+code needs a larger limit. `faulthandler` records the call stack from inside the signal handler, without allocating.
 
-A fault handler that is already enabled (by the user, ``python -X faulthandler`` or pytest) stays, and then nothing is
-explained. The output of the native code is not read: inside a limit, memory is the likely cause, not a certain one.
-Needs no torch.
+A fault handler that is already enabled (by the user, ``python -X faulthandler`` or pytest) stays, and then no
+explanation is printed. The output of the native code is not read, so memory is only the likely cause, even inside a
+limit. Needs no torch.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ printf %s "$dump" | "$@" 3>&2 2>/dev/null >&3
 class Dump:
     """Parser for the threads that `faulthandler` writes, line by line; the last call of each thread comes first.
 
-    The current thread counts. If native code failed in a thread of its own, the last listed thread counts: the main
-    thread.
+    The attributes describe the current thread, or the last listed thread, the main thread, if native code failed in a
+    thread of its own.
 
     Attributes:
-        place: the innermost line of user code in that thread.
-        function: the function of that line.
+        place: the innermost line of user code in that thread, ``file.py:12``.
+        function: the name of the function that contains this line.
         own: the innermost line of Plimsoll.
-        library: the installed package that one of these lines called.
+        library: the installed package that one of these two lines called.
     """
 
     place: str = ""
@@ -91,7 +91,7 @@ class Dump:
 
 
 def called_by(text: str) -> str:
-    """Return the line that called the native code, from a dump of `faulthandler`; "" if it is not known."""
+    """Return the line that called the native code, as a phrase, from a dump of `faulthandler`; "" if it is unknown."""
     dump = Dump()
     for line in text.splitlines():
         dump.takes(line)
@@ -105,7 +105,7 @@ def explanation(text: str, limit_bytes: int | None = None) -> str:
 
     Args:
         text: the dump that `faulthandler` wrote.
-        limit_bytes: the limit that was in force; ``None`` if Plimsoll set none.
+        limit_bytes: the memory limit that was in force; ``None`` if Plimsoll had set no limit.
     """
     if (begin := _BEGIN.search(text)) is None:
         return ""
@@ -132,7 +132,8 @@ def told_where(limit_bytes: int | None = None) -> Iterator[None]:
     """Print the place and likely reason if native code aborts in the block. A fault handler of the user stays enabled.
 
     Args:
-        limit_bytes: the limit that the explanation names. A block without a limit inside another block has no effect.
+        limit_bytes: the memory limit that the explanation names. A block without a limit inside another block has no
+            effect.
     """
     stderr = sys.__stderr__
     is_anothers = faulthandler.is_enabled() and not _FILES
@@ -154,14 +155,14 @@ def told_where(limit_bytes: int | None = None) -> Iterator[None]:
 
 
 def tell_supervisor() -> None:
-    """Write later faults of this process to the file that its supervisor reads; without a supervisor, do nothing."""
+    """Make `faulthandler` write a later crash to the file that the supervisor reads, if there is a supervisor."""
     path = os.environ.get(SUPERVISORS_FILE)
     if path and not faulthandler.is_enabled():
         faulthandler.enable(Path(path).open("ab", buffering=0))  # noqa: SIM115 -- as long as the process lives
 
 
 def watcher_pids() -> set[int]:
-    """Return the ids of the waiting processes that this module has started."""
+    """Return the ids of the processes that this module has started to wait for a crash."""
     return {process.pid for process in _WATCHERS}
 
 
@@ -171,7 +172,7 @@ _WATCHERS: list[subprocess.Popen[bytes]] = []
 
 @contextmanager
 def _explained(stderr: IO[str], limit_bytes: int | None) -> Iterator[IO[Any]]:
-    """Open a pipe; after this process has ended, its content is printed with an explanation."""
+    """Open a pipe to a process that, after this process has ended, prints the content with an explanation."""
     # If this is process 1 of a container, the watcher would end with it and could not explain anything.
     watcher = _started(limit_bytes, stderr) if os.name == "posix" and os.getpid() != 1 else None
     if watcher is None or watcher.stdin is None:
@@ -211,7 +212,7 @@ def _leave_in_children() -> None:
 
 
 def _leave_in_child() -> None:
-    """Close the pipe in a forked child, which then writes to standard error."""
+    """Close the pipe in a forked child, so that its `faulthandler` writes to standard error."""
     if _FILES and sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)
     for watcher in _WATCHERS:

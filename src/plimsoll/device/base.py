@@ -27,9 +27,9 @@ class Backend(Protocol):
         """Return the memory use of this process, now and at its peak since the last `reset_peak`."""
 
     def baseline_bytes(self) -> int:
-        """Return the bytes that a budget must hold before training allocates anything.
+        """Return the bytes that count against a budget before training allocates memory.
 
-        This starts thread pools or creates the CUDA context, because training needs them and they count.
+        This starts thread pools or creates the CUDA context, because training needs them and their memory counts.
         """
 
     def reset_peak(self) -> None:
@@ -39,7 +39,7 @@ class Backend(Protocol):
         """Make the allocator raise if this process would exceed ``budget_bytes``. The limit ends with the block.
 
         Raises:
-            BudgetError: if more than the budget is already in use, or the device has less memory.
+            BudgetError: if more than the budget is already in use, or the device has less memory than the budget.
         """
 
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None] | None:
@@ -105,7 +105,7 @@ def limited(budget: str | int, device: str = "cpu") -> AbstractContextManager[No
         device: ``"cpu"`` limits private memory of this process; ``"cuda"`` limits torch's caching allocator.
 
     Raises:
-        BudgetError: if more than the budget is already in use, or the device has less memory.
+        BudgetError: if more than the budget is already in use, or the device has less memory than the budget.
         DeviceError: if there is no such device.
     """
     return backend_for(device).limited(parse_bytes(budget))

@@ -4,7 +4,7 @@
     ...
     print(others.sentence())  # "This machine is busy: python3 (process 4711) uses 1.0 of 2 cores. ..."
 
-Does NOT see processes outside of this container by name, nor GPUs. Source: proc_stat(5). Needs no torch.
+Does NOT name processes outside this container, and does not observe GPUs. Source: proc_stat(5). Needs no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SAMPLE_SECONDS = 0.1
 
 
 class Program(NamedTuple):
-    """A process and the number of cores that it uses."""
+    """A process of another program, and the number of cores that it uses."""
 
     pid: int
     name: str
@@ -29,10 +29,10 @@ class Program(NamedTuple):
 
 
 class OtherPrograms:
-    """CPU use by programs other than ours, since this object was created.
+    """CPU use by programs other than our own, since this object was created.
 
     Args:
-        ours: id of the process whose descendants are ours, too; this process by default.
+        ours: id of our process; its descendants count as ours, too. This process by default.
     """
 
     def __init__(self, ours: int | None = None) -> None:
@@ -65,7 +65,7 @@ class OtherPrograms:
         return f"This machine is busy: {who} of {cores}. Steps will take longer than planned."
 
     def _sampled(self) -> tuple[list[Program], float]:
-        """Return visible other programs, largest use first, and the cores used by all others, visible or not."""
+        """Return the other programs that are visible, largest use first, and the cores that all other programs use."""
         started, busy, before = _now(), _busy_seconds(), _seconds_of_processes()
         time.sleep(_SAMPLE_SECONDS)
         after, busy = _seconds_of_processes(), _busy_seconds() - busy
@@ -97,11 +97,11 @@ def _num_cores() -> int:
 
 
 def _busy_seconds() -> float:
-    """Return the seconds since boot during which the cores available to this process were busy."""
+    """Return the core-seconds since boot in which the cores available to this process were busy."""
     cores = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
     times = [cores[place] for place in usable if place < len(cores)]
-    # "steal": time that the host of a virtual machine gave to other guests
+    # "steal": time that the host of a virtual machine gave to other virtual machines
     return sum(getattr(one, kind, 0.0) for one in times for kind in ("user", "nice", "system", "steal"))
 
 

@@ -3,7 +3,7 @@
     exchange = measured_exchange(num_ranks=2)                 # measured once, then read from a file
     exchange = exchange_of(find_gpu("rtx3060"), num_ranks=4)
 
-Does NOT know about several machines and their network, nor about other programs.
+Does NOT cover several machines and their network, or other programs that use the links.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _NVLINK_BYTES_PER_SECOND = {
 # host memory.
 _NVLINK_SHARE, _HOST_LINK_SHARE = 0.7, 0.4
 _UNKNOWN_LINK_BYTES_PER_SECOND = 12e9
-# Assumed latencies: of an NCCL collective, and of an agreement over gloo on one machine (0.1 ms if idle, 0.8 ms on two
-# busy cores).
+# Assumed latencies in seconds: of an NCCL collective, and of an agreement over gloo on one machine (0.1 ms if idle, 0.8
+# ms on two busy cores).
 _NCCL_CALL_SECONDS, _AGREE_SECONDS = 30e-6, 3e-4
 
 
@@ -52,7 +52,7 @@ def measured_exchange(num_ranks: int, progress: Callable[[str], object] = lambda
 
     Args:
         num_ranks: the number of ranks, at least 2.
-        progress: called with a message before a measurement.
+        progress: callback that receives a message before a measurement.
     """
     name = name_of("cpu")
 
@@ -119,15 +119,15 @@ def exchange_of(spec: DeviceSpec, num_ranks: int) -> ExchangeSpeed:
 
 
 class _Rank:
-    """One rank of a measurement in this process, with its own thread."""
+    """One rank of a measurement: a thread of this process."""
 
     def __init__(self, store: HashStore, rank: int, num_ranks: int) -> None:
-        # `Any`, because torch's stubs lack its methods.
+        # `Any`, because torch's stubs lack the group's methods.
         self._group: Any = dist.ProcessGroupGloo(store, rank, num_ranks, _TIMEOUT)
         self._num_ranks = num_ranks
 
     def measure(self) -> dict[tuple[ExchangeKind, int], float]:
-        """Return the seconds of each collective, by kind and bytes of the whole tensor; 0 stands for one element."""
+        """Return the seconds of each collective, by kind and bytes of the whole tensor; 0 bytes means one element."""
         group, small = self._group, torch.zeros(1)
         found: dict[tuple[ExchangeKind, int], float] = {
             ("all_reduce", 0): self._best(partial(group.allreduce, [small]), _NUM_CALLS)
@@ -146,7 +146,7 @@ class _Rank:
 
     @staticmethod
     def _best(start: Callable[[], Any], num_runs: int) -> float:
-        """Return the shortest of several runs. All ranks must run equally often."""
+        """Return the seconds of the shortest of several runs. All ranks must run equally often."""
         seconds = []
         for _ in range(num_runs):
             started = time.perf_counter()

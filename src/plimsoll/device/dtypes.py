@@ -1,6 +1,6 @@
-"""Floating-point types of weights, by their usual names: ``bf16``, ``bfloat16``, ``torch.bfloat16``.
+"""Floating-point types of weights, by their usual names, such as ``bf16``, ``bfloat16`` or ``torch.bfloat16``.
 
-Does NOT cover integers, types of quantized weights, or the type that training computes in (``precision``).
+Does NOT cover integer types, types of quantized weights, or the type in which training computes (``precision``).
 """
 
 from __future__ import annotations

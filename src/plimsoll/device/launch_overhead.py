@@ -1,13 +1,13 @@
 """Measurement of the CPU overhead of op calls during training, on a real model that is too small to compute much.
 
-    found = measure_launches("cuda:0")     # a third of a second from the second call in a process on
+    found = measure_launches("cuda:0")     # a third of a second, but longer for the first call in a process
     found.module_op_seconds, found.backward_op_seconds
 
 A tiny GPT-2 of transformers runs forward under autocast and backward a few times. Modules, autograd and casts add the
 same overhead per call as in large models. It is three times the overhead of a bare call in a loop.
 
-Does NOT know how busy the processor will be. On one machine, the time per call of the same training varied from 0.7 to
-1.5 times within minutes (docs/LOG.md).
+Does NOT know how busy the processor will be. On one machine, the time per call of the same training run varied within
+minutes from 0.7 to 1.5 times the usual time (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUM_PASSES, _NUM_WARM = 7, 2
 
 
 class Launches(NamedTuple):
-    """CPU seconds of one op call: from Python in a forward pass, and by autograd in a backward pass."""
+    """CPU seconds of one op call: by a Python module in a forward pass, and by autograd in a backward pass."""
 
     module_op_seconds: float
     backward_op_seconds: float
@@ -52,7 +52,8 @@ def measure_launches(device: str) -> Launches:
     # Same accounting as in `plimsoll.planning.search.time_model`.
     backward_op_seconds = backward_seconds / by_autograd
     module_op_seconds = (forward_seconds - cast * backward_op_seconds) / called
-    # If every backward pass was interrupted, the casts would seem to take all of the forward pass.
+    # If every backward pass was interrupted, its measured time would be so long that casts seem to take the whole
+    # forward pass.
     return Launches(max(module_op_seconds, backward_op_seconds), backward_op_seconds)
 
 
@@ -75,7 +76,7 @@ def _autocast(kind: str) -> AbstractContextManager[Any]:
 
 
 def _pass_seconds(model: nn.Module, device: str) -> tuple[float, float]:
-    """Return seconds of the forward and backward calls alone: the device is synchronized only before and after both."""
+    """Return the seconds of the forward and the backward calls. They exclude waits for the device before and after."""
     model.zero_grad()
     _wait(device)
     started = time.perf_counter()
@@ -93,7 +94,7 @@ def _wait(device: str) -> None:
 
 
 def _count_ops(model: nn.Module) -> tuple[float, float, float]:
-    """Return the number of ops without casts and of casts in a forward pass, and of all ops in a backward pass."""
+    """Return three counts: ops except casts in a forward pass, casts in a forward pass, and ops in a backward pass."""
     with _Counter() as forward:
         loss = _forward(model)
     with _Counter() as backward:
@@ -102,7 +103,7 @@ def _count_ops(model: nn.Module) -> tuple[float, float, float]:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counter of the ops and casts in a block. A view counts `VIEW_SHARE`."""
+    """Counter of the ops and casts in a block. A view counts as `VIEW_SHARE` of an op."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -3,9 +3,9 @@
     state = MappedPool().copy_of(state)
     table = create(path, (num_rows, 300), torch.float32, fill)
 
-A limit on private memory (``RLIMIT_DATA``, ``RssAnon``) does not count pages of a shared file mapping. Training on the
-CPU therefore stores here the tensors that do not fit the budget. In a dry run, with fake tensors, a pool returns fake
-tensors that a trace counts outside the device.
+A limit on private memory (``RLIMIT_DATA``, ``RssAnon``) does not count pages of a shared file mapping. So training on
+the CPU stores tensors that do not fit the budget in such files. In a dry run, a pool returns fake tensors, which a
+trace does not count as device memory.
 
 Does NOT cover systems other than Linux, sparse tensors, and two processes that create the same file.
 """
@@ -30,7 +30,7 @@ from plimsoll.errors import OutputError
 from plimsoll.records.units import format_bytes
 
 SCRATCH_VARIABLE = "PLIMSOLL_SCRATCH"
-_ALIGNMENT_BYTES = 64  # as torch's CPU allocator: kernels may round differently at other alignments
+_ALIGNMENT_BYTES = 64  # as in torch's CPU allocator: kernels may round differently at other alignments
 _FIRST_FILE_BYTES = 16 << 20
 _LARGEST_GROWTH_BYTES = 1 << 30
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
@@ -52,12 +52,12 @@ class MappedPool:
 
     @property
     def num_bytes(self) -> int:
-        """Total bytes of all files."""
+        """The total bytes of all files."""
         return sum(file.num_bytes for file in self._files)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the files that tensors use."""
+        """The bytes of the files that tensors use."""
         return sum(file.used_bytes for file in self._files)
 
     def reserve(self, num_bytes: int) -> None:
@@ -71,7 +71,7 @@ class MappedPool:
             self._files.append(_File(self._where(), missing_bytes))
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Return an uninitialized tensor with the shape, strides and type of another.
+        """Return an uninitialized tensor with the shape, strides and type of another tensor.
 
         If the other tensor overlaps itself or has gaps, the new one is contiguous.
 
@@ -105,7 +105,7 @@ class MappedPool:
         return tensor in self._made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MappedPool:
-        """Return the pool itself: copied tensors are not in any pool."""
+        """Return the pool itself, because deep copies of its tensors are in no pool."""
         return self
 
     def _take(self, num_bytes: int) -> memoryview:
@@ -146,23 +146,23 @@ class StorageSet:
 
 
 class _File:
-    """One file, mapped as a whole, with an ordered list of free parts as ``(begin, end)``."""
+    """One file, mapped as a whole, with an ordered list of free ranges as ``(begin, end)`` in bytes."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self.num_bytes = _rounded(num_bytes, mmap.PAGESIZE)
         self._map = _mapped_file(folder, self.num_bytes)
         self._free = [(0, self.num_bytes)]
-        # A tensor can be freed at any time, even while `_free` is being changed: its part is queued here first.
+        # A tensor can be freed at any time, even while `_free` is being changed, so its range is queued here first.
         self._returned: list[tuple[int, int]] = []
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that tensors use."""
+        """The bytes that tensors use."""
         self._collect()
         return self.num_bytes - sum(end - begin for begin, end in self._free)
 
     def take(self, num_bytes: int) -> memoryview | None:
-        """Return ``num_bytes`` of memory, or ``None`` if no free part is large enough. The last reference frees it."""
+        """Return ``num_bytes`` of memory, or ``None`` if no free range is large enough. The last reference frees it."""
         self._collect()
         size_bytes = _rounded(num_bytes, _ALIGNMENT_BYTES)
         fitting = [(end - begin, number) for number, (begin, end) in enumerate(self._free) if end - begin >= size_bytes]
@@ -183,7 +183,7 @@ class _File:
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor if some order of its dimensions is contiguous; otherwise contiguous strides."""
+    """Return the strides of a tensor if it has no gaps and no overlaps; otherwise contiguous strides for its shape."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     if tensor.permute(order).is_contiguous():
         return tensor.stride()

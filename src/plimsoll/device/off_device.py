@@ -1,4 +1,4 @@
-"""Marking of storages that training keeps outside the device, so that the budget does not count them.
+"""Marks for storages that training keeps outside the device, so that the budget does not count them.
 
     with outside_the_device():
         state = torch.empty(...)
@@ -6,8 +6,8 @@
 For training on CUDA this is host memory; for training on the CPU it is a memory-mapped file. A trace counts such
 storages separately (``on_host``), not in the device peak. Without a trace, the block has no effect.
 
-It applies to the thread that entered the block. On the CPU, autograd runs backward in the thread that called it. Does
-NOT move anything: the caller creates the tensor in the right place.
+A block applies to the thread that entered it. On the CPU, autograd runs backward in the thread that called it. Does NOT
+move tensors: the caller creates the tensor in host memory or in a file.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Lender(Protocol):
     """An object that keeps optimizer states outside the device, and lends copies to each update."""
 
     def is_lent(self, parameter: torch.Tensor, state: torch.Tensor) -> bool:
-        """Return whether a parameter's state is outside the device, so that updates use a copy."""
+        """Return whether a parameter's state is outside the device, so that updates use a lent copy of it."""
         ...
 
     def copies_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensors to the place of the states, before the next update begins."""
+        """Copy tensors to the memory that holds the states, before the next update begins."""
         ...
 
     def holding_back(self) -> AbstractContextManager[None]:
@@ -79,10 +79,10 @@ def is_outside() -> bool:
 
 
 def mark_outside(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor as outside the device. Results computed only from marked tensors then count as outside, too.
+    """Mark a tensor as outside the device. Tensors computed only from marked tensors then count as outside, too.
 
-    The device of a real tensor already shows where it is. A fake tensor needs the mark, and so does a test in which the
-    CPU stands in for CUDA.
+    The device of a real tensor already shows its memory. A fake tensor needs the mark, and so does a tensor in a test
+    in which the CPU stands in for CUDA.
     """
     setattr(tensor, MARK, True)
     return tensor
@@ -100,12 +100,13 @@ def is_marked(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def states_outside(optimizer: torch.optim.Optimizer, copy_of: Copier, lender: Lender | None = None) -> Iterator[None]:
-    """Declare that an optimizer's states leave the device as soon as they are created, so it never holds all of them.
+    """Declare that an optimizer's states leave the device once they are created, so the device never holds them all.
 
     Args:
         optimizer: the optimizer.
-        copy_of: copies a tensor to the place of the states; large copies for undoing a step belong there as well.
-        lender: for states that an update cannot change in place.
+        copy_of: copies a tensor to the memory that holds the states; large copies for undoing a step belong there as
+            well.
+        lender: lends copies of states to updates; ``None`` if updates change the states in place.
     """
     _KEEPERS[optimizer] = _Keeper(copy_of, lender)
     try:
@@ -120,7 +121,7 @@ def keeps_states_outside(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def copier_of(optimizer: torch.optim.Optimizer) -> Copier | None:
-    """Return the function that copies a tensor to the place of an optimizer's states, or ``None`` if none is set."""
+    """Return the function that copies tensors to the memory of an optimizer's states; ``None`` if it is the device."""
     keeper = _KEEPERS.get(optimizer)
     return keeper.copy_of if keeper else None
 

@@ -1,14 +1,14 @@
 """Recognition of errors that mean out of memory: by type if there is a specific type, otherwise by message.
 
-A *family* is a certain out-of-memory error. A *disguise* is an error that a library also raises for other reasons. It
-means out of memory only if the device is nearly full, which the caller must check.
+A *family* is a kind of error that always means out of memory. A *disguise* is an error that a library also raises for
+other reasons. It means out of memory only if the device is nearly full, which the caller must check.
 
 Sources of the messages:
 
 - torch 0.1 to 2.13 (CUDA, HIP, XPU, MPS and CPU allocators) and its DataLoader;
 - status names of cuBLAS, cuDNN, NCCL and oneDNN;
 - glibc, numpy, pyarrow, Rust's standard library, the Linux OOM killer, Kubernetes, Slurm and Ray;
-- the infixes collected by torch-max-mem (https://github.com/mberr/torch-max-mem/issues/45).
+- the parts of messages collected by torch-max-mem (https://github.com/mberr/torch-max-mem/issues/45).
 
 Not covered: the exit status of a killed process (see `cgroup`), and allocators of languages other than Python, C++ and
 Rust. Needs no torch.
@@ -54,7 +54,8 @@ _DISGUISES = {
     "xpu": r"UR_RESULT_ERROR_OUT_OF_RESOURCES",
     "onednn": r"could not (?:create a primitive|create a memory object|execute a primitive)",
     "os": r"can't start new thread|ThreadPoolBuildError",
-    # CPython 3.11 and later, if there is no memory for a call's frame; a faulty extension also raises it.
+    # CPython 3.11 and later raise this error if there is no memory for a call's frame; a faulty extension also raises
+    # it.
     "memory-error": r"error return without exception set|returned NULL without setting an exception",
     "worker-killed": r"DataLoader worker \(pid \d+\) is killed by signal: Aborted",
 }
@@ -78,8 +79,9 @@ _REQUESTS = re.compile(
 def oom_family(error: BaseException) -> str | None:
     """Return the family of an error that certainly means out of memory, or ``None``.
 
-    Its explicit causes (``raise ... from``, ``__cause__``) count; its ``__context__`` does not. A message counts only
-    in types that carry such messages: a ``ValueError`` about "out of memory" is not recognized.
+    The explicit causes of the error (``raise ... from``, ``__cause__``) are searched too, but not its ``__context__``.
+    Messages are searched only in types that carry such messages: a ``ValueError`` about "out of memory" is not
+    recognized.
     """
     return _first_in_chain(error, _family_of_one)
 

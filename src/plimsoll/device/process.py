@@ -1,11 +1,11 @@
 """Host memory use of a process, read from Linux /proc files in microseconds (except `code_bytes`), without torch.
 
-*Private memory* is anonymous memory (RssAnon: tensors, heap, stacks). Only this process holds it, and only freeing
-returns it. Mapped files (a corpus, libraries) and shared memory (DataLoader batches) do not count.
-*Data* is private writable address space (VmData), touched or not. ``RLIMIT_DATA`` limits it.
+*Private memory* is anonymous memory (RssAnon: tensors, heap, stacks). Only one process holds it, and it is returned
+only when freed. Mapped files (a corpus, libraries) and shared memory (DataLoader batches) do not count. *Data* is
+private writable address space (VmData), touched or not. ``RLIMIT_DATA`` limits it.
 
-Sources: proc_pid_statm(5), proc_pid_status(5), proc_pid_clear_refs(5). Since Linux 6.2, counters may lag by up to
-128 KiB per core. Not covered: other systems than Linux, swapped pages.
+Sources: proc_pid_statm(5), proc_pid_status(5), proc_pid_clear_refs(5). Since Linux 6.2, counters may lag by up to 128
+KiB per core. Not covered: systems other than Linux, and swapped pages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HIGH_WATER = re.compile(rb"VmHWM:\s*(\d+) kB.*?RssFile:\s*(\d+) kB\s*RssShmem:\
 
 
 class PrivateMemory(NamedTuple):
-    """Private and data bytes of a process, read at the same moment."""
+    """Private memory and data of a process, in bytes, read at the same moment."""
 
     private_bytes: int
     data_bytes: int
@@ -56,7 +56,8 @@ def address_space_bytes() -> int:
 def code_bytes() -> int:
     """Return the bytes of address space with code generated at run time, such as oneDNN kernels.
 
-    ``RLIMIT_DATA`` counts it because it is writable. oneDNN maps 256 KiB per kernel but uses only a few KiB of them.
+    ``RLIMIT_DATA`` counts generated code because it is writable. oneDNN maps 256 KiB per kernel but uses only a few KiB
+    of them.
     """
     num_bytes = 0
     with open("/proc/self/maps", "rb") as file:
@@ -71,10 +72,10 @@ def code_bytes() -> int:
 class PeakCounter:
     """The highest private memory of this process since the last `reset`.
 
-    The kernel tracks peak resident memory, including files and shared memory. The largest file and shared memory that
-    any `read` saw is subtracted. Reset at every step: if more of a file is mapped after the peak, the result is too low
-    by that amount. The result is never too high if `read` is called while file mappings are largest, as in a restore.
-    If the kernel refuses the reset (some sandboxes), the result is the highest value passed to `read`.
+    The kernel tracks peak resident memory, including files and shared memory. The most file and shared memory that any
+    `read` measured is subtracted. So call `reset` at every step: if more file pages become resident after the peak, the
+    result is too low by their size. The result is never too high if `read` is called while file mappings are largest,
+    as in a restore. If the kernel refuses the reset (some sandboxes), the result is the highest value passed to `read`.
     """
 
     def __init__(self) -> None:

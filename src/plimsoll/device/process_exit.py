@@ -1,8 +1,8 @@
 """Detection of whether and how a process has ended, even if this process did not start it.
 
 The exit status comes from ``PIDFD_GET_INFO`` (Linux 6.15 or later). On older kernels it is read from /proc while the
-process is a zombie, and is ``None`` (unknown) once its parent has collected it. A reused process id is not mistaken
-for the process, unless it is reused before `Watched` is created. Covers Linux from 5.3 on. On older kernels, or if a
+process is a zombie, and is ``None`` (unknown) once its parent has collected it. A reused process id is not mistaken for
+the process, unless the id is reused before `Watched` is created. Covers Linux from 5.3 on. On older kernels, or if a
 sandbox refuses a pidfd, the start time identifies the process.
 
 Sources: pidfd_open(2), proc_pid_stat(5), the kernel's ``include/uapi/linux/pidfd.h``.
@@ -32,7 +32,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 class Watched:
-    """A process whose end is awaited. Call `close` when finished."""
+    """A process whose end can be awaited. Call `close` when finished."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -81,7 +81,7 @@ class Watched:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, which may contain spaces; empty if there is no process."""
+    """Return the fields of /proc/PID/stat after the process name, which may contain spaces; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -6,10 +6,10 @@
 A measurement holds for a processor, a number of threads and a version of torch. It is cached in ``PLIMSOLL_CACHE``, or
 in ``plimsoll`` in the user's cache folder.
 
-The table of GPUs has peak rates, not the share of them that training reaches. Shares and call overheads were recorded
-on one card. Call overheads depend on the host more than on the card, so the range is wide.
+The table of GPUs has peak rates, not the shares of them that training reaches. Shares and call overheads were recorded
+on one card. Call overheads depend on the host more than on the card, so their range is wide.
 
-Does NOT know about clocks that fall when a device gets hot, nor about other programs.
+Does NOT account for clocks that fall when a device gets hot, or for other programs.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ _GPU_OP_SECONDS, _GPU_MODULE_OP_SECONDS, _GPU_BACKWARD_OP_SECONDS = 7.3e-6, 42e-
 _GPU_KERNEL_SECONDS = 3e-6
 _LONGEST_SECONDS, _LEAST_RUNS = 0.02, 3  # of one measurement
 _NUM_QUEUED = 8  # consecutive kernels, so that they hide the call overhead
-# Memory traffic of AdamW on the host, inferred: 9.2 GB in the 0.33 s of a layer_streaming step outside its passes.
+# Bytes per second of AdamW on the host, inferred: 9.2 GB in the 0.33 s of a layer_streaming step outside its passes.
 _HOST_BYTES_PER_SECOND = 27e9
 _LINK_SHARE = 0.8
 _FILE_SHARE = 0.5  # pages that have been written back to disk fault again at the next write
-# Assumptions for cards without known numbers: a low but usual bandwidth among cards of the table, and FLOPs per SM and
+# Assumptions for cards without known rates: a low but usual bandwidth among cards of the table, and FLOPs per SM and
 # cycle of Ampere and later, at a usual clock.
 _UNKNOWN_BYTES_PER_SECOND, _UNKNOWN_SM_FLOPS, _UNKNOWN_NUM_SMS = 200e9, 256 * 1.7e9, 20
 _UNKNOWN_LINK_BYTES_PER_SECOND = 12e9
@@ -71,7 +71,7 @@ def measured_speed(progress: Callable[[str], object] = lambda text: None, device
     """Return the speed of a device of this machine, from the cache file or measured now.
 
     Args:
-        progress: called with a message before a measurement.
+        progress: callback that receives a message before a measurement.
         device: ``"cpu"``, or a CUDA device of this machine.
     """
     name = name_of(device)
@@ -92,7 +92,7 @@ def measured_once(
         prefix: prefix of the file name.
         kind: class of the record.
         name: identifies the measured device, see `name_of`.
-        is_this: returns whether a record belongs to that device.
+        is_this: returns whether a cached record belongs to the measured device.
         measure: performs the measurement.
     """
     path = cache_folder() / f"{prefix}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
@@ -142,7 +142,7 @@ def measure_speed(device: str = "cpu") -> Speed:
 
 
 def speed_of(spec: DeviceSpec) -> Speed:
-    """Return the expected speed of a GPU from its specification; unknown values are assumed as for a small card."""
+    """Return the expected speed of a GPU from its specification; for unknown rates, a small card is assumed."""
     moved = float(spec.memory_bytes_per_second or _UNKNOWN_BYTES_PER_SECOND)
     single = spec.flops.fp32 or (spec.num_sms or _UNKNOWN_NUM_SMS) * _UNKNOWN_SM_FLOPS
     # Without hardware support for a type, products run in float32 with casts.
@@ -244,7 +244,7 @@ class _Probe:
         return statistics.median(found)
 
     def products(self, dtype: torch.dtype) -> Curve:
-        """Measure products of matrices with a growing number of rows and a square matrix."""
+        """Measure products of a square matrix and matrices with a growing number of rows."""
         side = 512 if self.is_cpu else 4096
         points = []
         for rows in (1, 8, 32, 128, side) if dtype == torch.float32 else (32, side):
@@ -257,7 +257,7 @@ class _Probe:
         return tuple(points)
 
     def moving(self) -> dict[MovingKind, Curve]:
-        """Measure memory-bound ops of each kind; plain ops for several sizes."""
+        """Measure memory-bound ops of each kind; for plain ops, with several sizes."""
         sides = (_MIB // 32, _MIB // 4, 2 * _MIB, 8 * _MIB) if self.is_cpu else (_MIB // 4, 4 * _MIB, 64 * _MIB)
         num = _MIB // 2 if self.is_cpu else 16 * _MIB
         source, result = self._random(num // 256, 256), self._random(num // 256, 256)
@@ -282,7 +282,7 @@ class _Probe:
         return Point(at=12 * num, rate=12 * num / seconds)
 
     def call_seconds(self) -> float:
-        """Measure the overhead of calling an op on a tiny tensor."""
+        """Measure the seconds of a call of an op on a tiny tensor."""
         small, num_calls = self._random(8), 500
 
         def run() -> None:
@@ -292,7 +292,7 @@ class _Probe:
         return self.best_seconds(run) / num_calls
 
     def fresh_seconds_per_byte(self) -> float:
-        """Measure the additional time per byte of the first write to memory."""
+        """Measure the additional seconds per byte of the first write to newly allocated memory."""
         num_bytes = 32 * _MIB
 
         def fill() -> float:
@@ -309,7 +309,7 @@ class _Probe:
         return max(min(fill() for _ in range(4)), 0.0) / num_bytes
 
     def file_rate(self) -> float:
-        """Measure bytes per second into and out of a mapped file whose pages exist."""
+        """Measure the bytes per second written to and read from a mapped file whose pages are in memory."""
         num_bytes = 32 * _MIB
         with tempfile.TemporaryFile() as file:
             file.truncate(num_bytes)
@@ -322,7 +322,7 @@ class _Probe:
         return self.best_seconds(lambda: here.copy_(there.copy_(here)))
 
     def host_link_rate(self) -> float:
-        """Measure bytes per second from pinned memory to the device."""
+        """Measure the bytes per second copied from pinned memory to the device."""
         source = torch.ones(16 * _MIB, pin_memory=True)
         there = torch.empty_like(source, device=self._device)
         return 64 * _MIB / self.best_seconds(lambda: there.copy_(source, non_blocking=True))

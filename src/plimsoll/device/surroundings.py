@@ -1,4 +1,4 @@
-"""The facts, other than its job, that determine a prediction or plan: software, machine and environment.
+"""The facts that determine a prediction or plan besides the job: software, machine and environment.
 
 Results that were computed with the same facts can be reused. The facts include:
 
@@ -72,7 +72,7 @@ def _sources() -> str:
 
 @cache
 def _sources_of_others(folders: tuple[str, ...]) -> str:
-    """Return a digest of packages that ship techniques, with all their modules because one may import another."""
+    """Return a digest of all modules of packages that ship techniques, because one module may import another."""
     entries = entry_points(group="plimsoll.techniques")
     return _digest(map(_content_of_package, sorted({entry.value.partition(":")[0].split(".")[0] for entry in entries})))
 
@@ -106,7 +106,7 @@ def _distributions(folders: tuple[str, ...]) -> str:
 
 
 def _huge_pages() -> str:
-    """Return the kernel's setting for transparent huge pages, which increase memory use."""
+    """Return the kernel's setting for transparent huge pages, because they increase memory use."""
     try:
         return _HUGE_PAGES.read_text("utf-8").strip()
     except OSError:

@@ -1,13 +1,14 @@
 """Memory use of processes observed from outside, and every limit that applies to them.
 
-Covers Linux: a process with its descendants, or the largest processes of the machine. Limits are the machine's memory
-and swap, /dev/shm in the process's mount namespace, control groups, ``RLIMIT_DATA``, ``RLIMIT_AS`` and GPUs. A GPU is
-matched by process id as the driver reports it; the driver uses other ids for processes in a container.
+Covers Linux: a process with its descendants, or the processes of the machine with the most private memory. Limits are
+the machine's memory and swap, /dev/shm in the process's mount namespace, control groups, ``RLIMIT_DATA``, ``RLIMIT_AS``
+and GPUs. A GPU is matched by process id as the driver reports it; the driver uses other ids for processes in a
+container.
 
 Sources: proc_pid_status(5), proc_pid_limits(5). A sample needs no torch.
 
-Does NOT read smaps, which is slow for large processes: pages shared by a fork count in each process. Not covered
-either: huge pages, limits on locked memory, and file system quotas.
+Does NOT read smaps, which is slow for large processes, so pages shared after a fork count in each process. Also not
+covered: huge pages, limits on locked memory, and file system quotas.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _bytes(fields: dict[str, str], name: str) -> int:
 
 
 def _gpu_bytes(pid: int, gpus: Sequence[GpuUse]) -> int | None:
-    """Return the bytes on all GPUs, or ``None`` if the driver does not list the process or gives no size."""
+    """Return the bytes of a process on all GPUs, or ``None`` if the driver does not list it or gives no size."""
     sizes = [gpu.bytes_by_process[pid] for gpu in gpus if pid in gpu.bytes_by_process]
     known = [size for size in sizes if size is not None]
     return sum(known) if known and len(known) == len(sizes) else None
@@ -142,12 +143,12 @@ def _gpu_bytes(pid: int, gpus: Sequence[GpuUse]) -> int | None:
 def lines_of(
     processes: Sequence[ProcessUse], gpus: Sequence[GpuUse] = (), *, is_machine: bool = False
 ) -> tuple[Line, ...]:
-    """Return every limit that applies to these processes, with the bytes used of it.
+    """Return every limit that applies to these processes, each with its bytes in use.
 
     Args:
-        processes: their memory use; /dev/shm is read in the mount namespace of the first.
+        processes: the memory use of the processes; /dev/shm is read in the mount namespace of the first process.
         gpus: the current use of the GPUs.
-        is_machine: return limits of the whole machine: this process's control groups and every GPU.
+        is_machine: whether to return the limits of the whole machine: this process's control groups and every GPU.
     """
     first = os.getpid() if is_machine or not processes else processes[0].pid
     pids = [first] if is_machine else [use.pid for use in processes]
@@ -168,7 +169,7 @@ def _of_machine() -> list[Line]:
 
 
 def _shm(pid: int) -> list[Line]:
-    """Return /dev/shm as mounted in the process, or as mounted here if its mounts are hidden."""
+    """Return the limit and use of /dev/shm as mounted in the process, or as mounted here if its mounts are hidden."""
     for path in (Path("/proc", str(pid), "root", "dev/shm"), Path("/dev/shm")):
         try:
             found = os.statvfs(path)

@@ -1,7 +1,8 @@
 """A linter for memory mistakes in Python files.
 
-``# plimsoll: ignore[rule, rule]`` at the end of a line ignores those rules there, ``# plimsoll: ignore`` all rules.
-Files are decoded with the encoding that they declare. Not handled: notebooks and imports; each file is checked alone.
+A comment at the end of a line ignores rules in that line: ``# plimsoll: ignore[rule, rule]`` the named rules, and
+``# plimsoll: ignore`` all rules. Files are decoded with the encoding that they declare. Not handled: notebooks and
+imports; each file is checked alone.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _read(path: Path) -> tuple[str, str]:
 
 
 def _found(text: str, rules: list[str]) -> list[_Found]:
-    """Return the hits in a text, sorted by line, without the ignored ones."""
+    """Return the hits of some rules in a text, sorted by line, without hits that a comment ignores."""
     if not _TELLING.search(text):
         return []
     source, known, ignored = parse(text), every_rule(), _ignored(text)
@@ -127,7 +128,7 @@ def _found(text: str, rules: list[str]) -> list[_Found]:
 
 
 def _ignored(text: str) -> dict[int, set[str] | None]:
-    """Return the rules that each line ignores; ``None`` means all rules."""
+    """Return the rules that a comment ignores, by line number; ``None`` means all rules."""
     if "plimsoll:" not in text:
         return {}
     found: dict[int, set[str] | None] = {}
@@ -139,7 +140,7 @@ def _ignored(text: str) -> dict[int, set[str] | None]:
 
 
 def _is_ignored(found: _Found, source: Source, ignored: dict[int, set[str] | None]) -> bool:
-    """Return whether a comment ignores a hit, on one of its own lines or on the first line of its statement."""
+    """Return whether a comment ignores a hit, on one of the hit's lines or on the first line of its statement."""
     if not ignored:
         return False
     node = found.hit.node
@@ -189,7 +190,7 @@ def _fixed(text: str, rules: list[str]) -> tuple[str, int]:
 
 
 def _parses(text: str) -> bool:
-    """Return whether a fixed text is still valid Python. Otherwise it is not written."""
+    """Return whether a fixed text is still valid Python. A text that is not valid is not written."""
     try:
         compile(text, "text", "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
@@ -198,7 +199,7 @@ def _parses(text: str) -> bool:
 
 
 def _edited(text: str, hits: list[Hit]) -> tuple[str, int]:
-    """Apply the edits of each hit that do not overlap earlier edits, from the end of the text to its beginning."""
+    """Apply the edits of all hits whose edits overlap no earlier edit. Return the new text and the number of fixes."""
     taken: list[Edit] = []
     num_done = 0
     for hit in hits:

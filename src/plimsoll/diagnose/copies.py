@@ -1,17 +1,17 @@
-"""Detection of second copies of a training in user variables: a loaded checkpoint, the best weights, an average.
+"""Detection of copies of weights or optimizer states in user variables: a loaded checkpoint, best weights, an average.
 
-The tensors of a container count as a copy in one of three cases:
+The tensors of a container count as a copy in each of these cases:
 
 - Their keys are names of weights: names in a live module, or names with a dot, as ``state_dict`` writes them.
 - They are the ``state`` of an optimizer's ``state_dict``.
 - At least four of them have shapes that cover at least half of a live module's weights.
 
-Storages that modules, optimizers, gradients and graphs use do not count. If an optimizer has taken over the states of a
-checkpoint, only the rest of the checkpoint counts. A module is a copy if another module with the same shapes is trained
-and it is not.
+Storages that modules, optimizers, gradients and graphs use do not count. If an optimizer uses the states of a
+checkpoint, only the other tensors of the checkpoint count. A module that is not trained is a copy if another module
+with weights of the same shapes is trained.
 
 Not handled: objects that `plimsoll.diagnose.holders` does not find, and a copy that is one long vector. The states of
-an optimizer that is not torch's have the shapes of weights, and are mistaken for a copy.
+an optimizer of another library than torch have the shapes of weights, and are mistaken for a copy.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _whose(root: Found) -> str:
 
 
 def copies_in(found: Iterable[Found], frames: Sequence[FrameType], stock: Inventory) -> list[Copy]:
-    """Find the copies among the values that variables keep alive.
+    """Find the variables and attributes that hold a copy of weights or states.
 
     Args:
         found: the result of `plimsoll.diagnose.holders.found_in`.
@@ -180,7 +180,7 @@ def _is_free(tensor: Tensor, kind: str, used: set[int]) -> bool:
 
 
 def _tables_in(value: Any) -> Iterator[tuple[dict[Any, Tensor], bool]]:
-    """Yield the tensors of each container in a value by their keys, and whether they are optimizer states."""
+    """Yield, for each container nested in a value, its tensors by key, and whether they are optimizer states."""
     waiting, seen, num_items = [(value, False)], set(), 0
     while waiting and num_items < _MOST_ITEMS:
         container, is_of_optimizer = waiting.pop()
@@ -201,13 +201,13 @@ def _tables_in(value: Any) -> Iterator[tuple[dict[Any, Tensor], bool]]:
 
 
 def _are_names(table: dict[Any, Tensor], names: set[str]) -> bool:
-    """Return whether at least 90 % of the keys are names of weights: a batch can contain one, such as ``mask``."""
+    """Return whether at least 90 % of the keys are names of weights. A batch can contain such a name: ``mask``."""
     known = sum(isinstance(key, str) and ("." in key or key in names) for key in table)
     return known >= _LEAST_NAMED_SHARE * len(table)
 
 
 def _covers(shapes: Shapes, of_model: Shapes) -> bool:
-    """Return whether tensors have at least half of a model's elements, and at most half of theirs have other shapes."""
+    """Return whether tensors match half of a model's elements by shape, and half of their elements match the model."""
     if shapes.total() < _FEWEST:
         return False
     common = sum(prod(shape) * number for shape, number in (shapes & of_model).items())

@@ -1,4 +1,4 @@
-"""Evidence in which causes are searched: a process of a run or a loop, an error text, or a snapshot, as plain numbers.
+"""Evidence in which causes are searched: facts about a job, a process of a run or a loop, or an error text.
 
 For a run that was killed or resumed, the process with the most steps is used, because each process starts with fresh
 memory.
@@ -34,25 +34,26 @@ class Evidence:
         kind: kind of device, such as ``"cpu"``, for which host memory counts.
         first_step: the step before the first step of this process.
         last_step: the last step of this process.
-        last_step_of_run: the last step of the whole run, if several processes did it.
+        last_step_of_run: the last step of the whole run, which several processes may have done.
         used_bytes: steps in ascending order, and the bytes in use after each.
         graphs: graphs of earlier steps that were still alive, in ascending order of the step.
         peak_bytes: the measured or predicted peak, in bytes.
         message: the error with which the run ended, if it failed.
         event: the out-of-memory error to explain.
-        shares: the parts of the peak, if known.
+        shares: the parts of the peak by category; empty if unknown.
         has_run_out: whether memory ran out, or is predicted to.
         limit_bytes: bytes that the process may use.
         requested_bytes: size of the allocation that failed.
-        asked_category: category of that allocation, if it has a share of its own (`plimsoll.records.diagnosis.ASKED`).
-        is_fragmented: whether the allocator had enough free bytes for that allocation, but not contiguous.
+        asked_category: category of the failed allocation, if it has a share of its own
+            (`plimsoll.records.diagnosis.ASKED`).
+        is_fragmented: whether the allocator had enough free bytes for the failed allocation, but not contiguous.
         phase: phase of the training in which the peak occurs.
-        holdings: tensors that are alive at the peak, grouped by similarity.
+        holdings: tensors that are alive at the peak; each holding groups tensors with equal shape, category and origin.
         sequence_length: tokens of a sample.
         vocab_size: number of tokens in the vocabulary.
         padding_share: average share of the tokens of a batch that are padding.
-        remedies: remedies that were found, best first.
-        seen: observations in a live process.
+        remedies: remedies that the predictor has tried, best first.
+        seen: observations in a live process; ``None`` for other evidence.
         unreached: trainable parameters that no gradient has reached.
     """
 
@@ -83,12 +84,12 @@ class Evidence:
 
     @property
     def holdings_known(self) -> KnownHow:
-        """The provenance of `holdings`: counted in a live process, or predicted."""
+        """The provenance of `holdings`: ``"counted"`` in a live process, otherwise ``"predicted"``."""
         return "predicted" if self.seen is None else "counted"
 
     @property
     def num_steps(self) -> int:
-        """The number of steps that the process did."""
+        """The number of steps of this process."""
         return self.last_step - self.first_step
 
     @property
@@ -98,9 +99,9 @@ class Evidence:
 
 
 def with_prediction(evidence: Evidence, prediction: Prediction, **more: Any) -> Evidence:
-    """Add the parts of a predicted peak and the tensors that are alive at it.
+    """Return the evidence with the parts of a predicted peak and the tensors that are alive at it.
 
-    If memory ran out, the predicted peak replaces the measured one, which ends at the limit.
+    If memory ran out, the predicted peak replaces the measured peak, which cannot exceed the limit.
     """
     measured_bytes = None if evidence.has_run_out else evidence.peak_bytes
     return replace(
@@ -116,7 +117,7 @@ def with_prediction(evidence: Evidence, prediction: Prediction, **more: Any) -> 
 
 
 def shares_of(prediction: Prediction) -> tuple[Share, ...]:
-    """Return the parts of a predicted peak, largest first, with the module and line that made most of each."""
+    """Return the parts of a predicted peak, largest first, each with the module and line of its largest tensors."""
     places: dict[str, str] = {}
     for holding in prediction.largest:  # largest first
         places.setdefault(holding.category, place_of(holding))
@@ -191,26 +192,26 @@ def evidence_of_step(step: TrainStep) -> Evidence:
 
 @dataclass(frozen=True)
 class Kept:
-    """A value that one variable or attribute of user code keeps alive.
+    """A value that a variable or attribute of user code keeps alive.
 
     Attributes:
         name: the expression in user code, such as ``history["loss"]`` or ``model.cache``.
         kind: type of the value, such as ``list``.
         num_items: number of items; 1 if the value is not a container.
-        num_items_before: number of items when it was first seen, before or after the first step; ``None`` if it did not
+        num_items_before: number of items after the first step or, before its end, at the start; ``None`` if it did not
             exist then.
         tensor_bytes: bytes of the storages of its tensors, each counted once, without parameters.
         graph_bytes: bytes of the graphs of its tensors: nodes, and tensors saved for backward.
         host_bytes: bytes of other objects: numbers, texts, arrays.
         is_estimated: whether the sizes are extrapolated from a sample of the items.
         num_graphs: number of its tensors that have a graph.
-        num_steps_back: number of finished steps since the oldest operation of these graphs.
+        num_steps_back: number of steps that have finished since the oldest operation of these graphs.
         is_of_data: whether a data set or a loader owns it.
         place: the line that stores it, ``file.py:12``; "" if unknown.
         code: the source text of that line.
         remedy: that line, changed to drop the graph.
-        is_made_at_once: whether it was created with all its items, as a batch is, and does not grow.
-        copy_of: the part of the training that it copies, ``"checkpoint"``, ``"weights"`` or ``"model"``; "" otherwise.
+        is_made_at_once: whether it was created with all its items, as a batch is, so it does not grow.
+        copy_of: if it is a copy, its kind: ``"checkpoint"``, ``"weights"`` or ``"model"``; "" otherwise.
     """
 
     name: str
@@ -232,12 +233,12 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """The total size in bytes."""
+        """The bytes of tensors, graphs and other objects together."""
         return self.tensor_bytes + self.graph_bytes + self.host_bytes
 
     @property
     def has_grown(self) -> bool:
-        """True if it has gained at least three items, and more than half, since it was first seen."""
+        """True if it has gained at least three items, and more than half of its items, since it was first seen."""
         before = self.num_items_before or 0
         return not self.is_made_at_once and self.num_items - before >= 3 and self.num_items > 1.5 * before
 
@@ -249,13 +250,13 @@ class Seen:
     Attributes:
         kept: values that user variables keep alive, largest first.
         is_evaluating: whether every model that has parameters is in evaluation mode.
-        records_graph: whether autograd was recording.
+        records_graph: whether forward passes saved tensors for a backward pass.
         evaluation_place: the line that called the model; "" if unknown.
         processes: this process first, then its child processes.
         is_of_worker: whether the error comes from a DataLoader worker.
         loader: the user's variable for the DataLoader, with the line that made it.
         num_workers: workers that this loader starts.
-        lines: the limits on this process, with the use of each.
+        lines: the control group limits on this process, with the bytes in use of each.
         machine_bytes: total memory of the machine.
     """
 

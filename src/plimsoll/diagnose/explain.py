@@ -39,7 +39,7 @@ def explain(
     budget: str | int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Diagnosis:
-    """Explain which objects use memory, or why memory ran out, and how to free it.
+    """Explain which objects use memory, or why memory ran out, and how to use less.
 
     Args:
         source: one of these: a job file, before it runs; a run directory, also of a running or killed run; the record
@@ -51,7 +51,7 @@ def explain(
 
     Raises:
         RecordError: if the folder is not a run directory, or a file in it is damaged.
-        InputError: if the file cannot be read, is a pickle but no snapshot, or the job cannot be predicted (see
+        InputError: if the file cannot be read, is a pickle but not a snapshot, or the job cannot be predicted (see
             `plimsoll.plan_job`).
     """
     if isinstance(source, str | Path):
@@ -74,11 +74,11 @@ def is_job(path: Path) -> bool:
         return False
     with suppress(OSError), path.open("rb") as file:
         return re.search(rb"^apiVersion:", file.read(_HEAD_BYTES), re.MULTILINE) is None
-    return True  # reading it later raises the error
+    return True  # it is read as a job later, which raises an error
 
 
 def is_not_begun(path: Path) -> bool:
-    """Return whether a run was refused before its first step: its folder has a job and a plan, but no run record."""
+    """Return whether a run has not begun: its folder has a job and a plan, but no run record."""
     return (path / "job.yaml").is_file() and (path / "plan.json").is_file() and not (path / "run.json").exists()
 
 
@@ -104,7 +104,7 @@ def _of_run(
 
 
 def _survived(run: RunRecord) -> tuple[str, ...]:
-    """Return a note about memory that ran out if the run continued."""
+    """Return a note that memory ran out and the run continued; empty if this did not happen."""
     phases = [event.phase or "an unknown phase" for event in run.oom_events if event.survived]
     if not phases:
         return ()

@@ -1,7 +1,7 @@
-"""The diagnosis of evidence: the findings of every cause, and a note about growth that no cause explains.
+"""The diagnosis of evidence: the findings of all causes, and notes such as one about growth that no cause explains.
 
-Findings are sorted by effect, largest first. Memory that the training does not use at all comes first if freeing it is
-enough.
+Findings are sorted by effect, largest first. A finding about memory that the training does not use comes first if
+freeing it suffices for the failed request.
 """
 
 from __future__ import annotations

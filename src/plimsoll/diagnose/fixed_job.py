@@ -21,7 +21,7 @@ class FixedJob(NamedTuple):
 
     @classmethod
     def beside(cls, job_file: Path, output: Path | None, force: bool) -> FixedJob:
-        """Choose the output path. It is checked before the diagnosis, which takes seconds to minutes.
+        """Choose the output path and check it, before a diagnosis that takes seconds to minutes.
 
         Args:
             job_file: the job.
@@ -43,7 +43,7 @@ class FixedJob(NamedTuple):
         return cls(job_file, path)
 
     def write(self, diagnosis: Diagnosis, number: int | None) -> str:
-        """Write the job with the chosen remedy, by default the first that fits, and return a sentence about it.
+        """Write the job with remedy ``number``, see `chosen_remedy`, and return a sentence about the file.
 
         Raises:
             InputError: if there is no such remedy.
@@ -55,7 +55,7 @@ class FixedJob(NamedTuple):
 
 
 def require_known_training(source: Path, options: Mapping[str, object]) -> Path | None:
-    """Return the job file of a source; ``None`` for a text or snapshot, for which these options are refused.
+    """Return the job file of a source; ``None`` for a text or snapshot, which the options do not apply to.
 
     Raises:
         InputError: if one of the options is set for a text or snapshot.
@@ -74,7 +74,7 @@ def require_known_training(source: Path, options: Mapping[str, object]) -> Path 
 
 
 def chosen_remedy(diagnosis: Diagnosis, number: int | None) -> Remedy:
-    """Return the remedy to apply: the numbered one, or the first that fits and does not change the training.
+    """Return remedy ``number``; for ``None``, the first remedy that fits and does not change the training.
 
     Raises:
         InputError: if no remedy was found, or it must be chosen by its number.

@@ -1,4 +1,4 @@
-"""The loop of ``plimsoll watch``: every sample is counted, recorded and shown until the watch ends.
+"""The loop of ``plimsoll watch``: every sample is recorded and shown until the watch ends.
 
 seen = follow(watch, every_seconds=2.0, num_samples=None, record=None, show=print)
 """
@@ -31,12 +31,12 @@ def follow(
         watch: the watch to sample.
         every_seconds: seconds between samples.
         num_samples: number of samples; ``None`` for no limit.
-        record: file of a recording that was started, to which samples are appended.
+        record: file of a recording, to which samples are appended; its first line must exist. ``None`` records nothing.
         show: callback that shows a sample.
-        keeps_samples: whether to keep all samples in memory.
+        keeps_samples: whether the result contains all samples.
 
     Returns:
-        the warnings, samples and signal that were seen.
+        whether a sample had warnings, the samples if kept, and the signal that ended the watch.
 
     Raises:
         InputError: see `Watch.samples`.
@@ -55,7 +55,7 @@ def follow(
 
 @dataclass
 class Seen:
-    """The results of a watch. Samples are only kept if they are printed at the end, because they fill memory."""
+    """The results of a watch. Samples are kept only on request, because they fill memory."""
 
     keeps_samples: bool
     samples: list[WatchSample] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Seen:
 
     @contextmanager
     def until_interrupted(self) -> Iterator[None]:
-        """Run the block until it ends, or until Ctrl-C or SIGTERM. Other exceptions propagate."""
+        """Run the block; Ctrl-C or SIGTERM ends it and is stored in `interrupted_by`. Other exceptions propagate."""
 
         def stop(number: int, _: FrameType | None) -> None:
             self.interrupted_by = number

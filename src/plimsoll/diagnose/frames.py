@@ -1,4 +1,4 @@
-"""Frames of user code at an error: those in its traceback, and their callers.
+"""Frames of user code at an error: frames in its traceback, and their callers.
 
 A frame is user code if its file is outside installed packages, the standard library and this package.
 """
@@ -44,12 +44,12 @@ def frames_of(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
 
 
 def users_lines(frames: list[tuple[FrameType, int]]) -> list[Line]:
-    """Return the lines of user code among frames."""
+    """Return the current lines of those frames that are user code."""
     return [Line(frame, number) for frame, number in frames if _is_users_frame(frame)]
 
 
 def users_callers(frame: FrameType | None) -> list[Line]:
-    """Return the lines of user code among a frame and its callers, innermost first."""
+    """Return the current lines of a frame and its callers that are user code, innermost first."""
     found = []
     while frame is not None:
         found.append((frame, frame.f_lineno))

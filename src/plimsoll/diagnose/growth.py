@@ -1,10 +1,12 @@
 """A test for steady growth of memory from step to step, despite the noise of an allocator.
 
-A jump (a batch longer than any before, an evaluation) is not steady growth, because it appears in one rate only. Noise
-without a trend puts four medians in ascending order once in 24 times. It must then also rise evenly, and by enough.
+The steps are divided into quarters, and memory must grow from each quarter's median to the next. A jump (a batch longer
+than any before, an evaluation) is not steady growth, because it appears in only one of these three rates. Noise puts
+four medians in ascending order once in 24 times, so the growth must also be even and large enough.
 
-Not handled: growth without a limit looks like a heap that still fills. A glibc heap grows for hundreds of steps if
-lengths change from batch to batch, though nothing is kept. `docs/explain.md` reports how often that is called growth.
+Not handled: growth without a limit looks like a heap that still fills. A glibc heap grows for hundreds of steps if text
+lengths change from batch to batch, although user code keeps no objects. `docs/explain.md` reports how often such a heap
+is mistaken for steady growth.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _NOISE_BYTES, _NOISE_SHARE = 1 << 20, 0.02
 
 
 def growth_of(points: Sequence[tuple[int, int]]) -> MemoryGrowth | None:
-    """Estimate the growth of memory. It is steady if each quarter of the steps grows about as fast as the whole.
+    """Estimate the growth per step. It is steady if no rate from one quarter of the steps to the next is much lower.
 
     Args:
         points: steps in ascending order, and the bytes in use after each.

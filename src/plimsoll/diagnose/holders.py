@@ -2,8 +2,8 @@
 
 The search starts at the given frames: local variables, global variables of their modules, attributes of modules and
 plain objects, and containers in them, to a depth of four. Containers of up to `_FEW` items are searched item by item;
-larger ones count as one value. The size of a large container is extrapolated from 500 evenly spaced items. Of each
-graph up to `_MOST_NODES` operations are walked, and the rest is assumed to be alike.
+larger ones count as one value. The size of a large container is extrapolated from 500 evenly spaced items. The graphs
+of a value's tensors are walked up to `_MOST_NODES` operations. Graphs that are not walked count as equally large.
 
 Not handled: variables of functions that have returned, generators, objects that only C++ keeps alive, and buffers of
 other libraries without ``nbytes``. Optimizers and the parameters of modules do not count.
@@ -28,7 +28,7 @@ from plimsoll.step.retained.assignments import Assignment, assignment_of
 from plimsoll.step.retained.tensors import OF_TORCH, attributes_of
 
 _DEEPEST, _FEW, _SAMPLE = 4, 16, 500
-_INNER_SAMPLE = 32  # for containers inside an item
+_INNER_SAMPLE = 32  # items for each container inside an item
 _MOST_NODES = 10_000
 _NODE_BYTES = 1024  # host memory, see `plimsoll.diagnose.causes.graph_kept`
 _LEAST_BYTES = 64 << 10
@@ -39,10 +39,10 @@ _LEAVES = (int, float, complex, type(None), type, ModuleType, FunctionType, Buil
 
 
 class Found(NamedTuple):
-    """A value that keeps memory alive, with its name, the last part of the name, and its owners.
+    """A value that keeps memory alive: its full name, the name of its variable or attribute, and its owners.
 
-    The owners are the code of a frame, or objects. ``root_name`` and ``root_value`` are the variable or attribute that
-    contains the value, or the value itself.
+    The owners are the objects that contain it, innermost first, and then the code that may store its variable.
+    ``root_name`` and ``root_value`` are the variable or attribute that contains the value, or the value itself.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Found(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """Bytes of objects that are not tensors, the tensors, and the factor that extrapolates both from a sample."""
+    """Bytes of objects that are not tensors, the tensors, and the factor from this sample of items to all items."""
 
     host_bytes: int
     tensors: list[Tensor]
@@ -77,11 +77,11 @@ def found_in(frames: Iterable[FrameType]) -> list[Found]:
 
 
 def variables_of(frame: FrameType, seen: set[int]) -> Iterator[tuple[str, Any, tuple[CodeType, ...]]]:
-    """Yield the variables of a frame and of its module, each with the code that may store it.
+    """Yield name and value of the variables of a frame and of its module, each with the code that may assign it.
 
     Args:
         frame: the frame.
-        seen: identities of scopes that are skipped because they were searched. The scopes of this frame are added.
+        seen: identities of scopes (dictionaries of variables) to skip. The scopes of this frame are added.
     """
     code = frame.f_code
     for scope, owners in ((frame.f_locals, (code,)), (frame.f_globals, (code, _whole_file(code)))):
@@ -91,7 +91,7 @@ def variables_of(frame: FrameType, seen: set[int]) -> Iterator[tuple[str, Any, t
 
 
 def lengths_of(found: Iterable[Found]) -> dict[int, int]:
-    """Return the number of items of every found value, by its identity."""
+    """Return the number of items of every found value, by the value's ``id``."""
     return {id(one.value): one.num_items for one in found}
 
 
@@ -106,10 +106,10 @@ def kept_by(
 
     Args:
         found: the result of `found_in`.
-        lengths_before: the result of an earlier `lengths_of`.
+        lengths_before: the result of an earlier `lengths_of`, for `Kept.num_items_before`.
         borders: number of operations that autograd had recorded at the end of each step, ascending.
         kind: kind of device. Tensors on other devices do not count. Other objects only count on the CPU.
-        used: storages that do not count.
+        used: keys of storages that do not count (see `storage_key`).
     """
     seen: set[int | None] = {None, *used}
     kept = [_kept(one, lengths_before, borders, kind, seen) for one in found if not isinstance(one.value, nn.Module)]
@@ -117,11 +117,11 @@ def kept_by(
 
 
 def stored(found: Found) -> Assignment:
-    """Return the line of user code that stores a value; empty strings if it was not found."""
+    """Return the line of user code that assigns a value; empty strings if it was not found."""
     owners = found.owners
     of_graph = assignment_of(owners, found.variable, found.value)
     store = of_graph or assignment_of(owners, found.variable, found.value, True)
-    if store is None and "." in found.root_name and isinstance(owners[-1], CodeType):  # its function has returned
+    if store is None and "." in found.root_name and isinstance(owners[-1], CodeType):  # __init__ returned
         store = assignment_of([_whole_file(owners[-1])], f".{found.variable}", found.value, True)
     return store or Assignment("", "", "")
 
@@ -162,12 +162,12 @@ def _of_container(found: Found, seen: set[int], depth: int) -> Iterator[Found]:
 
 
 def _is_leaf(item: Any) -> bool:
-    """Return whether an item belongs to its container: a tensor, a text, or an object without attributes."""
+    """Return whether an item is counted with its container: a tensor, a text, or an object without attributes."""
     return isinstance(item, Tensor | str | bytes) or not hasattr(item, "__dict__")
 
 
 def _named(value: Any) -> Iterable[tuple[str, Any]]:
-    """Return the attributes of an object; of a module, those that torch does not define, also of its submodules."""
+    """Return an object's attributes; for a module, attributes of it and its submodules that torch does not define."""
     if not isinstance(value, nn.Module):
         return attributes_of(value)
     parts = [(path, part) for path, part in value.named_modules() if path]
@@ -179,7 +179,7 @@ def _named(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _own_bytes(value: Any) -> int:
-    """Return the size that a value reports, such as an array or a table; 0 if it reports none."""
+    """Return the bytes that an array, table or text reports as its size; 0 for other values."""
     if isinstance(value, str | bytes | bytearray):
         return sys.getsizeof(value)
     num_bytes = getattr(value, "nbytes", None) if type(value).__module__.partition(".")[0] in _SIZED else None
@@ -217,7 +217,7 @@ def _kept(one: Found, before: Mapping[int, int], borders: Sequence[int], kind: s
 
 
 def _is_made_at_once(value: Any, store: Assignment) -> bool:
-    """Return whether a new container is a batch: a tuple, a small dict with text keys, or a small loop variable."""
+    """Return whether a container looks like a batch: a tuple, a small dict with text keys, or a small loop variable."""
     if isinstance(value, tuple):
         return True
     is_named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
@@ -225,7 +225,7 @@ def _is_made_at_once(value: Any, store: Assignment) -> bool:
 
 
 def _graph(tensors: list[Tensor], without: set[int | None]) -> tuple[int, int | None]:
-    """Return the bytes of the graphs of tensors, and the number of their oldest operation."""
+    """Return the bytes of the graphs of tensors, and the sequence number of their oldest operation."""
     own = set(without)
     num_nodes = num_done = saved_bytes = 0
     oldest: int | None = None

@@ -1,13 +1,14 @@
 """``with plimsoll.explained():`` around any training code explains an out-of-memory error when it is raised.
 
-The exception propagates unchanged. The explanation takes some memory: a reserve is held while the code runs, and freed
-first. If that is not enough, a note replaces the diagnosis. Without ``record``, the only work while the code runs is to
-read the memory in use after each ``step()`` of a torch optimizer. It takes 50 to 70 microseconds.
+The exception propagates unchanged. The explanation needs some memory, so a reserve is held while the code runs, and
+freed before the explanation. If the reserve is too small, a note replaces the diagnosis. Without ``record``, the only
+work while the code runs is to read the memory in use after each ``step()`` of a torch optimizer. This takes 50 to 70
+microseconds per step.
 
 Not handled:
 
 - A process that the kernel kills; use ``plimsoll watch``, or ``plimsoll explain`` on its log.
-- An abort in Rust code when it is refused memory; the place and reason are printed, see `plimsoll.device.aborts`.
+- An abort of Rust code that is refused memory; the place and reason are printed, see `plimsoll.device.aborts`.
 - Errors of `plimsoll.TrainStep`, which explain themselves, and errors that the code catches itself.
 """
 
@@ -52,7 +53,7 @@ class Explained(ContextDecorator):
         self._depth = 0
 
     def __enter__(self) -> Explained:
-        """Start to observe. If it is nested, as in a decorated recursive function, only the outermost one works."""
+        """Start to observe. Of nested blocks, as in a decorated recursive function, only the outermost observes."""
         self._depth += 1
         if self._depth > 1:
             return self
@@ -97,7 +98,7 @@ class Explained(ContextDecorator):
         is_cuda = next((one.is_cuda for group in optimizer.param_groups for one in group["params"]), False)
         before.used_bytes.append((before.num_steps, _used_bytes(is_cuda)))
         before.borders.append(int(torch._C._autograd._get_sequence_nr()))
-        if len(before.borders) > _MOST_STEPS:  # half of the measurements are enough
+        if len(before.borders) > _MOST_STEPS:  # keep every second measurement
             del before.used_bytes[1::2], before.borders[1::2]
 
 
@@ -108,11 +109,12 @@ def explained(*, record: bool = False, file: TextIO | None = None) -> Explained:
             train(model, loader)
 
     Args:
-        record: also record the line that made each large tensor; each operation then takes 10 to 20 microseconds more.
+        record: also record the line that made each large tensor; each torch operation then takes 10 to 20 microseconds
+            more.
         file: where to print; standard error by default.
 
     Returns:
-        the context manager; its ``diagnosis`` is the record that was printed, ``None`` if memory did not run out.
+        the context manager; its ``diagnosis`` is the diagnosis that was printed, or ``None`` if memory did not run out.
     """
     return Explained(record, file)
 

@@ -1,6 +1,7 @@
 """The evidence of an exception in a live process: the owner of every storage, and the values that user variables keep.
 
-The result is numbers and text, so no object of the process is kept alive. Memory before the error is not seen.
+The result is numbers and text, so it keeps no object of the process alive. Not handled: memory that was freed before
+the error.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class Before:
     """Observations from before memory ran out.
 
     Attributes:
-        lengths: lengths of containers, by their identity.
-        tensors: tensors in variables at the start of the block and after the first step. Later ones are batches.
+        lengths: number of items of each container, by its ``id``.
+        tensors: tensors in variables at the start of the block and after the first step. Later tensors may be batches.
         used_bytes: step numbers, and the bytes in use after each.
         borders: number of operations that autograd had recorded at the end of each step.
-        births: lines that made tensors, by the tensors' addresses.
+        births: the line of user code that made each tensor, by the tensor's address.
         num_steps: number of finished steps.
-        baseline_bytes: bytes in use at the start, without tensors.
+        baseline_bytes: bytes in use at the start of the block, without tensors.
     """
 
     lengths: dict[int, int] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class Before:
     baseline_bytes: int = 0
 
     def look_at(self, frames: Iterable[FrameType]) -> None:
-        """Record the values that variables keep alive now."""
+        """Record lengths and tensors of the values that variables of frames keep alive now."""
         found = list(found_in(frames))
         self.lengths |= lengths_of(found)
         self.tensors += [ref(tensor) for one in found for tensor in _tensors_of(one.value)]
@@ -79,7 +80,7 @@ class _Scene:
 
     @property
     def phase(self) -> str:
-        """The phase of the training: forward, backward or optimizer."""
+        """The phase of the step: ``"forward"``, ``"backward"`` or ``"optimizer"``."""
         for frame, _ in self.frames:
             name, path = frame.f_code.co_name, frame.f_code.co_filename
             if name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
@@ -89,7 +90,7 @@ class _Scene:
         return "forward"
 
     def assignment_of_variable(self, kind: type) -> tuple[Found, Any] | None:
-        """Return the user's variable for an object of a type, and the object; ``None`` if there is no such variable."""
+        """Return the user's variable for an object of type ``kind``, and the object; ``None`` if none exists."""
         for line in self.lines:
             for scope in (line.frame.f_locals, line.frame.f_globals):
                 for name, value in list(scope.items()):
@@ -98,13 +99,13 @@ class _Scene:
         return None
 
     def line_of_variable(self, kind: type) -> str:
-        """Return the line that assigns such a variable; "" if unknown."""
+        """Return the line that assigns the variable for an object of type ``kind``; "" if unknown."""
         variable = self.assignment_of_variable(kind)
         return "" if variable is None else stored(variable[0]).place
 
 
 def backend_of(error: BaseException) -> tuple[Backend, str] | None:
-    """Return the backend on which memory ran out and the family of the error; ``None`` for any other error."""
+    """Return the backend on which memory ran out and the family of the error; ``None`` if memory did not run out."""
     on_host = backend_for("cpu")
     uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     backend = backend_for(f"cuda:{torch.cuda.current_device()}") if uses_cuda else on_host
@@ -120,8 +121,8 @@ def evidence_of_error(error: BaseException, backend: Backend, before: Before, ca
     Args:
         error: the exception, with its traceback.
         backend: the backend on which memory ran out.
-        before: the observations until then.
-        caller: the frame around the code that failed.
+        before: observations from before memory ran out.
+        caller: the frame that contains the block or called the decorated function.
     """
     frames = frames_of(error.__traceback__)
     lines = [*users_lines(frames), *users_callers(caller)]
@@ -173,7 +174,7 @@ def _limit_bytes(backend: Backend) -> int:
 
 
 def _missing_states_bytes(scene: _Scene) -> int:
-    """Return the bytes of the states that the optimizer had yet to allocate when memory ran out."""
+    """Return the bytes of states that the optimizer had not yet allocated when memory ran out in its first update."""
     frame = next((frame for frame, _ in scene.frames if frame.f_code.co_name == "_init_group"), None)
     optimizer = frame.f_locals.get("self") if frame is not None else None
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -185,7 +186,7 @@ def _missing_states_bytes(scene: _Scene) -> int:
 
 
 def _num_states(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
-    """Return the number of states that have the shape of their parameter."""
+    """Return the number of states of a parameter that have the parameter's shape."""
     state = optimizer.state.get(parameter, {})
     return sum(isinstance(one, Tensor) and one.shape == parameter.shape for one in state.values())
 
@@ -198,7 +199,7 @@ def _innermost(frames: list[tuple[FrameType, int]], lines: list[Line]) -> list[F
 
 
 def _kept(scene: _Scene, stock: Inventory, before: Before) -> list[Kept]:
-    """Return the values that variables keep, largest first, and claim their storages by category."""
+    """Return the values that variables keep, largest first. Assign their storages in ``stock`` to categories."""
     copies = copies_in(scene.found, [line.frame for line in scene.lines], stock)
     roots = {id(copy.root.value) for copy in copies}
     used = stock.claimed()
@@ -220,7 +221,7 @@ def _given_to_modules(scene: _Scene) -> Iterator[Tensor]:
 
 
 def _named(all_found: list[Found], kept: list[Kept], stays: set[int]) -> dict[str, list[Tensor]]:
-    """Group tensors without a graph: tensors in growing containers or kept from step to step, and the batch."""
+    """Group tensors without a graph: kept tensors (in growing containers, or kept from step to step), and batches."""
     many = {one.name for one in kept if one.num_items > 2 and (one.has_grown or one.is_of_data)}
     tensors: list[Tensor] = []
     batch: list[Tensor] = []
@@ -248,7 +249,7 @@ def _vocab_size(stock: Inventory) -> int | None:
 
 
 def _sequence_length(stock: Inventory, asked: Asked | None) -> int | None:
-    """Return the last dimension of the largest tensor with at least three dimensions that ends in a square."""
+    """Return the last dimension of the largest tensor of shape (..., n, n) with at least three dimensions."""
     free = {"activations", "temporaries"}
     shapes = [(one.num_bytes, one.shape) for one in stock.pieces if one.category in free]
     shapes += [(prod(asked.shape) * asked.dtype.itemsize, asked.shape)] if asked else []
@@ -257,7 +258,7 @@ def _sequence_length(stock: Inventory, asked: Asked | None) -> int | None:
 
 
 def _asked_category(scene: _Scene, stock: Inventory) -> str:
-    """Return the category of the requested tensor; "" for an optimizer's first states, which are counted whole."""
+    """Return the category of the requested tensor; "" for an optimizer's first states, which are counted together."""
     names = {frame.f_code.co_name for frame, _ in scene.frames}
     if scene.phase == "optimizer":
         return "" if "_init_group" in names else "temporaries"
@@ -302,7 +303,7 @@ def _shares(stock: Inventory, used_bytes: int, evidence: Evidence, scene: _Scene
 
 
 def _holdings(stock: Inventory, scene: _Scene, asked: Asked | None, before: Before) -> tuple[Holding, ...]:
-    """Return the largest tensors that are alive, grouped by similarity, and the tensor that was requested."""
+    """Return the largest tensors alive, grouped by category, shape and origin, and the tensor that was requested."""
     groups: dict[tuple[Any, ...], list[Piece]] = {}
     model = scene.line_of_variable(nn.Module)
     lines = {"parameters": model, "gradients": model, "optimizer states": scene.line_of_variable(torch.optim.Optimizer)}

@@ -1,10 +1,10 @@
 """The diagnosis of a job before it runs, and of a run that ended because memory ran out. Both use a dry run.
 
 The parts of the peak are predicted (`plimsoll.planning.remedies`), and the predictor tries every remedy on this
-training. The dry run of a finished run uses the choices that were in force at its end. If that fits by the prediction,
-parts of the peak do not explain the end, and a note reports it.
+training. The dry run of a finished run uses the choices that were in force at its end. If these choices are predicted
+to fit, the parts of the peak do not explain why the run ended, and a note tells this.
 
-Not handled: the texts of a job that has not run. Only a run knows its padding.
+Not handled: the padding of a job that has not run, because its texts are not prepared.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def diagnosis_of_run(
     limit_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Explain why memory ran out in a run, or would within `limit_bytes`, and find remedies.
+    """Explain why memory ran out in a run, or would run out within `limit_bytes`, and find remedies.
 
     Args:
         run: the record of the run.
@@ -120,7 +120,7 @@ def _texts(directory: Path) -> TextSketch | None:
 
 
 def _last(run: RunRecord) -> tuple[int | None, int | None]:
-    """Return the fallback and the micro-batch (samples) at the end of a run."""
+    """Return the fallback number and the micro-batch (samples) at the end of a run; ``None`` if unknown."""
     event = next(reversed(run.oom_events), None)
     if event is not None and ended_in_oom(run):
         return event.fallback, event.micro_batch
@@ -129,7 +129,7 @@ def _last(run: RunRecord) -> tuple[int | None, int | None]:
 
 
 def _padding_share(directory: Path) -> float | None:
-    """Return the padding share of a batch from the run's tokens; ``None`` if they were deleted or nothing is padded."""
+    """Return the average padding share of a run's batches; ``None`` if tokens were deleted or nothing is padded."""
     try:
         job = Job.from_yaml(directory / "job.yaml")
         if not (job.is_labelled or job.data.has_padding):

@@ -1,8 +1,8 @@
 """The diagnosis of an error text or a log: the last out-of-memory error in it, and the causes that its numbers support.
 
-A saving is only given if the numbers bound it: memory of other processes, reserved but unusable memory, missing memory.
-If the file in the traceback exists here and still has the line shown, it is linted for mistakes that cost memory. Not
-handled: the training that failed is unknown, so no techniques are suggested.
+A saving is only given if the numbers bound it from above: memory of other processes, or reserved but unused memory. If
+the file in the traceback exists here and still has the line shown, it is linted for mistakes that cost memory. Not
+handled: the training run that failed is unknown, so no specific technique is suggested.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from plimsoll.records.units import format_bytes
 
 _MOST_CODE_BYTES = 128 << 10  # checked in seconds, even if it contains only mistakes
 _MOST_MISTAKES = 5
-_CAUSES = {"host_ram": "true_capacity", "tiny_shm": "shm"}  # labels of a text that differ from the cause's name
+_CAUSES = {"host_ram": "true_capacity", "tiny_shm": "shm"}  # likely causes of a text with other names
 
 _POOL = (
     "A process of a pool ended without an error message: it crashed, or the kernel killed it for memory. "
@@ -53,7 +53,7 @@ def diagnosis_of_text(file: BinaryIO, subject: str, report: Callable[[int], None
 
 
 def _findings(subject: str, event: OomText) -> tuple[Finding, ...]:
-    """Return the findings of every cause that the text supports, the likely cause first."""
+    """Return the findings of all causes that the text supports, the likely cause first."""
     evidence = Evidence(subject=subject, kind="unknown", event=event)
     likely = _CAUSES.get(event.likely_cause or "", event.likely_cause)
     found = [finding for find in every_cause().values() for finding in find(evidence)]
@@ -61,7 +61,7 @@ def _findings(subject: str, event: OomText) -> tuple[Finding, ...]:
 
 
 def _remedies(found: tuple[Finding, ...]) -> tuple[Remedy, ...]:
-    """Return the remedies whose saving the text bounds from above."""
+    """Return the remedies for which the text gives an upper bound of the saving."""
     return tuple(
         Remedy(text=str(one.remedy), code=one.code, saving_high_bytes=one.effect_high_bytes, known="bound")
         for one in found

@@ -1,9 +1,9 @@
 """The diagnosis of a recorded watch: processes that grew, limits that were reached, and OOM kills.
 
-Only the sizes of processes are visible from outside. The diagnosis names the process and its rate, not the line of
-code, and the remedies tell where to look next. A process grows if `plimsoll.diagnose.growth` finds steady growth of its
-private memory over the samples. A run is meant to use its budget. The budget, and the ``RLIMIT_DATA`` that enforces it,
-are named only if memory ran out. Growth without a limit is not distinguished from growth that ends.
+Only the sizes of processes are visible from outside. The diagnosis names the process and the rate of its growth, not
+the line of code. The remedies tell where to look next. A process grows if `plimsoll.diagnose.growth` finds steady
+growth of its private memory over the samples. A run may use all of its budget. So the budget, and the ``RLIMIT_DATA``
+that enforces it, are reported only if memory ran out. Not handled: growth that ends looks like growth without a limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Points = list[tuple[float, ProcessUse]]
 
 
 class _Grown(NamedTuple):
-    """A process that grew, its last sample, and its rate."""
+    """The growth of one process: its last sample, the bytes gained, the rate, and the seconds at its start and end."""
 
     use: ProcessUse
     risen_bytes: int
@@ -55,7 +55,7 @@ _REMEDIES: dict[LineKind, str] = {
 
 
 def diagnosis_of_watch(record: WatchRecord) -> Diagnosis:
-    """Explain a recording."""
+    """Explain a recorded watch."""
     grown = [*_grown(record)]
     findings = [*grown, *_killed(record), *_reached(record), *_swapped(record)]
     return Diagnosis(
@@ -171,7 +171,7 @@ def _num_kills(record: WatchRecord) -> int:
 
 
 def _limit_that_killed(record: WatchRecord) -> Line | None:
-    """Return the limit that caused the end. The kernel enforces control groups and the machine; a run its budget."""
+    """Return the fullest limit that can have caused the end: of a control group or the machine if the kernel killed."""
     is_by_kernel = _num_kills(record) or (record.end is not None and record.end.exit_code == -signal.SIGKILL)
     kinds = {"cgroup", "machine"} if is_by_kernel else {"budget", "data", "address", "gpu"}
     lines = record.samples[-1].lines if record.samples else ()

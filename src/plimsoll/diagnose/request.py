@@ -1,8 +1,8 @@
 """A guess of the tensor that was requested when memory ran out, from its size and the tensors in the line that failed.
 
-Three shapes are tried in this order: the shape of a tensor at hand; that tensor times a matrix (``x @ w.T``, a layer of
-a module); the product of two tensors at hand (``q @ k.transpose(-2, -1)``). The first that explains the size is
-returned, so the result is likely and not certain. Sizes below 64 KiB are ignored.
+Three shapes are tried in this order: the shape of a tensor at hand; the product of a tensor and a matrix (``x @ w.T``,
+a layer of a module); the product of two tensors (``q @ k.transpose(-2, -1)``). The first shape with the requested size
+is returned, so the result is likely and not certain. Sizes below 64 KiB are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_TENSORS = 64
 
 
 class Asked(NamedTuple):
-    """A shape that explains a size, and a description of the operation."""
+    """A shape and type with the requested size, and a description of the operation."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,7 +35,7 @@ def tensors_at_hand(frames: Iterable[FrameType]) -> list[Tensor]:
 
 
 def tensor_asked(num_bytes: int | None, at_hand: Iterable[Tensor]) -> Asked | None:
-    """Return a tensor shape that has the given size; ``None`` if no tensor at hand explains it."""
+    """Return a shape and type of ``num_bytes`` bytes; ``None`` if no shape from the tensors at hand has this size."""
     if num_bytes is None or num_bytes < _LEAST_BYTES:
         return None
     tensors = list(at_hand)

@@ -26,13 +26,13 @@ _HEAD_BYTES = 1 << 12
 
 
 def explain_source(source: Path, device: str | None, limit_bytes: int | None, quiet: bool) -> Diagnosis:
-    """Explain a job, a run, a recording or a text, with progress on standard error.
+    """Explain a job, a run, a recording, a snapshot or a text, with progress on standard error.
 
     Args:
         source: see `plimsoll.diagnose.explain.explain`; ``-`` reads standard input.
         device: device to train on; ``None`` for the job's device.
         limit_bytes: bytes that the training may use; ``None`` for the job's budget, or all available memory.
-        quiet: show no progress.
+        quiet: whether to hide the progress.
 
     Raises:
         InputError: if standard input is a terminal, or the source cannot be used.
@@ -54,7 +54,7 @@ def explain_source(source: Path, device: str | None, limit_bytes: int | None, qu
 
 @contextmanager
 def _spooled(stream: io.BufferedReader) -> Iterator[Path | None]:
-    """Yield standard input as a temporary file if it must be read more than once; ``None`` for a text."""
+    """Yield standard input as a temporary file if it is a snapshot or a recording; ``None`` for a text."""
     with tempfile.TemporaryDirectory(prefix="plimsoll-") as folder:
         path = Path(folder) / "standard input"
         path.write_bytes(stream.peek(_HEAD_BYTES))

@@ -3,9 +3,10 @@
 A watch follows one of these: a process and its children; a run by its directory, that is, its command with all
 processes, also through restarts; or the largest processes of this machine.
 
-The rate is computed from the last 30 samples (Theil-Sen), and from 8 samples on. A warning starts when the limit is
-under 60 s away and at least half used. It ends when the limit is over 120 s away, so that it does not flap. Use below
-the plan's predicted peak gives no warning. Growth that will stop is not distinguished from growth that will not.
+The growth rate is the Theil-Sen slope of the last 30 samples, and needs at least 8. A warning starts when the limit
+will be reached in under 60 s at this rate, and is at least half used. It ends when the limit is over 120 s away, so
+that warnings do not flicker. Memory use below the plan's predicted peak gives no warning. Not handled: growth that will
+stop looks like growth that continues.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Forecast:
         self._is_warning = False
 
     def seconds_left(self, seconds: float, line: Line) -> float | None:
-        """Add the current use, and return the seconds until the limit; ``None`` without a warning."""
+        """Add the current use, and return the seconds until the limit is reached; ``None`` if there is no warning."""
         self._points.append((seconds, line.used_bytes))
         if len(self._points) < _FEWEST_POINTS:
             return None
@@ -60,7 +61,7 @@ class Watch:
     Args:
         pid: the process; for a run, the process of its command.
         run: the run directory.
-        num_processes: number of processes to show for a machine.
+        num_processes: number of processes in each sample of a machine.
 
     Raises:
         InputError: if there is no such process.
@@ -120,7 +121,7 @@ class Watch:
                 return
 
     def _wait(self, seconds: float) -> bool:
-        """Wait, and return whether the watched process has ended."""
+        """Wait up to ``seconds`` for the watched process to end, and return whether it has ended."""
         if self._watched is not None:
             return self._watched.wait(seconds)
         time.sleep(seconds)
@@ -164,7 +165,7 @@ class Watch:
         return WatchEnd(seconds=seconds, how="killed", exit_code=code, text=text + said)
 
     def _said(self) -> str:
-        """Return the run's own record of its end."""
+        """Return the run's status, last step and message as text; "" if no run is watched."""
         progress = None if self._follower is None else self._follower.progress()
         if progress is None:
             return ""
@@ -215,7 +216,7 @@ def watch_of(run: Path | None, pid: int | None) -> Watch:
 
 
 def _over(run: Path, progress: RunProgress) -> str:
-    """Return the reason that nothing can be watched in a run directory, and the command to use instead."""
+    """Return the reason why nothing can be watched in a run directory, and the command to use instead."""
     if progress.status in {"finished", "interrupted", "failed"}:
         return (
             f"the run in {run} is over ({progress.status} at step {progress.step:,}), so there is nothing to watch: "

@@ -1,4 +1,4 @@
-"""Records as self-contained HTML pages: one file, no network.
+"""Records as self-contained HTML pages: each is one file that needs no network.
 
 The style is inlined, and plotly.js (1.1 MiB) too if the page has charts. A content security policy forbids every
 connection. The colour scheme follows the system until the reader chooses light or dark. jinja2 escapes text from
@@ -133,7 +133,7 @@ def corpus_page(corpus: CorpusFacts) -> str:
 
 
 def token_page(tokens: TokenFacts) -> str:
-    """Return the page of a corpus and its tokens."""
+    """Return the page of a corpus that is tokenized, and of its tokens."""
     return _sheets_page("Tokens", "", *_corpus_sheets(tokens.corpus), data_sheets.token_sheet(tokens))
 
 
@@ -187,7 +187,7 @@ class Bar:
 
 
 def _bars(shares: Sequence[Share]) -> list[Bar]:
-    """Return the shares of a peak as bars, or an empty list if their sum is not positive."""
+    """Return the shares of a peak as bars; empty if the shares are 0 bytes in total."""
     total_bytes = sum(share.num_bytes for share in shares)
     return [
         Bar(
@@ -289,7 +289,7 @@ def _page(template: str, **shown: Any) -> str:
 
 
 def _drawn_by(charts: Iterable[Chart]) -> str | None:
-    """Return the plotly script, or ``None`` if no chart has data."""
+    """Return the plotly script if a chart has data, otherwise ``None``."""
     return plotly_js() if any(chart.figure for chart in charts) else None
 
 

@@ -87,7 +87,7 @@ def run_panel(record: RunRecord) -> Panel:
 
 
 def run_table(record: RunRecord) -> Table:
-    """Return the key numbers of a run, two per row."""
+    """Return a table of the key numbers of a run, two per row."""
     return _number_grid(sheets.key_numbers(record))
 
 
@@ -119,7 +119,7 @@ def watch_report(record: WatchRecord) -> Group:
 
 
 def comparison_report(comparison: RunComparison) -> Group:
-    """Return two runs side by side. Empty tables are left out."""
+    """Return the report of two runs side by side. Empty tables are left out."""
     said = [comparison_sheets.headline(comparison), comparison_sheets.job_sentence(comparison)]
     names = " and ".join(comparison_sheets.labels(comparison))
     panel = Panel(Group(*map(Text, said)), title=Text(names, "bold"), title_align="left", box=box.ROUNDED)
@@ -134,7 +134,7 @@ def comparison_report(comparison: RunComparison) -> Group:
 
 
 def machine_report(machine: Machine) -> Group:
-    """Return the devices of a machine, notes about them, and the library versions."""
+    """Return the report of a machine: its devices, notes about them, and the library versions."""
     notes = [Text(f"{device.name}: {note}") for device in machine.devices for note in device.notes]
     return _spaced(machine_table(machine), *notes, _table(sheets.version_sheet(machine.versions)))
 
@@ -150,18 +150,18 @@ def device_table(device: Device) -> Table:
 
 
 def corpus_report(corpus: CorpusFacts) -> Group:
-    """Return the description of a corpus. Empty tables are left out."""
+    """Return the report of a corpus. Empty tables are left out."""
     more = [data_sheets.label_sheet(corpus), data_sheets.tag_sheet(corpus), data_sheets.skipped_sheet(corpus)]
     return _spaced(_table(data_sheets.corpus_sheet(corpus)), *(_table(sheet) for sheet in more if sheet.rows))
 
 
 def token_report(tokens: TokenFacts) -> Group:
-    """Return the description of a corpus and its tokens."""
+    """Return the report of a corpus and its tokens."""
     return _spaced(corpus_report(tokens.corpus), _table(data_sheets.token_sheet(tokens)))
 
 
 def inspection_report(inspection: Inspection) -> Group:
-    """Return the description of a corpus, its text lengths, and the batching methods."""
+    """Return the report of a corpus, its text lengths, and the batching methods."""
     tables = [data_sheets.length_sheet(inspection), data_sheets.filling_sheet(inspection)]
     return _spaced(
         corpus_report(inspection.corpus),
@@ -172,7 +172,7 @@ def inspection_report(inspection: Inspection) -> Group:
 
 
 def feed_report(feed: FeedRates) -> Group:
-    """Return the data loading speed of a corpus."""
+    """Return the report of the data loading speed of a corpus."""
     notes = (Text(note) for note in feed.notes)
     return _spaced(corpus_report(feed.corpus), _table(data_sheets.rate_sheet(feed)), *notes)
 
@@ -292,7 +292,7 @@ def prediction_panel(prediction: Prediction) -> Panel:
 
 
 def _narrowed(sheet: sheets.Sheet, *groups: tuple[str, ...]) -> sheets.Sheet:
-    """Stack the columns of each group in one column and drop the others, so that the sheet fits 80 columns."""
+    """Stack the columns of each group in one column and drop all other columns, to fit the sheet to 80 characters."""
     places = {column.title: index for index, column in enumerate(sheet.columns)}
     columns = tuple(sheets.Column(", ".join(group), sheet.columns[places[group[0]]].is_number) for group in groups)
     rows = tuple(
@@ -367,7 +367,7 @@ def live_panel(
         name: name of the run.
         step_line: the last finished step, numbered from 1, or ``None`` before the first step ends.
         total_steps: number of steps in the whole run.
-        memory: use and limit in bytes, by place: ``{"device": ..., "host": ...}``. Each place is one bar.
+        memory: use and limit in bytes, by kind of memory: ``{"device": ..., "host": ...}``. Each kind is one bar.
         eta_seconds: remaining time, or ``None`` if it is not known yet.
         unit_name: unit over which the loss averages, such as ``"tokens"``.
     """

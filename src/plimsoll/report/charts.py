@@ -1,8 +1,8 @@
 """Charts of a run (memory, micro-batch, loss and throughput) as plotly figures, and helpers for all charts.
 
-Colours are CSS variables (``var(--accent)``). The script of the page replaces them with the values of the light or
-dark scheme, so one figure serves both. A line has at most about 2000 points, however long the run is: `thinned` keeps
-the lowest and the highest point of every stretch, so that no peak is lost.
+Colours are CSS variables (``var(--accent)``). The script of the page replaces them with the values of the light or dark
+scheme, so one figure serves both. A line has at most about 2000 points, however long the run is: `thinned` keeps the
+lowest and the highest point of every stretch of steps, so that no peak is lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its title and caption. ``figure`` is ``None`` if there is no data."""
+    """A figure with title and caption; ``key`` is its name in the page. ``figure`` is ``None`` if there is no data."""
 
     key: str
     title: str
@@ -41,7 +41,7 @@ def run_charts(record: RunRecord) -> tuple[Chart, ...]:
 
 
 def thinned(points: Points, most_points: int = _MOST_POINTS) -> Points:
-    """Return both ends and the extremes of equal stretches: at most ``most_points`` + 2 points."""
+    """Return the first and last point, and the lowest and highest of equal stretches: at most ``most_points`` + 2."""
     return [points[row] for row in thinned_rows([y for _, y in points], most_points)]
 
 
@@ -94,8 +94,8 @@ def memory_chart(record: RunRecord) -> Chart:
 
 
 def _in_step(record: RunRecord) -> str:
-    """Return the step with the highest peak as text, or "" if the peak was in an unfinished step."""
-    peak_bytes = record.peak_bytes  # read once: the property loops over all steps
+    """Return the step with the highest peak, such as `` in step 12``, or "" if the peak was in an unfinished step."""
+    peak_bytes = record.peak_bytes  # stored, because the property loops over all steps
     steps = [line.step for line in record.finished_steps if line.peak_bytes == peak_bytes]
     return f" in step {steps[0]:,}" if steps else ""
 
@@ -155,7 +155,7 @@ def loss_chart(record: RunRecord) -> Chart:
 
 
 def throughput_chart(record: RunRecord) -> Chart:
-    """Return the chart of loss units per second, per step."""
+    """Return the chart of the samples or tokens per second of each step."""
     title = "Throughput"
     speeds = [(line.step, step_speed(line)) for line in record.finished_steps]
     points: Points = [(step, speed) for step, speed in speeds if speed is not None]
@@ -173,7 +173,7 @@ def _no_steps(key: str, title: str) -> Chart:
 
 
 def _step_figure(y_title: str, points: Points) -> go.Figure:
-    """Return an empty figure over steps, with a y axis from zero to some way above the highest point."""
+    """Return a figure over steps without lines, with a y axis from zero to `HEADROOM` times the highest point."""
     figure = empty_figure("step", y_title)
     figure.update_yaxes(range=[0, HEADROOM * max(y for _, y in points)])
     _whole_steps(figure, len(points))
@@ -181,7 +181,7 @@ def _step_figure(y_title: str, points: Points) -> go.Figure:
 
 
 def _whole_steps(figure: go.Figure, num_steps: int) -> None:
-    """Limit the ticks to whole steps, because plotly would write 1.5 in a short run."""
+    """Limit the ticks to whole steps: in a short run, plotly would label step 1.5."""
     if num_steps <= 10:
         figure.update_xaxes(dtick=1)
 
@@ -269,12 +269,12 @@ def limit_line(figure: go.Figure, y: float, label: str) -> None:
 
 
 def _scaled(points: Points, scale: tuple[float, float]) -> Points:
-    """Scale points and round them to four decimals, which is finer than a pixel and keeps the page small."""
+    """Multiply points by the scales of x and y. Four decimals are kept: finer than a pixel, and the page is small."""
     return [(round(x / scale[0], 4), round(y / scale[1], 4)) for x, y in points]
 
 
 def unit_of(num_bytes: int) -> tuple[str, int]:
-    """Return the unit in which `format_bytes` writes a size, and the bytes of that unit."""
+    """Return the unit in which `format_bytes` writes a size, such as ``"MiB"``, and the bytes of that unit."""
     unit = format_bytes(num_bytes).split()[1]
     return unit, parse_bytes(f"1{unit}")
 

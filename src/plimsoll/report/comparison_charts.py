@@ -18,7 +18,7 @@ def comparison_charts(comparison: RunComparison) -> tuple[Chart, ...]:
 
 
 def peak_chart(comparison: RunComparison) -> Chart:
-    """Return the chart of the peak of each step, with the budgets."""
+    """Return the chart of the peak of each step in both runs, with the budgets."""
     title, sides = "Peak of each step", _sides(comparison)
     highest_bytes = [peak for _, side in sides for peak in side.peaks_bytes if peak is not None]
     if not highest_bytes:
@@ -37,7 +37,7 @@ def peak_chart(comparison: RunComparison) -> Chart:
 
 
 def loss_chart(comparison: RunComparison) -> Chart:
-    """Return the chart of both training losses."""
+    """Return the chart of the training loss of each step in both runs."""
     title, sides = "Loss", _sides(comparison)
     losses = [zip(side.steps, side.losses, strict=True) for _, side in sides]
     lines: list[Points] = [[(step, loss) for step, loss in own if math.isfinite(loss)] for own in losses]

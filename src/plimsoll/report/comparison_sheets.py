@@ -1,6 +1,7 @@
 """Sheets and sentences of two runs side by side, shared by the terminal and the HTML page.
 
-Changes are those from the first run to the second. A change has no percentage if the value of the first run is 0.
+A change is the value of the second run minus the value of the first run. It has no percentage if the value of the first
+run is 0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.prediction_sheets import short_path
 from plimsoll.report.sheets import Column, Sheet, columns_of, format_loss, format_speed
 
-_MOST_PLACES = 15  # short enough to read; the record has all
+_MOST_PLACES = 15  # short enough to read; the record has all differences
 
 Number = int | float | None
 

@@ -15,7 +15,7 @@ Found = CorpusFacts | TokenFacts | Inspection | FeedRates
 
 
 def headline(found: Found) -> str:
-    """Return a short summary of a result, to print next to the path of its file."""
+    """Return a short summary of facts about a corpus, to print next to the path of their file."""
     match found:
         case CorpusFacts():
             return f"{found.num_texts:,} texts"
@@ -28,7 +28,7 @@ def headline(found: Found) -> str:
 
 
 def corpus_sheet(corpus: CorpusFacts) -> Sheet:
-    """Return the number and size of the texts, and the place of their index."""
+    """Return the number and size of the texts, and the folder of their index."""
     rows = (
         ("Files", f"{corpus.num_files:,}"),
         ("Texts", f"{corpus.num_texts:,}"),
@@ -77,7 +77,7 @@ def tag_sheet(corpus: CorpusFacts) -> Sheet:
 
 
 def token_sheet(tokens: TokenFacts) -> Sheet:
-    """Return the number of tokens, their type and their place."""
+    """Return the number of tokens, their data type and their folder."""
     per_token = tokens.corpus.num_bytes / max(tokens.num_tokens, 1)
     rows = (
         ("Tokens", f"{tokens.num_tokens:,}, {per_token:.2f} file bytes per token"),
@@ -135,7 +135,7 @@ def example_sheet(inspection: Inspection) -> Sheet:
 
 
 def rate_sheet(feed: FeedRates) -> Sheet:
-    """List the speed and private memory of each stage."""
+    """List the speed and private memory of each stage of data loading."""
     columns = columns_of("Stage", "Details", "#Speed", "#Private memory")
     rows = tuple(
         (

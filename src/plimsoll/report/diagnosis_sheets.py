@@ -69,7 +69,7 @@ def _needs_sentence(diagnosis: Diagnosis) -> str:
 
 
 def event_sheet(event: OomText) -> Sheet:
-    """Return the facts that the text of an error states, without rows if it is not an out-of-memory error."""
+    """Return a sheet of the facts in the text of an out-of-memory error; without rows for any other text."""
     if not event.is_oom:
         return Sheet("Stated in the error text", _STATED, ())
     rows = [(title, format_bytes(size)) for name, title in _SIZES.items() if (size := getattr(event, name)) is not None]
@@ -84,7 +84,7 @@ def event_sheet(event: OomText) -> Sheet:
 
 
 def growth_sentence(diagnosis: Diagnosis) -> str:
-    """Return a sentence on the growth of memory from step to step, or "" if it is unknown."""
+    """Return a sentence on the growth of memory from step to step, or "" if the growth is unknown."""
     growth = diagnosis.growth
     if growth is None:
         return ""
@@ -122,7 +122,7 @@ def _remedy_row(number: int, remedy: Remedy) -> tuple[str, ...]:
 
 
 def shares_sheet(shares: Sequence[Share]) -> Sheet:
-    """List the parts of a peak."""
+    """List the parts of a peak, each with bytes, share and place."""
     total_bytes = sum(share.num_bytes for share in shares)
     rows = [
         (one.category, format_bytes(one.num_bytes), share_text(one.num_bytes, total_bytes), one.known, one.place)
@@ -135,7 +135,7 @@ def shares_sheet(shares: Sequence[Share]) -> Sheet:
 
 
 def finding_sheets(finding: Finding) -> tuple[Sheet, Sheet]:
-    """Return the remedy of a finding, and its evidence."""
+    """Return two sheets of a finding: its remedy, and its evidence."""
     rows = [("Remedy", str(finding.remedy))]
     if finding.code:
         rows.append(("Code", finding.code))

@@ -20,7 +20,7 @@ _MISSING = {
 
 
 def subset_sheets(subset: SubsetFacts) -> tuple[Sheet, ...]:
-    """Return the words found, the place of their rows, the missing words and the faults of the file."""
+    """Return the sheets of found words, the file of their rows, missing words, and faults of the source file."""
     full_bytes = 4 * subset.num_entries * subset.dimension
     rows = [
         ("Vectors", f"{subset.source_format}, {subset.num_entries:,} entries, dimension {subset.dimension}"),
@@ -44,7 +44,7 @@ def subset_sheets(subset: SubsetFacts) -> tuple[Sheet, ...]:
 
 
 def vector_file_sheets(file: VectorFile) -> tuple[Sheet, ...]:
-    """Return the format, size and contents of a file of word vectors, and its faults."""
+    """Return the sheets of the format, size, contents and faults of a file of word vectors."""
     promised = "" if file.num_promised is None else f"; its header states {file.num_promised:,}"
     rows = [
         ("Format", file.format),
@@ -62,7 +62,7 @@ def vector_file_sheets(file: VectorFile) -> tuple[Sheet, ...]:
 
 
 def conversion_sheets(conversion: Conversion) -> tuple[Sheet, ...]:
-    """Return the source and size of a converted file, and the faults of its source."""
+    """Return the sheets of the source and size of a converted file, and the faults of its source."""
     rows = (
         ("From", conversion.source),
         ("Words", f"{_words(conversion)}, dimension {conversion.dimension}"),
@@ -74,7 +74,7 @@ def conversion_sheets(conversion: Conversion) -> tuple[Sheet, ...]:
 
 
 def compression_sheets(compression: CompressionFacts) -> tuple[Sheet, ...]:
-    """Return the sizes before and after compression, and the cosines to the original vectors."""
+    """Return the sheets of the sizes before and after compression, and the cosines to the original vectors."""
     before, after = compression.num_bytes_before, compression.num_bytes_after
     rows = (
         ("Vectors", f"{compression.num_rows:,}, dimension {compression.dimension}"),
@@ -91,7 +91,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _words(file: VectorFile | Conversion) -> str:
-    """Return the number of words with a vector, and the number of entries if it differs."""
+    """Return the number of words with a vector as text, and the number of entries in the file if it differs."""
     return f"{file.num_words:,}" + ("" if file.num_words == file.num_entries else f" in {file.num_entries:,} entries")
 
 

@@ -15,7 +15,7 @@ _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def as_lines(report: LintReport) -> str:
-    """Return one paragraph per finding, in the style of compilers, and a summary."""
+    """Return one paragraph per finding, in the style of a compiler's messages, and a summary."""
     parts = []
     for one in report.findings:
         head = f"{one.file}:{one.line}:{one.column}: {one.rule}: {one.message}"
@@ -97,7 +97,7 @@ def _result(one: LintFinding, rule_index: int) -> dict[str, object]:
 
 
 def lint_sheets(report: LintReport) -> tuple[Sheet, ...]:
-    """Return the findings, the number of findings per rule, and the files that were not checked."""
+    """Return the sheets of the findings, the number of findings per rule, and the files that were not checked."""
     rows = tuple(
         (f"{one.file}:{one.line}", one.rule, f"{one.message}\n{one.code}", one.remedy) for one in report.findings
     )

@@ -18,7 +18,7 @@ from plimsoll.records.run_comparison import RunComparison
 from plimsoll.report import comparison_sheets, diagnosis_sheets, plan_sheets, prediction_sheets, sheets
 from plimsoll.report._templates import environment
 
-Told = tuple[str, str, Sequence[sheets.Sheet]]  # title, sentence, tables: the first is open
+Told = tuple[str, str, Sequence[sheets.Sheet]]  # title, sentence and tables; the first table is unfolded
 
 
 def notebook_html(record: Record) -> str | None:

@@ -37,7 +37,7 @@ def headline(plan: InferencePlan) -> str:
 
 
 def sentences(plan: InferencePlan) -> tuple[str, ...]:
-    """Return sentences on the place of the weights and the bottleneck of a pass."""
+    """Return sentences on the memory in which weights are kept and on the bottleneck of a pass."""
     said = [_places_sentence(plan)]
     if plan.bytes_in("disk") or plan.bytes_in("host"):
         said.append(_reading_sentence(plan))
@@ -76,7 +76,7 @@ def _reading_sentence(plan: InferencePlan) -> str:
 
 
 def key_numbers(plan: InferencePlan) -> tuple[tuple[str, str], ...]:
-    """Return the key numbers of an inference plan as pairs of label and value. Their number is even."""
+    """Return the key numbers of an inference plan as pairs of label and value. The number of pairs is even."""
     return (
         ("Task", plan.task),
         ("Type", plan.dtype),
@@ -101,7 +101,7 @@ def _rate(rows_per_second: float) -> str:
 
 
 def part_sheet(plan: InferencePlan) -> Sheet:
-    """List the parts of the model and their places. Numbered blocks in the same place share a row."""
+    """List the parts of the model and the memory that holds each. Numbered blocks in the same memory share a row."""
     groups: dict[tuple[str, Place, bool], list[Part]] = {}
     for part in plan.parts:
         groups.setdefault((_NUMBER.sub("*", part.name), part.place, part.is_streamed), []).append(part)
@@ -118,7 +118,7 @@ def part_sheet(plan: InferencePlan) -> Sheet:
 
 
 def _numbers_text(parts: Iterable[Part]) -> str:
-    """Return the ranges of numbers in names that differ only in one number: ``0-3, 6``."""
+    """Return the ranges of numbers in the names of parts, which differ only in one number: ``0-3, 6``."""
     numbers = [int(found[-1]) for part in parts if (found := _NUMBER.findall(part.name))]
     runs: list[list[int]] = []
     for number in numbers:
@@ -130,7 +130,7 @@ def _numbers_text(parts: Iterable[Part]) -> str:
 
 
 def rejected_sheet(plan: InferencePlan) -> Sheet:
-    """List the rejected numbers of rows per pass, with peak, speed and reason."""
+    """List the rejected numbers of rows per pass, each with peak, speed and reason."""
     rows = tuple(
         (
             f"{found.micro_batch:,}",
@@ -145,7 +145,7 @@ def rejected_sheet(plan: InferencePlan) -> Sheet:
 
 
 def assumption_sheet(plan: InferencePlan) -> Sheet:
-    """List the assumptions."""
+    """List the assumptions of an inference plan."""
     return Sheet("Assumptions", columns_of("Assumption"), tuple((one.text,) for one in plan.assumptions))
 
 

@@ -1,7 +1,7 @@
 """Chart of a plan: every predicted configuration by peak and step time.
 
-The limit is a vertical line; configurations left of it fit. Configurations without a prediction are missing. The
-caption gives the number of points.
+The limit is a vertical line; configurations left of it fit. Configurations without a predicted peak and step time are
+missing. The caption gives the number of points.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fallback_chart(plan: Plan) -> Chart:
 
 
 def _groups(plan: Plan) -> dict[str, list[Point]]:
-    """Return the points by group. Later groups are drawn over earlier ones."""
+    """Return the points by name of their group. Later groups are drawn over earlier groups."""
     limit_bytes = limit_bytes_of(plan)
     rejected = _known(plan.rejected)
     return {
@@ -142,7 +142,7 @@ def _add_limit(figure: go.Figure, limit_bytes: int, unit_bytes: int) -> None:
 
 
 def _span(values: list[float]) -> list[float]:
-    """Return the range of an axis: all values and a margin. A single value is in the middle."""
+    """Return the lower and upper end of an axis: all values and a margin. A single value is in the middle."""
     low, high = min(values), max(values)
     margin = _MARGIN * (high - low) or 0.5 * high or 1.0
     return [round(low - margin, 4), round(high + 2 * margin, 4)]

@@ -19,7 +19,7 @@ from plimsoll.records.units import format_bytes, format_seconds
 from plimsoll.report.prediction_sheets import range_text
 from plimsoll.report.sheets import Column, Sheet, columns_of, steps_of_plan
 
-MOST_REJECTED = 12  # rows in the main table; the HTML page has more in a folded one
+MOST_REJECTED = 12  # rows in the main table; the HTML page has more rows in a folded table
 MOST_REJECTED_FOLDED = 200
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 _LEAST_SAID_BYTES = 8 << 20  # less is small compared with the imported libraries
@@ -44,7 +44,7 @@ def limit_bytes_of(plan: Plan) -> int | None:
 
 
 def stays_under(peak: Estimate, limit_bytes: int | None) -> bool:
-    """Return whether the whole range of a peak is within a limit; without a limit, it is."""
+    """Return whether the whole range of a peak is within a limit, or there is no limit."""
     return limit_bytes is None or peak.high_bytes <= limit_bytes
 
 
@@ -128,7 +128,7 @@ def plain_sentence(plan: Plan) -> str:
 
 
 def alternative_sentence(plan: Plan) -> str:
-    """Return a sentence on the first lossy alternative that fits, with the option that allows it, or "" without one."""
+    """Return a sentence on the first lossy alternative that fits, with the option that allows it; "" if none fits."""
     limit_bytes = limit_bytes_of(plan)
     for alternative in plan.lossy_alternatives:
         names = _lossy_names(plan, alternative.choices)
@@ -155,7 +155,7 @@ def constraints_sentence(plan: Plan) -> str:
 def loss_sentence(plan: Plan) -> str:
     """Return a sentence on whether the batch may be split into micro-batches.
 
-    The text is empty if the loss function settles it, or if nothing was checked.
+    The sentence is "" if the kind of loss function is enough to decide, or if no check was made.
     """
     check = plan.loss_check
     if check is None or check.verdict == "known":
@@ -166,7 +166,7 @@ def loss_sentence(plan: Plan) -> str:
 
 
 def trial_sentence(plan: Plan) -> str:
-    """Return a sentence on the trial of the plan, or "" if nothing fits or was predicted."""
+    """Return a sentence on the trial of the plan, or "" if no configuration fits or was predicted."""
     trial, num_others = plan.trial, len(plan.candidates)
     if not plan.fits or (trial is None and plan.prediction is None):
         return ""
@@ -208,14 +208,14 @@ def trial_sheet(plan: Plan) -> Sheet:
 
 
 def preparing_sentence(plan: Plan) -> str:
-    """Return a sentence on the memory for tokenizer training, or "" if it is not trained or needs little memory."""
+    """Return a sentence on the memory for training the tokenizer, or "" if it is not trained or needs little memory."""
     if plan.tokenizer_bytes is None or plan.tokenizer_bytes < _LEAST_SAID_BYTES:
         return ""
     return f"Data preparation trains a tokenizer and needs up to {format_bytes(plan.tokenizer_bytes)} for it."
 
 
 def off_device_sentence(plan: Plan) -> str:
-    """Return sentences on parameters kept outside the budget and their traffic, or "" if everything is inside."""
+    """Return sentences on parameters kept outside the budget and the bytes moved per step, or "" if all are inside."""
     off = plan.off_device
     if off is None:
         return ""
@@ -241,7 +241,7 @@ def budget_sentence(budget: Budget) -> str:
 
 
 def key_numbers(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Return the key numbers of a plan as pairs of label and value. Their number is even."""
+    """Return the key numbers of a plan as pairs of label and value. The number of pairs is even."""
     prediction = plan.prediction
     if prediction is None:
         return ()
@@ -284,7 +284,7 @@ def _why(plan: Plan, choice: Choice) -> str:
 
 
 def _without(plan: Plan, choice: Choice) -> str:
-    """Return the peak and step time without one choice of the plan, or "" if they were not predicted."""
+    """Return the peak and step time without one choice of the plan as text, or "" if they were not predicted."""
     others = _words(other for other in plan.fallbacks[0].choices if other.technique != choice.technique)
     looked_at: list[Rejected | Configuration] = [
         *plan.rejected,
@@ -313,7 +313,7 @@ def _compared(peak: Estimate, limit_bytes: int | None) -> str:
 
 
 def fallback_sheet(plan: Plan) -> Sheet:
-    """List the plan and its fallbacks in order of use, with the predicted peak and step time if there are any."""
+    """List the plan and its fallbacks in order of use, with predicted peaks and step times if there are any."""
     is_predicted = any(configuration.peak or configuration.step_time for configuration in plan.fallbacks)
     rows = tuple(
         (
@@ -345,7 +345,7 @@ def _fallback_name(index: int, plan: Plan) -> str:
 
 
 def plan_in_force_sheet(record: RunRecord) -> Sheet:
-    """List the plan of a run and its fallbacks, with the number of steps each ran since the last start or resume."""
+    """List the plan of a run and its fallbacks, with the steps that each has run since the last start or resume."""
     sheet, steps = fallback_sheet(record.plan), steps_of_plan(record)
     steps_at = Counter(line.fallback for line in steps)
     rows = tuple((*row, f"{steps_at[index]:,}") for index, row in enumerate(sheet.rows))
@@ -355,7 +355,7 @@ def plan_in_force_sheet(record: RunRecord) -> Sheet:
 
 
 def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
-    """List rejected combinations: first those that fit by step time, then those that do not by peak, then the rest."""
+    """List rejected combinations: fitting ones by step time, too large ones by peak, then ones without a prediction."""
     shown = _most_telling(plan, most_rows)
     rows = tuple((choices_text(found.choices), *_numbers(found), found.reason) for found in shown)
     title = "Rejected" if len(shown) == len(plan.rejected) else f"Rejected, {len(shown)} of {len(plan.rejected):,}"
@@ -363,7 +363,7 @@ def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
 
 
 def _most_telling(plan: Plan, most_rows: int) -> list[Rejected]:
-    """Return up to `most_rows` rejected combinations, in turn from each of three kinds and with varied techniques."""
+    """Return up to `most_rows` rejected combinations: fitting, too large and unpredicted in turn, techniques varied."""
     limit_bytes = limit_bytes_of(plan)
     fitting = _sorted(plan.rejected, lambda peak: stays_under(peak, limit_bytes), _seconds_of)
     too_large = _sorted(plan.rejected, lambda peak: not stays_under(peak, limit_bytes), _bytes_of)
@@ -417,5 +417,5 @@ def _lossy_names(plan: Plan, choices: Sequence[Choice]) -> list[str]:
 
 
 def made_for_sheet(plan: Plan) -> Sheet:
-    """List the facts that must be equal for the plan to be valid."""
+    """List the facts, such as the version of torch, that must be unchanged for the plan to be valid."""
     return Sheet("Valid for", columns_of("Fact", "Value"), tuple(plan.made_for.items()))

@@ -18,7 +18,7 @@ from plimsoll.records.trace import CATEGORIES, Category
 from plimsoll.records.units import format_bytes, parse_bytes
 from plimsoll.report.charts import HEADROOM, Chart, empty_figure, limit_line, thinned_rows, unit_of
 
-# From the bottom: constant memory, training state, short-lived tensors, lost memory.
+# From the bottom: constant memory, training state, short-lived tensors, memory reserved but not allocated.
 _STACK: tuple[Category, ...] = (
     "baseline",
     "context",
@@ -123,7 +123,7 @@ def _add_lines(figure: go.Figure, timeline: MemoryTimeline, rows: list[int], uni
 
 
 def _ran(timeline: MemoryTimeline, row: int) -> str:
-    """Return moment and operation of a row with HTML escaped: plotly interprets markup, and names may have brackets."""
+    """Return moment and operation of a row as text, with HTML escaped, because plotly interprets markup in names."""
     step, phase = timeline.step[row], timeline.phase[row]
     moment = f"step {step:,}, {phase}" if step else phase
     return html.escape(f"{moment}: {timeline.label[row]}", quote=False)

@@ -118,7 +118,7 @@ def known_how(estimate: Estimate) -> str:
 
 
 def exchange_sentences(prediction: Prediction) -> tuple[str, ...]:
-    """Return sentences on the communication of each rank and its memory, or nothing for a single process."""
+    """Return sentences on the communication of each rank and its memory; empty for a single process."""
     exchange = prediction.exchange
     if exchange is None:
         return ()
@@ -146,7 +146,7 @@ def known_how_sentence(prediction: Prediction) -> str:
 
 
 def key_numbers(prediction: Prediction) -> tuple[tuple[str, str], ...]:
-    """Return the key numbers of a prediction as pairs of label and value. Their number is even."""
+    """Return the key numbers of a prediction as pairs of label and value. The number of pairs is even."""
     return (
         ("Micro-batch", _count(prediction.micro_batch)),
         ("Sequence length", _count(prediction.sequence_length)),
@@ -208,7 +208,7 @@ def _holding_row(holding: Holding) -> tuple[str, ...]:
 
 
 def answer_sheet(prediction: Prediction) -> Sheet:
-    """List the largest micro-batch, the longest sequence and similar values that fit."""
+    """List answers such as the largest micro-batch, the longest sequence and the smallest device that fit."""
     rows = tuple(
         (answer.question.capitalize(), _value_text(answer), _peak_text(answer.peak)) for answer in prediction.answers
     )

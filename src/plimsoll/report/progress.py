@@ -27,7 +27,7 @@ LOADING = "loading"
 
 
 class Report(Protocol):
-    """A function that shows the progress of a stage: ``done`` of ``total``."""
+    """A function that shows the progress of a stage: ``done`` units of ``total``."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show the progress of a stage."""
@@ -36,10 +36,10 @@ class Report(Protocol):
 
 @contextmanager
 def spinner(quiet: bool, first: str = LOADING) -> Iterator[Callable[[str], None]]:
-    """Show the current message and its seconds while the block runs, and record them (`plimsoll.processes.timings`).
+    """Show the current message and its seconds while the block runs; `plimsoll.processes.timings` records the seconds.
 
     Args:
-        quiet: show nothing. Without a terminal, nothing is shown either.
+        quiet: whether to hide the message. Without a terminal, it is hidden, too.
         first: the first message. The part of a message before a colon is the stage.
 
     Yields:
@@ -64,7 +64,7 @@ def spinner(quiet: bool, first: str = LOADING) -> Iterator[Callable[[str], None]
 
 @contextmanager
 def _line(first: str) -> Iterator[Callable[[str], None]]:
-    """Start a process that draws the last message and its seconds. Without it, nothing is shown."""
+    """Start a process that draws the current message and its seconds. If it cannot start, no message is shown."""
     command = [sys.executable, "-I", "-S", ticker.__file__, first]
     # The child stays in this process group, so that Ctrl-Z stops it too. SIGINT is blocked in the child, because only
     # this process handles Ctrl-C.
@@ -136,7 +136,7 @@ def _bars() -> Progress:
 
 
 class RowReport(Protocol):
-    """A function that shows the progress in a file: bytes of the file, and rows and tokens since the start."""
+    """A function that shows the progress in a file: bytes done and in total, and rows and tokens since the start."""
 
     def __call__(self, done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
         """Show the progress in a file."""
@@ -149,10 +149,11 @@ def row_rates(what: str, quiet: bool) -> Iterator[tuple[RowReport, Report]]:
 
     Args:
         what: the label of the bar.
-        quiet: draw nothing.
+        quiet: whether to hide the bar.
 
     Yields:
-        A report for the rows, and a report for the bytes that are loaded first. The first call of either draws a bar.
+        A report for the rows, and a report for the model's bytes that are loaded first. The first call of each draws a
+        bar.
     """
     if quiet:
         yield (lambda done_bytes, total_bytes, num_rows, num_tokens: None), (lambda stage, done, total: None)

@@ -37,7 +37,7 @@ FACTS = columns_of("Property", "Value")
 
 @dataclass(frozen=True)
 class Sheet:
-    """A titled table of finished text. ``folded`` holds one long text per row, which only the HTML page shows."""
+    """A titled table of finished text. ``folded`` holds a long text for each row, which only the HTML page shows."""
 
     title: str
     columns: tuple[Column, ...]
@@ -58,7 +58,7 @@ def steps_of_plan(record: RunRecord) -> tuple[StepLine, ...]:
 
 
 def used_name(device: Device) -> str:
-    """Return the name of the memory measured on this device: private memory (CPU) or allocated memory (CUDA)."""
+    """Return the name of the memory that is measured on a device: private memory (CPU) or allocated memory (CUDA)."""
     return "private memory" if device.kind == "cpu" else "allocated memory"
 
 
@@ -68,7 +68,7 @@ def format_loss(loss: float) -> str:
 
 
 def step_speed(line: StepLine) -> float | None:
-    """Return units of the loss per second of one step, or ``None`` if the step took less than a clock tick."""
+    """Return the samples or tokens per second of one step, or ``None`` if the step took less than a clock tick."""
     return line.num_units / line.step_seconds if line.step_seconds else None
 
 
@@ -208,13 +208,13 @@ def oom_sheet(events: Sequence[OomEvent]) -> Sheet:
 
 
 def _place_of(event: OomEvent) -> str:
-    """Return the rank on which memory ran out, or an empty text if there is only one rank."""
+    """Return the rank on which memory ran out, such as ``, rank 1``, or "" if there is only one rank."""
     others = f" and {event.num_other_ranks} more" if event.num_other_ranks else ""
     return "" if event.rank is None else f", rank {event.rank}{others}"
 
 
 def death_sheet(record: RunRecord) -> Sheet:
-    """List the deaths of the training process, with evidence from the machine."""
+    """List the times when the training process was killed, with evidence from the machine."""
     rows = tuple(
         (
             format_seconds(death.time_seconds),
@@ -303,5 +303,5 @@ def _place(device: Device) -> str:
 
 
 def _bound(device: Device) -> str:
-    """Return the source of the capacity: the limit of that size, or the hardware."""
+    """Return the source of a device's capacity: the limit that equals the capacity, or the hardware."""
     return next((limit.source for limit in device.limits if limit.bytes == device.capacity_bytes), "hardware")

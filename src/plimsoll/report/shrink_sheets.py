@@ -35,7 +35,7 @@ def headline(record: ShrinkRecord) -> str:
 
 
 def _trainings(original: Small, best: Small) -> str:
-    """Return a clause that tells which of the two compared models were retrained."""
+    """Return a clause on the retraining of the chosen model and the original; "" if the chosen model has none."""
     if best.recovered is None:
         return ""
     steps = f"{best.recovery_steps:,} more steps"
@@ -45,7 +45,7 @@ def _trainings(original: Small, best: Small) -> str:
 
 
 def _slowness(small: Small) -> str:
-    """Return a warning if inference is slow on this machine: the search compares only size and quality."""
+    """Return a warning if inference is slow on this machine, because the search compares only size and quality."""
     if small.inference is None or small.inference.speed >= _SLOW_SPEED:
         return ""
     return (
@@ -55,7 +55,7 @@ def _slowness(small: Small) -> str:
 
 
 def change_text(before: Quality, after: Quality) -> str:
-    """Return the change of quality: ``accuracy 90.0% -> 88.0%``."""
+    """Return the change of quality as text: ``accuracy 90.0% -> 88.0%``."""
     name, write = _measure(before)
     return f"{name} {write(before)} -> {write(after)}"
 
@@ -76,7 +76,7 @@ def _percent(share: float | None) -> str:
 
 
 def shrink_sheets(record: ShrinkRecord) -> tuple[Sheet, ...]:
-    """Return the sheets on quality, inference, training, skipped methods, savings and loading."""
+    """Return the sheets on quality, inference, training, methods not tried, savings, and loading without Plimsoll."""
     return (
         _quality_sheet(record),
         _inference_sheet(record),
@@ -88,7 +88,7 @@ def shrink_sheets(record: ShrinkRecord) -> tuple[Sheet, ...]:
 
 
 def _order(record: ShrinkRecord) -> list[int]:
-    """Return the numbers of the models: the original first, then by quality, best first."""
+    """Return the indices of the models in the record: the original first, then by quality, best first."""
     return [
         0,
         *sorted(range(1, len(record.models)), key=lambda one: record.models[one].best_quality.rank, reverse=True),
@@ -189,7 +189,7 @@ def _loading_sheet(record: ShrinkRecord) -> Sheet:
 
 
 def front_points(record: ShrinkRecord) -> Sequence[tuple[float, float, str, bool]]:
-    """Return bytes, quality, name and Pareto optimality of each model."""
+    """Return for each model its file bytes, its quality, its name, and whether it is Pareto-optimal."""
     front = set(record.front)
     return [
         (model.file_bytes, _number(model), model.name, number in front) for number, model in enumerate(record.models)

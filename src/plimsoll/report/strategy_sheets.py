@@ -13,7 +13,7 @@ _NONE = "-"
 
 
 def headline(strategies: Strategies) -> str:
-    """Return a sentence with the strategies that fit."""
+    """Return a sentence with the number and names of the strategies that fit."""
     fitting = [strategy.name for strategy in strategies.strategies if strategy.fits]
     limit = f"{format_bytes(strategies.limit_bytes)} of {strategies.device}"
     if not fitting:
@@ -32,7 +32,7 @@ def strategy_sheets(strategies: Strategies) -> tuple[Sheet, ...]:
 
 
 def give_lines(strategies: Strategies) -> tuple[str, ...]:
-    """Return the options of each strategy, to copy after ``plimsoll plan JOB``, with its name as a shell comment."""
+    """Return the options of each strategy, to append to ``plimsoll plan JOB``, with its name as a shell comment."""
     return tuple(f"{strategy.how}  # {strategy.name}" for strategy in strategies.strategies if strategy.how)
 
 

@@ -2,8 +2,8 @@
 
     python -I -S ticker.py "loading torch"      # each line on standard input is the next stage
 
-The working process cannot draw the line itself, because no thread of it runs while it loads a library. The line is one
-row below the cursor, so that other output stays intact. It is removed when standard input ends.
+The working process cannot draw the line itself, because none of its threads runs while it loads a library. The line is
+one row below the cursor, so that other output stays intact. It is removed when standard input ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _USUAL_COLUMNS = 80
 
 
 def drawn(stage: str, stage_seconds: float, all_seconds: float, num_columns: int) -> str:
-    """Return the line: the stage, cut to the width of the terminal, its seconds, and the seconds of all stages."""
+    """Return the line: the stage, shortened to the terminal's width, its seconds, and the seconds of all stages."""
     seconds = f"  {stage_seconds:.1f} s"
     if all_seconds - stage_seconds >= _DRAW_SECONDS:
         seconds += f" of {all_seconds:.1f} s"

@@ -1,6 +1,6 @@
 """Charts of a recorded watch: memory of each process, use of each limit, and speed of the run.
 
-Processes are stacked, the largest at the bottom. Beyond the eighth process, the rest is one layer. Pages shared after a
+Processes are stacked, the largest at the bottom. All processes after the eighth form one layer. Pages shared after a
 fork count in each process, so the sum can exceed the memory of the machine.
 """
 
@@ -26,7 +26,7 @@ def watch_charts(record: WatchRecord) -> tuple[Chart, ...]:
 
 
 def process_chart(record: WatchRecord) -> Chart:
-    """Return the chart of private memory over time, with a layer per process."""
+    """Return the chart of private memory over time, with a layer for each process."""
     title = "Private memory of each process"
     if not record.samples:
         return Chart("processes", title, "No sample was recorded.", None)
@@ -51,7 +51,7 @@ def process_chart(record: WatchRecord) -> Chart:
 
 
 def _layers(record: WatchRecord) -> list[tuple[str, list[int]]]:
-    """Return name and sizes of each layer over the samples, largest process first. Absent processes have size 0."""
+    """Return the name of each layer and its bytes in each sample, largest process first; 0 bytes if it was absent."""
     sizes = {pid: [0] * len(record.samples) for pid in record.uses_by_pid}
     names = {}
     for row, sample in enumerate(record.samples):
@@ -106,7 +106,7 @@ def _mark_warnings(figure: go.Figure, record: WatchRecord, most: float) -> None:
 
 
 def speed_chart(record: WatchRecord) -> Chart:
-    """Return the chart of loss units per second, measured over the last steps before each sample."""
+    """Return the chart of samples or tokens per second, measured over the last steps before each sample."""
     runs = [(sample.seconds, sample.run) for sample in record.samples if sample.run is not None]
     points = [(seconds, run.units_per_second) for seconds, run in runs if run.units_per_second is not None]
     unit = f"{runs[-1][1].unit_name}/s"

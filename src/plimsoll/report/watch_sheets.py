@@ -67,7 +67,7 @@ def limit_sheet(record: WatchRecord) -> Sheet:
 
 
 def process_sheet(record: WatchRecord) -> Sheet:
-    """List the processes with the most private memory."""
+    """List the processes with the most private memory, each with its first, highest and last use."""
     found = sorted(record.uses_by_pid.values(), key=lambda seen: -max(use.private_bytes for _, use in seen))
     shown = found[:_MOST_PROCESSES]
     has_shared = any(use.shared_bytes for seen in shown for _, use in seen)
@@ -91,7 +91,7 @@ def process_sheet(record: WatchRecord) -> Sheet:
 
 
 def time_sheet(record: WatchRecord) -> Sheet:
-    """List up to twelve samples: the highest of each of twelve equal parts of the recording."""
+    """List up to twelve samples: the sample with the most memory in each of twelve equal parts of the recording."""
     has_run = any(sample.run is not None for sample in record.samples)
     columns = columns_of("#At", "#Private", "#Nearest limit", *(("#Step", "#Loss", "#Speed") if has_run else ()))
     parts = _parts(record.samples, _MOST_ROWS)
@@ -117,7 +117,7 @@ def _time_cells(sample: WatchSample, has_run: bool) -> tuple[str, ...]:
 
 
 def lines_by_name(record: WatchRecord) -> dict[str, list[tuple[float, Line]]]:
-    """Return the use of each limit over time, as pairs of seconds and line."""
+    """Return the use of each limit over time by name of the limit, as pairs of seconds and `Line`."""
     found: dict[str, list[tuple[float, Line]]] = {}
     for sample in record.samples:
         for line in sample.lines:
@@ -126,13 +126,13 @@ def lines_by_name(record: WatchRecord) -> dict[str, list[tuple[float, Line]]]:
 
 
 def _drawn(sizes: list[int], whole_bytes: int) -> str:
-    """Return a sparkline of a few blocks, each for the highest value in its part."""
+    """Return a sparkline of a few blocks, each for the highest value in one part of the samples."""
     highest = [max(part) for part in _parts(sizes, _NUM_BLOCKS)]
     return sparkline(highest, round(LEAST_RANGE_SHARE * whole_bytes))
 
 
 def _parts(values: Sequence[T], most_parts: int) -> list[Sequence[T]]:
-    """Split values into up to `most_parts` parts of about equal length, without empty ones."""
+    """Split values into up to `most_parts` non-empty parts of about equal length."""
     num_parts = min(most_parts, len(values))
     bounds = [len(values) * part // num_parts for part in range(num_parts + 1)] if num_parts else []
     return [values[begin:end] for begin, end in pairwise(bounds)]

@@ -109,7 +109,7 @@ def kill_text(num_kills: int) -> str:
 
 
 def sparkline(values: Sequence[int], least_range: int) -> str:
-    """Return values as blocks, scaled from the smallest to the largest, but at least over `least_range`.
+    """Return values as a line of blocks. The scale is from the smallest to the largest value, at least `least_range`.
 
     >>> sparkline([0, 50, 100], 1)
     '▁▅█'
@@ -190,7 +190,7 @@ def shown_samples(
 
     Args:
         subject: the name of the watched process or run.
-        as_json: standard output carries JSON, so that no lines are shown.
+        as_json: whether standard output carries JSON, so that no lines are shown.
         show_line: prints one line.
     """
     if sys.stderr.isatty() and (as_json or sys.stdout.isatty()):

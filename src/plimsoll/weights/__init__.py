@@ -1,1 +1,1 @@
-"""Model weights: reading files tensor by tensor, and representations that take less memory."""
+"""Model weights: files that are read tensor by tensor, and layers that take less memory."""

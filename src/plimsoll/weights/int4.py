@@ -1,11 +1,11 @@
-"""Conversion of 4-bit weights between the packing of torchao's CPU kernel and the form in files.
+"""Conversion of 4-bit weights between the layout of torchao's CPU kernel and the layout in files.
 
-The kernel packs integers for the processor that it runs on (``Int4OpaqueTensor``; AVX2 and AVX-512 differ). The packed
+The kernel packs integers for the processor on which it runs (``Int4OpaqueTensor``; AVX2 and AVX-512 differ). The packed
 bytes have no meaning on other machines, and torchao does not save them. Files contain torchao's ``Int4Tensor``: two
-integers per byte, in order, with the same scales and zero points. Both forms represent ``integer * scale +
+integers per byte, in order, with the same scales and zero points. Both layouts represent ``integer * scale +
 zero_point``, with integers from -8 to 7. The conversion is lossless.
 
-Does NOT compute with the form in files: torchao has kernels for it on GPUs only (from ``mslk``).
+Does NOT compute with the layout in files: torchao has kernels for it on GPUs only (from ``mslk``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INT4_ROWS = 16
 
 
 def plain_of(packed: Any) -> Tensor:
-    """Return the form in files (``Int4Tensor``) of a weight packed for the CPU. Scales and zero points stay as is."""
+    """Return a weight packed for the CPU in the layout of files (``Int4Tensor``), with equal scales and zero points."""
     from torchao.quantization import Int4Tensor
 
     scales, zeros = packed.scale_and_zero[..., 0].contiguous(), packed.scale_and_zero[..., 1].contiguous()
@@ -62,7 +62,7 @@ def packed_int4(weight: Tensor, group: int) -> Tensor:
 
     Args:
         weight: (rows, width), with rows a multiple of `INT4_ROWS`.
-        group: weights of a row that share a scale: 32, 64 or 128. The width is a multiple of it.
+        group: number of neighbouring weights in a row that share a scale: 32, 64 or 128. The width is a multiple of it.
     """
     from torchao.prototype.quantization.int4 import Int4OpaqueTensor
 
@@ -77,7 +77,7 @@ def packed_int4(weight: Tensor, group: int) -> Tensor:
 
 
 def _codes(packed: Any, scales: Tensor, zeros: Tensor) -> Tensor:
-    """Return the integers from -8 to 7, (rows, width), by letting the kernel decode its packed form."""
+    """Return the integers from -8 to 7, (rows, width), which the kernel decodes from its packed layout."""
     rows, width = packed.shape
     group = packed.block_size[-1]
     exact = packed.scale_and_zero.float()  # in 16 bits, a decoded number could round to the next integer
@@ -93,7 +93,7 @@ def _codes(packed: Any, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def _packed(pairs: Tensor) -> Tensor:
-    """Pack integers (two per byte) for the CPU kernel, in blocks of rows: torch needs four bytes per integer."""
+    """Pack integers (two per byte) for the CPU kernel, block by block, because torch needs four bytes per integer."""
     made = torch.empty_like(pairs)
     step = max(_BLOCK_ROWS, _BLOCK_NUMBERS // (2 * pairs.shape[1]) // _BLOCK_ROWS * _BLOCK_ROWS)
     for few, into in zip(torch.split(pairs, step), torch.split(made, step), strict=True):
@@ -103,6 +103,6 @@ def _packed(pairs: Tensor) -> Tensor:
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """Return two integers of a row per byte, the first in the lower half."""
+    """Return integers with two neighbours of a row in each byte, the first in the lower half."""
     low, high = codes[:, ::2].view(torch.uint8) & _NIBBLE, codes[:, 1::2].view(torch.uint8) & _NIBBLE
     return (low | (high << 4)).view(torch.int8)

@@ -1,4 +1,4 @@
-"""The plain tensors of a weight: itself, or the integers and scales of a weight quantized by torchao.
+"""The plain tensors of a weight: the weight itself, or the integers and scales of a weight quantized by torchao.
 
 A quantized weight reports the type and shape of the original weight, which differ from the tensors in memory. Covers
 every tensor subclass with ``__tensor_flatten__``. Does NOT import torchao.
@@ -44,12 +44,12 @@ def stored_bytes(tensor: Tensor) -> int:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters in memory, each counted once. Also works on the meta device."""
+    """Return the bytes that a model's parameters take in memory, each counted once. Also works on the meta device."""
     return sum(stored_bytes(weight) for weight in model.parameters())
 
 
 def replace_modules(model: nn.Module, made: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replace modules under every name that they have. ``made`` returns ``None`` for modules that stay."""
+    """Replace each module by ``made(module)``, under all its names. ``made`` returns ``None`` for modules that stay."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         other = made(module)
         if other is not None:

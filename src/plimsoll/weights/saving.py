@@ -25,7 +25,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
 
 
 class _WithoutSharedStorages:
-    """A model whose state dict has no two tensors that are different parts of one storage."""
+    """A model whose state dict has no tensors that are different parts of the same storage."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -46,5 +46,5 @@ class _WithoutSharedStorages:
 
 
 def _elements(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key for the elements of its storage that a tensor covers."""
+    """Return a key that identifies the elements of its storage that a tensor covers."""
     return (tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())

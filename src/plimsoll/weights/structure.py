@@ -1,7 +1,7 @@
 """Transformers models with a structure that their configuration class cannot express, built from its field ``shrunk``.
 
 `KINDS` documents the content of the field. Module names refer to the model in which a change was recorded. In a model
-with another head, or without a head, the same modules are found, and changes to a missing head are skipped.
+with another head, or without a head, `find` finds the same modules, and changes to a missing head are skipped.
 
 This file is also copied unchanged into the folder of such a model (``modeling_shrunk.py``). transformers loads it from
 there without Plimsoll: ``AutoModel.from_pretrained(folder, trust_remote_code=True)``. It therefore imports only torch
@@ -46,7 +46,7 @@ KINDS = (  # in the order of application
 )
 
 LISTS = ("as_linear", "gpu_only")  # kinds that record only names
-UNMARKED = "shrunk_from"  # in a config.json: the original fields, as pairs (a dict would be parsed as a model config)
+UNMARKED = "shrunk_from"  # field for the original fields, as pairs (a dict would be parsed as a model config)
 
 _AUTO_CLASSES = (
     *("AutoModel", "AutoModelForPreTraining", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"),
@@ -62,7 +62,7 @@ _IS_INITIALIZED = "_is_hf_initialized"  # transformers' mark, on modules and par
 
 
 class FactoredLinear(nn.Sequential):
-    """A linear layer as two: from the inputs to the rank, without a bias, and from the rank to the outputs."""
+    """A linear layer as two layers: from the inputs to the rank, without a bias, and from the rank to the outputs."""
 
     def __init__(self, first: nn.Linear, second: nn.Linear) -> None:
         super().__init__(first, second)
@@ -99,7 +99,7 @@ class FactoredEmbedding(nn.Sequential):
 
     @property
     def padding_idx(self) -> int | None:
-        """The row that is not trained."""
+        """The index of the row that is not trained; ``None`` if all rows are."""
         return cast("int | None", cast(Any, self[0]).padding_idx)
 
     @padding_idx.setter
@@ -110,7 +110,7 @@ class FactoredEmbedding(nn.Sequential):
 def shrunk_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return a subclass of a model class that builds the structure in its configuration.
 
-    It has the same name, so that a configuration names the same architecture.
+    The subclass has the name of the model class, so that a configuration names the same architecture.
     """
     made: type[PreTrainedModel] = (
         model_class if issubclass(model_class, _Shrunk) else _made_class(cast(Any, model_class))
@@ -177,7 +177,7 @@ def _all_ties_told(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del model._tied_weights_keys  # reveals the attribute of the class again
+        del model._tied_weights_keys  # the attribute of the class applies again
 
 
 class _Shrunk:
@@ -185,10 +185,10 @@ class _Shrunk:
 
 
 def _refuse_cpu(model: Any) -> None:
-    """Refuse a model whose first pass would fail because there are no kernels.
+    """Raise if the first pass of a model would fail because there are no kernels for its weights.
 
     Raises:
-        RuntimeError: if weights that only a GPU can use are on a CPU, in the form in which files store them.
+        RuntimeError: if 4-bit weights are on the CPU in the layout of files, which only GPUs support.
     """
     for name in (getattr(model.config, FIELD, None) or {}).get("gpu_only", ()):
         found = find(model, name)
@@ -203,10 +203,10 @@ def _refuse_cpu(model: Any) -> None:
 def marked(fields: Mapping[str, Any], number_of_layers: str) -> dict[str, Any]:
     """Return the fields of a configuration file, changed so that transformers cannot load a plain model from it.
 
-    Without the code in the folder, the Auto classes do not know the ``model_type`` and name the required argument. A
-    class that is called by name (``BertModel.from_pretrained``) accepts any type with a warning, and would initialize
-    missing weights randomly. The number of layers is therefore replaced by a text that explains how to load the model.
-    The configuration rejects it, and the error shows the text.
+    Without the code in the folder, the Auto classes do not know the ``model_type``, and their error names the required
+    argument. A class that is called by name (``BertModel.from_pretrained``) accepts any ``model_type`` with a warning,
+    and would initialize missing weights randomly. The number of layers is therefore replaced by a text that explains
+    how to load the model. The configuration rejects it, and the error shows the text.
 
     Args:
         fields: the content of a config.json.
@@ -245,7 +245,7 @@ class ShrunkConfig:
 
 
 def __getattr__(name: str) -> Any:
-    """Create a class that ``auto_map`` names in this file, on access."""
+    """Return a class of this file that ``auto_map`` names: the `shrunk_class` of the transformers model ``name``."""
     if name.startswith("_"):
         raise AttributeError(name)
     import transformers
@@ -257,7 +257,7 @@ def __getattr__(name: str) -> Any:
 
 
 def auto_map(model_class: Any) -> dict[str, str]:
-    """Return the class of this file for each Auto class of transformers, as a configuration stores it."""
+    """Return the name of the class in this file for each Auto class of transformers, as a configuration stores it."""
     from transformers.models.auto import modeling_auto
 
     found = {"AutoConfig": f"{Path(CODE_FILE).stem}.{ShrunkConfig.__name__}"}
@@ -281,9 +281,9 @@ def note(model: Any, kind: str, name: str, value: Any = None) -> None:
 
     Args:
         model: the changed model.
-        kind: one of `KINDS`.
+        kind: kind of the change, one of `KINDS`.
         name: name of the changed module. A later record replaces an earlier one, except that ``attributes`` are merged.
-        value: see `KINDS`; omitted for ``as_linear`` and ``gpu_only``.
+        value: the content of the change, see `KINDS`; omitted for ``as_linear`` and ``gpu_only``.
     """
     before = getattr(model.config, FIELD, None) or {}
     if kind in LISTS:
@@ -315,7 +315,7 @@ def restructure(model: nn.Module, shrunk: Mapping[str, Any]) -> None:
 
     Args:
         model: a model with the standard structure of its class; on the meta device, only shapes are created.
-        shrunk: the field of the configuration.
+        shrunk: the content of the configuration's field ``shrunk``.
 
     Raises:
         ValueError: if the field contains a kind that this version does not know.
@@ -339,7 +339,7 @@ def restructure(model: nn.Module, shrunk: Mapping[str, Any]) -> None:
 
 
 def find(model: Any, name: str) -> str | None:
-    """Return the name of a module in this model, which may differ if the head differs, or ``None``."""
+    """Return the name in this model of a recorded module, which may differ if the head differs; ``None`` if missing."""
     prefix = getattr(model, "base_model_prefix", "")
     candidates = [name]
     if prefix:
@@ -367,13 +367,13 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def sizes_of(module: nn.Module) -> list[int]:
-    """Return the sizes of a module in the order of ``resized``."""
+    """Return the sizes of a module in the order of ``resized`` (`KINDS`): inputs and outputs, or width of a norm."""
     shape = [*_weight(module).shape]
     return shape[::-1] if isinstance(module, nn.Linear) else shape
 
 
 def set_sizes(module: Any, sizes: list[int | None]) -> None:
-    """Resize a module in place, with newly initialized weights. ``None`` keeps a size."""
+    """Resize a module in place, with new initial weights. Sizes have the order of `sizes_of`; ``None`` keeps one."""
     before = sizes_of(module)
     first, last = (new or old for new, old in zip((sizes[0], sizes[-1]), (before[0], before[-1]), strict=True))
     if len(before) == 1:
@@ -401,7 +401,7 @@ def keep(module: Any, *, inputs: Tensor | None = None, outputs: Tensor | None = 
     Args:
         module: a Linear, Conv1D, Embedding (whose rows are ``inputs``), or norm (whose width is ``outputs``).
         inputs: indices to keep, (number,), or ``None`` for all.
-        outputs: as ``inputs``.
+        outputs: indices to keep, (number,), or ``None`` for all.
     """
     weight = module.weight.detach()
     is_turned, is_vector = isinstance(module, nn.Linear), weight.dim() == 1
@@ -446,7 +446,7 @@ def as_linear(module: Any) -> nn.Linear:
 
 
 def factored(module: Any, rank: int) -> FactoredLinear | FactoredEmbedding:
-    """Return two newly initialized factors that replace a Linear, Conv1D or Embedding."""
+    """Return two newly initialized factors of rank ``rank`` that can replace a Linear, Conv1D or Embedding."""
     weight = module.weight.detach()
     num_in, num_out = sizes_of(module)
     second = _linear(rank, num_out, getattr(module, "bias", None) is not None, weight)
@@ -461,7 +461,7 @@ def _linear(num_in: int, num_out: int, has_bias: bool, like: Tensor) -> nn.Linea
 
 
 def use_parameters_of(source: nn.Module, module: nn.Module) -> None:
-    """Make a module use the parameters of ``source``, which has the same structure."""
+    """Make ``module`` use the parameters of ``source``, which has the same structure."""
     for name, parameter in list(source.named_parameters(remove_duplicate=False)):
         path, _, last = name.rpartition(".")
         setattr(module.get_submodule(path), last, parameter)
@@ -477,7 +477,7 @@ def refresh_ties(model: Any) -> None:
 
 
 def _tied_names(model: Any, keys: Mapping[str, str]) -> dict[str, str]:
-    """Map each tied parameter to its source after the changes, including factors and layers that share parameters."""
+    """Map the name of each tied parameter to the name of its source, for factors and shared layers, too."""
     adjusted = {}
     for target, source in keys.items():
         pair = _tied_part(model, target), _tied_part(model, source)
@@ -496,7 +496,7 @@ def _tied_names(model: Any, keys: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tied_part(model: Any, name: str) -> str | None:
-    """Return the parameter that replaced another: the rows or the bias of factors."""
+    """Return the name of the parameter that replaces ``name`` in a factored module; ``None`` if it no longer exists."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     if isinstance(module, FactoredLinear):

@@ -1,10 +1,10 @@
-"""Shared code of the torchao methods: which layers they quantize, and how transformers saves the result.
+"""Shared code of the methods that quantize with torchao: the choice of layers, and saving through transformers.
 
-torchao's ``quantize_`` changes weights of the live model. The configuration then gets the entry that
-``from_pretrained(quantization_config=...)`` would have written. So ``save_pretrained`` writes torchao's safetensors,
-and plain ``from_pretrained`` reads them if torchao is installed.
+torchao's ``quantize_`` changes weights of the live model. This module then writes to the configuration the same entry
+as ``from_pretrained(quantization_config=...)``. So ``save_pretrained`` writes torchao's safetensors, and plain
+``from_pretrained`` reads them if torchao is installed.
 
-Does NOT cover models from outside transformers: torchao has no recurrent layers. Those in
+Does NOT cover models from outside transformers: torchao has no recurrent layers. The recurrent layers in
 ``torch.ao.nn.quantized.dynamic`` are deprecated, and pack weights into objects that safetensors cannot store.
 """
 
@@ -84,12 +84,12 @@ def int4_layers(model: Any, group: int) -> list[str]:
 
 
 def num_holders(model: Any, weight: Tensor) -> int:
-    """Return the number of modules that hold a weight."""
+    """Return the number of modules of a model that hold a weight."""
     return sum(weight is one for module in model.modules() for one in module._parameters.values())
 
 
 def nothing_found(model: Any, method: str) -> str:
-    """Return the message that no layer suits a method, with the layers that were considered."""
+    """Return the message that no linear layer suits a method, with the number of layers that were considered."""
     all_layers, kinds = linear_layers(model), sorted({type(module).__name__ for module in model.modules()})
     coded = sum(is_made_of_parts(one.weight) for one in all_layers.values())
     if coded:
@@ -102,16 +102,16 @@ def nothing_found(model: Any, method: str) -> str:
 
 
 def quantize_layers(model: Any, names: Sequence[str], config: Config) -> None:
-    """Quantize some linear layers in place, and record it in the model's configuration."""
+    """Quantize the named linear layers in place, and record the quantization in the model's configuration."""
     replace_weights(model, names, config, lambda weight: quantized(weight, config))
 
 
 def replace_weights(model: Any, names: Sequence[str], config: Config, made: Callable[[Tensor], Tensor]) -> None:
-    """Quantize layers like `quantize_layers`, but with the function ``made`` of the weight, (out, in)."""
+    """Quantize layers like `quantize_layers`, but with ``made``, which returns a weight (out, in) quantized."""
     known: dict[int, nn.Parameter] = {}
     for name in names:
         layer = model.get_submodule(name)
-        before = layer.weight  # several layers may share it
+        before = layer.weight  # several layers may share this weight
         if not isinstance(layer, nn.Linear):
             layer = as_linear(layer)
             put(model, name, layer)
@@ -142,7 +142,8 @@ def int8_config() -> Config:
 def say_quantized(model: Any, config: Config) -> None:
     """Record in a model's configuration how it is quantized, and attach the quantizer that saves it.
 
-    ``config`` names one kind for all layers, although embeddings may have another: the file describes each tensor.
+    ``config`` names one kind of quantization for all layers, although embeddings may have another kind. The weight file
+    describes each tensor.
     """
     from transformers import TorchAoConfig
 

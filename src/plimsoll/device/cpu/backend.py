@@ -57,9 +57,10 @@ class CpuBackend:
         )
 
     def use(self) -> MemoryUse:
-        """Return private memory (``used_bytes``), its peak, and the bytes under ``RLIMIT_DATA`` (``reserved_bytes``).
+        """Return private memory (``used_bytes``), its peak, and the bytes that count as data (``reserved_bytes``).
 
-        This also adjusts the limit (see `data_limit.follow`): call it once per step inside `limited`.
+        ``RLIMIT_DATA`` limits data. This also adjusts the limit (see `data_limit.follow`): call it once per step inside
+        `limited`.
         """
         memory = process.private_memory()
         data_limit.follow(memory)
@@ -87,7 +88,8 @@ class CpuBackend:
         Rust code (``tokenizers``) aborts the process instead; the place and the reason are then printed (see `aborts`).
 
         Raises:
-            BudgetError: if more than the budget is already in use, or the machine or a limit on it allows less.
+            BudgetError: if more than the budget is already in use, or the machine or another limit allows less than the
+                budget.
         """
         capacity_bytes = self.probe().capacity_bytes
         if budget_bytes > capacity_bytes:
@@ -131,12 +133,13 @@ class CpuBackend:
     def oom_family(self, error: BaseException) -> str | None:
         """Return the family of an out-of-memory error (see `oom_errors`), or ``None`` for any other error.
 
-        Call this before memory is released: a disguise counts only while the limit is nearly reached.
+        Call this before memory is released: a disguise (see `oom_errors`) counts only while the limit is nearly
+        reached.
         """
         return oom_errors.oom_family_on(error, self.is_nearly_full)
 
     def is_nearly_full(self) -> bool:
-        """Return whether less than half of the budget was free at the peak; without a budget, of the capacity now."""
+        """Return whether less than half is free: of the budget at the peak or, with no budget, of the capacity now."""
         use = self.use()
         if use.limit_bytes is not None:
             return use.limit_bytes - use.peak_bytes < use.limit_bytes * _NEARLY_FULL_SHARE

@@ -24,7 +24,7 @@ _NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as the largest multiple
 
 
 class _Layout(NamedTuple):
-    """The names of the files, and of the keys in them, in one version of control groups."""
+    """The names of the files and of their keys in one version of control groups."""
 
     version: str
     limit: str
@@ -70,7 +70,7 @@ def limits(root: Path = _ROOT) -> tuple[Limit, ...]:
 
 
 def uses(pids: Iterable[int], root: Path = _ROOT) -> tuple[tuple[Limit, int], ...]:
-    """Return every limit on these processes, with the bytes used of it except inactive cached file pages."""
+    """Return every limit on these processes, each with the bytes in use, without inactive cached file pages."""
     groups = [group for pid in pids for group in _memory_groups(root, pid)]
     return tuple(_limited_levels(dict.fromkeys(groups)))
 
@@ -92,14 +92,14 @@ def oom_kill_count(root: Path = _ROOT) -> OomKills | None:
 
 
 class KillCounter:
-    """Counter like `oom_kill_count` for a process (default: this one), which also works after it has ended."""
+    """Counter of OOM kills for a process (by default, this process), which also works after the process has ended."""
 
     def __init__(self, pid: int | None = None, root: Path = _ROOT) -> None:
         self._groups = _memory_groups(root, pid)
         self._machine = root / "proc/vmstat"
 
     def read(self) -> OomKills | None:
-        """Return the kills since the group was created, or since the machine was booted."""
+        """Return the kills since the group was created or the machine was booted; ``None`` if they are not counted."""
         for group in self._groups:
             file, key = group.layout.kills
             count = _number(group.folder / file, key)
@@ -110,7 +110,7 @@ class KillCounter:
 
 
 def _limited_levels(groups: Iterable[_Group]) -> list[tuple[Limit, int]]:
-    """Return every limit with the bytes used of it, from each group up to its root, without duplicates."""
+    """Return every limit with its bytes in use, from each group up to the root of its hierarchy, without duplicates."""
     levels: dict[str, tuple[Limit, int]] = {}
     for group in groups:
         for folder in (group.folder, *group.folder.parents):
@@ -129,7 +129,7 @@ def _busy_bytes(folder: Path, layout: _Layout) -> int:
 
 
 def _memory_groups(root: Path, pid: int | None = None) -> list[_Group]:
-    """Find the group of a process (``None``: this one) in every mounted hierarchy that can have memory limits."""
+    """Find the group of a process (``None``: this process) in every mounted hierarchy that can have memory limits."""
     own, paths = _group_paths(root, "self"), _group_paths(root, "self" if pid is None else str(pid))
     groups = []
     for line in _lines(root / "proc/self/mountinfo"):
@@ -167,7 +167,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path, key: str | None = None) -> int | None:
-    """Read the number in a file, or of a key in a file of "key number" lines; ``None`` for "max" or a missing key."""
+    """Read the number in a file, or after ``key`` in a file of "key number" lines; ``None`` for "max" or if missing."""
     words = [line.split() for line in _lines(path)]
     value = next((row[-1] for row in words if key is None or row[0] == key), "max")
     return int(value) if value != "max" else None

@@ -1,7 +1,7 @@
 """A limit on private memory of this process, which raises an error before the kernel would kill the process.
 
-``RLIMIT_DATA`` makes the kernel refuse private memory, so that the allocator raises. Only the soft limit is set: a
-child process can raise its own limit. Needs no torch.
+``RLIMIT_DATA`` makes the kernel refuse private memory, so that the allocator raises. Only the soft limit is set, so
+that a child process can raise its own limit. Needs no torch.
 
 Not covered:
 
@@ -91,7 +91,7 @@ def limited(budget_bytes: int) -> Iterator[None]:
 def raised(num_bytes: int) -> Iterator[None]:
     """Raise the limit by ``num_bytes`` while the block runs; without a Plimsoll limit, do nothing.
 
-    This protects memory that was just allocated and freed: another thread could take it before it is used. Resident
+    Another thread could otherwise take memory that was just allocated and freed, before the block uses it. Resident
     memory may then exceed the budget by the bytes which that thread took, at most ``num_bytes``.
     """
     if not _IN_FORCE:
@@ -109,9 +109,9 @@ def raised(num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def with_untouched(num_bytes: int) -> Iterator[None]:
-    """Count ``num_bytes`` of address space that the block maps only when its pages are touched.
+    """Exempt from the limit ``num_bytes`` of address space that the block maps, until its pages are written.
 
-    For a file that is mapped copy-on-write. Writes are announced by `count_untouched` or detected by `follow`.
+    This is for a file that is mapped copy-on-write. Writes are announced by `count_untouched` or detected by `follow`.
     """
     _add_untouched(num_bytes)
     is_taken = False
@@ -124,10 +124,10 @@ def with_untouched(num_bytes: int) -> Iterator[None]:
 
 
 def count_untouched(num_bytes: int) -> None:
-    """Count ``num_bytes`` of untouched memory from now on, because they are about to be written.
+    """Count ``num_bytes`` of memory that `with_untouched` exempted, because its pages are about to be written.
 
     Raises:
-        MemoryError: if they exceed the limit. They then stay uncounted.
+        MemoryError: if these bytes exceed the limit. They then stay exempt.
     """
     if not _IN_FORCE:
         return
@@ -143,14 +143,14 @@ def count_untouched(num_bytes: int) -> None:
 
 
 def tighten_heap() -> None:
-    """Minimize freed memory in the heap until the limit ends, regardless of later calls of `set_up_heap`."""
+    """Make the heap retain little freed memory until the limit ends, regardless of later calls of `set_up_heap`."""
     if _IN_FORCE:
         _IN_FORCE[-1].is_tight = True
         heap.map_blocks_from(heap.TIGHT_BYTES)
 
 
 def set_up_heap(mapped_from_bytes: int | None) -> None:
-    """Map blocks from a size on, or keep all freed memory for ``None``, unless the heap has been tightened."""
+    """Map blocks of at least this size separately; ``None`` keeps all freed memory. A tightened heap stays tight."""
     if _IN_FORCE and _IN_FORCE[-1].is_tight:
         heap.map_blocks_from(heap.TIGHT_BYTES)
     elif mapped_from_bytes is None:
@@ -161,7 +161,7 @@ def set_up_heap(mapped_from_bytes: int | None) -> None:
 
 @contextmanager
 def blocks_apart() -> Iterator[None]:
-    """Map blocks of 128 KiB or more separately: long-lived blocks among temporary ones. Without a limit, do nothing.
+    """Map blocks of 128 KiB or more separately while long-lived blocks are allocated. Without a limit, do nothing.
 
     An aligned block, as all blocks of torch are, does not fit into a hole of equal size in the heap.
     """
@@ -179,7 +179,7 @@ def blocks_apart() -> Iterator[None]:
 def follow(memory: process.PrivateMemory) -> None:
     """Adjust the limit to current memory use. Call it once per step with a new reading.
 
-    It is lowered if pages that were counted as untouched have been touched, and raised for generated code.
+    The limit is lowered if pages that were counted as untouched have been touched, and raised for generated code.
     """
     if not _IN_FORCE:
         return
@@ -187,9 +187,9 @@ def follow(memory: process.PrivateMemory) -> None:
     untouched_bytes = memory.data_bytes - memory.private_bytes
     if abs(untouched_bytes - limit.untouched_when_read_bytes) >= _READ_AGAIN_BYTES:
         limit.untouched_when_read_bytes = untouched_bytes
-        # oneDNN compiles kernels for each new shape, and maps a hundred times the addresses that they fill: 3 MiB for
-        # each text length in bfloat16. A nearly used budget would hold only three lengths. If code is freed and its
-        # addresses are filled between two calls, the second call sees it.
+        # oneDNN compiles kernels for each new shape, and maps a hundred times the address space that they fill: 3 MiB
+        # for each text length in bfloat16. A nearly used budget would hold only three lengths. If code is freed and its
+        # addresses are reused between two calls, the second call notices.
         limit.new_code_bytes = process.code_bytes() - limit.code_at_first_bytes  # negative if code was freed
     limit.untouched_bytes = min(limit.untouched_bytes, untouched_bytes - limit.new_code_bytes)
     _apply(limit)
@@ -201,7 +201,7 @@ def budget_in_force_bytes() -> int | None:
 
 
 def soft_limit_of_others_bytes() -> int | None:
-    """Return the ``RLIMIT_DATA`` from before any `limited` of this process, or ``None`` if it was unlimited."""
+    """Return the ``RLIMIT_DATA`` in bytes from before any `limited` block, or ``None`` if it was unlimited."""
     soft_bytes = _IN_FORCE[0].previous_soft_bytes if _IN_FORCE else resource.getrlimit(resource.RLIMIT_DATA)[0]
     return soft_bytes if soft_bytes != resource.RLIM_INFINITY else None
 
@@ -243,7 +243,7 @@ def _raise_limit_in_children() -> None:
 
 
 def _leave_in_child() -> None:
-    # The child inherits address space and limit of its parent, so it could not allocate anything.
+    # The child inherits address space and limit of its parent, so it could not allocate any memory.
     if _IN_FORCE:
         _set_soft_within_others(process.data_bytes() + WORKER_ALLOWANCE_BYTES)
         _IN_FORCE.clear()

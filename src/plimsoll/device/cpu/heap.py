@@ -23,7 +23,8 @@ from plimsoll.records.allocator import DEFAULT_HEAP
 #         1000 MiB                                       16         32         32         32 .
 #
 # A larger micro-batch gains little on a CPU, but the time is lost in every step. In the demo, a step takes 2.05 s with
-# 4 MiB and 2.5 s with 128 KiB, at the same micro-batch. 128 KiB is thus used if the smallest micro-batch does not fit.
+# 4 MiB and 2.5 s with 128 KiB, at the same micro-batch. So 128 KiB is used only if the smallest micro-batch does not
+# fit.
 FAST_BYTES = 4 << 20
 """The threshold for a process with a limit: it costs no time."""
 
@@ -82,14 +83,14 @@ def top_bytes(threshold_bytes: int) -> int:
 
 
 def keep_freed() -> None:
-    """Make the heap retain all freed memory until `map_blocks_from`. No pages are cleared again, but holes remain."""
+    """Make the heap retain all freed memory until `map_blocks_from`. No pages must be cleared, but holes remain."""
     _MAPPED_FROM[:] = [None]
     _set(_MALLOPT_MMAP_MAX, 0)
     _set(_MALLOPT_TRIM_THRESHOLD, _NO_TRIM)
 
 
 def threshold_bytes() -> int | None:
-    """Return the last size set from which blocks are mapped, or ``None`` if freed blocks are retained."""
+    """Return the block size in bytes that `map_blocks_from` last set, or ``None`` if all freed blocks are retained."""
     return _MAPPED_FROM[0]
 
 

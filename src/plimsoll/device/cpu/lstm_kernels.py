@@ -33,7 +33,7 @@ def _runs_lstm(dtype: torch.dtype) -> bool:
     """Return whether an LSTM on the CPU runs under autocast, by trying it."""
     if not _get_current_dispatch_mode_stack():
         return _ran_lstm(dtype)
-    with ThreadPoolExecutor(1) as beside:  # in a dry run: another thread has real tensors and is not traced
+    with ThreadPoolExecutor(1) as beside:  # a dry run does not trace another thread, whose tensors are real
         return beside.submit(_ran_lstm, dtype).result()
 
 

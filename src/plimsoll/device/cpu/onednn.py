@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # measurable time (docs/LOG.md, 2026-11-23).
 _KEPT = "32"
 _CAPACITY, _OLD_CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"
-_CAPACITY_ABOVE = "LRU_CACHE_CAPACITY"  # for ideep, the layer in torch
+_CAPACITY_ABOVE = "LRU_CACHE_CAPACITY"  # for ideep, torch's layer above oneDNN
 
 # Xbyak, the assembler of oneDNN, stores an error in this thread-local variable and never clears it
 # (https://github.com/uxlfoundation/oneDNN/pull/5907, fixed in August 2026; torch 2.13 has the bug). After one failed
@@ -77,7 +77,7 @@ def keep_few_kernels() -> None:
 
 
 def prepare_for(model: nn.Module) -> None:
-    """Compile the kernels that oneDNN shares between all LSTMs, if the model has one in float32 on the CPU."""
+    """Compile the kernels that oneDNN shares between all LSTMs, if the model has an LSTM in float32 on the CPU."""
     from torch import nn
 
     layers = (module for module in model.modules() if isinstance(module, nn.LSTM))
@@ -94,7 +94,7 @@ def _is_real(weight: Tensor) -> bool:
 
 @functools.cache
 def _compile_products() -> None:
-    """Run a small LSTM forward and backward, without drawing random numbers."""
+    """Run a small LSTM forward and backward, which compiles oneDNN's matrix products. It draws no random numbers."""
     import torch
 
     # oneDNN's float32 matrix product compiles its kernels only in its first call (``std::call_once`` in
@@ -143,7 +143,7 @@ def _library() -> Path | None:
 
 @functools.cache
 def _offset_in_thread(library: Path) -> int | None:
-    """Return the offset of the variable in the library's thread-local data, in bytes."""
+    """Return the offset in bytes of Xbyak's error variable (`_SYMBOL`) in the library's thread-local data."""
     try:
         with library.open("rb") as file:
             return _value_of(_SYMBOL, file.fileno())

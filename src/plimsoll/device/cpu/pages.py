@@ -3,8 +3,8 @@
     bring(stretches_of(block.parameters()))     # before the block computes
     drop(stretches_of(block.parameters()))      # afterwards, if the page cache cannot hold the whole model
 
-Both are hints: if the kernel refuses one, pages are loaded when they are touched. A page of a private mapping (copy on
-write) belongs to the file until it is written, and is private memory afterwards.
+Both calls are hints: if the kernel refuses one, pages are loaded when they are touched. A page of a private mapping
+(copy on write) belongs to the file until it is written, and is private memory afterwards.
 
 Sources: madvise(2), posix_fadvise(2), proc_pid_maps(5), proc_pid_pagemap(5). Covers Linux; on other systems, the
 hints have no effect.
@@ -37,7 +37,7 @@ _SAMPLE_BYTES, _MOST_SAMPLES = 8 << 20, 8
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 _ENTRY_BYTES, _PAGES_AT_ONCE = 8, 1 << 15
-_IS_FILES, _IS_THERE = 1 << 61, 3 << 62  # bits of an entry of the page map
+_IS_FILES, _IS_THERE = 1 << 61, 3 << 62  # bits of an entry of the page map: page of a file; page in memory or swap
 
 
 class Stretch(NamedTuple):
@@ -79,7 +79,7 @@ def copied_on_write(descriptor: int) -> mmap.mmap:
 
 
 def bring(stretches: Iterable[Stretch]) -> None:
-    """Load the pages of some ranges into memory, and return when they are there."""
+    """Load the pages of some ranges into memory, and return when they are loaded."""
     for stretch in stretches:
         begin, end = _outer(stretch)
         for address in range(begin, end, _BYTES_AT_ONCE):
@@ -142,7 +142,7 @@ def cold_bytes_per_second(files: Sequence[Path]) -> float:
 
 
 def _samples(files: Sequence[Path]) -> list[tuple[Path, int]]:
-    """Return places in the files, spread evenly over all their bytes."""
+    """Return the file and offset of each sample, spread evenly over the bytes of all files."""
     places = [(path, offset) for path in files for offset in range(0, max(path.stat().st_size, 1), _SAMPLE_BYTES)]
     return places[:: -(-len(places) // _MOST_SAMPLES)]
 
@@ -180,7 +180,7 @@ class FileMappings:
         self._mappings = _mappings()
 
     def stays_in_file(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in a file and training will not turn it into private memory."""
+        """Return whether a tensor is in a mapped file and training will not turn its pages into private memory."""
         mapping = self._at(tensor.untyped_storage().data_ptr()) if _has_address(tensor) else None
         return mapping is not None and (mapping.is_shared or not tensor.requires_grad)
 
@@ -203,7 +203,7 @@ def _has_address(tensor: Tensor) -> bool:
 
 
 def _written_bytes(stretch: Stretch) -> int:
-    """Return the bytes of a private mapping whose pages belong to this process, in memory or swapped out."""
+    """Return the bytes of a range in a private mapping that this process has written, in memory or swapped out."""
     begin, end = (address // mmap.PAGESIZE for address in _outer(stretch))
     num_pages = 0
     try:
@@ -232,7 +232,7 @@ def _drop_of_file(mapping: _Mapping, begin: int, end: int) -> bool:
 
 
 def prefer_large(stretches: Iterable[Stretch]) -> None:
-    """Request huge pages for memory that is about to be filled, because they are allocated much faster."""
+    """Request huge pages, which are allocated much faster, for memory that is about to be filled."""
     for begin, end in map(_inner, stretches):
         _advise(begin, max(end - begin, 0), _HUGE_PAGE)
 

@@ -1,8 +1,8 @@
-"""Settings of torch's CUDA allocator in a running process, and the reasons against changing them.
+"""Settings of torch's CUDA allocator, changed in a running process unless there is a reason against it.
 
-Segments that can grow in place (``expandable_segments``) leave no gaps between segments, the main cause of
-fragmentation. They are set by ``torch._C._accelerator_setAllocatorSettings`` (torch 2.9 or newer) or by
-``torch.cuda.memory._set_allocator_settings``. Only later reservations use the new setting.
+Segments that can grow in place (``expandable_segments``) leave no gaps between segments. Gaps are the main cause of
+fragmentation. Settings are changed by ``torch._C._accelerator_setAllocatorSettings`` (torch 2.9 or newer) or by
+``torch.cuda.memory._set_allocator_settings``. Only memory reserved later uses the new setting.
 
 Does NOT affect other processes or ``cudaMallocAsync``. `clash` needs no torch.
 """
@@ -22,7 +22,7 @@ _LEAKS = "with expandable segments it leaks: 14,060 MiB reserved for 266 allocat
 
 
 def text_of(environment: Mapping[str, str]) -> str:
-    """Return the user's allocator settings without spaces, or an empty string."""
+    """Return the user's allocator settings from the environment, without spaces; "" if there are no settings."""
     text = next((environment[name] for name in VARIABLES if name in environment), "")
     return re.sub(r"\s", "", text)
 

@@ -1,7 +1,7 @@
 """The backend of a CUDA or ROCm device, which measures and limits memory through torch's caching allocator.
 
 The limit is torch's per-process memory fraction, which counts memory reserved by the caching allocator. It does not
-count the CUDA context, nor driver memory of NCCL, cuFFT and lazily loaded kernels (pytorch#107667). The size of the
+count the CUDA context, or driver memory of NCCL, cuFFT and lazily loaded kernels (pytorch#107667). The size of the
 context is subtracted from the budget if the driver reports it (NVML), and ignored otherwise.
 
 Not covered: other allocators (``cudaMallocAsync``, pluggable allocators), pinned host memory, and private pools of
@@ -136,7 +136,7 @@ class CudaBackend:
         """Return ``None``: memory cannot be kept free, because the use of other processes is unknown."""
 
     def without_holes(self) -> nullcontext[None]:
-        """Do nothing: the allocator rounds sizes, so a freed block fits a later one of the same size."""
+        """Do nothing: the allocator rounds sizes, so a freed block fits a later block of the same size."""
         return nullcontext()
 
     def release(self, last_resort: bool = False) -> None:
@@ -156,12 +156,12 @@ class CudaBackend:
     def oom_family(self, error: BaseException) -> str | None:
         """Return the family of an out-of-memory error (see `oom_errors`), or ``None`` for any other error.
 
-        Call this before memory is released: a disguise counts only while the device is nearly full.
+        Call this before memory is released: a disguise (see `oom_errors`) counts only while the device is nearly full.
         """
         return oom_errors.oom_family_on(error, self.is_nearly_full)
 
     def is_nearly_full(self) -> bool:
-        """Return whether the driver has less than 1 GiB of free memory for libraries."""
+        """Return whether the device has less than 1 GiB of free memory, which libraries need."""
         import torch
 
         free_bytes, _ = torch.cuda.mem_get_info(self._index)
@@ -206,7 +206,7 @@ class CudaBackend:
         return nvml.driver_view(f"GPU-{torch.cuda.get_device_properties(self._index).uuid}")
 
     def _context_bytes(self) -> int:
-        """Return bytes of this process outside the caching allocator, or 0 if the driver does not report them."""
+        """Return the bytes of this process outside the caching allocator, or 0 if the driver does not report them."""
         import torch
 
         own_bytes = self._driver_view().own_bytes

@@ -5,8 +5,9 @@ cuDNN (and MIOpen) draw this dropout from a separate buffer (``aten/src/ATen/nat
 seeded or set. Each later pass changes it in place. Restoring it makes a repeated step or a resumed run draw the same
 masks.
 
-Python sees neither the buffer nor whether a new one is due, so a tiny network is run. A dispatch mode sees the buffer
-as the kernel's ``dropout_state``, and the generator advances only if a new buffer was due.
+Python cannot access the buffer, or find out whether the next pass creates a new buffer, so a tiny network is run. A
+dispatch mode receives the buffer as the kernel's ``dropout_state``. The generator advances only if a new buffer was
+created.
 
 Does NOT cover recomputation by ``torch.utils.checkpoint``: it sets the generator, so its masks differ from the forward
 pass.
@@ -36,7 +37,7 @@ def find_for(model: nn.Module) -> None:
 
 
 def copied_state(index: int) -> Tensor | None:
-    """Return a copy of a device's dropout state; ``None`` if it is unused, or if the next pass creates a new one."""
+    """Return a copy of the dropout state of device ``index``; ``None`` if unused, or if the next pass creates one."""
     if index not in _IN_USE:
         return None
     generator = torch.cuda.default_generators[index]
@@ -45,7 +46,7 @@ def copied_state(index: int) -> Tensor | None:
     is_due = generator.get_offset() != offset
     generator.graphsafe_set_state(before)
     if is_due:
-        generator.set_state(generator.get_state())  # so that a new buffer is due again
+        generator.set_state(generator.get_state())  # so that the next pass creates a new buffer again
         return None
     if seen is None:
         return None
@@ -54,18 +55,18 @@ def copied_state(index: int) -> Tensor | None:
 
 
 def put_back(index: int, state: Tensor) -> None:
-    """Restore a copied state, after the generator was set. The next pass continues from it."""
+    """Restore a copied state; call it after the generator was set. The next pass continues from this state."""
     _IN_USE.add(index)
     generator = torch.cuda.default_generators[index]
     before = generator.clone_state()
-    seen = _run(index)  # creates the buffer that is due
-    generator.graphsafe_set_state(before)  # unlike `set_state`, this does not make a new buffer due
+    seen = _run(index)  # creates the new buffer
+    generator.graphsafe_set_state(before)  # unlike `set_state`, this does not make the next pass create a new buffer
     if seen is not None:
         seen.buffer.copy_(state)
 
 
 class _Seen(NamedTuple):
-    """The buffer that a kernel received, and a copy of its previous content."""
+    """The dropout buffer that a kernel received, and a copy of its content from before the kernel ran."""
 
     buffer: Tensor
     content: Tensor

@@ -1,13 +1,13 @@
-"""A table of common GPUs, for predictions about a machine that is not at hand.
+"""A table of common GPUs, for predictions about GPUs that this machine does not have.
 
 Units: number of multiprocessors (SMs), boost clock in MHz, memory bandwidth in GB/s, link as PCIe generation x lanes,
 nominal size in GiB. The last column is the range of total memory in MiB that CUDA reports under Linux, with a letter
-for each source (`_SAW`). Drivers differ by up to 3 % (RTX 3070: 7753 to 7973 MiB). Under Windows, CUDA reports nearly
-the nominal size, but the system keeps a part of it. Switching ECC changes the size by 6 %.
+for each source (see `_SAW`). Drivers differ by up to 3 % (RTX 3070: 7753 to 7973 MiB). Under Windows, CUDA reports
+nearly the nominal size, but the system keeps a part of it. Switching ECC changes the size by 6 %.
 
 Rates are SMs x clock x operations per SM and cycle (`_PER_SM`), with fp32 accumulation. torch requests it, and GeForce
-cards run it at half speed. All rates are peaks: the share that a model reaches is not part of the table. NOT covered:
-AMD and Intel, MIG slices, mobile cards other than two, cards with changed memory.
+cards run it at half speed. All rates are peaks; the table does not contain the share of the peak that a model reaches.
+NOT covered: AMD and Intel, MIG slices, mobile cards other than two, cards with changed memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plimsoll.records.units import format_bytes
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
-# Name, aliases | compute capability, kind of rates | SMs, boost MHz | GB/s | link | GiB | MiB under CUDA, sources
+# Name, aliases | compute capability, key of `_PER_SM` | SMs, boost MHz | GB/s | link | GiB | MiB under CUDA, sources
 _TABLE = """
 GTX 1060 6GB, GTX 1060                  |  6.1 pascal  |  10 1708 |  192 | 3x16 |   6 | 6063-6075 y
 GTX 1070                                |  6.1 pascal  |  15 1683 |  256 | 3x16 |   8 | 8118-8119 d
@@ -103,7 +103,7 @@ _SAW = {
     "d": "other programs' print of CUDA's total memory in public repositories",
     "x": "the records of Stone-ResearchLife/xMem (arXiv 2510.21048)",
 }
-# Cards without a known report: smallest and largest share of the nominal size that cards of the same kind report.
+# For cards whose size no source reports: least and greatest share of the nominal size among similar cards.
 _SHARES = {"gddr": (0.945, 1.0), "ecc": (0.91, 1.0), "hbm": (0.98, 1.0)}
 
 # Ambiguous names: a name in `_USUAL` means its first card, any other name is an error.
@@ -136,7 +136,7 @@ _PER_SM = {
     "8.9 full": (256, 512, 1024, 1024, 2048, 2048),
     "12.0 geforce": (256, 256, 512, 512, 1024, 2048),
 }
-# If tensor cores run at another clock: TFLOP/s from NVIDIA's data sheets, without sparsity, in the same order.
+# Cards whose tensor cores run at another clock: TFLOP/s from NVIDIA's data sheets, without sparsity, in the same order.
 _TERA = {
     "9.0 h100pcie": (51.0, 378.0, 756.0, 756.0, 1513.0, 1513.0),
     "9.0 h100sxm": (67.0, 494.0, 989.0, 989.0, 1979.0, 1979.0),
@@ -190,7 +190,7 @@ def find_gpu(name: str) -> DeviceSpec:
     """Return the GPU with a name. Case, spaces, dashes and the words NVIDIA, GeForce and Tesla are ignored.
 
     Raises:
-        DeviceError: if no GPU has this name, or GPUs with different memory have it and none is the usual one.
+        DeviceError: if no GPU has this name, or several GPUs with different memory have it and none is the usual GPU.
     """
     key = _key(name)
     found = next((found for word in ("", "rtx", "gtx") if (found := _named(word + key))), ())
@@ -206,7 +206,7 @@ def find_gpu(name: str) -> DeviceSpec:
 
 
 def spec_of(device: Device) -> DeviceSpec:
-    """Return the specification of a GPU of this machine: probed capacity, architecture and SMs, the rest tabulated.
+    """Return the specification of a GPU of this machine: capacity, architecture and SMs as probed, rates as tabulated.
 
     The capacity is the hardware's, without limits on the process. For a GPU that is not in the table, only facts that
     follow from its architecture and SMs are known.
@@ -245,11 +245,11 @@ def spec_of(device: Device) -> DeviceSpec:
 
 
 def cublas_workspace_bytes(architecture: str) -> int:
-    """Return the size of a cuBLAS workspace in torch's pool, per handle and stream: 32 MiB from 9.0 on, else 8.125 MiB.
+    """Return the bytes of torch's cuBLAS workspace per handle and stream: 32 MiB from ``sm_90`` on, else 8.125 MiB.
 
-    This follows `parseChosenWorkspaceSize` of pytorch's main branch in 2026, which lists 9, 10 and 12. Older versions
-    list 9.0 only, so a Blackwell card takes 24 MiB less there. In that source, cuBLASLt shares the workspace; earlier
-    it took 1 MiB more. NOT covered: ``CUBLAS_WORKSPACE_CONFIG``, ``CUBLASLT_WORKSPACE_SIZE``.
+    This follows `parseChosenWorkspaceSize` of pytorch's main branch in 2026, which lists the capabilities 9, 10 and 12.
+    Older versions list 9.0 only, so a Blackwell card takes 24 MiB less there. In that source, cuBLASLt shares the
+    workspace; earlier it took 1 MiB more. NOT covered: ``CUBLAS_WORKSPACE_CONFIG``, ``CUBLASLT_WORKSPACE_SIZE``.
     """
     return 4096 * 8 * 1024 if architecture.partition(".")[0] in ("9", "10", "12") else 4096 * 1024 * 2 + 16 * 1024 * 8
 
@@ -334,7 +334,7 @@ def _names() -> dict[str, DeviceSpec]:
 
 
 def _named(key: str) -> tuple[DeviceSpec, ...]:
-    """Return the GPUs that a name may mean."""
+    """Return the GPUs that match a normalized name."""
     if key in _FAMILIES:
         return tuple(_names()[_key(name)] for name in _FAMILIES[key])
     return (_names()[key],) if key in _names() else ()

@@ -6,8 +6,8 @@
     graph.release()
 
 Memory that its kernels allocate comes from a private pool of torch's allocator and stays reserved until `release`. Each
-replay draws random numbers from the current state of the device's default generator, and advances it. Does NOT cover
-work on several streams, nor generators that a program creates itself.
+replay draws random numbers from the current state of the device's default generator, and advances that state. Does NOT
+cover work on several streams, or generators that a program creates itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CudaGraph:
         device: the device of the work.
 
     Attributes:
-        num_bytes: bytes that its pool has reserved. Between replays, torch does not count them as allocated.
+        num_bytes: bytes that the graph's pool has reserved. Between replays, torch does not count them as allocated.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class CudaGraph:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Capture the work that ``work`` launches, and return its result: tensors that each replay fills.
+        """Capture the kernels that ``work`` launches, and return its result: tensors that each replay fills.
 
         Raises:
             RuntimeError: if the work contains something that cannot be captured, such as a synchronization.
@@ -76,7 +76,7 @@ class CudaGraph:
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
             _close(index, self._pool)
             generator = torch.cuda.default_generators[index]
-            generator.graphsafe_set_state(generator.clone_state())  # the old state would only work in a capture
+            generator.graphsafe_set_state(generator.clone_state())  # the old state works only in a capture
             raise
 
 
@@ -84,14 +84,14 @@ def _close(index: int, pool: tuple[int, int]) -> None:
     """Close and release a pool that a failed capture has left open."""
     try:
         torch._C._cuda_endAllocateToPool(index, pool)
-    except RuntimeError:  # it was not open
+    except RuntimeError:  # the pool was not open
         return
     torch._C._cuda_releasePool(index, pool)
 
 
 @contextmanager
 def _told_of_no_capture() -> Iterator[None]:
-    """Make ``is_current_stream_capturing`` return ``False``, because it makes transformers create other masks."""
+    """Make ``is_current_stream_capturing`` return ``False``: otherwise, transformers would create other masks."""
     asked = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: False
     try:

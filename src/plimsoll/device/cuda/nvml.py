@@ -1,7 +1,7 @@
 """Facts about GPUs from NVIDIA's driver: memory use by process, and the driver's version.
 
 The driver lists processes by their id on the host. It reports no sizes under WSL and for some MIG devices. Unknown
-values are ``None``, with the reason in a note. Needs no torch.
+sizes are ``None``, with the reason in a note. Needs no torch.
 
 Source: the NVML reference, ``nvmlDeviceGetComputeRunningProcesses``.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class DriverView(NamedTuple):
-    """Memory use of one device in bytes, as the driver reports it. ``note`` gives the reason for a ``None``."""
+    """Memory use of one device in bytes: of this process, and of all others. ``note`` explains a ``None``."""
 
     own_bytes: int | None = None
     others_bytes: int | None = None
@@ -47,7 +47,7 @@ def driver_view(uuid: str) -> DriverView:
 
 
 class GpuUse(NamedTuple):
-    """Memory of one GPU, with bytes by process id; ``None`` if the driver does not report a size."""
+    """Memory of one GPU, with used bytes by process id; ``None`` if the driver does not report a process's size."""
 
     number: int
     name: str
@@ -58,7 +58,7 @@ class GpuUse(NamedTuple):
 
 @contextmanager
 def gpu_uses() -> Iterator[Callable[[], tuple[GpuUse, ...]]]:
-    """Keep NVML open, because opening takes long, and yield a function that reads all GPUs; none without a driver."""
+    """Keep NVML open, because opening is slow, and yield a function that reads all GPUs: () without a driver."""
     import pynvml
 
     try:
@@ -105,7 +105,7 @@ def by_process(entries: Iterable[Any]) -> dict[int, int | None]:
 
 
 def split_use(bytes_by_process: Mapping[int, int | None], own: int) -> DriverView:
-    """Separate the use of the process ``own`` from the use of all others, if the driver reports both."""
+    """Separate the use of process ``own`` from the use of all other processes, if the driver reports both."""
     known = [num_bytes for num_bytes in bytes_by_process.values() if num_bytes is not None]
     if len(known) < len(bytes_by_process):
         return DriverView(note="the driver gives no sizes per process here (WSL, MIG): other processes' use is unknown")

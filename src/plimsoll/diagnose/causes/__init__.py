@@ -1,7 +1,7 @@
 """Causes of memory use: one module each, with its page in ``docs/causes``. A new cause is a new file and its page.
 
-A module offers ``findings(evidence) -> tuple[Finding, ...]``, which is empty if the cause is absent, and needs no
-torch.
+A module defines ``findings(evidence) -> tuple[Finding, ...]``, which returns an empty tuple if the cause is absent. It
+needs no torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ Findings = Callable[[Evidence], tuple[Finding, ...]]
 
 
 def every_cause() -> dict[str, Findings]:
-    """Return the function that finds each cause, by the cause's name."""
+    """Return the ``findings`` function of each cause, by the name of the cause."""
     names = sorted(module.name for module in iter_modules(__path__) if not module.ispkg)
     return {name: import_module(f"{__name__}.{name}").findings for name in names}

@@ -1,8 +1,8 @@
 """One request that no memory could hold. Usually a shape is wrong: dimensions are swapped, or one is far too long.
 
-Found if one request exceeds the device or the limit, or if one tensor of a predicted training is larger than its limit.
-The shape is shown if it is known: stated in the text, written in the line that failed, or the shape of a tensor of the
-training with the same size.
+Reported if one request exceeds the device's memory or the limit, or if one tensor of a predicted training run does. The
+finding shows the shape if the error text or the line that failed contains it, or if a known tensor has the requested
+size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STATED = re.compile(r"array with shape (\([\d, ]+\)) and data type (\w+)")
 _LITERALS = re.compile(r"(?<![\w.])\d[\d_]*(?![\w.])")
 _MOST_NUMBERS = 8
 _ITEM_BYTES = (4, 8, 2, 1)
-_ROUNDING = 0.005  # of a size printed in a text: 1.49 GiB
+_ROUNDING = 0.005  # relative error of a printed size such as 1.49 GiB
 _REMEDY = "check the shapes in the line that failed first: dimensions may be swapped, or one may be too long"
 
 
@@ -84,7 +84,7 @@ def _of_text(event: OomText) -> Finding:
 
 
 def _shape(event: OomText) -> Fact | None:
-    """Return the shape that explains the size, from the text or from the numbers in the line that failed."""
+    """Return a shape with the requested size, stated in the text or made of integers in the line that failed."""
     stated = _STATED.search(event.text)
     if stated is not None:
         return Fact(text=f"an array of shape {stated[1]} of {stated[2]}", known="measured")

@@ -1,8 +1,8 @@
 """Attention scores: one number for every pair of positions, in every head, of every layer that saves them.
 
-Found if memory ran out and activations and temporaries of shape [..., tokens, tokens] are at least a tenth of the peak.
-An operation of attention must have made them (softmax, products, dropout, masks). Only the largest tensors at the peak
-are examined. Kernels that never write the scores (flash, memory-efficient) have none.
+Reported if memory ran out and activations and temporaries of shape [..., tokens, tokens] are at least a tenth of the
+peak. They count only if an operation of attention made them, such as a softmax, a product, dropout or a mask. Only the
+largest tensors at the peak are examined. Flash and memory-efficient kernels never store the scores.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from plimsoll.records.prediction import Holding
 
 _LEAST_SHARE = 0.1
 _CATEGORIES = ("activations", "temporaries")
-# If heads are as long as texts, queries have the shape of scores, but other operations make them.
+# If the head size equals the text length, queries have the shape of scores, but are made by other operations.
 _OPS = ("softmax", "bmm", "matmul", "dropout", "bernoulli", "where", "masked_fill", "mul", "add", "div")
 
 
@@ -33,7 +33,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
 
 
 def _is_of_pairs(holding: Holding, length: int) -> bool:
-    """Return whether a holding is attention scores: 4-D, or 3-D in an attention module, as hidden states look alike."""
+    """Return whether a holding is attention scores: 4-D, or 3-D and made by an attention module."""
     shape = shape_of(holding)
     if holding.category not in _CATEGORIES or len(shape) < 3 or shape[-2:] != (length, length):
         return False

@@ -1,8 +1,8 @@
 """A limit of a control group (a container, Slurm, systemd) that is below the machine's memory and nearly reached.
 
-Found in a live process on host memory if at least nine tenths of the tightest limit are in use and the machine has
-more. Other findings name the objects that use the memory. Not handled: an OOM kill; the kernel reports it in a log,
-which `plimsoll explain` reads.
+Reported for a live process that trains on the CPU. At least nine tenths of the tightest limit must be in use, and the
+machine must have more memory. Other findings name the objects that use the memory. Not handled: an OOM kill. The kernel
+reports it in a log, which `plimsoll explain` reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REMEDY = (
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find a limit that is lower than the machine."""
+    """Find a limit that is nearly reached and lower than the machine's memory."""
     seen = evidence.seen
     if seen is None or evidence.kind != "cpu" or seen.machine_bytes is None:
         return ()

@@ -1,7 +1,7 @@
 """A variable that keeps a second copy of weights or states: a loaded checkpoint, the best weights, an average.
 
-Found in a live process if a variable or an attribute holds a copy (see `plimsoll.diagnose.copies`) of at least a
-twentieth of the training's memory. Only the part that neither the model nor an optimizer has taken over counts.
+Reported for a live process if a variable or an attribute holds a copy (see `plimsoll.diagnose.copies`) of at least a
+twentieth of the training's memory. Tensors that the model or an optimizer also uses do not count.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def _of_kept(evidence: Evidence, kept: Kept) -> Finding:
 
 
 def _letting_go(name: str) -> tuple[str, str]:
-    """Return how to delete a variable or clear an attribute, as a phrase and as code."""
+    """Return the remedy that deletes a variable or clears an attribute, as a phrase and as a line of code."""
     code = f"{name} = None" if "." in name else f"del {name}"
     return f"write `{code}`", code
 
 
 def _elsewhere(evidence: Evidence) -> str:
-    """Return where else to keep the copy, outside the memory that ran out."""
+    """Return the clause of the remedy on keeping the copy elsewhere: on the CPU or in half precision."""
     on_host = "keep it in half precision" if evidence.kind == "cpu" else "keep it on the CPU, or in half precision"
     return f"; else {on_host}"

@@ -1,7 +1,7 @@
 """Memory in use before the first tensor: the CUDA context and library workspaces, or the process and its libraries.
 
-Found if memory ran out and this is at least two fifths of the limit. Then no technique reduces the training much, and
-the limit must be raised. Not searched for in a live process, which may have had a model before the first observation.
+Reported if memory ran out and this memory is at least two fifths of the limit. Techniques cannot reduce it, so the
+limit must be raised. Not reported for a live process, which may have created a model before the first observation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A data set that is held in host memory as a whole: texts, lists of numbers, arrays, or a tensor of all tokens.
 
-Found in a live process on host memory if one value holds at least a fifth of the memory in use. It must belong to a
-data set or a loader, or be an object without tensors that does not grow with the steps. Also found if memory ran out in
-a line that reads a whole file.
+Reported for a live process that trains on the CPU, if one variable holds at least a fifth of the training's memory. It
+must belong to a data set or a loader, or hold more bytes of other objects than of tensors. It must not grow with the
+steps. Also reported if memory ran out before the first step, in a line that reads a whole file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Embeddings and output layers: a row for every token of the vocabulary, with its gradient and its optimizer states.
 
-Found if memory ran out and parameters, gradients and optimizer states of shape [vocabulary, ...] are at least a fifth
-of the peak. Only the largest tensors at the peak are examined. Not found if the size of the vocabulary is unknown.
+Reported if memory ran out and parameters, gradients and optimizer states of shape [vocabulary, ...] are at least a
+fifth of the peak. Only the largest tensors at the peak are examined. Not reported if the size of the vocabulary is
+unknown.
 """
 
 from __future__ import annotations

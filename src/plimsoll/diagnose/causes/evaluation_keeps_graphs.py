@@ -1,9 +1,9 @@
 """An evaluation that keeps memory that only training needs: graphs, because ``no_grad`` is missing, or all outputs.
 
-Found in a live process whose models are all in evaluation mode, in two cases. Either a container that grows, or a
-tensor with its graph, holds at least a twentieth of the memory in use. Or no variable does, and at least a tenth of it
-is saved for a backward pass that never runs. If the model is in training mode, kept graphs are reported as
-`graph_kept`.
+Reported for a live process whose models are all in evaluation mode, in two cases. In the first, a container that grows,
+or collects tensors with graphs, holds at least a twentieth of the training's memory. In the second, no container does,
+but at least a tenth of that memory is saved for a backward pass that never runs. If the model is in training mode, kept
+graphs are reported as `graph_kept`.
 """
 
 from __future__ import annotations

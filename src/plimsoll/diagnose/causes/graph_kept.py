@@ -1,10 +1,10 @@
 """Graphs of earlier steps that are kept alive: by a hidden state that is not detached, or a list of outputs or losses.
 
-Found in a run if at least three marked graphs are alive and their number is not bounded. Found in a live process whose
-memory has run out if a variable holds at least a twentieth of the training's memory, with graphs. Either their oldest
-operation is older than two finished steps, or there are at least three of them.
+Reported for a run if at least three marked graphs are alive and their number is not bounded. Reported for a live
+process if memory has run out and a variable with graphs holds at least a twentieth of the training's memory. The oldest
+operation of its graphs must be at least two finished steps old, or it must hold at least three graphs.
 
-Not handled: a kept graph that does not grow (the last step's), and memory that grows for any other reason.
+Not handled: only the last step's graph is kept, so memory does not grow; and memory that grows for any other reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Look(NamedTuple):
 
 
 class _Rates(NamedTuple):
-    """Growth per step: bytes of tensors, device bytes saved by their graphs, and operations; ``None`` if unknown."""
+    """Growth per step: bytes of tensors, device bytes saved by graphs, number of operations; ``None`` if unknown."""
 
     tensor_bytes: float
     graph_bytes: float | None
@@ -40,11 +40,11 @@ class _Rates(NamedTuple):
 
 
 class _Each(NamedTuple):
-    """Bytes per step, their provenance, and the total growth of memory per step if that is larger.
+    """Memory that each step's graph keeps: bytes per step, their provenance, and the total growth per step if larger.
 
     Memory can grow by far more than was counted. Retained memory lies between freed blocks, whose pages the heap can
-    neither return nor reuse for large blocks. A GPT-2 of 12 small layers retains 0.7 MiB per step, and memory grows by
-    24. So the growth is an upper bound for the saving.
+    neither return nor reuse for large blocks. A GPT-2 of 12 small layers retains 0.7 MiB per step, but memory grows by
+    24 MiB. So the growth is an upper bound for the saving.
     """
 
     num_bytes: float | None
@@ -102,7 +102,7 @@ def _remedy_of_kept(kept: Kept) -> str:
 
 
 def _ended_by_it(evidence: Evidence) -> Finding:
-    """Return the finding for a state fed back with its graph: no memory is lost, but the training cannot continue."""
+    """Return the finding for a state fed back with its graph: no memory is lost, but backward fails."""
     return Finding(
         cause=_CAUSE,
         title="hidden state not detached: backward reached the graph of an earlier step",
@@ -112,10 +112,10 @@ def _ended_by_it(evidence: Evidence) -> Finding:
 
 
 def _is_growing(evidence: Evidence, looks: list[_Look]) -> bool:
-    """Return whether kept graphs grow in number, and are not a window of constant length.
+    """Return whether the number of kept graphs grows, unlike a window over a constant number of steps.
 
-    Every marked graph since the oldest live one must be alive. In addition, either no marked graph was freed, or the
-    live ones reach back over half of the steps and grow in number.
+    Every marked graph since the oldest live one must be alive. In addition, one of two must hold. Either no marked
+    graph was freed. Or the live graphs reach back over half of the steps, and the number of kept tensors grows.
     """
     last = looks[-1]
     alive, marked = last.held.alive_steps, last.held.marked_steps
@@ -159,12 +159,12 @@ def _what(held: RetainedGraph) -> str:
 
 
 def _is_state(held: RetainedGraph) -> bool:
-    """Return whether a constant number of tensors is carried from step to step."""
+    """Return whether the holder is a state carried from step to step: it has fewer tensors than graphs are alive."""
     return held.num_tensors < len(held.alive_steps)
 
 
 def _rates_of(looks: list[_Look]) -> _Rates:
-    """Return the growth per step between the first and last of at least two observations that counted a value."""
+    """Return each value's growth per step, from the first to the last observation that counted it."""
 
     def rate(points: list[tuple[int, int]]) -> float | None:
         if len(points) < 2:
@@ -182,7 +182,7 @@ def _rates_of(looks: list[_Look]) -> _Rates:
 
 
 def _each(evidence: Evidence, held: RetainedGraph, rates: _Rates) -> _Each:
-    """Return the memory that the graph of one step takes, on the device of the peak."""
+    """Return the memory that each step's graph keeps on the device of the peak."""
     growth = evidence.growth
     measured = float(growth.likely_bytes) if growth is not None and growth.is_steady else None
     if not held.holder or rates.graph_bytes is None or rates.num_nodes is None:

@@ -1,9 +1,8 @@
 """A variable that grows with every step: a list, dict or set of tensors, arrays or other objects, without a graph.
 
-Found in a live process if a container has gained items and holds at least a twentieth of the training's memory. Items
-are counted since the first step, or before it since the block was entered. Values kept with a graph are reported as
-`graph_kept` or `evaluation_keeps_graphs`. A container that only grows before the first step is data that is loaded
-(`dataset_in_ram`).
+Reported for a live process if a container has gained items and holds at least a twentieth of the training's memory.
+Items are counted from the end of the first step on. Values kept with a graph are reported as `graph_kept` or
+`evaluation_keeps_graphs`. A container that only grows before the first step is data that is loaded (`dataset_in_ram`).
 
 Not handled: objects kept by C++ objects, generators or variables of functions that have returned, and containers that
 release as much as they take.

@@ -1,8 +1,8 @@
 """The logits: scores of every token of the vocabulary at every position, their logarithms, and their gradient.
 
-Found if memory ran out and at least a tenth of the peak are activations and temporaries with the vocabulary as last
-dimension. Only the largest tensors at the peak are examined, so the size is a lower bound. Not found if the size of the
-vocabulary is unknown.
+Reported if memory ran out and at least a tenth of the peak are activations and temporaries with the vocabulary as last
+dimension. Only the largest tensors at the peak are examined, so the size is a lower bound. Not reported if the size of
+the vocabulary is unknown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Trainable parameters that no gradient reaches. They are not trained, and memory seems to be saved.
+"""Trainable parameters that no gradient reaches. They are not trained, so less memory is used than expected.
 
-Found in a `plimsoll.TrainStep` that has warned of them (`plimsoll.step.missing_gradients`), by name and with the cause
-if it is known. The finding has no saving: less memory is used, because nothing is saved for their backward pass.
+Reported for a `plimsoll.TrainStep` that has warned of such parameters (`plimsoll.step.missing_gradients`), by name and
+with the cause if it is known. The finding has no saving: the remedy takes memory, because tensors must be saved for
+their backward pass.
 
 Not handled: parameters outside the model, gradients that are zero, and records of runs.
 """

@@ -1,7 +1,8 @@
 """The states of the optimizer, such as Adam's two moments of every parameter.
 
-Found if memory ran out and the states are at least a fifth of the peak. Also found if an error text comes from the
-update in a training loop. The first update allocates the states, so the forward and backward pass before it fitted.
+Reported if memory ran out and the states are at least a fifth of the peak. Also reported if the error text shows that
+memory ran out in the optimizer's update. The first update allocates the states, after the forward and backward pass
+have already fitted.
 """
 
 from __future__ import annotations

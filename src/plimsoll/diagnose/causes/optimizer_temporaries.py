@@ -1,6 +1,6 @@
 """Temporary memory of the optimizer update, such as copies of all parameters at once in torch's ``foreach`` kernels.
 
-Found if memory ran out, the peak is in the update, and temporaries are at least a tenth of it.
+Reported if memory ran out, the peak is in the update, and temporaries are at least a tenth of the peak.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Another process on the same device holds memory that is missing here.
+"""Memory of the same device that another process holds.
 
-Found if the numbers of an error text show it. Not handled: the memory of other processes during a run of Plimsoll.
+Reported if the numbers in an error text show such memory. Not handled: the memory of other processes during a run of
+Plimsoll.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pinned memory: pages of the host that are locked for copies to a GPU and cannot be swapped out.
 
-Found if an error text comes from the pinning thread of a DataLoader, or from the call that locks pages. A driver error
-there can have other reasons: it only means that the driver could not lock the pages.
+Reported if an error text comes from the pinning thread of a DataLoader, or from the call that locks pages. Such an
+error only means that the driver could not lock the pages, so its reason may not be a lack of memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Shared memory (``/dev/shm``) that is too small for the batches that DataLoader workers hand over.
 
-Found if an error text reports a worker that died of a bus error, or names shared memory itself.
+Reported if an error text tells that a worker died of a bus error, or mentions shared memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Memory that is really used up: the training needs more than the limit.
+"""A training run that needs more memory than its limit.
 
-Found if memory ran out in a training whose peak is known; the largest category is named. Also found if the numbers of
-an error text leave no other cause, on the device or the host.
+Reported if memory ran out in a training run whose peak is known; the finding names the largest category. Also reported
+if the numbers in an error text leave no other cause, on the device or the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLAN = "`plimsoll plan job.yaml --budget SIZE` finds the fastest plan that fits
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find a training that needs more memory than its limit."""
+    """Find a training run that needs more memory than its limit."""
     event = evidence.event
     if event is not None and not evidence.shares:
         return (_of_text(event),) if is_possible(event, _CAUSE) or is_possible(event, "host_ram") else ()
@@ -34,7 +34,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         return (_of_training(evidence),)
     rest = [share for share in evidence.shares if share is not asked]
     if evidence.limit_bytes is not None and asked.num_bytes > evidence.limit_bytes - _before_bytes(rest):
-        return ()  # it would not fit even without a training: see `absurd_request`
+        return ()  # the request alone exceeds the limit: see `absurd_request`
     if asked.num_bytes > sum(share.num_bytes for share in rest) - _before_bytes(rest):
         return (_of_request(asked, rest),)
     return (_of_training(replace(evidence, shares=tuple(rest))),)

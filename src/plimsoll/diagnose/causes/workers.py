@@ -1,7 +1,8 @@
-"""Workers of a DataLoader that each hold memory of their own: copies of the data, and batches that wait.
+"""Workers of a DataLoader, each with memory of its own: copies of the data, and batches that wait to be used.
 
-Found in a live process if memory ran out in a worker, or if its child processes hold at least a fifth of the total.
-Private memory is counted. Pages that a fork still shares with its parent count in each process, as in the kernel.
+Reported for a live process if memory ran out in a worker. Also reported if its child processes hold at least a fifth of
+the private memory of the process and its children. Pages that a fork still shares with its parent count in each
+process, as in the kernel.
 """
 
 from __future__ import annotations

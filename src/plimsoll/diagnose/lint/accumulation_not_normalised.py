@@ -1,4 +1,4 @@
-"""Micro-batches whose mean losses are summed without division: the gradient is too large by their number."""
+"""Micro-batches whose mean losses are summed, but not divided by their number, so the gradient is too large."""
 
 from __future__ import annotations
 

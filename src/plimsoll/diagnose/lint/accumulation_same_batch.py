@@ -1,4 +1,4 @@
-"""One batch that is computed several times before the step. It looks like gradient accumulation but saves no memory."""
+"""A batch that runs through the model several times before a step: it looks like accumulation but saves no memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plimsoll.diagnose.lint.helpers.training import is_forward, zero_grads
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find a loop over a range in which every pass has the same input."""
+    """Find loops over a range in which every iteration has the same input."""
     for found in accumulations(source):
         if found.condition is None and _is_the_same(source, found):
             yield Hit(
@@ -44,7 +44,7 @@ def _is_the_same(source: Source, found: Accumulation) -> bool:
 
 
 def _bound_within(source: Source, loop: ast.AST) -> set[str]:
-    """Return the names that get another value in every pass."""
+    """Return the names that get another value in every iteration of a loop."""
     found = {name for node in source.own(loop, ast.Assign) for target in node.targets for name in names_bound(target)}
     found |= {name for node in source.own(loop, ast.AugAssign) for name in names_bound(node.target)}
     return found | {name for node in source.own(loop, ast.For) for name in names_bound(node.target)}

@@ -22,7 +22,7 @@ _DEEPEST = 8
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find checkpoints whose modules get no gradient."""
+    """Find calls of re-entrant checkpointing whose modules get no gradient."""
     if "enable_input_require_grads" in source.text:
         return
     for call in source.calls:
@@ -44,7 +44,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _is_reentrant(call: ast.Call) -> bool:
-    """Return whether a checkpoint is re-entrant, which is the default."""
+    """Return whether a call of checkpointing is re-entrant, which is the default."""
     if any(isinstance(one, ast.Starred) for one in call.args) or {one.arg for one in call.keywords} - _OPTIONS:
         return False
     given = keyword(call, "use_reentrant")
@@ -98,7 +98,7 @@ def _is_name_cut_off(source: Source, node: ast.Name, depth: int) -> bool:
 
 
 def _is_in_no_grad(source: Source, statement: ast.stmt) -> bool:
-    """Return whether gradients are certainly off; `is_without_grad` also accepts possibly."""
+    """Return whether gradients are certainly off; `is_without_grad` also returns ``True`` if they may be off."""
     around = [
         item.context_expr
         for above in source.ancestors(statement)
@@ -113,7 +113,7 @@ def _is_argument(scope: ast.AST, name: str) -> bool:
 
 
 def _needs_none(source: Source, node: ast.expr) -> bool:
-    """Return whether an input after the first is a number, ids or a mask."""
+    """Return whether an expression needs no gradient: a number, ids or a mask."""
     if isinstance(node, ast.Constant):
         return True
     if isinstance(node, ast.Call) and source.dotted(node.func).startswith("math."):
@@ -170,7 +170,7 @@ def _is_weightless(source: Source, module: ast.expr) -> bool:
 
 
 def _values(source: Source, module: ast.expr) -> list[ast.expr]:
-    """Return the values that a name, or an attribute of a class, is assigned in the file."""
+    """Return the values that the file assigns to a name, or to an attribute of a class."""
     path, owner = path_of(module), source.class_of(module)
     return [
         node.value

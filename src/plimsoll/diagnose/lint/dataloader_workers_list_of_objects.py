@@ -1,4 +1,4 @@
-"""Worker processes over a list of Python objects: reference counting copies its pages into every worker."""
+"""Worker processes that read a list of Python objects: reference counting copies its pages into every worker."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _number(source: Source, node: ast.expr, depth: int = 3) -> int:
 
 
 def _made_of(source: Source, node: ast.expr, depth: int = 3) -> str:
-    """Return the class that an expression is an instance of."""
+    """Return the name of the class of an expression; "" if unknown."""
     if isinstance(node, ast.Call):
         return last_name(node.func)
     if not depth:

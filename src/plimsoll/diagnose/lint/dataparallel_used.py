@@ -1,4 +1,4 @@
-"""`nn.DataParallel`: one process copies the model to every device in each step and gathers on the first device."""
+"""`nn.DataParallel`: in each step, one process copies the model to every device and gathers outputs on the first."""
 
 from __future__ import annotations
 

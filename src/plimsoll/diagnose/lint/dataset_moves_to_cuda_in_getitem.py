@@ -1,4 +1,4 @@
-"""Samples that a Dataset moves to the device one by one: unsafe in workers, and without the speed of pinned memory."""
+"""Samples that a Dataset moves to the device one by one: unsafe in workers, and slower than from pinned memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`del` of a loop variable, which frees nothing that the list still holds."""
+"""`del` of a loop variable. It frees no memory, because the list still holds the object."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plimsoll.diagnose.lint.helpers.training import is_batch_loop
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find loops that only delete their own variable."""
+    """Find loops whose body only deletes the loop variable."""
     for loop in source.every(ast.For):
         names = names_bound(loop.target)
         statements = [one for one in loop.body if isinstance(one, ast.Delete)]

@@ -1,4 +1,4 @@
-"""`torch.cuda.amp`, which is deprecated and only for CUDA. torch.amp is the same, with the device as first argument."""
+"""`torch.cuda.amp`, which is deprecated. `torch.amp` does the same, with the device as first argument."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _is_old(node: ast.Import | ast.ImportFrom) -> bool:
 
 
 def _is_fallback(source: Source, node: ast.AST) -> bool:
-    """Return whether a node is for an older torch: after an ImportError, or under a test for torch.amp."""
+    """Return whether a node is code for an older torch: after an ImportError, or under a test for torch.amp."""
     for above in source.ancestors(node):
         if isinstance(above, ast.ExceptHandler):
             return True
@@ -57,7 +57,7 @@ def _import_edits(source: Source, node: ast.Import | ast.ImportFrom) -> tuple[Ed
 
 
 def _imports_can_change(source: Source) -> bool:
-    """Return whether only autocast and GradScaler are imported, and are only called."""
+    """Return whether the file imports only autocast and GradScaler, and uses them only in calls."""
     imports = [node for node in source.every(ast.ImportFrom) if node.module == "torch.cuda.amp"]
     if any(alias.name not in _CALLED for node in imports for alias in node.names):
         return False
@@ -73,7 +73,7 @@ def _imports_can_change(source: Source) -> bool:
 
 
 def _call_edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
-    """Return edits that add the device, and rename the module. A bare name changes only with its import."""
+    """Return edits that add the device to a call and rename the module. A bare name changes only if its import does."""
     if isinstance(call.func, ast.Name) and not _imports_can_change(source):
         return ()
     return _device_edits(source, call)

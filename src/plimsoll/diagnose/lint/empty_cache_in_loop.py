@@ -1,4 +1,4 @@
-"""`torch.cuda.empty_cache()` in every batch. It frees no memory in use, and the allocator must call CUDA again."""
+"""`torch.cuda.empty_cache()` in every batch. It frees no memory in use, and slows down the next allocations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _computing_loop(source: Source, call: ast.Call) -> Loop | None:
-    """Return the innermost loop if it calls a model, and no loop inside it does."""
+    """Return the innermost loop around a call if it calls a model, and no loop inside it is over batches."""
     loop = next(iter(source.loops(call)), None)
     if loop is None or any(is_batch_loop(source, inner) for inner in source.own(loop, ast.For, ast.While)):
         return None
@@ -36,7 +36,7 @@ def _computing_loop(source: Source, call: ast.Call) -> Loop | None:
 
 
 def _builds(source: Source, loop: Loop) -> bool:
-    """Return whether every pass builds its own model, as benchmarks do."""
+    """Return whether every iteration builds its own model, as in benchmarks."""
     deleted = [target for node in source.own(loop, ast.Delete) for target in node.targets]
     is_dropped = any(is_model(source, target) for target in deleted if isinstance(target, ast.expr))
     return is_dropped or any(last_name(call.func) in _BUILDS for call in source.own(loop, ast.Call))

@@ -1,4 +1,4 @@
-"""All vectors of a pretrained embedding are loaded, though a corpus needs a few per cent of them."""
+"""Code that loads all vectors of a pretrained embedding, although a corpus needs only a few per cent of the vectors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _keeps_all(source: Source, loop: ast.For) -> ast.stmt | None:
 
 
 def _is_of_vectors(source: Source, loop: ast.For) -> bool:
-    """Return whether the text around a loop mentions word vectors."""
+    """Return whether the source text around a loop mentions word vectors."""
     scope = source.scope(loop)
     name = getattr(scope, "name", "")
     holder = source.statement(next((one for one in source.ancestors(loop) if isinstance(one, ast.With)), loop))
@@ -73,7 +73,7 @@ def _splits(source: Source, loop: ast.For) -> bool:
 
 
 def _filters(source: Source, loop: Loop) -> bool:
-    """Return whether a loop skips lines because of their word, or stops early."""
+    """Return whether a loop skips lines depending on their word, or stops early."""
     if source.own(loop, ast.Break):
         return True
     for node in source.own(loop, ast.If, ast.IfExp):

@@ -35,18 +35,18 @@ def _scales(source: Source) -> bool:
 
 
 def _is_for_inference(source: Source, call: ast.Call) -> bool:
-    """Return whether a model is set to evaluation in the same chain of calls, or made with gradients off."""
+    """Return whether the same chain of calls contains ``eval()``, or gradients are off at the call."""
     chain = [above for above in source.ancestors(call) if isinstance(above, ast.Attribute)]
     return any(one.attr == "eval" for one in chain) or is_without_grad(source, call)
 
 
 def _halved(source: Source, call: ast.Call) -> str | None:
-    """Return the path of the model that a call converts to float16."""
+    """Return the path of the model that a call converts to float16, such as ``self.model``; ``None`` if it does not."""
     name = last_name(call.func)
     if isinstance(call.func, ast.Attribute) and name in ("half", "to"):
         owner = call.func.value
         if last_name(source.parent(call)) == "float":
-            return None  # .half().float() rounds
+            return None  # .half().float() only rounds the weights
         types = [*call.args, keyword(call, "dtype")]
         if name == "to" and not any(source.dotted(one) in _HALF for one in types):
             return None
@@ -82,7 +82,7 @@ def _bound(source: Source, call: ast.Call) -> str:
 
 
 def _frozen(source: Source) -> set[str]:
-    """Return the models that are not trained: set to evaluation, or with gradients off for their parameters."""
+    """Return the paths of models that are not trained: in evaluation mode, or with parameters that need no gradient."""
     called = [call.func for call in source.calls if isinstance(call.func, ast.Attribute)]
     trained = {path_of(func.value) for func in called if func.attr in ("train", "parameters", "named_parameters")}
     return {path_of(func.value) for func in called if func.attr in ("eval", "requires_grad_")} - trained

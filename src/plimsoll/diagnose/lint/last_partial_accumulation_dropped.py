@@ -56,6 +56,6 @@ def _leaves_some(source: Source, found: Accumulation, condition: ast.If) -> bool
 
 
 def _is_of_data(loop: ast.For | ast.AsyncFor) -> bool:
-    """Return whether a range covers the data: ``range(len(samples) // batch_size)``."""
+    """Return whether a loop's range covers the data, as in ``range(len(samples) // batch_size)``."""
     calls = (node for node in ast.walk(loop.iter) if isinstance(node, ast.Call))
     return iterated(loop) == "range" and any(last_name(call.func) == "len" for call in calls)

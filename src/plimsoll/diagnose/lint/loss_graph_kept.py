@@ -1,7 +1,7 @@
 """A loss or an output that is kept with its graph, in a sum or a list that outlives the batch.
 
-After `backward()` the saved tensors of the graph are freed, but some nodes per batch stay. Without a backward pass (in
-an evaluation), or with `retain_graph=True`, the activations of all batches stay.
+After `backward()`, the tensors saved by the graph are freed, but some nodes of the graph stay for each batch. Without a
+backward pass (in an evaluation), or with `retain_graph=True`, the activations of all batches stay.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _growing(source: Source) -> Iterator[tuple[ast.stmt | ast.expr, ast.expr, as
 
 
 def _is_fed_back(source: Source, node: ast.AST, name: str) -> bool:
-    """Return whether a model in the loop receives the sum as input, as in the steps of an integration."""
+    """Return whether a model in the loop receives the sum as input, as in numerical integration."""
     forwards = [
         call for loop in source.loops(node)[:1] for call in source.own(loop, ast.Call) if is_forward(source, call)
     ]
@@ -65,7 +65,7 @@ def _is_fed_back(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _added(node: ast.Assign) -> ast.expr | None:
-    """Return ``loss`` for ``total = total + loss``."""
+    """Return the summand of a statement such as ``total = total + loss``; ``None`` for other statements."""
     if len(node.targets) != 1 or not isinstance(node.value, ast.BinOp) or not isinstance(node.value.op, ast.Add):
         return None
     name, left, right = path_of(node.targets[0]), path_of(node.value.left), path_of(node.value.right)
@@ -86,7 +86,7 @@ def _kept(source: Source, node: ast.stmt | ast.expr, value: ast.expr) -> Value |
 
 
 def _computing_loop(source: Source, node: ast.AST) -> Loop | None:
-    """Return the innermost loop if it calls a model."""
+    """Return the innermost loop around a node if it calls a model; ``None`` otherwise."""
     loop = next(iter(source.loops(node)), None)
     if loop is None:
         return None
@@ -96,7 +96,7 @@ def _computing_loop(source: Source, node: ast.AST) -> Loop | None:
 
 
 def _in_module_forward(source: Source, node: ast.AST) -> bool:
-    """Return whether a node defines a model or a loss, which sums terms for a backward pass."""
+    """Return whether a node is in a method of a model or loss, which sums terms for a backward pass."""
     functions = [above for above in source.ancestors(node) if isinstance(above, Function)]
     return any(
         one.name in ("forward", "compute_loss", "training_step") or is_of_a_module(source, one) for one in functions
@@ -104,7 +104,7 @@ def _in_module_forward(source: Source, node: ast.AST) -> bool:
 
 
 def _begins_in(source: Source, node: ast.stmt | ast.expr, loop: Loop) -> bool:
-    """Return whether the container or sum is created anew in every pass of the loop."""
+    """Return whether the container or sum is created anew in every iteration of the loop."""
     keeper = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
     if keeper is None:
         keeper = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
@@ -139,7 +139,7 @@ def _is_a_sum_to_go_back_from(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _class_goes_back(source: Source, node: ast.AST, name: str) -> bool:
-    """Return whether a method of the class with a backward pass uses an attribute."""
+    """Return whether a method of the same class uses an attribute and runs a backward pass."""
     owner, scope = source.class_of(node), source.scope(node)
     if owner is None:
         return False
@@ -151,7 +151,7 @@ def _class_goes_back(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _evaluates(source: Source, scope: ast.AST) -> bool:
-    """Return whether a function sets a model to evaluation."""
+    """Return whether a function sets a model to evaluation mode."""
     return any(last_name(call.func) == "eval" and not call.args for call in source.own(scope, ast.Call))
 
 

@@ -1,4 +1,4 @@
-"""Evaluation that records a graph which no backward pass uses. It takes twice the memory, or far more."""
+"""Evaluation that records a graph, although no backward pass uses it. It takes at least twice the memory."""
 
 from __future__ import annotations
 

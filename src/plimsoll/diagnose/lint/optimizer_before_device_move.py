@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from plimsoll.diagnose.lint.helpers.source import Hit, Source, last_name, path_of
 from plimsoll.diagnose.lint.helpers.training import is_model
 
-_STATES_AT_ONCE = {"Adagrad"}  # torch.optim.Adagrad makes its sums in __init__; all others in their first step
+_STATES_AT_ONCE = {"Adagrad"}  # torch.optim.Adagrad makes its sums in __init__, other optimizers in their first step
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find models that are moved after such an optimizer was created for them, in the same function."""
+    """Find models that are moved after an optimizer that allocates its states at construction was created for them."""
     for call in source.calls:
         is_move = (
             isinstance(call.func, ast.Attribute)

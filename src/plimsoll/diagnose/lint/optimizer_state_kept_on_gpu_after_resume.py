@@ -1,4 +1,4 @@
-"""A checkpoint that stays alive on the device after the model and the optimizer were loaded from it."""
+"""A checkpoint on the device that stays alive after the model and the optimizer were loaded from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plimsoll.diagnose.lint.helpers.training import backwards, is_optimizer
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find optimizers loaded from a checkpoint on the device that the training function keeps alive."""
+    """Find optimizers that are loaded from a checkpoint on the device, which the training function keeps alive."""
     for call in source.calls:
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "load_state_dict" or not call.args:
             continue

@@ -118,7 +118,7 @@ def _is_file(source: Source, node: ast.expr) -> bool:
 
 
 def _opened(source: Source, node: ast.AST, name: str) -> ast.Call | None:
-    """Return the `open(...)` call that a name is the file of."""
+    """Return the `open(...)` call whose file a name refers to."""
     for above in source.ancestors(node):
         if isinstance(above, ast.With):
             for item in above.items:
@@ -137,7 +137,7 @@ def _opened(source: Source, node: ast.AST, name: str) -> ast.Call | None:
 
 
 def _about(source: Source, call: ast.Call) -> str:
-    """Return the text that hints at a file's content: how it is opened, the function's name, and the assigned names."""
+    """Return text that hints at a file's content: its `open` call, the function's name, and the assigned names."""
     reader = call.args[0] if isinstance(call.func, ast.Name) else call.func.value  # type: ignore[attr-defined]
     if (read := _read_of(call)) is not None:
         reader = read.func.value  # type: ignore[attr-defined]
@@ -174,5 +174,5 @@ def _edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
     holder = next(above for above in source.ancestors(call) if not isinstance(above, ast.comprehension))
     uses = [node for node in ast.walk(holder) if isinstance(node, ast.Name) and node.id == last_name(call.func.value)]
     if isinstance(holder, ast.GeneratorExp) or len(uses) != 1:
-        return ()  # the file may be closed by then, or is used otherwise in the loop
+        return ()  # the file may be closed when the loop runs, or the loop uses it in another way
     return (Edit(source.span(call.func.value)[1], source.span(call)[1], ""),)

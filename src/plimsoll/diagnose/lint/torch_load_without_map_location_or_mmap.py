@@ -1,4 +1,4 @@
-"""`torch.load` that puts tensors on the device from which they were saved. It may be full, or missing."""
+"""`torch.load` that puts tensors on the device from which they were saved. That device may be full, or missing."""
 
 from __future__ import annotations
 

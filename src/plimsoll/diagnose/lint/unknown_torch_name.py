@@ -1,7 +1,6 @@
-"""Names that torch does not have, though they are often recommended.
+"""Names that torch does not have, although they are often recommended.
 
-The list has names from recommendations in texts and answers; a test tries each on the installed torch. Other names are
-not checked.
+The list is fixed; a test checks that the installed torch has none of these names. Other unknown names are not reported.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _INVENTED = {
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find uses and imports of these names."""
+    """Find uses and imports of names in the list."""
     for node in source.every(ast.Attribute):
         name = source.dotted(node)
         if name in _INVENTED:

@@ -11,7 +11,7 @@ from plimsoll.diagnose.lint.helpers.training import zero_grads
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find `zero_grad()` in the loop whose gradients should add up."""
+    """Find calls of `zero_grad()` in a loop over micro-batches, whose gradients should add up."""
     seen = set[ast.AST]()
     for found in accumulations(source):
         if found.condition is None and not is_named_so(source, found) and not _is_plain_nesting(source, found):
@@ -38,7 +38,7 @@ def _is_conditional(source: Source, call: ast.Call, found: Accumulation) -> bool
 
 
 def _is_plain_nesting(source: Source, found: Accumulation) -> bool:
-    """Return whether the step follows the loop within three statements."""
+    """Return whether the optimizer step follows the loop within three statements."""
     holder = source.parent(found.loop)
     body: list[ast.stmt] = next(
         (part for part in (getattr(holder, "body", []), getattr(holder, "orelse", [])) if found.loop in part), []

@@ -1,15 +1,15 @@
 """A parser for one out-of-memory message: its kind, and every number that it states.
 
-`plimsoll.device.oom_errors` alone decides which texts mean that memory ran out. This module maps their families to
-kinds and reads the numbers. Sources: the messages of ``c10/cuda/CUDACachingAllocator.cpp`` and
+`plimsoll.device.oom_errors` alone decides which texts mean that memory ran out. This module maps the families of these
+errors to kinds, and reads the numbers. Sources: the messages of ``c10/cuda/CUDACachingAllocator.cpp`` and
 ``CUDAMallocAsyncAllocator.cpp`` of torch 0.4 to 2.13, of its HIP, XPU and MPS allocators, of
-``c10/core/impl/alloc_cpu.cpp``, numpy, and the Linux kernel. All of them print binary units, MPS and numpy also as
-"GB".
+``c10/core/impl/alloc_cpu.cpp``, numpy, and the Linux kernel. All of them print binary units; MPS and numpy also write
+them as "GB".
 
-Before torch 1.4, "cached" was the part that was not allocated; since then the total is given. A size of 2^63 bytes or
-more is an underflow (WSL, an unset limit) and is ignored. A lone "Process N has ..." is usually this process, in a
-container that hides its number. It is another process only if the text also has "this process has ...". Not handled:
-texts in languages other than English.
+Before torch 1.4, "cached" was the reserved memory that was not allocated; since then it is all reserved memory. A size
+of 2^63 bytes or more is an underflow (WSL, an unset limit) and is ignored. A lone "Process N has ..." is usually this
+process, in a container that hides its number. It is another process only if the text also has "this process has ...".
+Not handled: texts in languages other than English.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOT_OOM = "jvm/other_not_oom"
 """The kind of a text without an out-of-memory error."""
 
 _MOST_CHARACTERS = 4000
-# Does not match in the middle of a number: a run of n digits would otherwise be scanned n times.
+# Does not match in the middle of a number: a sequence of n digits would otherwise be scanned n times.
 _SIZE = r"(?<![\d.])(\d+(?:\.\d+)?) ?([KMGTPE]i?B|[Bb]ytes?)\b"
 
 _KINDS = {
@@ -56,7 +56,7 @@ _FIELDS = {
         rf"Requested *: {_SIZE}",
         rf"Unable to allocate {_SIZE} for an array",
         rf"memory allocation of {_SIZE} failed",
-        r"(?:alloc|posix_memalign) of size (\d+)() failed",  # bytes, without the word
+        r"(?:alloc|posix_memalign) of size (\d+)() failed",  # bytes: the message has no unit
     ),
     "capacity": (
         rf"total capac(?:i?)ty of {_SIZE}",
@@ -89,7 +89,7 @@ _DEVICE = re.compile(r"\bGPU (\d+)|\bon device (\d+)")
 
 
 def event_of(text: str, family: str | None = None) -> OomText:
-    """Parse one message.
+    """Parse one out-of-memory message.
 
     Args:
         text: the message and the text around it, of any number of lines.

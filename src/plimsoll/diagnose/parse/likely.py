@@ -1,7 +1,7 @@
 """The likely cause of an out-of-memory message, from its numbers only.
 
-Errors of libraries and of the driver state no numbers, so their cause is unknown. Errors of the host are host memory or
-shared memory.
+Errors of libraries and of the driver state no numbers, so their cause is unknown. For errors of the host, the cause is
+a lack of host memory or of shared memory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _on_device(event: OomText, tried: Bytes, num_processes: int) -> Causes:
     if tried > min(limits):
         return "absurd_request", None
     unused, free = event.derived_reserved_unallocated or 0, event.free
-    if free is not None and free >= tried and event.allowed_limit is None:  # the numbers do not explain it
+    if free is not None and free >= tried and event.allowed_limit is None:  # enough was free
         return "unknown", "fragmentation" if unused >= tried else None
     others_explain = _elsewhere(event, num_processes) + (free or 0) >= tried
     if unused >= tried and unused >= _ORDINARY_SHARE * min(limits):
@@ -69,7 +69,7 @@ def _on_device(event: OomText, tried: Bytes, num_processes: int) -> Causes:
 
 
 def _elsewhere(event: OomText, num_processes: int) -> Bytes:
-    """Return the bytes of other processes on the device: stated in the text, or derived from its other numbers."""
+    """Return the bytes of other processes on the device: as stated, or derived from other numbers in the text."""
     if event.other_process is not None:
         return event.other_process
     reserved = event.reserved_total

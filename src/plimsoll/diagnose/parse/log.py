@@ -1,13 +1,13 @@
 """A streaming parser that finds the out-of-memory errors in a text or a log of any length.
 
-The same message at the same place, as several ranks print it, is one event that happened several times. These inputs
-are handled: terminal escape sequences, carriage returns of progress bars, Windows line ends, UTF-16, gzip (also
+If several ranks print the same message at the same place, it counts as one event that happened several times. These
+inputs are handled: terminal escape sequences, carriage returns of progress bars, Windows line ends, UTF-16, gzip (also
 truncated), and JSON lines whose message is text.
 
 The place of an error is the last line of user code in the Python traceback above the message. User code is outside
-installed packages and the standard library. If the message aborts the process, the place is the first such line that
-`faulthandler` writes below it for the current thread (see `plimsoll.device.aborts.Dump`). Not handled: tracebacks of
-notebooks and of other languages.
+installed packages and the standard library. If the process aborts, the place is the first line of user code that
+`faulthandler` writes below the message for the current thread (see `plimsoll.device.aborts.Dump`). Not handled:
+tracebacks of notebooks and of other languages.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from plimsoll.device.oom_errors import family_of_text, is_users
 from plimsoll.diagnose.parse.event import event_of, has_numbers
 from plimsoll.records.oom_text import OomText
 
-_MOST_LINES = 12  # of a message; fewer if a traceback or another message with numbers begins
+_MOST_LINES = 12  # of a message; it ends earlier if a traceback or another message with numbers begins
 _MOST_CHARACTERS_ABOVE = 2000
-_MOST_EVENTS = 1000  # distinct ones; the last is always kept
-_MOST_CHARACTERS_OF_LINE = 1 << 16  # the rest of it counts as further lines
+_MOST_EVENTS = 1000  # distinct events to keep; the last event is always kept
+_MOST_CHARACTERS_OF_LINE = 1 << 16  # a longer line counts as several lines
 _LINES_PER_REPORT = 1 << 16
 _BUFFER_BYTES = 1 << 16
 _GZIP = b"\x1f\x8b"
@@ -68,7 +68,7 @@ _FRAME = re.compile(r'^\s*File "([^"]{1,4096})", line (\d+), in ')
 
 @dataclass
 class Log:
-    """The distinct out-of-memory errors of a log, the last one, and the end of the log."""
+    """The distinct out-of-memory errors of a log, the last error, the number of lines, and the last lines as text."""
 
     events: tuple[OomText, ...]
     last: OomText | None
@@ -78,7 +78,7 @@ class Log:
 
 @dataclass
 class _Message:
-    """The lines of one message while it is being read."""
+    """One error message while it is being read: its lines, and the place and text around it."""
 
     family: str
     line_number: int
@@ -106,7 +106,7 @@ class _Reader:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=40))
 
     def read(self, number: int, line: str) -> OomText | None:
-        """Parse one line; return the message that ended before it."""
+        """Parse one line; return the event of the message that ended before it, or ``None`` if no message ended."""
         if self.message is not None and self.message.dump.takes(line):
             self.tail.append(line)
             return None
@@ -123,20 +123,20 @@ class _Reader:
         return ended
 
     def _family_of(self, line: str) -> str | None:
-        """Return the error family of a line, also if it is wrapped; ``None`` for code in tracebacks and for prose."""
+        """Return the error family of a line, also if the text wraps; ``None`` for code in tracebacks and for prose."""
         before = self.tail[-1] if self.tail else ""
         if _FRAME.match(before) or (_TALK.search(line) and not _ERROR.search(line) and not has_numbers(line)):
             return None
         return family_of_text(line) or (family_of_text(f"{before} {line}") if before.endswith(":") else None)
 
     def _above(self) -> str:
-        """Return the traceback above the message, as far as it is in the tail."""
+        """Return the traceback above the message, as far as the last 40 lines contain it."""
         lines = list(self.tail)
         begins = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
         return "\n".join(lines[begins[-1] :])[-_MOST_CHARACTERS_ABOVE:] if begins else ""
 
     def end(self) -> OomText | None:
-        """Return the message that is still open, and close it."""
+        """Return the event of the message that is still being read, and end that message; ``None`` without one."""
         message, self.message = self.message, None
         return None if message is None else message.event()
 
@@ -209,7 +209,7 @@ def _opened(file: BinaryIO) -> io.BufferedReader:
 
 
 def _of_record(line: str) -> list[str]:
-    """Return the lines that a JSON line logs, as container drivers and structured loggers write them."""
+    """Return the lines of text inside a JSON line of a container driver or structured logger."""
     with suppress(ValueError, RecursionError):
         record = json.loads(line)
         for name in _MESSAGES:
@@ -234,7 +234,7 @@ class _Raw(io.RawIOBase):
 
 
 class _Unpacked(_Raw):
-    """A decompressed stream that ends quietly if it is truncated, as the log of a killed process is."""
+    """A decompressed stream that ends without an error if it is truncated, as after a killed process."""
 
     def readinto(self, buffer: Any) -> int:
         with suppress(EOFError, OSError, zlib.error):

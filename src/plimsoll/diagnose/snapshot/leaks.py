@@ -1,12 +1,12 @@
-"""Lines whose allocations stay from step to step.
+"""Lines of code whose allocations stay live from step to step.
 
-A step ends when a torch optimizer begins to work after a forward or a backward pass. The steps between the first and
+A step ends when a torch optimizer first allocates after a forward or a backward pass. The steps between the first and
 the last such moment are examined. A line leaks if allocations of at least three of these steps, and of three quarters
 of them, are live when the recording ends. Together they must be at least 1 MiB and 2 % of the peak. So allocations that
-happen once (parameters, states, caches), and those in the last, unfinished step, are not leaks.
+happen once (parameters, states, caches), and allocations in the last, unfinished step, are not leaks.
 
 Not handled: programs without an optimizer step, fewer than three whole steps, and allocations whose stacks were not
-recorded. The line is the place of the allocation; another line keeps it alive.
+recorded. The line is the place of the allocation; another line may keep it alive.
 """
 
 from __future__ import annotations

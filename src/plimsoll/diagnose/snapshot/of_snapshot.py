@@ -1,4 +1,4 @@
-"""The diagnosis of a memory snapshot: live memory at the peak by line, unused memory, leaks, and the OOM.
+"""The diagnosis of a memory snapshot: live memory at the peak by line, unused memory, leaks, and out-of-memory errors.
 
 One device is explained: the device that ran out of memory, or else the device with the most reserved memory. A snapshot
 does not contain the total memory of the card, the memory of other processes, or memory outside torch's allocator
@@ -43,7 +43,7 @@ def diagnosis_of_snapshot(path: Path) -> Diagnosis:
 
 
 def _devices(snapshot: Snapshot) -> list[int]:
-    """Return the devices with memory or events; the first device if no device has any."""
+    """Return the indices of devices with memory or events; ``[0]`` if no device has any."""
     used = {segment.device for segment in snapshot.segments}
     used |= {device for device, rows in enumerate(snapshot.traces) if rows}
     return sorted(used) or [0]
@@ -62,7 +62,7 @@ def _live_bytes(replay: Replay, moment: int) -> int:
 
 
 def _reserved_bytes(replay: Replay, moment: int) -> int:
-    """Return the bytes reserved at a moment; before the first event, the bytes reserved after it."""
+    """Return the bytes reserved after event ``moment``; for `FROM_BEFORE`, the bytes reserved after the first event."""
     return replay.reserved_bytes[max(0, moment)] if replay.rows else _at_end_bytes(replay)
 
 
@@ -95,19 +95,19 @@ def _event(replay: Replay) -> OomText | None:
 
 
 def _holes(replay: Replay, is_private: bool) -> list[Block]:
-    """Return the unused blocks at the end, of private pools or of the common pool."""
+    """Return the blocks that are unused at the end of the recording, of private pools or of the common pool."""
     segments = [segment for segment in replay.segments if segment.is_private == is_private]
     return [block for segment in segments for block in segment.blocks if not block.is_used]
 
 
 def _unused_bytes(replay: Replay, reserved_bytes: int, live_bytes: int) -> int:
-    """Return the bytes that were reserved but unused, without the unused bytes of private pools at the end."""
+    """Return the bytes that were reserved but unused, minus the bytes of private pools that are unused at the end."""
     private_bytes = sum(hole.size_bytes for hole in _holes(replay, is_private=True))
     return max(0, reserved_bytes - live_bytes - private_bytes)
 
 
 def _fragmentation(replay: Replay, moment: int) -> tuple[Finding, ...]:
-    """Return a finding if the allocator held much unused memory: at the OOM, or when most was reserved."""
+    """Return a finding if the allocator held much unused memory when memory ran out, or else at the reserved peak."""
     if not replay.rows:
         return ()
     reserved_bytes = max(replay.reserved_bytes)

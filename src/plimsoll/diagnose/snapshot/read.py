@@ -28,7 +28,7 @@ _STATES = ("active_allocated", "active_pending_free", "active_awaiting_free", "i
 
 
 class Block(NamedTuple):
-    """A part of a segment, in use by a tensor or not.
+    """A contiguous part of a segment, which a tensor uses or which is free.
 
     ``size_bytes`` is the size of the block, ``asked_bytes`` the size that was requested.
     """
@@ -71,7 +71,7 @@ class Snapshot:
 
 
 def is_snapshot(path: Path) -> bool:
-    """Return whether a file is a pickle, plain or in gzip, by its first bytes. No text begins with them."""
+    """Return whether a file is a pickle, plain or in gzip, by its first bytes. No text begins with these bytes."""
     with suppress(OSError, EOFError, zlib.error):
         with path.open("rb") as file:
             head = file.read(2)
@@ -149,7 +149,7 @@ def _checked(root: dict[str, Any], recording: Recording) -> Snapshot:
 
 
 def _list(value: object, seen: set[int]) -> list[Any]:
-    """Return a list that was not used before: shared lists would make a small file take as long as a huge one."""
+    """Check that a value is a list and not shared: shared lists would make a small file take as long as a huge file."""
     if not isinstance(value, list) or (value and id(value) in seen):
         raise _Odd("a list is missing, or used twice")
     seen.add(id(value))

@@ -59,13 +59,13 @@ class _Frame(Sealed):
 
 
 class EventRow(int, Sealed):
-    """The row of an event in the columns."""
+    """The index of an event in the columns."""
 
     __slots__ = ()
 
 
 class Columns(NamedTuple):
-    """Columns with one value for each event: action, address, size in bytes, and index of the site.
+    """Columns with one item for each event: code of the action, address, size in bytes, and index of the site.
 
     For an OOM, the address is the number of free bytes.
     """

@@ -34,7 +34,7 @@ FROM_BEFORE = -1
 
 
 class Piece(NamedTuple):
-    """One allocation: the event that made it (or `FROM_BEFORE`), the event that freed it (or `NEVER`), and its site."""
+    """One allocation: the event that made it (or `FROM_BEFORE`), the event that freed it (or `NEVER`), bytes, site."""
 
     born: int
     freed: int
@@ -49,13 +49,13 @@ class Replay:
     Attributes:
         device: index of the device.
         snapshot: the snapshot.
-        rows: rows of the device's events.
+        rows: rows of the device's events in the columns, oldest first.
         segments: segments of the device.
         live_bytes: bytes in use after each event.
         reserved_bytes: bytes that the allocator has reserved after each event.
-        freed_at: for each event that allocated, the event that freed it, or `NEVER`.
+        freed_at: for each event that allocated memory, the event that freed this memory, or `NEVER`.
         before: allocations from before the first event.
-        oom_event: the last event that ran out of memory.
+        oom_event: the last event in which memory ran out; ``None`` if there is no such event.
     """
 
     device: int
@@ -85,7 +85,7 @@ class Replay:
         return sum(piece.num_bytes for piece in self.before)
 
     def site(self, event: int) -> Site:
-        """Return the place of the code at an event."""
+        """Return the site (line of user code and phase) of an event."""
         return self.snapshot.sites[self.snapshot.columns.sites[self.rows[event]]]
 
     def size_bytes(self, event: int) -> int:
@@ -128,7 +128,7 @@ def replay(snapshot: Snapshot, device: int) -> Replay:
 
 
 def _lives(snapshot: Snapshot, rows: list[EventRow]) -> tuple[array[int], list[Piece], dict[int, int]]:
-    """Return the event that freed each allocation, frees without an allocation, and live allocations by address."""
+    """Return the event that freed each allocation, allocations from before the first event, and live ones' events."""
     columns = snapshot.columns
     freed_at = array("q", [NEVER]) * len(rows)
     before: list[Piece] = []
@@ -144,7 +144,7 @@ def _lives(snapshot: Snapshot, rows: list[EventRow]) -> tuple[array[int], list[P
             if born is not None:
                 freed_at[born] = event
             else:
-                # The stack of a free shows the place of the free, not of the allocation.
+                # The stack of a free event shows the line that freed the memory, not the line that allocated it.
                 before.append(Piece(FROM_BEFORE, event, columns.sizes[row], snapshot.sites[0]))
             if action == FREE_REQUESTED:
                 requested.add(address)
@@ -207,7 +207,7 @@ _FREED_IN: dict[tuple[Phase, Phase], str] = {
 
 
 def shares_at(replay: Replay, event: int) -> tuple[Share, ...]:
-    """Return the live memory after an event, largest share first. The smallest ones are joined into ``others``."""
+    """Return the live memory after an event by category and line, largest first. Small shares become ``others``."""
     sizes = Counter[tuple[str, str]]()
     for piece in replay.live_at(event):
         sizes[category_of(replay, piece), piece.site.place] += piece.num_bytes

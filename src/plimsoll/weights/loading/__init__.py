@@ -1,4 +1,4 @@
-"""Checkpoint folders: their tensors are listed from headers alone, and each can be read or mapped separately.
+"""Checkpoint folders: only headers are read to list the tensors, and each tensor can be read or mapped separately.
 
     checkpoint = open_checkpoint(folder)
     weight = checkpoint.entries["transformer.wte.weight"].read()

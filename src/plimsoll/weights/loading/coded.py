@@ -1,8 +1,8 @@
-"""Quantized weights of torchao, each stored in a file as several tensors that the header assigns to it.
+"""Quantized weights of torchao, each stored in a file as several tensors that the header assigns to the weight.
 
 ``save_pretrained`` of a quantized model writes ``x._weight_qdata``, ``x._weight_scale`` and so on for a weight
 ``x.weight``. The header of each file names the torchao class of the weight (``torchao.prototype.safetensors``, 0.18).
-Here these tensors become one entry under the name of the weight, with the type and shape that the model sees. `Coded`
+This module merges these tensors into one entry under the name of the weight, with the original type and shape. `Coded`
 builds the weight. Only classes that torchao lists are allowed.
 
 Does NOT cover weights quantized by other libraries (GPTQ, AWQ, bitsandbytes).
@@ -29,9 +29,9 @@ class Coded:
     """A weight of torchao in a file.
 
     Attributes:
-        entry: the weight as a whole: type and shape as the model sees them, offset of its integers, bytes of all parts.
-        parts: the tensors in the file, by the attribute names of the torchao class.
-        facts: the description in the header.
+        entry: the weight as a whole: original type and shape, offset of its integers, bytes of all parts.
+        parts: the tensors in the file that make up the weight, by the attribute names of the torchao class.
+        facts: the description of the weight in the header: its torchao class and the class's other arguments.
     """
 
     entry: Entry
@@ -47,8 +47,8 @@ def with_coded(entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> tup
     """Return the entries of a checkpoint with parts of quantized weights merged, and the quantized weights by name.
 
     Args:
-        entries: the tensors of its files, by name.
-        metadata: the metadata in the headers of its files.
+        entries: the tensors in the checkpoint's files, by name.
+        metadata: the metadata in the headers of the checkpoint's files.
 
     Raises:
         WeightsError: if torchao is not installed, a part is missing, or the parts do not belong together.
@@ -66,7 +66,7 @@ def with_coded(entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> tup
 
 
 def _facts(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the description of each weight that is not a plain tensor."""
+    """Return the description of each weight that is not a plain tensor, by the weight's name."""
     try:
         names = json.loads(metadata.get("tensor_names", "[]"))
         said = {name: json.loads(metadata[name]) for name in names}

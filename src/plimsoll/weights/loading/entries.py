@@ -1,9 +1,9 @@
-"""One tensor of a weight file: read directly into its final memory, or mapped from the file.
+"""Tensors of a weight file, each read directly into its final memory, or mapped from the file.
 
 Reading takes only the memory of the tensor. If the type or device changes, it also takes a block of `_BLOCK_BYTES`.
 
-A mapped tensor is file memory, whose pages the kernel drops when memory is short. Its alignment is given by the file,
-so kernels may round sums differently than for memory from torch, which is aligned to 64 bytes.
+A mapped tensor is file memory, whose pages the kernel drops when memory is short. The file determines its alignment, so
+kernels may round sums differently than for memory from torch, which is aligned to 64 bytes.
 
 Does NOT cover files with another byte order, or files that change while they are read or mapped.
 """
@@ -38,7 +38,7 @@ Report = Callable[[int], None]
 
 
 def _unheard(num_bytes: int) -> None:
-    """Ignore the report."""
+    """Ignore the progress."""
 
 
 class WeightFile:
@@ -100,16 +100,16 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The place of a tensor in a weight file.
+    """The type, shape and position of a tensor in a weight file.
 
     Attributes:
-        name: its name in the file.
-        dtype: its type in the file.
-        shape: its shape.
+        name: name of the tensor in the file.
+        dtype: data type of the tensor in the file.
+        shape: shape of the tensor.
         source: the file.
         offset: offset of its first byte in the file.
         num_bytes: bytes from its first to its last byte.
-        strides: in elements, if the tensor is not contiguous in the file; else ``None``.
+        strides: strides in elements if the tensor is not contiguous in the file; else ``None``.
     """
 
     name: str
@@ -127,11 +127,11 @@ class Entry:
 
     @property
     def can_be_mapped(self) -> bool:
-        """True if its first byte is aligned for its type."""
+        """True if the tensor's first byte is aligned for its data type."""
         return self.offset % self.dtype.itemsize == 0
 
     def has_bytes_of(self, other: Entry) -> bool:
-        """Return whether both entries are the same bytes of one file, as tied weights are in ``torch.save`` files."""
+        """Return whether both entries describe the same bytes of a file, as tied weights do in ``torch.save`` files."""
         same = (self.file, self.offset, self.shape, self.strides) == (
             other.file,
             other.offset,
@@ -210,7 +210,7 @@ class Entry:
             return flat.view(self.shape) if self.strides is None else flat.as_strided(self.shape, self.strides)
 
     def _read_in_blocks(self, flat: Tensor, report: Report) -> None:
-        """Read into another type or device, with only one block on the host at a time."""
+        """Read into a tensor of another type or device, with only one block in host memory at a time."""
         size_bytes = self.dtype.itemsize
         step = max(1, _BLOCK_BYTES // size_bytes)
         block = _block(min(step, flat.numel()), self.dtype, flat.device.type == "cuda")
@@ -235,12 +235,12 @@ def _map(descriptor: int, path: Path, is_read_only: bool) -> mmap.mmap:
 
 
 def num_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor with this shape and type."""
     return prod(shape) * dtype.itemsize
 
 
 def _block(count: int, dtype: torch.dtype, is_pinned: bool) -> Tensor:
-    """Return memory for a block. It is not from malloc, whose threshold for retaining freed blocks would grow."""
+    """Return memory for ``count`` elements. It is not from malloc, which would then retain larger freed blocks."""
     if is_pinned or count == 0:
         return torch.empty(count, dtype=dtype, device="cpu", pin_memory=is_pinned)
     return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype)

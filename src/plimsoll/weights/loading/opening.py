@@ -1,4 +1,4 @@
-"""Opening of checkpoint folders: finds the weight files, reads their headers and reports faults.
+"""Opening of checkpoint folders: find the weight files, read their headers and report faults.
 
 Files are searched in the order of transformers: ``model.safetensors``, its index, ``pytorch_model.bin``, its index. All
 tensors in the files of an index are included, even if the index does not list them. Only headers are read.
@@ -44,13 +44,13 @@ class Checkpoint:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of all tensors; shared bytes count once."""
+        """The bytes of all tensors; bytes that tensors share count once."""
         places = {(entry.file, entry.offset, entry.num_bytes) for entry in self.entries.values()}
         return sum(num_bytes for _, _, num_bytes in places)
 
     @cached_property
     def largest_bytes(self) -> int:
-        """Bytes of the largest tensor."""
+        """The bytes of the largest tensor."""
         return max((entry.num_bytes for entry in self.entries.values()), default=0)
 
 
@@ -151,7 +151,7 @@ def _shards(folder: Path, index: str) -> list[str]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Return the file of each tensor, as an index lists them."""
+    """Return the file name of each tensor, by the tensor's name, as listed in an index."""
     if path.stat().st_size > _MOST_INDEX_BYTES:
         raise WeightsError(f"{path} has {path.stat().st_size} bytes, too many for an index: download it again")
     try:

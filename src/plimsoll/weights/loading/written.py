@@ -1,4 +1,4 @@
-"""Accounting for weights that are mapped copy-on-write: pages count before the optimizer writes them.
+"""Accounting for weights that are mapped copy-on-write: the limit counts pages before an optimizer writes them.
 
 A page of such a mapping becomes private memory when it is written. No limit can refuse it then, because ``RLIMIT_DATA``
 counts addresses. Inside a Plimsoll limit, all pages that a torch optimizer will write are therefore counted before its
@@ -33,7 +33,7 @@ def _watch_optimizers() -> None:
 
 
 def _count(optimizer: Any, *_: object) -> None:
-    """Count the tensors that an optimizer is about to write, once each.
+    """Count the mapped tensors that an optimizer is about to write, each once.
 
     Raises:
         MemoryError: if the limit does not allow it.

@@ -1,9 +1,9 @@
 """Code for causes that are a user variable: the threshold, the evidence, and the saving.
 
-By default, the saving for a variable is its counted size. It is the measured growth of memory in use if that growth is
-steady and this is the only variable that grows. Retained memory lies between freed blocks, so the heap can return
-neither. The cost of graph operations is then measured, not assumed. A growth of over three times the counted size has
-other causes, and is not attributed to the variable.
+By default, the saving for a variable is its counted size. If memory in use grows steadily and only this variable grows,
+the saving is the measured growth instead. It includes freed blocks between retained ones, which the heap cannot return,
+and the true cost of graph operations. A growth of over three times the counted size has other causes, and is not
+attributed to the variable.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _MOST_TIMES_COUNTED = 3
 
 
 def much(evidence: Evidence, least_share: float) -> Iterator[Kept]:
-    """Yield the kept values that have at least this share of the training's memory, largest first."""
+    """Yield the kept values that hold at least ``least_share`` of the training's memory, largest first."""
     for kept in evidence.seen.kept if evidence.seen is not None else ():
         if kept.num_bytes >= least_share * training_bytes(evidence):
             yield kept
 
 
 def training_bytes(evidence: Evidence) -> int:
-    """Return the bytes in use without the interpreter and libraries, and with the failed allocation; at least 1."""
+    """Return the bytes in use plus the failed allocation, minus the interpreter and libraries; at least 1."""
     return max(1, sum(share.num_bytes for share in evidence.shares if share.category != _BASELINE))
 
 
 def finding_of_kept(
     evidence: Evidence, kept: Kept, cause: str, *, title: str, remedy: str, code: str = "", facts: Sequence[Fact] = ()
 ) -> Finding:
-    """Return the finding for one variable."""
+    """Return the finding for one variable, with its sizes and its saving."""
     peak_bytes = evidence.peak_bytes or kept.num_bytes
     risen_bytes = _risen_bytes(evidence, kept)
     counted: KnownHow = "assumed" if kept.is_estimated else "counted"
@@ -51,7 +51,7 @@ def finding_of_kept(
 
 
 def _risen_bytes(evidence: Evidence, kept: Kept) -> int | None:
-    """Return the growth of memory in use over the steps if this variable caused it, else ``None``."""
+    """Return the bytes by which memory grew over all steps if only this variable can be the cause, else ``None``."""
     growth, seen = evidence.growth, evidence.seen
     if growth is None or not growth.is_steady or seen is None or seen.is_evaluating:  # an evaluation has no steps
         return None

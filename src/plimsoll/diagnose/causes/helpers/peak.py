@@ -1,7 +1,7 @@
-"""Code for causes that are a part of the peak: its size, the tensors that are alive, and the remedy that was tried.
+"""Code for causes that are a part of the peak: the size of the part, its tensors, and the remedy that was tried.
 
-A part is a cause if memory ran out, or is predicted to, and the part is large enough to matter. A technique is only
-offered as a remedy if the predictor has tried it on this training.
+A part is a cause if memory ran out, or is predicted to, and the part is large enough to matter. The remedy is a
+technique that the predictor has tried on this training run, or else the list of techniques for the cause.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from plimsoll.records.units import format_bytes
 BEFORE_THE_MODEL = ("baseline", "context")
 """Categories of the memory that a process uses before a model exists."""
 
-_ENOUGH_SHARE = 0.5  # of a part: a technique that saves this much precedes others that save more
+_ENOUGH_SHARE = 0.5  # of the part: the first technique that saves this share is the remedy
 _SHAPE = re.compile(r"\[([\d, ]*)\]")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the peak; ``places`` are the modules and lines that made it, largest first."""
+    """A part of the peak; ``places`` are the modules and lines that allocated it, largest first."""
 
     num_bytes: int
     known: KnownHow = "predicted"
@@ -33,7 +33,7 @@ class Part:
 
 
 def part_of_category(evidence: Evidence, category: str) -> Part | None:
-    """Return the part of the peak of one category, with the failed allocation in it; ``None`` if unknown."""
+    """Return the part of the peak in one category, including the failed allocation; ``None`` if it is unknown."""
     own = [share for share in evidence.shares if share.category == category]
     if category == evidence.asked_category:
         own += [share for share in evidence.shares if share.category == ASKED]
@@ -56,7 +56,7 @@ def shape_of(holding: Holding) -> tuple[int, ...]:
 
 
 def is_large(evidence: Evidence, part: Part, least_share: float) -> bool:
-    """Return whether memory ran out and a part is at least this share of the peak, without the baseline or context."""
+    """Return whether memory ran out and a part is at least ``least_share`` of the peak without baseline or context."""
     if not evidence.has_run_out or not evidence.peak_bytes:
         return False
     before_bytes = sum(share.num_bytes for share in evidence.shares if share.category in BEFORE_THE_MODEL)
@@ -78,7 +78,7 @@ def findings_of_part(
     instead: str = "",
     facts: Sequence[Fact] = (),
 ) -> tuple[Finding, ...]:
-    """Return the finding for a part of the peak if it is large. Its effect is the saving of the remedy, up to the part.
+    """Return the finding for a part of the peak if it is large. Its effect is the remedy's saving, at most the part.
 
     Args:
         evidence: the evidence.
@@ -117,12 +117,13 @@ def techniques_for(cause: str) -> str:
 
 
 def tried_remedy(evidence: Evidence, cause: str, num_bytes: int = 0) -> Remedy | None:
-    """Return the best remedy of one technique alone that was tried; ``None`` if no such remedy saves memory.
+    """Return the best remedy that was tried and consists of a single technique; ``None`` if there is no such remedy.
 
     Args:
         evidence: the evidence, with the remedies.
         cause: name of a cause, for which techniques declare themselves as remedies.
-        num_bytes: the first remedy that saves half of this is returned, or else the remedy that saves most.
+        num_bytes: size of the part. The first remedy that saves half of it is returned, or else the remedy that saves
+            most.
     """
     alone = {remedy.choices[0].technique: remedy for remedy in evidence.remedies if len(remedy.choices) == 1}
     if not alone:

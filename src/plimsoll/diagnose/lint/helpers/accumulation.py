@@ -61,7 +61,7 @@ def _conditional(source: Source, backward: Backward) -> Accumulation | None:
 
 
 def _condition(source: Source, step: ast.Call, loop: Loop) -> ast.If | None:
-    """Return the `if` in the loop that guards a step, if it looks like a condition of accumulation."""
+    """Return the `if` in the loop around an optimizer step, if its test counts batches, such as ``i % n == 0``."""
     for above in source.ancestors(step):
         if above is loop:
             return None
@@ -77,7 +77,7 @@ def _counts(test: ast.expr) -> bool:
 
 
 def _is_managed(source: Source, backward: Backward) -> bool:
-    """Return whether a library counts the micro-batches."""
+    """Return whether a backward pass is in a library's ``with accumulate(...)`` block, which counts micro-batches."""
     return any(
         isinstance(above, ast.With)
         and any(
@@ -138,7 +138,7 @@ def _divides(node: ast.expr) -> bool:
 
 
 def _is_division(node: ast.AST) -> bool:
-    """Return whether a node divides, or multiplies by a name such as weight."""
+    """Return whether a node is a division, or a multiplication by a name such as ``weight``."""
     if isinstance(node, ast.BinOp):
         is_weighted = any(_WEIGHT.search(last_name(part)) for part in (node.left, node.right))
         return isinstance(node.op, ast.Div) or (isinstance(node.op, ast.Mult) and is_weighted)
@@ -146,7 +146,7 @@ def _is_division(node: ast.AST) -> bool:
 
 
 def _divides_within(source: Source, node: ast.expr) -> bool:
-    """Return whether a function of the file that computes the loss divides."""
+    """Return whether an expression calls a function of this file that contains a division."""
     calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
     functions = [function for call in calls if (function := source.called(call)) is not None]
     return any(
@@ -155,12 +155,12 @@ def _divides_within(source: Source, node: ast.expr) -> bool:
 
 
 def _is_other_way(call: ast.Call) -> bool:
-    """Return whether losses are sums, which need no division."""
+    """Return whether a loss function is created or called to return a sum, which needs no division."""
     return is_constant(keyword(call, "reduction"), "sum") or is_constant(keyword(call, "size_average"), False)
 
 
 def _scales_gradients(source: Source, scope: ast.AST) -> bool:
-    """Return whether a function divides the gradients themselves."""
+    """Return whether a function divides the gradients."""
     for node in source.own(scope, ast.AugAssign):
         if isinstance(node.op, ast.Div | ast.Mult) and last_name(node.target) == "grad":
             return True

@@ -70,7 +70,7 @@ def _becomes_tensor(source: Source, methods: list[Function], path: str) -> bool:
 
 
 def _is_objects(source: Source, node: ast.expr, depth: int = 3) -> bool:
-    """Return whether an expression is a list of objects that are not tensors."""
+    """Return whether an expression is a list whose items are objects but not tensors."""
     if isinstance(node, ast.ListComp):
         return _is_object(source, node.elt)
     if isinstance(node, ast.Call):
@@ -110,7 +110,7 @@ def _is_filled(source: Source, scope: ast.AST, name: str) -> bool:
 
 
 def _is_object(source: Source, node: ast.expr) -> bool:
-    """Return whether an element is certainly not a tensor: a text, a dict, a tuple, a list."""
+    """Return whether an expression is certainly not a tensor: a text, a dict, a tuple, a list."""
     if isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.JoinedStr | ast.ListComp | ast.DictComp):
         return True
     if isinstance(node, ast.Call):

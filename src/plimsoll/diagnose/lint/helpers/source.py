@@ -31,7 +31,7 @@ class Edit(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A value that a statement assigns to a name; ``place`` is the position if the value is unpacked."""
+    """A value that a statement assigns to a name. If the value is unpacked, ``place`` is the index of the name."""
 
     statement: ast.Assign | ast.AnnAssign | ast.AugAssign
     value: ast.expr
@@ -51,7 +51,7 @@ class Hit:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A file that parses."""
+    """The text and syntax tree of a valid Python file, with queries for rules."""
 
     text: str
     tree: ast.Module = field(repr=False)
@@ -82,7 +82,7 @@ class Source:
     @overload
     def every(self, *kinds: type[ast.AST]) -> list[Any]: ...
     def every(self, *kinds: type[ast.AST]) -> list[Any]:
-        """Return all nodes of some types, in the order of the text for each type."""
+        """Return all nodes of the given types: type by type, each in the order of the text."""
         return [node for kind in kinds for node in self._by_type.get(kind, [])]
 
     def parent(self, node: ast.AST) -> ast.AST | None:
@@ -101,11 +101,11 @@ class Source:
         return node is outer or any(above is outer for above in self.ancestors(node))
 
     def is_in_body(self, node: ast.AST, statements: list[ast.stmt]) -> bool:
-        """Return whether a node is within some statements."""
+        """Return whether a node is in one of the given statements."""
         return any(above in statements for above in (node, *self.ancestors(node)) if isinstance(above, ast.stmt))
 
     def scope(self, node: ast.AST) -> Scope:
-        """Return the function whose body a node is in, or the module."""
+        """Return the innermost function whose body contains a node, or else the module."""
         child = node
         for above in self.ancestors(node):
             if isinstance(above, Function) and child in above.body:
@@ -138,7 +138,7 @@ class Source:
     @overload
     def own(self, scope: ast.AST, *kinds: type[ast.AST]) -> list[Any]: ...
     def own(self, scope: ast.AST, *kinds: type[ast.AST]) -> list[Any]:
-        """Return the nodes of some types inside a node, without those in nested functions or classes."""
+        """Return the nodes of the given types inside ``scope``, but not in its nested functions or classes."""
         found: list[ast.AST] = []
         todo = list(ast.iter_child_nodes(scope))[::-1]
         while todo:
@@ -151,7 +151,7 @@ class Source:
 
     @cached_property
     def imports(self) -> dict[str, str]:
-        """The full names of imported names: ``{"nn": "torch.nn", "autocast": "torch.cuda.amp.autocast"}``."""
+        """The full name of each imported name: ``{"nn": "torch.nn", "autocast": "torch.cuda.amp.autocast"}``."""
         found: dict[str, str] = {}
         for node in self.every(ast.Import):
             for alias in node.names:
@@ -165,7 +165,7 @@ class Source:
         return found
 
     def dotted(self, node: ast.AST | None) -> str:
-        """Return ``torch.nn.Linear`` for code such as ``nn.Linear``; "" for anything but a name."""
+        """Return the full name of code such as ``nn.Linear``: ``torch.nn.Linear``; "" for anything but a name."""
         if isinstance(node, ast.Name):
             return self.imports.get(node.id, node.id)
         if isinstance(node, ast.Attribute) and (base := self.dotted(node.value)):
@@ -186,7 +186,7 @@ class Source:
         return found
 
     def called(self, call: ast.Call) -> Function | None:
-        """Return the function or method of this file that a call refers to, if there is exactly one candidate."""
+        """Return the function or method of this file that a call runs, or ``None`` if it is not certain."""
         name, owner = last_name(call.func), None
         if isinstance(call.func, ast.Attribute):
             if not (isinstance(call.func.value, ast.Name) and call.func.value.id == "self"):
@@ -237,7 +237,7 @@ class Source:
         return starts
 
     def offset(self, line: int, column_bytes: int) -> int:
-        """Return the character offset of a place in the tree, whose columns count UTF-8 bytes."""
+        """Return the character offset in the text of a line and a column in UTF-8 bytes, as `ast` reports them."""
         start = self._line_starts[line - 1]
         row = self.text[start : self._line_starts[line] - 1]
         return start + len(row.encode()[:column_bytes].decode())
@@ -261,7 +261,7 @@ def last_name(node: ast.AST | None) -> str:
 
 
 def path_of(node: ast.AST | None) -> str:
-    """Return ``a.b.c`` as written; "" for anything but a name."""
+    """Return a name or dotted name as written, such as ``a.b.c``; "" for anything else."""
     if isinstance(node, ast.Attribute) and (base := path_of(node.value)):
         return f"{base}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -277,7 +277,7 @@ def names_bound(target: ast.AST) -> list[str]:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """Return every plain name in a node."""
+    """Return every name in a node, without attributes."""
     return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 

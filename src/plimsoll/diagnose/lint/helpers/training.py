@@ -1,7 +1,7 @@
 """Training and evaluation code in a file: backward calls, optimizer steps, loops over batches, gradient modes.
 
-An object is recognised by the methods called on it (``x.backward()``, ``x.parameters()``). The second criterion is a
-customary name (``optimizer``, ``train_loader``).
+An object is recognised by the methods called on it (``x.backward()``, ``x.parameters()``), or else by a customary name
+(``optimizer``, ``train_loader``).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _NOT_MODEL = re.compile(r"optim|sched|scaler|loader|criterion|tokenizer|trainer|
 
 
 class Backward(NamedTuple):
-    """One backward pass: the call, its loss, and whether the caller divides by the number of micro-batches."""
+    """One backward pass: the call, the loss, and whether the library divides by the number of micro-batches."""
 
     call: ast.Call
     loss: ast.expr
@@ -88,7 +88,7 @@ def _backward(source: Source, call: ast.Call) -> Backward | None:
 
 
 def _scaled(source: Source, call: ast.Call, owner: ast.expr) -> ast.expr:
-    """Return the loss behind apex's ``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()``."""
+    """Return the loss; inside apex's ``with amp.scale_loss(loss, optimizer) as scaled:``, the loss of ``scaled``."""
     for above in source.ancestors(call):
         if isinstance(above, ast.With):
             for item in above.items:
@@ -224,7 +224,7 @@ def batch_loop(source: Source, node: ast.AST, depth: int = 2) -> Loop | None:
 
 
 def is_named_evaluation(scope: Scope) -> bool:
-    """Return whether a function is named like an evaluation. Tests of pytest are not."""
+    """Return whether a function is named like an evaluation. Test functions of pytest do not count."""
     return isinstance(scope, Function) and bool(_EVALUATION.search(scope.name)) and not scope.name.startswith("test_")
 
 
@@ -237,7 +237,7 @@ def is_of_a_module(source: Source, scope: Scope) -> bool:
 
 
 def is_without_grad(source: Source, node: ast.AST, depth: int = 3) -> bool:
-    """Return whether gradients are off, or may be, at a node: around it, or around all its callers."""
+    """Return whether gradients are off, or may be, at a node: turned off around it, or around all its callers."""
     if any(_is_off_in(source, above) for above in source.ancestors(node)):
         return True
     scope = source.scope(node)

@@ -1,7 +1,7 @@
-"""Values of names: a loss or a model's output, with or without its graph, on its device or on the host.
+"""Values of expressions: a loss or a model's output, with or without its graph, on the device or on the host.
 
-A name has the value of its last assignment above the place of use, in the same function. A call of a function of the
-same file is followed into its returned value, to a limited depth. Expressions that cannot be followed have no value.
+A name has the value of its last assignment above its use, in the same function. A call of a function of the same file
+is followed into its returned value, to a limited depth. Expressions that cannot be followed have no value.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Kind = Literal["loss", "output"]
 
 @dataclass(frozen=True)
 class Value:
-    """The part of a forward pass that an expression holds."""
+    """The result of a forward pass that an expression holds: a loss or an output."""
 
     kind: Kind
     has_graph: bool = True
@@ -88,7 +88,7 @@ def value_of(source: Source, node: ast.expr, depth: int = _DEEPEST) -> Value | N
 
 
 def _parts(node: ast.expr) -> list[ast.expr]:
-    """Return the parts of an expression that its value is computed from."""
+    """Return the subexpressions from which the value of an expression is computed."""
     if isinstance(node, ast.BinOp):
         return [node.left, node.right]
     if isinstance(node, ast.UnaryOp):
@@ -123,7 +123,7 @@ def _of_name(source: Source, node: ast.Name, depth: int) -> Value | None:
 
 
 def _is_a_number_beside(source: Source, given: Given, name: str) -> bool:
-    """Return whether a loss function returned several values, and backward uses another one: this one is logged."""
+    """Return whether a name is one of several values of a call, and backward uses another of them."""
     if given.place is None or not isinstance(given.value, ast.Call) or is_forward(source, given.value):
         return False
     if not isinstance(given.statement, ast.Assign):
@@ -135,7 +135,7 @@ def _is_a_number_beside(source: Source, given: Given, name: str) -> bool:
 
 
 def _of_given(source: Source, given: Given, depth: int) -> Value | None:
-    """Return the value of one name if several are unpacked from a value."""
+    """Return the value that an assignment gives to one name, also if the name is one target of an unpacking."""
     value, place = given.value, given.place
     if place is None:
         return value_of(source, value, depth - 1)
@@ -152,7 +152,7 @@ def _of_given(source: Source, given: Given, depth: int) -> Value | None:
 
 
 def _best(found: Iterable[Value | None]) -> Value | None:
-    """Return the value that keeps the most memory."""
+    """Return the value that keeps the most memory alive; ``None`` if all are unknown."""
     return max((one for one in found if one), key=lambda value: (value.has_graph, value.is_on_device), default=None)
 
 

@@ -1,8 +1,8 @@
 """Formats of weight files: one module per format, each with the functions of `Format`.
 
-The first bytes of a file determine its format, never its name. Only headers are read, for the place, shape and type
-of each tensor; code in a file is never run. `plimsoll.weights.loading.opening` lists the modules; the contract tests
-cover every module of this folder.
+The first bytes of a file determine its format, never its name. Only headers are read, for the offset, shape and type of
+each tensor; code in a file is never run. `plimsoll.weights.loading.opening` lists the modules; the contract tests cover
+every module of this folder.
 """
 
 from __future__ import annotations

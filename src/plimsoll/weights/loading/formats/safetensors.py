@@ -1,8 +1,8 @@
 """The safetensors format: eight bytes with the length of a JSON header, the header, and the tensors one after another.
 
 See https://github.com/huggingface/safetensors#format. The header is parsed here and `Entry` reads the tensors. The
-library would map the file as writable private memory, all of which counts against ``RLIMIT_DATA``. The checks are
-those in the library: no gaps, no overlaps, shapes match the bytes, and the file ends with the last tensor.
+library would map the file as writable private memory, all of which counts against ``RLIMIT_DATA``. The checks are the
+same as in the library: no gaps, no overlaps, shapes match the bytes, and the file ends with the last tensor.
 
 Does NOT cover types that torch lacks, or types of less than one byte (F4, F6).
 """
@@ -34,7 +34,7 @@ _DTYPES = {
 
 
 def recognises(head: bytes) -> bool:
-    """Return whether a file begins with a length and a JSON object."""
+    """Return whether ``head``, the first bytes of a file, is a length and the beginning of a JSON object."""
     return head[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{"
 
 
@@ -64,7 +64,7 @@ def read_entries(source: WeightFile) -> list[Entry]:
 
 
 def read_metadata(source: WeightFile) -> dict[str, Any]:
-    """Return the metadata in the header: strings by name.
+    """Return the metadata in the header, by name.
 
     Raises:
         WeightsError: if the header is damaged or the file is truncated.

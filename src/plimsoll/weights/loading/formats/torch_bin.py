@@ -4,8 +4,8 @@ They are read by ``torch.load(weights_only=True)`` onto the meta device, so the 
 reports the offset of each storage's record, and the bytes are read or mapped later. Views and tensors that share a
 storage are covered.
 
-Does NOT cover files from before torch 1.6 (not a zip), other pickles, and zips with compressed records: the errors
-tell how to convert them.
+Does NOT cover files from before torch 1.6 (not a zip), other pickles, or zips with compressed records: the errors tell
+how to convert such files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FAULTS = (
 
 
 def recognises(head: bytes) -> bool:
-    """Return whether a file begins like a zip or a pickle."""
+    """Return whether ``head``, the first bytes of a file, begins like a zip or a pickle."""
     return head.startswith((_ZIP, _PICKLE))
 
 
@@ -100,7 +100,7 @@ def _entry(source: WeightFile, name: str, value: Any) -> Entry:
 
 
 def _check_records(source: WeightFile) -> None:
-    """Check the directory of the zip, so that all bytes read later belong to a record."""
+    """Check the directory of the zip, so that all bytes that are read later belong to one of its records."""
     try:
         with zipfile.ZipFile(source.path) as archive:
             records = archive.infolist()
