@@ -11,8 +11,8 @@ The trainer keeps its loop, loss, accumulation, logs, callbacks, schedules and c
 - changes by ``training_step`` or ``compute_loss`` of a subclass to anything except gradients, buffers and random
   numbers: both run for each micro-batch, and again on each retry.
 
-Written for transformers 5.23 (https://huggingface.co/docs/transformers/main_classes/trainer). The attributes that it
-needs are checked.
+Written for transformers 5.23 (https://huggingface.co/docs/transformers/main_classes/trainer). It is checked that a
+trainer has the methods used here.
 """
 
 from __future__ import annotations

@@ -139,8 +139,9 @@ class InstalledFallbacks:
             reason: determines the reason, or ``None``, by passes with the installed techniques.
             shape: the shape of the batch.
 
-        Returns: Whether this could be determined. While techniques are not installed (on any rank), the passes may not
-        fit. The caller then calls this again after installing them and before splitting the batch.
+        Returns:
+            Whether this could be determined. While techniques are not installed (on any rank), the passes may not fit.
+            The caller then calls this again after installing them and before splitting the batch.
         """
         if whole.reason() is not None:
             return True

@@ -64,7 +64,8 @@ class Passes:
             scaler: the loss scaler, for fp16.
             releases_gradients: whether parameters are updated in backward, so that the loss must be checked before.
 
-        Returns: The micro-batch's part of the batch's mean loss.
+        Returns:
+            The micro-batch's part of the batch's mean loss.
         """
         self._position.phase = "copy"
         failpoint("copy")

@@ -144,7 +144,8 @@ class Capture:
             scaler: the gradient scaler, for fp16.
             eager: runs the pass without a graph.
 
-        Returns: The captured graph, or the reason why its replay would differ from the eager pass.
+        Returns:
+            The captured graph, or the reason why its replay would differ from the eager pass.
         """
         device = self._workload.device
         why = self._obstacle()

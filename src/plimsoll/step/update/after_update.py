@@ -83,8 +83,8 @@ class AfterUpdate:
     ) -> tuple[OomEvent | None, list[Change]]:
         """Run a part as a transaction.
 
-        Returns: The event if memory ran out, otherwise ``None``; and the changes by the failed part that a retry may
-        keep.
+        Returns:
+            The event if memory ran out, otherwise ``None``; and the changes by the failed part that a retry may keep.
 
         Raises:
             AfterUpdateError: if changes of the part cannot be undone.

@@ -1,8 +1,8 @@
 """Copies of many tensors with few calls and in reused memory, to undo a part of an update.
 
 The addresses of the tensors are collected once (`Layout`). Tensors of one dtype and device are copied by one call into
-memory that is kept between steps (`Scratch`). The roles of the tensors (parameters, states) are known only to the
-caller, `plimsoll.step.update.undo`.
+memory that is kept between steps (`Scratch`). Which tensors are parameters or states is known only to the callers,
+`plimsoll.step.update.commit` and `undo`.
 """
 
 from __future__ import annotations
