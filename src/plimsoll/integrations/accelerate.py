@@ -7,8 +7,8 @@
 
 Accelerate still does accumulation, backward, clipping, the prepared optimizer and schedule, autocast and tracking.
 
-Not handled: several processes, DeepSpeed, FSDP, Megatron and TPUs (refused); fetching by the prepared loader, which
-moves batches to the device before a step begins; an evaluation in your own loop (use `step.evaluate`).
+Not handled: several processes, DeepSpeed, FSDP, Megatron and TPUs (refused); memory errors in the prepared loader,
+which moves batches to the device before a step begins, or in your own evaluation loop (use `step.evaluate`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BatchResult(NamedTuple):
     Args:
         loss: the mean loss, a tensor on the device; reading it waits for the device.
         updated: whether the batch ended a step that changed the parameters.
-        micro_batch: samples per pass.
+        micro_batch: samples per forward and backward pass.
         oom_events: out-of-memory events that were recovered from.
     """
 
@@ -62,8 +62,8 @@ class BatchResult(NamedTuple):
 class AccelerateStep:
     """The training step of a prepared model and optimizer; constructed by `step`.
 
-    It is a function and not a ``with`` block around a batch. The body of a block cannot run again, and its variables
-    (``outputs``, ``loss``) keep the graph alive. So the loss is a function that is called for each micro-batch.
+    The step is a function, not a ``with`` block around a batch. The body of a block cannot run again, and its variables
+    (``outputs``, ``loss``) keep the graph alive. The loss is also a function, which is called for each micro-batch.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class AccelerateStep:
         self.close()
 
     def close(self) -> None:
-        """Remove the techniques of the plan from the model, and lift the limit."""
+        """Remove the techniques of the plan from the model, and stop enforcing the budget."""
         self.transaction.close()
         self._limit.close()
 
@@ -106,12 +106,12 @@ class AccelerateStep:
         """Accumulate the gradients of a batch, and update when Accelerate's accumulation is complete.
 
         Args:
-            batch: the batch, as for the loss function.
+            batch: the batch, as the loss function expects it.
 
         Raises:
             OutOfMemoryError: if memory ran out and not even single samples fit; the step is undone, with all its
                 batches.
-            InputError: if the batch would have to be cut, but must not be.
+            InputError: if the batch would have to be split into micro-batches, but must not be.
         """
         if self._budget_to_plan is not None:
             self._plan_with(batch)
@@ -138,7 +138,7 @@ class AccelerateStep:
         return self._evaluator.evaluate(batches)
 
     def metrics(self) -> dict[str, float]:
-        """Return values for ``accelerator.log``, see `Transaction.metrics`."""
+        """Return memory use, micro-batch size and error count for ``accelerator.log`` (see `Transaction.metrics`)."""
         return self.transaction.metrics()
 
     def _new_transaction(self, **options: Any) -> Transaction:
@@ -164,7 +164,7 @@ class AccelerateStep:
         return evaluator
 
     def _plan_with(self, batch: Any) -> None:
-        """Plan for the budget, and enforce it from now on."""
+        """Make and install the plan for the budget, and enforce the budget from now on."""
         budget = self._budget_to_plan
         assert budget is not None
         self.plan = planned(
@@ -235,21 +235,23 @@ def step(
         clip_norm: the global gradient norm that ``accelerator.clip_grad_norm_`` clips to before each update.
         schedule: a prepared learning-rate schedule, stepped after each batch, as is usual with Accelerate.
         micro_batch: initial samples per forward and backward pass; ``None`` starts with the whole batch.
-        fallbacks: ``plan.fallbacks``, instead of ``micro_batch``.
-        budget: instead of both, device memory for the process, such as ``"8GiB"``. It is planned for, and enforced
-            until the step is closed (``with plimsoll.accelerate.step(...) as step``, or ``step.close()``).
-        batch: with a budget, the largest batch, to plan with; by default the first batch.
-        recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
-        recut_loss: allow cutting a batch although its loss was not shown to be the sum of the losses of its parts.
+        fallbacks: ``plan.fallbacks``: the initial configuration, then those for when memory runs out; instead of
+            ``micro_batch``.
+        budget: device memory for the process, such as ``"8GiB"``, instead of ``micro_batch`` and ``fallbacks``. The
+            step is planned for this budget, which is enforced until the step is closed (``with
+            plimsoll.accelerate.step(...) as step``, or ``step.close()``).
+        batch: with ``budget``, the largest batch, for which the plan is made; by default the first batch.
+        recut_batch_norm: allow splitting a batch although BatchNorm's statistics then differ from the whole batch's.
+        recut_loss: allow splitting a batch although its loss was not shown to be the sum of the losses of its parts.
         never_cut: keep every batch whole.
-        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is restored with a step.
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is restored when a step is undone.
         allow_hidden_state: retry after an out-of-memory error even if some state cannot be restored.
-        grow_after: successful batches before the next larger micro-batch is tried.
+        grow_after: number of successful batches after which the next larger micro-batch is tried.
 
     Raises:
         InputError: if there are several processes, the optimizer is not prepared, or an argument is invalid.
-        BudgetError: if nothing fits the budget; the error names a budget that would. Without ``batch``, the first call
-            raises it.
+        BudgetError: if nothing fits the budget; the error names a budget that would suffice. Without ``batch``, the
+            first call of the step raises it.
     """
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType

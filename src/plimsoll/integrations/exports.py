@@ -9,7 +9,8 @@ the micro-batch does not divide the batch, the next smaller divisor is exported.
 and, if possible, how to do the same in a script.
 
 Sources: https://www.deepspeed.ai/docs/config-json/ and ``accelerate.commands.config.config_args.ClusterConfig`` (1.15).
-The predicted peak of the plan does NOT hold there: both tools allocate buffers of their own, and neither retries.
+    The predicted peak of the plan does NOT hold in these tools: both allocate buffers of their own, and neither retries
+    a step.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _CLIPPING_OF_ACCELERATE = (
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A configuration, the tool that reads it, and a sentence for each choice that is not in it."""
+    """A configuration, its ``reader`` (the tool's name), and a sentence for each choice that it lacks."""
 
     reader: str
     config: dict[str, Any]
@@ -66,10 +67,10 @@ def require_exportable(reader: str, has_other_output: bool) -> None:
 
     Args:
         reader: the value of ``--export``.
-        has_other_output: whether an option requests other output.
+        has_other_output: whether --inference, --compare, --json or -o is given.
 
     Raises:
-        InputError: if the tool is unknown, or other output is requested as well.
+        InputError: if the tool is unknown, or one of these options is given.
     """
     if reader not in EXPORTS:
         raise InputError(f"--export {reader} is not supported: give one of {', '.join(EXPORTS)}")
@@ -81,7 +82,7 @@ def require_exportable(reader: str, has_other_output: bool) -> None:
 
 
 def export(plan: Plan, reader: str) -> Export:
-    """Export a plan for one of `EXPORTS`.
+    """Export a plan for the tool ``reader``, one of `EXPORTS`.
 
     Raises:
         InputError: if the tool is not supported, or the plan does not fit its budget.
@@ -95,7 +96,8 @@ def to_deepspeed(plan: Plan) -> Export:
     """Export a plan as a DeepSpeed configuration, with one process per rank of the plan.
 
     Settings of the script (optimizer, schedule, clipping) are ``auto`` or left out, and the Trainer fills them in.
-    ``not_mapped`` names the settings that Accelerate fills in differently or DeepSpeed alone cannot read.
+    ``not_mapped`` also names the settings that Accelerate fills in differently, or that DeepSpeed without the Trainer
+    cannot read.
 
     Raises:
         InputError: if the plan does not fit its budget.
@@ -151,12 +153,12 @@ def to_accelerate(plan: Plan) -> Export:
 
 
 def kind_of(plan: Plan) -> Literal["cpu", "cuda"]:
-    """Return the kind of device of a plan."""
+    """Return the kind of device that a plan is made for."""
     return plan.prediction.device_kind if plan.prediction is not None else "cuda"
 
 
 def _passes_of(plan: Plan) -> tuple[int, int, tuple[str, ...]]:
-    """Return the samples of the batch of a rank, the samples of a micro-batch, and notes on changes."""
+    """Return the samples per rank of a batch and of an exported micro-batch, and notes if the latter was changed."""
     if not plan.fits:
         raise InputError(
             f"the plan does not fit its budget, so it cannot be exported: give a budget of at least "
@@ -180,7 +182,7 @@ def _num_ranks(plan: Plan) -> int:
 
 
 def _with_settings(config: dict[str, Any], plan: Plan, reader: Tool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the configuration with the settings of the techniques, and notes on techniques without a setting."""
+    """Return the configuration with the settings of the plan's techniques, and notes on those without a setting."""
     from plimsoll.techniques import TECHNIQUES  # imports torch
 
     notes = []
@@ -207,7 +209,7 @@ def _what_is_left(plan: Plan, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return both merged recursively; of two integers the larger one, a ZeRO stage that covers both; else ``other``."""
+    """Merge two configurations recursively: the larger of two integers (ZeRO stages) wins, otherwise ``other`` wins."""
     result = dict(one)
     for name, value in other.items():
         before = one.get(name)

@@ -3,14 +3,15 @@
     trainer = lightning.Trainer(callbacks=[plimsoll.lightning.OomProof(units="samples")], ...)
     trainer.fit(module, loader)
 
-Values of ``self.log`` per step and the outputs of ``training_step`` are for the whole batch: means are weighted by the
-shares of the micro-batches. Hooks of the backward pass are called for each micro-batch, and again on each retry.
+Values that ``self.log`` logs per step and the outputs of ``training_step`` cover the whole batch: means are weighted by
+the shares of the micro-batches in the batch. Hooks of the backward pass are called for each micro-batch, and again on
+each retry.
 
 Not handled:
 
-- manual optimization and several processes: they are refused;
-- moving the batch to the device, which Lightning does before the step;
-- attributes that a module changes itself, such as a list of outputs;
+- manual optimization and several processes, which are refused;
+- memory errors while Lightning moves the batch to the device, which happens before the step;
+- restoring attributes that a module changes itself, such as a list of outputs;
 - the value per step of a logged metric object, which covers only the last micro-batch;
 - ``reduce_fx=sum`` over an epoch, which counts micro-batches.
 """
@@ -63,7 +64,7 @@ _USED_OF_THE_LOOP = (
 
 
 class _Pass(NamedTuple):
-    """The results of one micro-batch, with its share of the batch."""
+    """One micro-batch: its share of the batch, other outputs of ``training_step`` than the loss, and logged values."""
 
     batch_idx: int
     share: float
@@ -77,19 +78,21 @@ class OomProof(Callback):
 
     Args:
         units: the loss normalizer of ``training_step``: ``"samples"``, ``"tokens"`` (labels other than -100),
-            ``"next-tokens"`` (the same, for a causal model that shifts the labels), or a function from a batch to a
-            number.
+            ``"next-tokens"`` (the same, for a causal model that shifts the labels), or a function that returns the
+            number of units in a batch.
         micro_batch: initial samples per forward and backward pass; ``None`` starts with the batches of the loader.
-        fallbacks: ``plan.fallbacks``, instead of ``micro_batch``.
-        budget: instead of both, device memory for the process, such as ``"8GiB"``. The plan is made at the first batch,
-            by tracing ``training_step`` without a trainer, and the budget is enforced until the training ends.
-        batch: with a budget, the largest batch, to plan with; by default the first batch.
-        recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
-        recut_loss: allow cutting a batch although its loss was not shown to be the sum of the losses of its parts.
+        fallbacks: ``plan.fallbacks``: the initial configuration, then those for when memory runs out; instead of
+            ``micro_batch``.
+        budget: device memory for the process, such as ``"8GiB"``, instead of ``micro_batch`` and ``fallbacks``. The
+            plan is made at the first batch, by tracing ``training_step`` without a trainer, and the budget is enforced
+            until the training ends.
+        batch: with ``budget``, the largest batch, for which the plan is made; by default the first batch.
+        recut_batch_norm: allow splitting a batch although BatchNorm's statistics then differ from the whole batch's.
+        recut_loss: allow splitting a batch although its loss was not shown to be the sum of the losses of its parts.
         never_cut: keep every batch whole.
-        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is restored with a step.
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is restored when a step is undone.
         allow_hidden_state: retry after an out-of-memory error even if some state cannot be restored.
-        grow_after: successful batches before the next larger micro-batch is tried.
+        grow_after: number of successful batches after which the next larger micro-batch is tried.
         logs_memory: log ``plimsoll/peak_bytes``, ``plimsoll/used_bytes``, ``plimsoll/micro_batch`` and
             ``plimsoll/oom`` (errors survived so far) to the loggers of the trainer, every ``log_every_n_steps``.
     """
@@ -136,7 +139,7 @@ class OomProof(Callback):
         return [] if self._evaluations is None else self._evaluations.events
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wrap the steps of validation, testing and prediction."""
+        """Wrap the steps of validation, testing and prediction, so that they recover from memory errors."""
         self._end_evaluations()
         if trainer.world_size == 1:  # several processes are refused when they train, and otherwise left alone
             self._evaluations = Evaluations(trainer, pl_module, self._budget, bool(self._options["never_cut"]))
@@ -146,12 +149,12 @@ class OomProof(Callback):
         self._end_evaluations()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Enforce the budget during the sanity check, before there is a plan."""
+        """Enforce the budget during the sanity check, which runs before the plan is made."""
         if self._evaluations is not None:
             self._evaluations.limit_sanity_check()
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lift the limit, because planning must not be limited."""
+        """Stop enforcing the budget, because planning must not be limited."""
         if self._evaluations is not None:
             self._evaluations.end_sanity_check()
 
@@ -166,10 +169,10 @@ class OomProof(Callback):
         self.transaction = self._at_work.transaction
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Plan for the budget before the first batch.
+        """Make and install the plan for the budget before the first batch.
 
         Raises:
-            BudgetError: if nothing fits the budget; the error names a budget that would.
+            BudgetError: if nothing fits the budget; the error names a budget that would suffice.
         """
         if self._budget is not None and self._at_work is not None and not self._at_work.has_plan:
             self.plan = self._at_work.plan_for(self._budget, batch if self._batch is None else self._batch)
@@ -205,9 +208,9 @@ class OomProof(Callback):
 class _Optimization:
     """Lightning's automatic optimization of one training, with each update as a transaction.
 
-    It replaces ``run`` of that loop object; Lightning's own code still does the work. If memory runs out, these are
-    restored: gradients of the accumulation window, random numbers, buffers, values of ``self.log``, states of
-    torchmetrics, progress, scaler, and settings of the optimizer.
+    It replaces the method ``run`` of Lightning's loop, and calls Lightning's own code for each pass and update. If
+    memory runs out, these are restored: gradients of the accumulation window, random numbers, buffers, values of
+    ``self.log``, states of torchmetrics, progress, scaler, and settings of the optimizer.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: dict[str, Any]) -> None:
@@ -227,7 +230,7 @@ class _Optimization:
         return self._trainer._results
 
     def close(self) -> None:
-        """Restore Lightning's own optimization, and lift the limit."""
+        """Restore Lightning's own optimization, and stop enforcing the budget."""
         self._loop.__dict__.pop("run", None)
         self.transaction.close()
         self._limit.close()
@@ -292,7 +295,7 @@ class _Optimization:
         return at_least_fp32(output.loss)
 
     def _loss_of(self, kwargs: dict[str, Any], micro_batch: Any, share: float) -> Tensor:
-        """Return the loss of a micro-batch, and undo its effects on the logs."""
+        """Return the loss of a micro-batch, and undo the effects of computing it on logs, metrics and progress."""
         before, put_back = (self._passes, self._is_zeroed), self._remember()
         try:
             self._results.batch, self._results.batch_size = micro_batch, None
@@ -314,7 +317,7 @@ class _Optimization:
     # -- logs ----------------------------------------------------------------------------------------------------------
 
     def _logged(self) -> dict[str, Tensor]:
-        """Return the values per step that the last pass has logged, by the key of Lightning's results."""
+        """Return the per-step values that the last pass has logged, by their keys in Lightning's results."""
         return {
             key: result._forward_cache.detach()
             for key, result in self._results.valid_items()
@@ -366,7 +369,7 @@ def _without_trainer(module: LightningModule) -> Iterator[None]:
 
 
 def _loss_of_step(trainer: Trainer, module: nn.Module, batch: Any) -> Tensor:
-    """Return the loss from ``training_step``, with batch and loader index 0."""
+    """Return the loss that ``training_step`` computes with batch index 0 and loader index 0."""
     training_step: Any = module.training_step
     numbers = [0] * (len(inspect.signature(training_step).parameters) - 1)  # some steps take no batch_idx
     with trainer.precision_plugin.train_step_context():
@@ -381,7 +384,7 @@ def _clip_norm_of(trainer: Trainer) -> float | None:
 
 
 def _joined(passes: list[_Pass]) -> dict[str, Any]:
-    """Join the outputs of ``training_step`` other than the loss; a name that some passes lack keeps its last value."""
+    """Join the outputs of ``training_step`` except the loss; an output that some passes lack keeps its last value."""
     extras = [one.extra for one in passes]
     shares, sizes = [one.share for one in passes], [one.num_samples for one in passes]
     both = {name for name in extras[-1] if all(name in extra for extra in extras)}
@@ -392,10 +395,11 @@ def _joined(passes: list[_Pass]) -> dict[str, Any]:
 
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
-    """Raise if the training cannot be made of transactions.
+    """Raise if the steps of this training cannot be run as transactions.
 
     Raises:
-        InputError: for manual optimization, several processes, or a version of Lightning with other internals.
+        InputError: for manual optimization, several processes, or a version of Lightning without the attributes used
+            here.
     """
     if not module.automatic_optimization:
         raise InputError(

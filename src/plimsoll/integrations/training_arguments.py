@@ -21,7 +21,7 @@ def to_training_arguments(plan: Plan, batch_size: int) -> tuple[dict[str, Any], 
 
     Args:
         plan: the plan.
-        batch_size: samples of an optimizer step.
+        batch_size: the number of samples per optimizer step.
 
     Returns:
         The arguments, and a sentence for each choice without an equivalent argument.

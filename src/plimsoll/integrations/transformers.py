@@ -7,11 +7,12 @@ The trainer keeps its loop, loss, accumulation, logs, callbacks, schedules and c
 
 - several processes or devices (use `plimsoll train --nproc`), DeepSpeed, and optimizers that update inside backward:
   they are refused;
-- recovery if memory runs out while the next batch is collated, or in a callback: an error names the place;
+- recovery if memory runs out while the next batch is collated, or in a callback: an error names the operation;
 - changes by ``training_step`` or ``compute_loss`` of a subclass to anything except gradients, buffers and random
   numbers: both run for each micro-batch, and again on each retry.
 
-Written for transformers 5.23 (https://huggingface.co/docs/transformers/main_classes/trainer); its names are checked.
+Written for transformers 5.23 (https://huggingface.co/docs/transformers/main_classes/trainer). It is checked that a
+trainer has the methods used here.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ _Step = Callable[[nn.Module, Any, Any], Tensor]
 
 @dataclass(slots=True)
 class Protection:
-    """The protection of a trainer.
+    """The state of a protected trainer.
 
     Args:
         events: out-of-memory events that the trainer has recovered from.
@@ -115,17 +116,18 @@ def fit(
     Args:
         trainer: a `transformers.Trainer` or a subclass.
         train_arguments: positional arguments of ``trainer.train``.
-        budget: device memory for the process, such as ``"8GiB"`` or a number of bytes, planned for and enforced.
-            ``None`` uses all available memory, without a plan.
+        budget: device memory for the process, such as ``"8GiB"`` or a number of bytes. A plan is made for it, and it is
+            enforced. ``None`` uses all available memory, without a plan.
         units: the loss normalizer if the trainer does not divide by ``num_items_in_batch``; by default inferred from
             the labels (see `plimsoll.data.batch.count_units`).
-        batch: with a budget, the largest batch, as returned by the collator; by default the first batch.
+        batch: with ``budget``, the largest batch, as the collator returns it, for which the plan is made; by default
+            the first batch.
         fallbacks: without a budget, the initial techniques and then the fallbacks for when memory runs out, as for
             `plimsoll.TrainStep`. Techniques that change the loop, the precision or the optimizer are refused.
-        recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
-        recut_loss: allow cutting a batch although its loss was not shown to be the sum of the losses of its parts.
+        recut_batch_norm: allow splitting a batch although BatchNorm's statistics then differ from the whole batch's.
+        recut_loss: allow splitting a batch although its loss was not shown to be the sum of the losses of its parts.
         never_cut: keep every batch whole.
-        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is restored with a step.
+        extra_state: objects with ``state_dict`` and ``load_state_dict`` whose state is restored when a step is undone.
         allow_hidden_state: retry after an out-of-memory error even if some state cannot be restored.
         on_oom: called with each out-of-memory event that is recovered from.
         train_options: keyword arguments of ``trainer.train``, such as ``resume_from_checkpoint=True``.
@@ -135,8 +137,8 @@ def fit(
 
     Raises:
         OutOfMemoryError: if not even a single sample fits; the step is undone.
-        BudgetError: if no plan fits the budget; the error names a budget that would do.
-        InputError: if the trainer is of a kind that is not supported.
+        BudgetError: if no plan fits the budget; the error names a budget that would suffice.
+        InputError: if this trainer is not supported, or an argument is invalid.
     """
     with protected(
         trainer,
@@ -247,7 +249,7 @@ def _first_batch(trainer: transformers.Trainer, backend: Backend) -> Any:
 
 
 def _planned(guard: _Guard, budget: str | int, sample: Any) -> Plan:
-    """Return the plan with the fastest combination that fits and leaves loop and optimizer to the trainer."""
+    """Return the plan with the fastest combination that fits and does not change the trainer's loop and optimizer."""
     trainer = guard.trainer
     model = trainer.model
     assert model is not None
@@ -272,7 +274,7 @@ def _planned(guard: _Guard, budget: str | int, sample: Any) -> Plan:
 
 
 def _offered() -> frozenset[str]:
-    """Return the techniques that leave evaluation, loss, optimizer and precision to the trainer."""
+    """Return the techniques that do not change the trainer's evaluation, loss, optimizer and precision."""
     return frozenset(name for name in techniques_for_loops(has_loss=True) if technique_of(name).is_for_trainers)
 
 
@@ -281,7 +283,7 @@ def _precision_of(trainer: transformers.Trainer) -> Precision:
 
 
 class _Guard:
-    """The wrapped methods of one trainer, for training and evaluation."""
+    """The protection of one trainer: its wrapped methods for training and evaluation."""
 
     def __init__(
         self,
@@ -333,11 +335,11 @@ class _Guard:
         return count_units(batch, units_of(batch, self.trainer.model))
 
     def says_what_counts(self, batch: Any) -> bool:
-        """Return whether the units of a batch are known; otherwise it must not be cut."""
+        """Return whether the units of a batch are known; otherwise the batch must not be split."""
         return self.units is not None or bool({"labels", *self.trainer.label_names} & set(batch))
 
     def refuse_unclear(self, batch: Any) -> None:
-        """Raise if a batch must not be cut because its units are unknown.
+        """Raise if a batch must not be split because its units are unknown.
 
         Raises:
             InputError: if the batch has no labels, and no units were given.
@@ -454,8 +456,9 @@ class _Training:
     def _one_pass(self, model: nn.Module, items: Any, micro_batch: Any, share: float) -> Tensor:
         """Run the ``training_step`` of the trainer on a micro-batch.
 
-        A loss is a mean, a sum divided by ``items``, or the sum of both. With ``items`` of the micro-batch alone, it is
-        a mean over the micro-batch in each case. ``accelerator.backward`` multiplies it by the share of the batch.
+        A loss is a mean, a sum divided by ``items``, or the sum of both. Here ``items`` is reduced to the micro-batch's
+        share, so each is a mean over the micro-batch. The wrapped ``accelerator.backward`` multiplies the loss by this
+        share.
         """
         if share != 1:
             self._guard.refuse_unclear(micro_batch)
@@ -508,7 +511,7 @@ class _Training:
         return backward
 
     def _wrapped_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)  # a schedule marks the method that it has wrapped with an attribute
+        @wraps(original)  # keeps the attribute by which a schedule marks the method that it has wrapped
         def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
             try:
                 self.transaction.finish(partial(self._finish, original, closure))

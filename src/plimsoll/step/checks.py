@@ -1,4 +1,4 @@
-"""Checks that `plimsoll.step.train_step` makes before any work, each with the reason and the remedy."""
+"""Checks that `plimsoll.step.train_step` makes before any computation; each error states reason and remedy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refuse_batch(batch: Any, *, has_own_loss: bool, units_are_assumed: bool) -> 
 
     Args:
         batch: the batch.
-        has_own_loss: whether the user passed a loss function; otherwise the model computes its loss.
+        has_own_loss: whether the user passed a loss function; if not, the model computes its loss.
         units_are_assumed: whether the user passed no ``units``, so that each sample must have one label.
 
     Raises:
@@ -54,7 +54,8 @@ def refuse_unclear_labels(batch: Mapping[str, Any]) -> None:
     """Refuse a batch without one counted label per sample, because the loss normalizer was not specified.
 
     Raises:
-        InputError: if it has no tensor ``labels`` with one label for each sample, or some labels are ignored.
+        InputError: if the batch has no tensor ``labels`` with one label for each sample, or some labels are ignored
+            (-100).
     """
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
@@ -69,7 +70,7 @@ def refuse_no_target(shape: Shape, step: int) -> None:
     """Refuse a batch without a target.
 
     Raises:
-        DataError: if it has no units.
+        DataError: if the batch has no units that the loss could average over.
     """
     if shape.num_units == 0:
         raise DataError(
@@ -82,13 +83,13 @@ def refuse_non_finite(what: str, value: float, workload: Workload, position: Pos
     """Refuse to update with a loss or gradient norm that is NaN or infinite.
 
     Args:
-        what: the name of the value, as in "loss".
+        what: the name of the value for the message, such as "loss".
         value: the value.
         workload: the training.
         position: the current position in the training.
 
     Raises:
-        NonFiniteLossError: if it is NaN or infinite.
+        NonFiniteLossError: if the value is NaN or infinite.
     """
     if math.isfinite(value):
         return
@@ -100,16 +101,16 @@ def refuse_non_finite(what: str, value: float, workload: Workload, position: Pos
 
 
 def refuse_recut(reason: Reason | None, micro_batch: int, shape: Shape, ranks: Ranks) -> None:
-    """Refuse to cut a batch that must stay whole, into micro-batches or over ranks.
+    """Refuse to split a batch that must stay whole into micro-batches or over ranks.
 
     Args:
         reason: why the batch must stay whole, or ``None``.
-        micro_batch: samples per pass.
+        micro_batch: samples per forward and backward pass.
         shape: the shape of the batch.
         ranks: the ranks that share the batch.
 
     Raises:
-        InputError: if there is a reason, and the batch is cut.
+        InputError: if there is a reason, and this micro-batch size or these ranks would split the batch.
     """
     if reason is not None and not ranks.is_alone:
         raise InputError(
@@ -124,7 +125,7 @@ def refuse_recut(reason: Reason | None, micro_batch: int, shape: Shape, ranks: R
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the parameters, ignoring embeddings and blocks that stay on the host.
+    """Return the device of the parameters. Embeddings and blocks that stay in host memory are ignored.
 
     Raises:
         InputError: if the model has no parameters, or they are on several devices.
@@ -167,7 +168,8 @@ def refuse(
 ) -> None:
     """Refuse arguments from which no step can be built.
 
-    ``kind`` is the type of the step's target device. In a dry run the model is on the CPU for any target.
+    ``kind`` is the type of the device that the step is for, such as "cuda". In a dry run, the model is always on the
+    CPU.
 
     Raises:
         InputError: if an argument is unknown or unsuitable, or the arguments do not fit together.

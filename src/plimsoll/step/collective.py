@@ -1,10 +1,10 @@
-"""Work that all ranks complete, or none: if one rank runs out of memory in it, no rank uses the result.
+"""Work that either all ranks complete or none: if one rank runs out of memory, no rank uses the result.
 
 Each rank tries its part (`plimsoll.step.oom_boundary`), then all ranks exchange the outcome before any continues. Work
-that itself communicates, such as passes of a sharded model, checks before each exchange (`Ranks.require_all`). A rank
-that learns there of a failure on another rank stops, and does not exchange the outcome again.
+that itself communicates, such as passes of a sharded model, calls `Ranks.require_all` before each exchange. A rank that
+learns of another rank's failure in this call stops, and does not exchange the outcome again.
 
-With one process this is `attempt`. Nothing is undone here.
+With one process, this equals `attempt`. The caller undoes the work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def agreed(outcome: T | OomEvent, position: Position, ranks: Ranks) -> T | OomEv
     """Exchange the outcomes. Return the local one, or an event if memory ran out on another rank."""
     if ranks.is_alone or (
         isinstance(outcome, OomEvent) and outcome.family == _PEER
-    ):  # then the ranks have agreed already
+    ):  # the ranks have already exchanged the outcome
         return outcome
     rank = ranks.first_of(isinstance(outcome, OomEvent))
     if isinstance(outcome, OomEvent):
@@ -49,15 +49,16 @@ def agreed(outcome: T | OomEvent, position: Position, ranks: Ranks) -> T | OomEv
 
 
 def survived_elsewhere(own: Sequence[OomEvent], ranks: Ranks) -> list[OomEvent]:
-    """Return the events that other ranks survived alone, with their ranks. All ranks must call it."""
+    """Return the events that other ranks recovered from alone, with their rank numbers. All ranks must call it."""
     every = enumerate(ranks.gather(list(own)))
     return [one.model_copy(update={"rank": rank}) for rank, events in every if rank != ranks.rank for one in events]
 
 
 def told_by_all(event: OomEvent, ranks: Ranks) -> OomEvent:
-    """Return the event of the first rank whose memory ran out, identical on all ranks.
+    """Return, on all ranks, the event of the lowest rank that ran out of memory.
 
-    Call this after the failed step has been undone. The next action follows from the event, so all ranks take the same.
+    Call this after the failed step has been undone. The next action depends only on this event, so all ranks take the
+    same action.
     """
     if ranks.is_alone:
         return event

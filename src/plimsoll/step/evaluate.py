@@ -1,10 +1,11 @@
-"""The mean loss over batches, without gradients, in micro-batches as large as fit.
+"""The mean loss over batches, computed without gradients in micro-batches as large as fit.
 
 A batch that runs out of memory is evaluated again in smaller micro-batches. Nothing has to be undone, because an
-evaluation changes nothing. The hook ``evaluation_samples`` limits their size. Ranks that train the same model share
-each batch as in training. If a batch does not fit on one rank, all ranks cut it. Every rank gets the loss of all parts.
+evaluation changes nothing. The hook ``evaluation_samples`` limits the size of micro-batches. Ranks that train the same
+model share each batch as in training. If a batch does not fit on one rank, all ranks split their parts. Every rank gets
+the mean loss of the whole batch.
 
-Not handled: memory that runs out inside the iterable of batches. An iterator cannot be asked for the same batch again.
+Not handled: memory that runs out while a batch is read, because an iterator cannot return the same batch again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from plimsoll.step.recovery import FallbackSchedule, action_of, micro_batch_size
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The mean loss over the ``num_units`` of the evaluated samples."""
+    """The result of an evaluation: the mean loss over the ``num_units`` units of ``num_samples`` samples."""
 
     loss: float
     num_samples: int
@@ -44,15 +45,15 @@ class Evaluation:
 
 
 class Evaluator:
-    """The evaluation of one workload. It remembers which sizes fit.
+    """The evaluation of one workload. It remembers which micro-batch sizes fit.
 
     Args:
         workload: the workload to evaluate.
         backend: the backend of the device.
         position: the current position of the run, for error records.
-        shape_of: counts the samples and units of a batch, and refuses a batch that cannot be cut.
-        grow_after: successful batches before the next larger size is tried.
-        additivity: decides whether a batch may be cut.
+        shape_of: counts the samples and units of a batch, and refuses a batch that cannot be split.
+        grow_after: number of successful batches after which the next larger size is tried.
+        additivity: decides whether a batch may be split.
     """
 
     def __init__(  # noqa: PLR0917 -- internal, constructed by the step only
@@ -74,7 +75,7 @@ class Evaluator:
         self._first_samples: int | None = None
 
     def begin_at(self, num_samples: int) -> None:
-        """Start with at most ``num_samples`` at once: the initial size of training, or the last that survived."""
+        """Start with micro-batches of at most ``num_samples``: the initial size of training, or the last to survive."""
         self._fallback_schedule, self._first_samples = None, num_samples
 
     def at_once(self, num_samples: int) -> int:
@@ -136,9 +137,9 @@ class Evaluator:
         return Evaluation(self._ranks.add_up(loss_sum).item() / num_units, num_samples, num_units, tuple(events))
 
     def _read(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches. With several ranks, yield empty batches forever after them, so that no rank ends early.
+        """Yield the batches. With several ranks, then yield empty batches forever, so that no rank ends early.
 
-        If memory runs out on one rank while it reads a batch, all ranks stop here and may start again.
+        If memory runs out on one rank while it reads a batch, all ranks stop here, and may repeat the evaluation.
 
         Raises:
             PeerOutOfMemory: on all ranks, if there are several.

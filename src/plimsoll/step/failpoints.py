@@ -1,8 +1,9 @@
 """Places at which a test can make memory run out for real: ``with armed("backward", 3): ...``.
 
-An armed point requests 2^60 bytes, so the allocator raises its real error, which is recognized like any other.
+An armed point requests 2^60 bytes, so the allocator raises its real out-of-memory error.
 `PLIMSOLL_FAILPOINTS="backward@3,optimizer@7"` arms points in a subprocess. Each entry has the name of a point and the
-number of the call that fails, counted from 1. An unarmed failpoint costs one look-up in an empty dictionary.
+number of the call of this point that fails, counted from 1. An unarmed failpoint costs one look-up in an empty
+dictionary.
 
 There are no points inside a model: use a forward or gradient hook that calls `exhaust_memory`.
 """
@@ -56,7 +57,7 @@ def arm_from_environment() -> None:
     """Arm the points that `PLIMSOLL_FAILPOINTS` names.
 
     Raises:
-        InputError: if it is not of the form ``name@passage,...``.
+        InputError: if the variable is not of the form ``name@call,...``.
     """
     for entry in filter(None, os.environ.get("PLIMSOLL_FAILPOINTS", "").split(",")):
         name, _, hit = entry.partition("@")

@@ -1,7 +1,7 @@
-"""The fallbacks of a plan on a live training: their levels, and the techniques that are installed.
+"""The fallbacks of a plan in a running training: their levels, and the installation of their techniques.
 
-Consecutive fallbacks with the same techniques and different micro-batches form one level. A change within a level
-installs nothing. Techniques for the whole run are installed once and must be the same in every fallback.
+Consecutive fallbacks with the same techniques and different micro-batches form one level. A change between fallbacks of
+one level installs nothing. Techniques for the whole run are installed once and must be the same in every fallback.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from plimsoll.techniques.mechanisms.uncuttable import WholeBatch
 
 
 class InstalledFallbacks:
-    """The fallbacks of a plan, and the techniques of one of their levels installed on a workload.
+    """The fallbacks of a plan, and the techniques of one level, which are installed on a workload.
 
     Args:
         workload: the workload. Techniques for the whole run are installed on it at once.
@@ -104,7 +104,7 @@ class InstalledFallbacks:
 
     @property
     def names(self) -> list[str]:
-        """The descriptions by which a checkpoint recognizes the same fallbacks."""
+        """Descriptions of the fallbacks, by which a checkpoint is recognized as made with the same ones."""
         return [f"{size.samples} {self.described(size.level)}" for size in self.sizes]
 
     def is_in_force(self, level: int) -> bool:
@@ -114,8 +114,8 @@ class InstalledFallbacks:
     def use(self, level: int) -> None:
         """Install the techniques of a level in place of the current ones.
 
-        Leading techniques that both levels share stay installed, so that optimizer states in files are not moved back
-        and forth. If a technique cannot be installed, the ones before it stay installed and no level is current.
+        Leading techniques that both levels share stay installed. So optimizer states in files are not moved back and
+        forth. If a technique cannot be installed, the techniques before it stay installed, and no level is current.
         """
         if self.is_in_force(level):
             return
@@ -131,17 +131,17 @@ class InstalledFallbacks:
     def keep_whole(
         self, fallback_schedule: FallbackSchedule, whole: WholeBatch, reason: Callable[[], Reason | None], shape: Shape
     ) -> bool:
-        """Exclude fallbacks that cut batches from now on, if there is a reason against cutting. Call it before a cut.
+        """Exclude fallbacks that split batches from now on, if there is a reason against it. Call this before a split.
 
         Args:
             fallback_schedule: the schedule of these fallbacks.
-            whole: the reasons that are already known.
-            reason: determines the reason with the installed techniques.
+            whole: holds the reasons that are already known.
+            reason: determines the reason, or ``None``, by passes with the installed techniques.
             shape: the shape of the batch.
 
         Returns:
-            Whether this could be determined. Without installed techniques (on any rank) the computation may not fit.
-            The caller then asks again after it has installed them and before the batch is cut.
+            Whether this could be determined. While techniques are not installed (on any rank), the passes may not fit.
+            The caller then calls this again after installing them and before splitting the batch.
         """
         if whole.reason() is not None:
             return True
@@ -152,7 +152,7 @@ class InstalledFallbacks:
         return True
 
     def described(self, level: int) -> str:
-        """Return the techniques of a level as text."""
+        """Return a text that lists the techniques of a level."""
         return " ".join(map(str, self._levels[level])) or "no other technique"
 
     def close(self) -> None:
@@ -164,7 +164,8 @@ class InstalledFallbacks:
     def _let_go(self, num_kept: int) -> None:
         """Remove the techniques of the level in reverse order, except the first ``num_kept``.
 
-        If memory runs out in one of them, its tensors stay where they are and the others are still removed.
+        If memory runs out while a technique is removed, its tensors stay where they are, and the other techniques are
+        still removed.
         """
         leaving, self._at_work = self._at_work[num_kept:], self._at_work[:num_kept]
         with ExitStack() as stack:
@@ -173,12 +174,12 @@ class InstalledFallbacks:
 
 
 def take_back(fallbacks: InstalledFallbacks, workload: Workload, backend: Backend, position: Position) -> None:
-    """Remove the techniques. Tensors outside the device that do not fit back stay outside, with a warning.
+    """Remove the techniques. Tensors that do not fit back on the device stay outside it, with a warning.
 
     Raises:
         OutOfMemoryError: if a model that is sharded over ranks cannot be gathered on all of them.
     """
-    is_shared = workload.hooks.sharding.is_sharded  # then all ranks close together, so that none waits forever
+    is_shared = workload.hooks.sharding.is_sharded  # all ranks must then close together, so that no rank waits forever
     event = attempt_collectively(fallbacks.close, backend, position, workload.ranks if is_shared else Ranks())
     if isinstance(event, OomEvent) and is_shared:
         raise OutOfMemoryError(
@@ -207,15 +208,16 @@ def fallback_schedule_of(
 ) -> FallbackSchedule:
     """Return the fallback schedule for a batch.
 
-    Without planned fallbacks, the first batch defines the micro-batch sizes. A larger batch creates a new schedule.
+    Without planned fallbacks, the size of the first batch determines the micro-batch sizes, and a larger batch gets a
+    new schedule.
 
     Args:
         fallbacks: the fallbacks of a plan; they may be empty.
         before: the previous fallback schedule. A new one inherits its limits.
         num_samples: samples of the batch.
-        first_micro_batch: the initial micro-batch if there are no fallbacks; ``None`` for the whole batch.
+        first_micro_batch: the initial samples per micro-batch if there are no fallbacks; ``None`` for the whole batch.
         grow_after: see `plimsoll.step.recovery.FallbackSchedule`.
-        is_whole: whether batches must not be cut.
+        is_whole: whether batches must not be split.
         learned: the state of a checkpoint, used if there is no previous schedule.
     """
     top = first_micro_batch or num_samples
@@ -265,7 +267,7 @@ def after_oom(  # noqa: PLR0917 -- internal, called by step loops only
 
 
 def ran_out_of(event: OomEvent) -> RanOut | None:
-    """Return the wanted memory and the limit; ``None`` if both are unknown.
+    """Return the wanted memory (in use plus requested) and the limit; ``None`` if both are unknown.
 
     If the device has no limit, the wanted memory is the limit.
     """
@@ -284,7 +286,7 @@ class Uses(Protocol):
 
 
 def measured(fallback_schedule: FallbackSchedule, device: Uses, ranks: Ranks) -> Measured | None:
-    """Return the memory of the last step, from the rank that used most; ``None`` if the schedule does not need it."""
+    """Return the memory of the last step on the rank that used most; ``None`` if the schedule does not need it."""
     if not fallback_schedule.is_lowered:
         return None
     use = device.use()
@@ -294,7 +296,7 @@ def measured(fallback_schedule: FallbackSchedule, device: Uses, ranks: Ranks) ->
 
 
 def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size: int) -> None:
-    """Refuse impossible choices and combinations. Lossy choices are allowed, because the caller gave them."""
+    """Refuse impossible choices and combinations. Lossy choices are allowed, because the caller asked for them."""
     allow = frozenset((*TECHNIQUES, "recut_batch_norm"))
     try:
         # In a dry run, a model for CUDA is on the CPU. So choices that are possible on either device are accepted.

@@ -36,11 +36,12 @@ def step_of(
     """Construct the step that a job describes.
 
     Args:
-        job: the job: its task, precision (``auto`` is fp32, since a plan's choices change it), clipping and schedule.
+        job: the job, which gives task, clipping, schedule and precision (``auto`` means fp32, which the plan's choices
+            change).
         model: the model of the job.
         optimizer: the optimizer of the model.
         fallbacks: see `TrainStep`.
-        loss: a loss with a teacher; by default the loss of the task.
+        loss: replaces the loss of the task, for training with a teacher.
         schedule: an existing learning-rate schedule; by default it is built from the job.
         full_length: tokens of the longest row in the data set; by default the job's ``sequence_length``.
         backend: see `TrainStep`.

@@ -1,6 +1,6 @@
-"""The cut of a batch into weighted micro-batches, for training steps and evaluations.
+"""The split of a batch into weighted micro-batches, for training steps and evaluations.
 
-`plimsoll.step.recovery` chooses their size.
+`plimsoll.step.recovery` chooses the size of micro-batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Shape(NamedTuple):
-    """The counts of a batch that determine how it is cut and weighted."""
+    """The samples, loss units and elements per sample of a batch, which determine how it is split and weighted."""
 
     num_samples: int
     num_units: float
@@ -35,7 +35,7 @@ NOTHING = Shape(num_samples=0, num_units=0, elements_per_sample=0.0)
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch, its share of the units that the loss averages over, and the numbers of its samples."""
+    """A micro-batch, its share of the batch's loss units, and the numbers of its samples in the batch."""
 
     batch: Any
     share: float
@@ -43,13 +43,13 @@ class MicroBatch(NamedTuple):
 
 
 def shape_of(batch: Any, workload: Workload) -> Shape:
-    """Return the shape of a batch, with elements counted by the cut of the workload."""
+    """Return the shape of a batch, with elements counted as the workload splits batches."""
     num_samples, num_units = batch_size_of(batch), count_units(batch, workload.units)
     return Shape(num_samples, num_units, workload.hooks.cut.elements_per_sample(batch, num_samples))
 
 
 def shape_of_any(batch: Any, units: Units) -> Shape:
-    """Return the shape of any batch. A batch that cannot be cut counts as a single sample."""
+    """Return the shape of any batch. A batch that cannot be split counts as a single sample."""
     try:
         num_samples = batch_size_of(batch)
     except InputError:
@@ -58,10 +58,10 @@ def shape_of_any(batch: Any, units: Units) -> Shape:
 
 
 class Parts(NamedTuple):
-    """The parts of a batch over all ranks: the shape that determines how they are cut, and the total number of samples.
+    """The shape that determines how ranks split their parts of a batch, and the number of samples in the whole batch.
 
-    The units of ``shape`` are summed over all parts; samples and elements are the maximum over ranks. Some ranks may
-    have no target, because there are fewer samples than ranks.
+    In ``shape``, units are the sum over ranks; samples and elements are the maximum of any rank. ``some_have_none``:
+    some rank has no target, for example if there are fewer samples than ranks.
     """
 
     shape: Shape
@@ -70,7 +70,7 @@ class Parts(NamedTuple):
 
 
 def parts_of_all(shape: Shape, ranks: Ranks) -> Parts:
-    """Return the parts of all ranks, given the shape of this rank's part. All ranks must call it."""
+    """Combine the shapes of all ranks' parts, given the shape of this rank's part. All ranks must call it."""
     if ranks.is_alone:
         return Parts(shape, shape.num_samples, some_have_none=False)
     samples, units, elements = zip(*ranks.each(shape), strict=True)
@@ -82,9 +82,9 @@ def parts_of_all(shape: Shape, ranks: Ranks) -> Parts:
 def weighted_micro_batches(
     batch: Any, micro_batch: int, shape: Shape, workload: Workload, total_units: float | None = None
 ) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of a batch. Those without a target are skipped, because they have no mean loss.
+    """Yield the micro-batches of a batch. A micro-batch without a target is skipped, because it has no mean loss.
 
-    Shares are relative to ``total_units``, by default the units of this batch.
+    ``micro_batch`` is in samples. Shares are relative to ``total_units``, by default the units of this batch.
     """
     if not shape.num_units:
         return
@@ -98,13 +98,13 @@ def weighted_micro_batches(
 
 
 def equal_micro_batches(batch: Any, micro_batch: int, num_samples: int) -> Iterator[MicroBatch]:
-    """Cut a batch without a target into micro-batches whose samples have equal weight."""
+    """Split a batch without a target into micro-batches whose samples have equal weight."""
     for part in split_batch(batch, micro_batch):
         yield MicroBatch(part, batch_size_of(part) / num_samples, ())
 
 
 class Filler:
-    """A sample of weight zero to compute with while a rank has no work and other ranks need it to take part.
+    """A sample of weight zero, with which a rank without work computes because other ranks need it to take part.
 
     Blocks sharded over ranks are gathered by all ranks, or by none. A rank without a target in its part of the batch
     computes with a sample of another rank.
@@ -119,9 +119,10 @@ class Filler:
         self._is_told = workload.hooks.cut.depends_on_values
 
     def filled(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches, then the filler, until all ranks have yielded as many as the rank with most.
+        """Yield the micro-batches, then the filler, until the rank has yielded as many as the rank with the most.
 
-        All ranks must call it. That number is ``num_micro_batches``, unless it depends on the contents of the batches.
+        All ranks must call it. The maximum is ``num_micro_batches``; if it depends on batch contents, ranks exchange
+        it.
 
         Raises:
             PeerOutOfMemory: if memory ran out on another rank before it could lend a sample.
@@ -140,7 +141,7 @@ class Filler:
             yield MicroBatch(filler, 0.0, ())
 
     def _lent(self, own: Any) -> Any:
-        """Return a sample of this rank, or of the first rank that has one. All ranks must call it."""
+        """Return this rank's own sample, or else the sample of the first rank that has one. All ranks must call it."""
         here = None if own is None else move_batch(own, torch.device("cpu"))
         every = self._ranks.gather_agreed(here)
         return next(one for one in every if one is not None) if own is None else own
@@ -181,7 +182,7 @@ def mean_loss(workload: Workload, micro_batch: Any) -> Tensor:
 
 
 def no_way_out(event: OomEvent, micro_batch: int, shape: Shape, whole: Reason | None) -> str:
-    """Return the message that a step does not fit in memory, with the reason and the remedy."""
+    """Return the error message for a step that does not fit in memory, with the reason and the remedy."""
     where = f"memory ran out in the {event.phase} phase of step {event.step}"
     if event.phase == "optimizer":
         why = "no micro-batch changes what the update needs: give a larger budget, or an optimizer with fewer states"

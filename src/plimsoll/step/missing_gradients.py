@@ -1,6 +1,6 @@
-"""A warning about trainable parameters without a gradient, given once, with their names and the cause if it is known.
+"""A warning, given once, that some trainable parameters get no gradient, with their names and the cause if known.
 
-Nothing else reveals them: an optimizer skips a parameter without a gradient, and the loss still falls.
+Nothing else reveals such parameters: an optimizer skips them, and the loss still falls.
 
 Not detected: parameters outside the model, and gradients that are zero. No cause is given for compiled or scripted
 modules. Parameters sharded over ranks are not watched.
@@ -38,7 +38,7 @@ class Unreached(NamedTuple):
     Attributes:
         names: names of the parameters, in the model's order.
         num_all: number of trainable parameters.
-        step: the step after which this was known.
+        step: the number of the step after which this was known.
         cause: the cause.
     """
 
@@ -78,7 +78,7 @@ class UnreachedWatch:
 
     Args:
         model: the model. Its parameters may be replaced before the first step.
-        is_done: whether to watch nothing.
+        is_done: whether the watch is over before it begins, so that nothing is watched.
     """
 
     def __init__(self, model: nn.Module, is_done: bool = False) -> None:
@@ -93,7 +93,7 @@ class UnreachedWatch:
 
     @property
     def found(self) -> tuple[Unreached, ...]:
-        """The findings so far, without parameters that have had a gradient since."""
+        """The findings so far, without parameters that have got a gradient since they were found."""
         left = [
             one._replace(names=tuple(name for name in one.names if name not in self._reached)) for one in self._found
         ]
@@ -168,7 +168,7 @@ class UnreachedWatch:
 
 
 def _branch_of(name: str) -> str:
-    """Return a parameter's name without the numbers of layers and experts."""
+    """Return a parameter's name without the numbers of layers and experts, which parallel branches share."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 

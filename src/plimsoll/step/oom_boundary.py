@@ -1,12 +1,13 @@
 """The only place that catches an out-of-memory error.
 
-`attempt` runs a function. If memory runs out it returns an `OomEvent`, which holds only numbers and text. By then the
-``except`` block has been left, so the exception and its traceback are freed, whose frames held tensors
-(https://docs.pytorch.org/docs/stable/notes/faq.html, "My out of memory exception handler can't allocate memory").
-Every other exception passes through unchanged.
+`attempt` runs a function. If memory runs out it returns an `OomEvent`, which holds only numbers and text. The
+``except`` block has ended by then. So the exception and its traceback, whose frames held tensors, are freed
+(https://docs.pytorch.org/docs/stable/notes/faq.html, "My out of memory exception handler can't allocate memory"). Every
+other exception passes through unchanged.
 
-The backend decides which errors mean out of memory: by type if there is one, otherwise by text. Library errors that
-can hide one (cuDNN, cuBLAS, oneDNN) count only while the device is nearly full.
+The backend decides which errors mean out of memory: by a specific exception type if it has one, otherwise by the error
+text. Library errors that can hide an out-of-memory error (cuDNN, cuBLAS, oneDNN) count only while the device is nearly
+full.
 
 Not handled: a process that is killed (see `plimsoll.training.supervise`). Nothing is undone; that is the caller's task.
 """
@@ -33,7 +34,7 @@ _LONGEST_TEXT = 2000  # characters of the raw error kept in the record; CUDA's l
 class Position:
     """The position of the run, for error messages; ``step`` counts completed steps.
 
-    ``samples`` are the numbers of the samples under evaluation, in their batch.
+    ``samples`` are the numbers, within the batch, of the samples under evaluation.
     """
 
     step: int = 0
@@ -45,7 +46,7 @@ class Position:
 def attempt(work: Callable[[], T], backend: Backend, position: Position) -> T | OomEvent:
     """Run ``work`` and return its result, or an event if memory ran out in it.
 
-    The caller frees the leftovers of the work. No reference to them remains here.
+    The caller frees tensors that the failed work left. No reference to them remains here.
     """
     try:
         return work()
@@ -60,7 +61,7 @@ def attempt(work: Callable[[], T], backend: Backend, position: Position) -> T | 
 
 
 def attempt_twice(work: Callable[[], T], backend: Backend, position: Position) -> T | OomEvent:
-    """Run ``work``, and if memory runs out, free cached memory and run it again. It must be repeatable."""
+    """Run ``work``, which must be repeatable. If memory runs out, free cached memory and run it again."""
     outcome = attempt(work, backend, position)
     if isinstance(outcome, OomEvent):
         backend.release()
@@ -93,7 +94,7 @@ def fitting(work: Callable[[], T], backend: Backend, what: str, otherwise: str =
 
 
 def without_fail(work: Callable[[], T], *raised: type[Exception]) -> T | str:
-    """Run a function whose failure must not hide another error. Return its error message, but raise ``raised``."""
+    """Run a function whose failure must not hide another error. Return its error message; only ``raised`` pass."""
     try:
         return work()
     except raised:

@@ -31,7 +31,7 @@ class Passes:
         retry: restores the state from before the step.
         backend: the backend of the device.
         position: the current position in the training.
-        parameters: iterates over the parameters that have gradients.
+        parameters: returns an iterator over the parameters that have gradients.
         is_dry_run: whether the training is a dry run.
 
     Attributes:
@@ -56,16 +56,16 @@ class Passes:
         self._workload, self._position = workload, position
 
     def add(self, micro_batch: Any, share: float, scaler: Scaler, *, releases_gradients: bool = False) -> Tensor:
-        """Accumulate the gradients of one micro-batch. Its other allocations are free when this returns.
+        """Accumulate the gradients of one micro-batch. All its other allocations are freed when this returns.
 
         Args:
             micro_batch: the micro-batch, on any device.
-            share: its share of the mean loss.
+            share: the weight of the micro-batch in the mean loss of the batch.
             scaler: the loss scaler, for fp16.
             releases_gradients: whether parameters are updated in backward, so that the loss must be checked before.
 
         Returns:
-            Its part of the loss.
+            The micro-batch's part of the batch's mean loss.
         """
         self._position.phase = "copy"
         failpoint("copy")

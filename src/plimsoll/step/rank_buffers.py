@@ -1,12 +1,12 @@
 """Buffers that differ between ranks, and how they are combined for evaluations and checkpoints.
 
 - BatchNorm's running statistics cover a rank's part of each batch. For evaluations and checkpoints, all ranks use the
-  statistics of the first, as in torch's `DistributedDataParallel`.
+  statistics of the first rank, as in torch's `DistributedDataParallel`.
 - A rank knows the carried state of its own stream slots. A checkpoint needs the state of all slots, because another
   number of ranks distributes them differently.
 
 With one process these functions do nothing. Other buffers that training changes are not handled: each rank keeps its
-version, and a checkpoint has the version of the first.
+own version, and a checkpoint has the first rank's version.
 """
 
 from __future__ import annotations

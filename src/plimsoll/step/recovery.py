@@ -1,12 +1,12 @@
 """The rule for the current fallback: down the schedule when memory runs out, up again when it is safe.
 
 The fallbacks are planned before the run (by a plan, or `micro_batch_sizes`), so nothing is searched when memory runs
-out. A fallback is a micro-batch and a *level*, that is, the techniques installed with it. A size that did not fit at
-one level may fit at another.
+out. A fallback is a micro-batch and a *level*, that is, the techniques installed with it. A micro-batch size that did
+not fit at one level may fit at another.
 
-Limits are learned in *elements* (samples times elements per sample). Memory depends on the shape of a batch, not on
-its number of samples. If a batch of long texts did not fit, as many short texts are still allowed. The next batch of
-long texts is cut before it fails.
+Limits are learned in *elements* (samples times elements per sample). Memory depends on the shape of a batch, not on its
+number of samples. If a batch of long texts did not fit, a batch of as many short texts still runs whole. The next batch
+of long texts is split before it fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plimsoll.records.job import Job
 
 
 def micro_batch_sizes(batch_size: int) -> tuple[int, ...]:
-    """Return the micro-batch sizes for a batch that is cut into 1, 2, 4, 8, ... nearly equal parts, down to 1 sample.
+    """Return the micro-batch sizes for a batch that is split into 1, 2, 4, 8, ... nearly equal parts, down to 1 sample.
 
     >>> micro_batch_sizes(12)
     (12, 6, 3, 2, 1)
@@ -36,25 +36,25 @@ def micro_batch_sizes(batch_size: int) -> tuple[int, ...]:
 
 
 def samples_of_rank(job: Job) -> int:
-    """Return the maximum number of samples of a step that one rank gets."""
+    """Return the maximum number of samples that one rank gets in a step."""
     return math.ceil(job.batch_size / job.ranks)
 
 
 class Size(NamedTuple):
-    """A fallback: the samples of one pass, and the level of its techniques, counted from 0."""
+    """A fallback: the samples per micro-batch, and the level of its techniques, counted from 0."""
 
     samples: int
     level: int = 0
 
 
 class RanOut(NamedTuple):
-    """The memory that an out-of-memory error wanted, in use plus requested, and the limit of the device."""
+    """The memory needed when memory ran out (in use plus requested), and the limit of the device."""
 
     wanted_bytes: int
     limit_bytes: int
 
     def most_bytes(self, needed_bytes: int) -> float:
-        """Return the largest predicted peak that should fit, if predictions are off by the same factor as here."""
+        """Return the largest predicted peak that should fit, if all predictions err by the same factor as this one."""
         return needed_bytes * min(1.0, self.limit_bytes / max(self.wanted_bytes, 1))
 
 
@@ -73,8 +73,8 @@ class _Seen(NamedTuple):
     num_elements: int
 
 
-_CLEAN_STEPS = 3  # successful steps before a measured peak is trusted
-_PATIENCE = 4  # factor on these steps after each larger fallback that failed
+_CLEAN_STEPS = 3  # number of successful steps before a measured peak is trusted
+_PATIENCE = 4  # factor by which this number grows after each larger fallback that failed
 _USABLE_SHARE = 0.95  # of the limit, because peaks vary between steps and the heap is fragmented
 
 
@@ -86,8 +86,8 @@ def state_after_death(
     Args:
         state: the state of the checkpoint; ``None`` without one.
         size: the fallback to begin with.
-        too_large_fallback: the fallback that killed the process, if known. Only fallbacks with smaller passes are
-            tried again, after enough successful steps.
+        too_large_fallback: the fallback that killed the process, if known. After enough successful steps, only
+            fallbacks with smaller micro-batches are tried again.
     """
     before = {"held_elements": [], "failed_elements": []} if state is None else state
     return before | {
@@ -100,7 +100,7 @@ class FallbackSchedule:
 
     Args:
         sizes: the fallbacks, from large to small within each level, with levels counted up from 0.
-        grow_after: successful steps before the next larger fallback is tried.
+        grow_after: number of successful steps after which the next larger fallback is tried.
         least_samples: fallbacks with smaller micro-batches are never used.
         needs: predicted peaks of the fallbacks in bytes; ``None`` if unknown.
 
@@ -155,7 +155,7 @@ class FallbackSchedule:
         self._fallback = next((fallback for fallback in self._usable if fallback >= self._fallback), self._usable[-1])
 
     def begin_again(self, state: dict[str, Any], fallback: int) -> int:
-        """Return to the state from before a step, at ``fallback``, if the step did not fail because of memory."""
+        """Return to the state from before a step, at ``fallback``, if the step did not fail for lack of memory."""
         self.load_state_dict(state)
         self._fallback = fallback
         return fallback
@@ -173,7 +173,7 @@ class FallbackSchedule:
     def choose(self, elements_per_sample: float) -> int:
         """Return the fallback for a batch of this shape: the current one, or a later one below the known limit.
 
-        It may also be an earlier one, after enough successful steps or if the measured peak shows that it fits.
+        An earlier fallback is returned after enough successful steps, or if the measured peak shows that it fits.
         """
         if self._too_large_fallback is not None:  # its elements are unknown; assume batches of this shape
             for samples, level in self.sizes[: self._too_large_fallback + 1]:  # earlier fallbacks need more memory
@@ -203,17 +203,17 @@ class FallbackSchedule:
     def _may_take(self, elements_per_sample: float, fallback: int) -> bool:
         """Return whether a fallback may run a batch of this shape.
 
-        It must be below known limits. Also, it is not before the current one, or passes with as many elements
-        succeeded.
+        It must be below the known limits. If it comes before the current fallback, passes with as many elements must
+        have succeeded.
         """
         samples, level = self.sizes[fallback]
         is_known = level == self.sizes[self._fallback].level and samples * elements_per_sample <= self._held_here
         return (fallback >= self._fallback or is_known) and self._is_allowed(fallback, elements_per_sample)
 
     def _larger_that_fits(self, fallback: int, elements_per_sample: float) -> int | None:
-        """Return the largest earlier fallback that should fit by the measured peak, or ``None``.
+        """Return the largest earlier fallback that should fit according to the measured peak, or ``None``.
 
-        If one fits, something else held the memory when it failed before.
+        If such a fallback failed before, other code held the memory at that time.
         """
         if self._limit_bytes is None or self._seen is None or self._num_clean_steps < self._clean_steps_wanted:
             return None
@@ -244,7 +244,7 @@ class FallbackSchedule:
         self._held_elements[level] = max(self._held_elements[level], num_elements)
         failed_elements = self._failed_elements[level]
         if failed_elements is not None and num_elements >= failed_elements:
-            self._failed_elements[level] = None  # not a limit: something else held the memory for a while
+            self._failed_elements[level] = None  # not a limit: other code held the memory for a while
         if level == self.sizes[self._fallback].level:
             self._held_here = max(self._held_here, num_elements)
         if memory is not None:
@@ -265,8 +265,8 @@ class FallbackSchedule:
 
         Args:
             fallback: the fallback that ran out of memory.
-            num_samples: samples of a pass. A small batch has fewer than the fallback's.
-            num_elements: elements of a pass.
+            num_samples: samples per pass; fewer than in the fallback if the batch is small.
+            num_elements: elements per pass.
             needs_other_level: whether a smaller pass would not help.
             ran_out: the wanted memory and the limit, if known.
         """
@@ -286,7 +286,8 @@ class FallbackSchedule:
         has_held = num_elements <= self._held_elements[level]
         is_outlier = 0 < self._held_elements[level] < num_elements
         this = fallback, num_elements, needs_other_level
-        # If it succeeded before, something else may have held memory briefly. The last fallback has no alternative.
+        # If a pass of this size succeeded before, other code may have held memory briefly. The last fallback has no
+        # alternative.
         if (has_held or not smaller or needs_other_level) and this not in self._retried:
             self._retried.add(this)
             return fallback
@@ -298,14 +299,14 @@ class FallbackSchedule:
         if needs_other_level:
             self._note_limit(level, 1)  # no pass of this level is small enough
         following = self._likely_to_fit(fallback, smaller, ran_out)
-        # An outlier batch does not lower the current fallback, because its limit is now known and other batches fit.
-        # It does if techniques change, so that they are not exchanged back and forth.
+        # An outlier batch does not lower the current fallback, because its limit is now known and other batches fit. It
+        # does lower the current fallback if techniques change, so that techniques are not exchanged back and forth.
         if fallback <= self._fallback and not (is_outlier and self.sizes[following].level == level):
             self._fallback = following
         return following
 
     def _likely_to_fit(self, fallback: int, smaller: Sequence[int], ran_out: RanOut | None) -> int:
-        """Return the first fallback that should fit if its prediction is off by the same factor, or the last one."""
+        """Return the first fallback that should fit if all predictions err by one factor; otherwise the last one."""
         needs = self._needs[fallback]
         if ran_out is None or needs is None:
             return smaller[0]
@@ -313,7 +314,7 @@ class FallbackSchedule:
         return next((later for later in smaller if (self._needs[later] or 0) <= most_bytes), smaller[-1])
 
     def _note_limit(self, level: int, num_elements: int) -> None:
-        """Forbid passes with this many elements, until a pass that cannot be avoided succeeds with as many."""
+        """Forbid passes with this many elements, until a pass with as many that could not be avoided succeeds."""
         self._held_elements[level] = min(self._held_elements[level], num_elements - 1)
         self._failed_elements[level] = min(num_elements, self._failed_elements[level] or num_elements)
 
@@ -341,7 +342,7 @@ class FallbackSchedule:
 
 
 def action_of(samples: int, next_samples: int, techniques: str | None, *, is_same_fallback: bool) -> str:
-    """Return a description of the action after memory ran out; ``techniques`` are the new ones if they change."""
+    """Describe the action after memory ran out; ``techniques`` are the new techniques, or ``None`` if they stay."""
     action = f"micro-batch {samples} -> {next_samples}" if next_samples != samples else "same micro-batch"
     if techniques is not None:
         return f"{action} with {techniques}"

@@ -17,8 +17,8 @@ from plimsoll.records.run import OomEvent
 class StepResult:
     """The result of one step, over all ranks.
 
-    ``loss`` is the mean over ``num_units``; ``micro_batch`` is in samples per rank. ``updated`` is False if fp16
-    gradients overflowed and the update was skipped.
+    ``loss`` is the mean over ``num_units`` loss units; ``micro_batch`` is in samples per rank. ``updated`` is False if
+    fp16 gradients overflowed and the update was skipped.
     """
 
     step: int
@@ -57,5 +57,5 @@ def note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], N
 
 
 def at_least_fp32(loss: Tensor) -> Tensor:
-    """Return a loss detached from its graph, in a precision in which losses of micro-batches can be summed."""
+    """Return a loss without its graph, in at least fp32, so that losses of micro-batches can be summed."""
     return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))

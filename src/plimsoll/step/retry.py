@@ -1,15 +1,15 @@
 """Retrying a step after an out-of-memory error, and the check that all state it changed can be restored.
 
 A retry is correct only if all state that a step reads is restored (`plimsoll.step.undo.step_state`). The search for
-state may miss some. So before the first step, two of its samples are passed forward and backward, the state is
+state may miss some of it. So before the first step, two samples of the batch run forward and backward, the state is
 restored, and the same pass runs again. Loss, gradients and written tensors must agree. A difference beyond rounding
 proves hidden state. From then on, an out-of-memory error is raised instead of a retry, and names the module in which
 the passes first differ. Kernels with a nondeterministic order of additions (atomics on a GPU) are tolerated.
 
-The position of an iterator cannot be restored. If user code holds one, nothing is compared until a step has left it in
-place. A step that advances it is not retried.
+The position of an iterator cannot be restored. If user code holds an iterator, nothing is compared until a step has run
+without advancing it. A step that advances it is not retried.
 
-Does not detect state that has no effect on two samples. If two samples fail, nothing is compared.
+Does not detect state that has no effect on the results of two samples. If their pass fails, nothing is compared.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Retry:
             self.undo.kinds, self._idle_iterators = kinds, idle_iterators
 
     def put_back(self, others: Callable[[], None]) -> None:
-        """Restore the saved state, with ``others`` for the rest. If memory runs out, try a second time.
+        """Restore the saved state, and call ``others`` for state not covered. If memory runs out, try a second time.
 
         Raises:
             TornStepError: if memory ran out in both tries.
@@ -300,7 +300,7 @@ def first_samples(batch: Any, micro_batch: int, model: nn.Module) -> Any:
 
 
 def scaler_as_now(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-    """Return a new scaler with the same scale. The gradients that the old one has seen cannot be removed from it."""
+    """Return a new scaler with the same scale. The old scaler's record of seen gradients cannot be removed."""
     fresh = type(scaler)(scaler._device, enabled=scaler.is_enabled())
     fresh.load_state_dict(scaler.state_dict())
     return fresh
@@ -323,7 +323,7 @@ def _noting_outputs(model: nn.Module) -> Iterator[list[tuple[str, list[Print]]]]
 
 
 def said_of_iterators(names: Sequence[str]) -> str:
-    """Return the message that iterators cannot be restored."""
+    """Return the message that the positions of these iterators cannot be restored."""
     what = "is an iterator, whose position" if len(names) == 1 else "are iterators, whose positions"
     return f"{' and '.join(names[:_MOST_NAMES])} {what} cannot be put back"
 
@@ -331,7 +331,7 @@ def said_of_iterators(names: Sequence[str]) -> str:
 def _said(
     first: PassPrint, second: PassPrint, one: list[tuple[str, list[Print]]], other: list[tuple[str, list[Print]]]
 ) -> str:
-    """Return a message about the first difference between two passes."""
+    """Return the message about two passes that differ; it names the first module with different outputs, if any."""
     pairs = zip(one, other, strict=False)
     differing = next((ours for ours, theirs in pairs if ours != theirs), None)
     if differing is None:

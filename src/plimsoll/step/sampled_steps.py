@@ -1,4 +1,4 @@
-"""A schedule of the steps to inspect closely: the first ones, then fewer, so that the cost becomes negligible."""
+"""A schedule of the steps to inspect closely: the first steps, then ever fewer, so that the cost becomes negligible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SampledSteps:
         return self.num_steps + 1 >= self.next_look
 
     def passed(self, *, looked: bool) -> None:
-        """Count a step, and schedule the next inspection if it was inspected."""
+        """Count a step. If it was inspected (``looked``), schedule the next inspection."""
         self.num_steps += 1
         if looked:
             self.next_look = self.num_steps + min(max(self.num_steps // 4, 1), _LONGEST_PAUSE_STEPS)

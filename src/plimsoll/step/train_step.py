@@ -4,9 +4,10 @@
     result = step(batch)
 
 With one micro-batch, results are bitwise equal to a plain PyTorch loop. With several, the mathematics is the same, but
-roundings and dropout masks differ, as in plain PyTorch. A batch is cut only if its loss is known to be additive
-(`plimsoll.step.losses.additive`). It is not cut if an embedding scales gradients by the contents of a pass
-(``scale_grad_by_freq``). Nor is it cut if BatchNorm uses batch statistics, unless ``recut_batch_norm`` allows it.
+roundings and dropout masks differ, as in plain PyTorch. A batch is split into micro-batches only if its loss is known
+or shown to be additive (`plimsoll.step.losses.additive`). It is not split if an embedding scales gradients by the
+contents of a pass (``scale_grad_by_freq``). Nor is it split if BatchNorm uses batch statistics, unless
+``recut_batch_norm`` allows it.
 
 Not handled: LBFGS and other optimizers that need a closure, and parameters added to the model after the step was
 constructed. Gradients that exist before the step are dropped.
@@ -65,7 +66,7 @@ from plimsoll.step.update.sparse import clippable
 from plimsoll.techniques.mechanisms.uncuttable import WholeBatch
 
 T = TypeVar("T")
-_SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below this the loss itself is not finite
+_SMALLEST_SCALE = 1.0  # fp16 steps are skipped while the scale falls; below this scale the loss itself is not finite
 
 
 class TrainStep:
@@ -75,29 +76,29 @@ class TrainStep:
         model: the model, on the device it trains on.
         optimizer: any ``torch.optim`` optimizer of its parameters, except LBFGS.
         loss: ``loss(model, batch)`` returns the mean loss, a scalar tensor; by default ``model(**batch).loss``.
-        units: the loss normalizer: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"``
-            (the same, for a causal model that shifts the labels), or a function from a batch to a number. Optional if
-            the model computes its own loss and each sample has one label.
+        units: the loss normalizer: ``"samples"``, ``"tokens"`` (labels other than -100), ``"next-tokens"`` (the same,
+            for a causal model that shifts the labels), or a function that returns the number of units in a batch.
+            Optional if the model computes its own loss and each sample has one label.
         micro_batch: initial samples per forward and backward pass; ``None`` starts with the whole batch.
         fallbacks: ``plan.fallbacks``, instead of ``micro_batch``: the initial configuration, then those to change to
-            when memory runs out. The choices of each configuration, without a predicted peak, are enough.
+            when memory runs out. Each may also be given as its choices only, without predictions.
         clip_norm: the maximum global gradient norm, applied after accumulation.
         schedule: a learning-rate schedule, stepped after every update.
         precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` by autocast (fp16 with a gradient scaler).
-        recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
-        recut_loss: allow cutting a batch although its loss was not shown to be the sum of the losses of its parts.
+        recut_batch_norm: allow splitting a batch although BatchNorm's statistics then differ from the whole batch's.
+        recut_loss: allow splitting a batch although its loss was not shown to be the sum of the losses of its parts.
         never_cut: keep every batch whole.
         extra_state: objects with ``state_dict`` and ``load_state_dict`` that hold state which passes change and
             `plimsoll.step.undo.find_state` does not find. It is restored with the step, and saved by `state_dict`.
         allow_hidden_state: retry after an out-of-memory error even if some state cannot be restored.
-        grow_after: successful steps before the next larger micro-batch is tried. Three are enough if the measured peaks
-            show that it fits.
+        grow_after: number of successful steps after which the next larger micro-batch is tried. Three steps are enough
+            if the measured peaks show that this size fits.
         full_length: tokens of the longest sample in the data set. If samples are sorted by length, ``micro_batch``
-            counts samples of this length, and shorter samples are packed up to the same number of elements. By default,
-            the longest sample of each batch is used.
+            counts samples of this length, and a micro-batch of shorter samples holds more of them, up to the same
+            number of elements. By default, the longest sample of each batch is used.
         backend: replaces the backend of the device, in a dry run.
         position: replaces the step's record of its position, in a dry run.
-        files: the pool of memory-mapped files in which the model was built, if any.
+        files: the pool of memory-mapped files that hold the model, or ``None``.
         ranks: the ranks that train the same model on other parts of each batch with the same step. Gradients are summed
             once all ranks have computed them. If memory runs out on one rank, all ranks undo the step.
 
@@ -177,7 +178,7 @@ class TrainStep:
         if micro_batch is not None or fallbacks:
             self._evaluator.begin_at(micro_batch or self._fallbacks.sizes[0].samples)
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
-        self._is_asked = True  # whether it is known if the current batch may be cut
+        self._is_asked = True  # whether it is known if the current batch may be split
 
     @property
     def micro_batch(self) -> int | None:
@@ -215,9 +216,10 @@ class TrainStep:
 
         Raises:
             OutOfMemoryError: if memory ran out and no smaller micro-batch is left; the step is undone.
-            AfterUpdateError: if memory ran out after the update, for example in the schedule; the update is kept.
+            AfterUpdateError: if memory ran out after the update, for example in the learning-rate scheduler; the update
+                is kept.
             NonFiniteLossError: if the loss is NaN or infinite; the step is undone.
-            InputError: if the batch cannot be cut, or must not be cut.
+            InputError: if the batch cannot be split, or splitting would change the result.
         """
         started = time.perf_counter()
         own = self._shape_of(batch)
@@ -284,7 +286,7 @@ class TrainStep:
         return self._evaluator.at_once(num_samples)
 
     def use(self) -> MemoryUse:
-        """Return the memory in use on the device. Its peak includes graph replays, which the device does not count."""
+        """Return the memory in use on the device. Its peak includes CUDA graph replays, which torch does not count."""
         use, more_bytes = self.backend.use(), self.replays.uncounted_bytes
         more = {} if use.peak_bytes is None or not more_bytes else {"peak_bytes": use.peak_bytes + more_bytes}
         return use.model_copy(update=more)
@@ -328,9 +330,9 @@ class TrainStep:
         self.additivity.most_samples = size.samples
 
     def close(self) -> None:
-        """Remove the techniques. The model gets its original structure and keeps its trained weights.
+        """Remove the techniques. The model returns to its original structure and keeps its trained weights.
 
-        Tensors outside the device that do not fit back stay outside, with a warning.
+        Tensors that do not fit back on the device stay outside it, with a warning.
 
         Raises:
             OutOfMemoryError: if a model that is sharded over ranks cannot be gathered on all of them.
@@ -348,7 +350,7 @@ class TrainStep:
     # -- one try of a step ---------------------------------------------------------------------------------------------
 
     def _run(self, batch: Any, size: Size, own: Shape, shape: Shape) -> Outcome | OomEvent:
-        """Try one step: gradients, clipping and update, in micro-batches. After an event the caller restores the state.
+        """Try one step: gradients in micro-batches, clipping, update. After an event, the caller restores the state.
 
         ``own`` is the shape of this rank's part of the batch, ``shape`` the shape of all parts (see `parts_of_all`).
         """
@@ -403,7 +405,7 @@ class TrainStep:
             parameter.grad = None
 
     def _gradients_at(self, batch: Any, size: Size, own: Shape, shape: Shape) -> float:
-        """Compute the gradients with the techniques of a level. They are installed first if needed."""
+        """Install the techniques of a level if needed, compute the gradients, and return the part of the mean loss."""
         self.position.phase = "copy"
         self._use(size.level)
         loss = self._retry.until_settled(partial(self._once, batch, size.samples, own, shape), self._put_back)
@@ -413,7 +415,7 @@ class TrainStep:
         return loss
 
     def _once(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
-        """Save the state and compute the gradients."""
+        """Save the state, compute the gradients, and return this rank's part of the mean loss."""
         loss_of = partial(self._loss_of, batch, micro_batch) if self.ranks.is_alone else None
         self._retry.remember(batch, loss_of, None if self.workload.hooks.update_early else [*self._all_parameters()])
         releases_gradients = gradient_release(self.workload, micro_batch, own.num_samples) is not None
@@ -435,7 +437,7 @@ class TrainStep:
             self._fallbacks.use(level)
 
     def _put_to_work(self) -> list[OomEvent]:
-        """Install the techniques of the current fallback, if none are installed, or of the first fallback that fits.
+        """Install the techniques of the current fallback, or of the next fallback that fits, unless they are installed.
 
         Returns:
             The out-of-memory events of fallbacks that did not fit.
@@ -454,7 +456,7 @@ class TrainStep:
         return events
 
     def _gradients(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
-        """Accumulate the gradients of the batch and return its part of the mean loss."""
+        """Accumulate the gradients of this rank's part of the batch, and return its part of the mean loss."""
         total = torch.zeros((), device=self.workload.device)
         micro_batches = weighted_micro_batches(batch, micro_batch, own, self.workload, shape.num_units)
         if self.workload.hooks.sharding.is_sharded:
@@ -522,7 +524,7 @@ class TrainStep:
         return self.fallback_schedule
 
     def _allowed(self, batch: Any, fallback_schedule: FallbackSchedule, fallback: int, shape: Shape) -> int:
-        """Return the fallback to begin with. It cuts the batch only if the loss allows it."""
+        """Return the fallback to begin with, which splits the batch only if the loss allows it."""
         self._is_asked = True
         if not self.ranks.is_alone or fallback_schedule.sizes[fallback].samples < shape.num_samples:
             # Install them first: the passes that compare losses may not fit without the techniques.
@@ -533,7 +535,7 @@ class TrainStep:
         return fallback
 
     def _keep_whole(self, fallback_schedule: FallbackSchedule, batch: Any, shape: Shape) -> bool:
-        """Use only fallbacks that keep batches whole if this batch must not be cut.
+        """Use only fallbacks that keep batches whole if this batch must not be split.
 
         Returns:
             Whether this could be determined (see `InstalledFallbacks.keep_whole`).

@@ -1,7 +1,7 @@
 """Helpers to step and undo an optimizer that Accelerate has prepared, for `accelerate` and `transformers`.
 
-The scaler calls the ``step`` method from the time of preparation, and records state of each step that it cannot undo.
-Only this module uses private names of accelerate 1.15.
+The gradient scaler calls the ``step`` method that the optimizer had when Accelerate prepared it. It also records state
+in each step that it cannot undo. Only this module uses private names of accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def stepped_as_now(optimizer: AcceleratedOptimizer) -> Iterator[None]:
-    """Make the scaler call the current ``step`` method of the optimizer inside the block."""
+    """Make the gradient scaler call the optimizer's current ``step`` method inside the block."""
     if optimizer.scaler is None:
         yield
         return
@@ -35,7 +35,7 @@ def stepped_as_now(optimizer: AcceleratedOptimizer) -> Iterator[None]:
 
 
 def put_back_of_scaler(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Callable[[], None]:
-    """Return a function that restores the scaler from before a step, for ``remember`` of `Transaction`."""
+    """Return a function that resets the gradient scaler to before a step; serves as ``remember`` of `Transaction`."""
     return partial(_put_back, accelerator, optimizer)
 
 

@@ -2,11 +2,12 @@
 
 A Trainer that passes ``num_items_in_batch`` to a model relies on the model to divide by it. Some models accept it but
 average over their batch: classifiers of texts and tokens, masked language models and T5 in transformers 5.23, and
-``compute_loss`` of many subclasses. Their loss and gradients are too large by the number of batches in a window.
+``compute_loss`` of many subclasses. Their loss and gradients are too large by a factor: the number of batches in a
+window.
 
-Some trainers are not checked: a subclass with its own ``training_step`` or a ``compute_loss_func``, which divide
-themselves; a loss of NaN; a loss that is random or fails in evaluation mode without gradients. A ``compute_loss`` that
-counts its calls counts two more.
+Trainers with a ``compute_loss_func`` or a ``training_step`` of a subclass are not checked, because these divide the
+loss themselves. Nor is a loss that is NaN, is random, or fails in evaluation mode without gradients. The check calls
+``compute_loss`` twice, which a counter in it would count.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ _LEAST_SHARE, _ALL = 1e-4, 0.02  # tolerances, as shares of a loss: for rounding
 def warn_if_undivided(
     trainer: transformers.Trainer, model: nn.Module, batch: Any, items: Any, backend: Backend
 ) -> None:
-    """Warn if the loss, or a part of it, does not depend on its divisor, which two passes of one sample show.
+    """Warn if two passes of one sample with different divisors show that a part of the loss is not divided.
 
     Args:
         trainer: the trainer, before its first step.
         model: the model as the trainer calls it; its state is restored.
-        batch: the first batch; the passes use one sample of it, or all of it if it cannot be cut.
-        items: ``num_items_in_batch``, the divisor of the loss; ``None`` if the trainer divides itself.
+        batch: the first batch. The passes use one of its samples, or the whole batch if it cannot be split.
+        items: ``num_items_in_batch``, the divisor of the loss; ``None`` if the trainer passes none.
         backend: backend of the device; its random state is restored.
     """
     num_batches = trainer.args.gradient_accumulation_steps
@@ -96,9 +97,9 @@ def loss_of_micro_batch(
     Args:
         trainer: the trainer.
         model: the model as the trainer calls it.
-        items: items of the whole batch, or ``None``.
+        items: the ``num_items_in_batch`` of the whole batch, or ``None``.
         micro_batch: the micro-batch.
-        share: share of the items that are in the micro-batch.
+        share: the share of the items that are in the micro-batch, from 0 to 1.
     """
     with trainer.compute_loss_context_manager():
         inputs = trainer._prepare_inputs(copy.copy(micro_batch))
@@ -119,7 +120,7 @@ def adds_nothing(trainer: transformers.Trainer) -> bool:
 
 
 def is_known_for(known: Units | None, units: Units | None, batch: Any, model: nn.Module) -> bool:
-    """Return whether the loss of a batch is known to be additive.
+    """Return whether the loss of a batch is known to be the weighted sum of the losses of its parts.
 
     Args:
         known: the units that the loss of the model is known to average over, or ``None``.
@@ -134,7 +135,7 @@ def is_known_for(known: Units | None, units: Units | None, batch: Any, model: nn
 def loss_check_of_trainer(
     trainer: transformers.Trainer, optimizer: torch.optim.Optimizer, units: Units, batch: Any, cuts: Mapping[str, bool]
 ) -> LossCheck:
-    """Check whether the loss of a trainer is additive, so that its batches may be cut.
+    """Check whether the loss of a trainer is additive, so that its batches may be split.
 
     Args:
         trainer: the trainer.
@@ -153,7 +154,7 @@ def loss_check_of_trainer(
 
 
 class EvaluatedLoss:
-    """The check whether batches of a trainer's evaluations may be cut, see `plimsoll.step.losses.additive`.
+    """The check whether batches of a trainer's evaluations may be split (see `plimsoll.step.losses.additive`).
 
     Args:
         trainer: the trainer.
@@ -178,7 +179,7 @@ class EvaluatedLoss:
 
     @torch.no_grad()
     def why_whole(self, batch: Any, loss_of: LossOf) -> Reason | None:
-        """Return the reason why a batch must not be cut, or ``None``.
+        """Return the reason why a batch must not be split, or ``None``.
 
         Args:
             batch: the batch.
@@ -197,7 +198,7 @@ class EvaluatedLoss:
 
 
 def roots_of(trainer: transformers.Trainer) -> dict[str, Any]:
-    """Return the objects in which the loss of a trainer may keep state: the trainer and ``compute_loss_func``."""
+    """Return the objects in which a trainer's loss may keep state, by name: the trainer and ``compute_loss_func``."""
     return {"trainer": trainer, "compute_loss_func": trainer.compute_loss_func}
 
 

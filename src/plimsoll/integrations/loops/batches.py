@@ -28,8 +28,8 @@ def joined(
 
     Args:
         found: loss, logits and labels of each micro-batch.
-        counts: units of each micro-batch, which weight its loss.
-        pool: memory-mapped files for the result; ``None`` for the device of the tensors.
+        counts: the number of units in each micro-batch, by which its loss is weighted.
+        pool: memory-mapped files for the joined logits and labels; ``None`` keeps them on their device.
     """
     if len(found) == 1:
         return found[0]

@@ -1,4 +1,4 @@
-"""A container for the outputs of an evaluation, which keeps them off the device and joins them once.
+"""A container that keeps the outputs of an evaluation off the device, and joins them once.
 
 A Trainer keeps the outputs of all batches on the device and concatenates them again with each batch, so they briefly
 exist twice. `Collected` replaces its container. On a GPU, each batch is moved to host memory, as with
@@ -30,8 +30,8 @@ class Collected:
     """A replacement for `transformers.trainer_pt_utils.EvalLoopContainer` that keeps tensors off the device.
 
     Args:
-        do_nested_concat: join the batches; otherwise the result is a list of batches.
-        padding_index: value that pads shorter rows.
+        do_nested_concat: whether to join the batches; otherwise the result is a list with an entry for each batch.
+        padding_index: the value that pads shorter rows.
         pool: memory-mapped files for the batches; ``None`` for host memory.
     """
 
@@ -59,7 +59,7 @@ class Collected:
 
 
 def pool_for(device: torch.device) -> MappedPool | None:
-    """Return a pool of memory-mapped files, or ``None`` if it saves no memory: on a GPU, or without a limit or disk."""
+    """Return a pool of memory-mapped files; ``None`` on a GPU, without a limit, or without a scratch folder on disk."""
     if device.type != "cpu" or budget_in_force_bytes() is None:
         return None
     try:
@@ -110,7 +110,7 @@ def concatenated(batches: Sequence[Any], padding_index: int = _PADDING, pool: Ma
 
 
 def _are_alike(batches: Sequence[Any]) -> bool:
-    """Return whether all outputs are tensors that differ only in the number of rows and columns."""
+    """Return whether all outputs are dense tensors that differ only in the number of rows and columns."""
     if not all(isinstance(one, Tensor) and one.layout == torch.strided for one in batches):
         return False
     return len({(one.dtype, one.device, max(one.ndim, 1), one.shape[2:]) for one in batches}) == 1

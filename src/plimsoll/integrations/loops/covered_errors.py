@@ -18,7 +18,7 @@ from plimsoll.step.oom_boundary import Position, attempt, fitting
 
 
 class _Call(NamedTuple):
-    """A description of a method for messages, a remedy besides a larger budget, and whether it can be repeated."""
+    """A method's description and additional remedy (``otherwise``) for messages, and whether it can be repeated."""
 
     what: str
     otherwise: str = ""
@@ -41,14 +41,14 @@ _CALLS = {
     ),
     "evaluate": _Call("preparing an evaluation", "; the training state is unchanged"),
     "predict": _Call("preparing predictions", "; the training state is unchanged"),
-    # Both prepare the model and run callbacks. The first is the method that `auto_find_batch_size` would restart.
+    # The next two prepare the model and run callbacks. `auto_find_batch_size` would restart the first of them.
     "_inner_training_loop": _Call("training, outside of a step (in a callback, for example)"),
     "train": _Call("preparing to train"),
 }
 
 
 def covered(trainer: transformers.Trainer, backend: Backend) -> dict[str, Callable[..., Any]]:
-    """Return wrapped methods of a trainer by name, which raise `OutOfMemoryError` if memory runs out."""
+    """Return, by name, wrapped methods of a trainer that raise `OutOfMemoryError` if memory runs out."""
     present = {name: getattr(trainer, name, None) for name in _CALLS}
     return {name: _covered(method, _CALLS[name], backend) for name, method in present.items() if callable(method)}
 

@@ -1,12 +1,12 @@
-"""The evaluations of a Trainer inside a budget: batches are cut, and collected outputs are kept off the device.
+"""The evaluations of a Trainer inside a budget: batches are split, and collected outputs are kept off the device.
 
 A batch that runs out of memory is predicted again in smaller micro-batches if its loss is additive
 (`plimsoll.step.losses.additive`), or if no loss is computed. Logits and labels of all batches are kept in memory that
-the budget does not count (`plimsoll.integrations.loops.collected_outputs`). If code of the user then runs out of
-memory, it can be neither cut nor repeated; the error names the function and a remedy.
+the budget does not count (`plimsoll.integrations.loops.collected_outputs`). If a function of the user, such as
+``compute_metrics``, runs out of memory, it is not repeated; the error names the function and a remedy.
 
-While an evaluation runs, transformers' container class is replaced for all trainers of the process. Does NOT handle an
-``evaluation_loop`` of a subclass that collects outputs in another container.
+While an evaluation runs, transformers' container class is replaced for all trainers of the process. Not handled: a
+subclass whose ``evaluation_loop`` collects outputs in another container.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Evaluations:
         backend: backend of its device.
         units_of: returns the number of units that the mean loss of a batch averages over.
         refuse_unclear: raises if the units of a batch are unknown.
-        why_whole: returns the reason why a batch must not be cut, from a function that computes the loss of a
-            micro-batch.
-        note: called with the events that were recovered from.
+        why_whole: returns the reason why a batch must not be split, or ``None``; it gets the batch and a function that
+            computes the loss of a micro-batch.
+        note: called with the out-of-memory events that were recovered from.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Evaluations:
         """The divisor of the loss of the current micro-batch, instead of the count of the trainer."""
 
     def begin_with(self, num_elements: float) -> None:
-        """Start with micro-batches of at most ``num_elements`` elements, as in a pass of the planned training."""
+        """Start with micro-batches of at most ``num_elements`` elements, the size of a pass in the planned training."""
         self._first_elements = num_elements
 
     def wrapped(self) -> dict[str, Any]:
-        """Return the wrapped methods by the name of the attribute of the trainer."""
+        """Return the wrapped methods by their names in the trainer."""
         trainer = self._trainer
         found: dict[str, Any] = {
             "prediction_step": self._wrapped_prediction(trainer.prediction_step),
@@ -154,7 +154,7 @@ class Evaluations:
         return prediction_step
 
     def _predicted(self, predicted: Callable[[Any], Any], inputs: Any) -> Any:
-        """Return loss, logits and labels of a batch; if memory runs out, cut the batch if its loss is additive."""
+        """Return loss, logits and labels of a batch. If memory runs out and the loss is additive, split the batch."""
         why_whole = cache(partial(self._why_whole, inputs, partial(self._loss_of, predicted, inputs)))
         shape = shape_of_any(inputs, "samples")
         fallback_schedule = self._fallback_schedule_for(shape)
@@ -187,7 +187,7 @@ class Evaluations:
         return self._fallback_schedule
 
     def _loss_of(self, predicted: Callable[[Any], Any], inputs: Any, micro_batch: Any, share: float) -> Tensor:
-        """Return the loss of a micro-batch with this share of the items of the batch; NaN if no loss is computed."""
+        """Return the loss of a micro-batch that has this share of the batch's items; NaN if no loss is computed."""
         items = self._num_items(inputs)
         loss = self._with_items(None if items is None else items * share, predicted, copy.copy(micro_batch))[0]
         return torch.tensor(torch.nan) if loss is None else loss.mean()
@@ -206,7 +206,7 @@ class Evaluations:
     def _in_micro_batches(
         self, predicted: Callable[[Any], Any], inputs: Any, num_samples: int, shape: Shape
     ) -> tuple[Any, Any, Any]:
-        """Predict each micro-batch, with its share of the items that the trainer counts in the batch."""
+        """Predict each micro-batch; its loss is divided by its share of the items that the trainer counts."""
         if num_samples == shape.num_samples:
             whole: tuple[Any, Any, Any] = predicted(inputs)
             return whole
@@ -226,7 +226,7 @@ class Evaluations:
 
 
 def _size(predictions: Any) -> str:
-    """Return shapes and bytes of predictions, for a message."""
+    """Return the dtypes, shapes and total size of predictions as text for a message."""
     arrays = [leaf for leaf in tree_leaves(predictions) if hasattr(leaf, "nbytes")]
     shapes = ", ".join(
         f"{str(one.dtype).removeprefix('torch.')}[{', '.join(map(str, one.shape))}]" for one in arrays[:3]

@@ -1,10 +1,10 @@
-"""Validation, testing and prediction of a Lightning trainer inside a budget; batches are cut if that is exact.
+"""Validation, testing and prediction of a Lightning trainer inside a budget; batches are split if no result changes.
 
-A ``validation_step`` may log any function of a batch, so it is not known whether micro-batches log the same values. If
-a batch runs out of memory, a few of its samples are therefore run at once and in two passes, and compared. This happens
-once for each kind of batch. Logged values, states of metrics, outputs and lists of the module are compared. If all are
-equal, the batch is run in smaller micro-batches. Otherwise it is not cut, and the error names the difference. If memory
-runs out elsewhere (in a hook, a loader or a checkpoint), an error names the stage.
+A ``validation_step`` may log any function of a batch, so it is not known whether micro-batches log the same values. So
+if a batch runs out of memory, a few of its samples are run once together and once in two passes. Logged values, states
+of metrics, outputs and lists of the module are compared. This happens once for each kind of batch. If all are equal,
+the batch is run in smaller micro-batches. Otherwise it is not split, and the error names the difference. If memory runs
+out outside of a step (in a hook, a loader or a checkpoint), the error names the stage.
 
 Not handled: steps that take an iterator, and changes by a step to anything except logs, metrics and lists of the
 module.
@@ -41,12 +41,13 @@ _COMPARED = (8, 4, 2)  # samples; fewer if more do not fit
 
 
 class Evaluations:
-    """The wrapped evaluation steps of one trainer, until `close`.
+    """The evaluation steps of one trainer, which are wrapped until `close` is called.
 
     Args:
         trainer: a trainer with one process.
         module: its module.
-        budget: device memory that is enforced outside of training; a training sets its own limit.
+        budget: device memory that is enforced during evaluations outside of training, such as ``"8GiB"``; ``None`` for
+            no limit.
         never_cut: keep every batch whole.
     """
 
@@ -70,11 +71,11 @@ class Evaluations:
         self._stack.close()
 
     def limit_sanity_check(self) -> None:
-        """Enforce the budget during the sanity check, before there is a plan."""
+        """Enforce the budget during the sanity check, which runs before the plan is made."""
         self._sanity.enter_context(self._limited())
 
     def end_sanity_check(self) -> None:
-        """Lift the limit of the sanity check."""
+        """Stop enforcing the budget after the sanity check."""
         self._sanity.close()
 
     def _limited(self) -> Any:
@@ -96,7 +97,7 @@ class Evaluations:
     # -- a batch -------------------------------------------------------------------------------------------------------
 
     def _step(self, name: str, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Run a step on a batch; if memory runs out, use smaller micro-batches if that changes no result."""
+        """Run a step on a batch. If memory runs out, and splitting changes no result, use smaller micro-batches."""
         if not arguments or isinstance(arguments[0], Iterator):
             what = f"in {name}, which takes an iterator and cannot be repeated"
             return fitting(partial(original, *arguments, **options), self._backend, what, "")
@@ -147,7 +148,7 @@ class Evaluations:
         )
 
     def _remember(self) -> Callable[[], None]:
-        """Return a function that undoes a step: logs, metrics, lists of the module and random states."""
+        """Return a function that undoes a step: it restores logs, metrics, lists of the module and the random state."""
         results, random_state = self._trainer._results, self._backend.random_state()
         logs = remember({} if results is None else results, self._metrics)
         lists = [(owner, name, value, [*value]) for owner, name, value in self._lists()]
@@ -162,7 +163,7 @@ class Evaluations:
         return put_back
 
     def _lists(self) -> list[tuple[str, str, list[Any]]]:
-        """Return the lists in attributes of the module and its submodules, such as outputs of a validation."""
+        """Return the lists in attributes of all submodules, such as validation outputs, with their names."""
         return [
             (prefix, name, value)
             for prefix, module in self._module.named_modules()
@@ -209,7 +210,7 @@ class Evaluations:
         return self._reasons[name] is None
 
     def _compared(self, run: Callable[[Any], Any], batch: Any, kinds: Kinds, new: frozenset[Any]) -> str | None:
-        """Return the reason not to cut, from a comparison with as many samples as fit."""
+        """Compare passes of as many samples as fit; return why the batch must not be split, or ``None``."""
         for num_samples in _COMPARED:
             few = pick_samples(batch, telling_rows(batch, num_samples, first_rows(batch, new, num_samples // 2)))
             work = partial(self._reason_against, run, few)
@@ -220,7 +221,7 @@ class Evaluations:
         return f"not even {_COMPARED[-1]} of its samples fit, so the results of micro-batches cannot be compared"
 
     def _reason_against(self, run: Callable[[Any], Any], few: Any) -> str | None:
-        """Run a few samples at once and in two unequal passes, undo both, and return the difference."""
+        """Run a few samples together, then in two unequal passes; undo both, and describe a difference of results."""
         num_samples = batch_size_of(few)
         put_back = self._remember()
         try:
@@ -237,7 +238,7 @@ class Evaluations:
         return None
 
     def _traces(self, work: Callable[[], Any]) -> dict[str, Any]:
-        """Return all effects of a pass, by a description for messages."""
+        """Run a pass, and return its output and other effects, each by its description for messages."""
         before = {(owner, name): len(value) for owner, name, value in self._lists()}
         returned = work()
         kept = {
@@ -252,7 +253,7 @@ class Evaluations:
 
 
 def _logged(result: Any) -> Any:
-    """Return the logged value of an epoch; NaN for a value per batch, which micro-batches would overwrite."""
+    """Return a value logged per epoch; NaN for a value logged per batch, which each micro-batch would overwrite."""
     if not result.is_tensor:
         return None  # a metric, whose state is compared separately
     return result.compute() if result.meta.on_epoch else math.nan

@@ -18,7 +18,7 @@ def remember(results: Any, metrics: Sequence[Metric]) -> Callable[[], None]:
 
     Args:
         results: Lightning's results, by key.
-        metrics: metrics of torchmetrics.
+        metrics: torchmetrics objects whose states are restored.
     """
     # Only the states of metrics are changed in place, so only they are copied.
     logged = {key: (result, dict(result.__dict__)) for key, result in results.items()}
@@ -65,12 +65,12 @@ def mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 def joined_values(values: Sequence[Any], shares: Sequence[float], sizes: Sequence[int]) -> Any:
     """Join the outputs of passes: concatenate tensors with one row per sample, and average scalars.
 
-    Mappings are joined value by value. Of other outputs, the last is returned.
+    Mappings are joined value by value. For any other type, the output of the last pass is returned.
 
     Args:
         values: the output of each pass.
-        shares: the share of each pass in the batch.
-        sizes: the samples of each pass.
+        shares: the weight of each pass.
+        sizes: the number of samples in each pass.
     """
     if len(values) == 1:
         return values[0]

@@ -1,6 +1,6 @@
-"""The plan for the loop of another library, with techniques that leave its optimizer, precision and loss alone.
+"""The plan for the loop of another library, with techniques that do not change its optimizer, precision and loss.
 
-Does NOT enforce the budget: the caller does, while its loop runs.
+The budget is NOT enforced here: the caller enforces it while its loop runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def planned(
     precision: Precision = "fp32",
     loss_check: LossCheck | None = None,
 ) -> Plan:
-    """Return the plan with the fastest combination of the offered techniques that fits; restore random states.
+    """Return the plan with the fastest combination of the offered techniques that fits. Random states are restored.
 
     Args:
         model: the model as the loop calls it.
@@ -47,11 +47,11 @@ def planned(
         device: the training device.
         offered: names of the techniques that the loop can use.
         clip_norm: the global gradient norm that the loop clips to.
-        precision: the precision of autocast, unless ``loss`` applies it.
-        loss_check: whether batches may be cut, if the loss of the loop differs from ``loss``.
+        precision: the precision of autocast in the loop; ``"fp32"`` if ``loss`` applies autocast itself.
+        loss_check: the result of the check whether batches may be split, if the loss of the loop differs from ``loss``.
 
     Raises:
-        BudgetError: if no plan fits; the error names a budget that would do.
+        BudgetError: if no plan fits; the error names a budget that would suffice.
         InputError: if the model cannot be traced.
     """
     backend = backend_for(str(device))
@@ -75,7 +75,7 @@ def planned(
 
 
 def refuse_both(budget: str | int | None, batch: Any, options: dict[str, Any]) -> None:
-    """Raise if a budget is given with options that the plan sets, or a batch without a budget.
+    """Raise if a budget is given with micro_batch or fallbacks, which the plan sets, or a batch without a budget.
 
     Raises:
         InputError: if they contradict each other.

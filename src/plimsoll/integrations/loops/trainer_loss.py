@@ -1,8 +1,8 @@
 """The loss of a Trainer for another model, such as the fake copy of its model in a dry run.
 
-The loss is computed by ``compute_loss``, with subclasses, ``compute_loss_func`` and label smoothing. Modules of the
-trainer that contain the model, such as the losses of sentence-transformers, are temporarily replaced by copies that
-contain the other model.
+The loss is computed by the trainer's ``compute_loss``, so overrides in subclasses, ``compute_loss_func`` and label
+smoothing apply. Modules of the trainer that contain the model, such as the losses of sentence-transformers, are
+temporarily replaced by copies that contain the other model.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def loss_of(
 
     Args:
         trainer: the trainer.
-        fields: fields of its batches that are not tensors.
+        fields: the fields of the trainer's batches that are not tensors.
         items: ``num_items_in_batch``, the divisor of the loss.
-        model: the model to use instead of the trainer's.
+        model: the model to use instead of the trainer's own model.
         batch: the tensors of a batch.
     """
     holders = {
@@ -40,7 +40,7 @@ def loss_of(
 
 
 def _holding(value: Any, model: nn.Module | None, other: nn.Module) -> Any:
-    """Return a copy of a module, or dict of modules, that contains another model; unchanged if it lacks the model.
+    """Replace a model by another in a copy of a module or dict of modules; return the original if it lacks the model.
 
     The original is not changed, because a backward pass may call the other model later, as with cached gradients.
     """

@@ -1,13 +1,14 @@
 """An optimizer step as a transaction, for the training loop of another library.
 
 Accelerate, Lightning and Hugging Face's Trainer call backward, clip and update themselves, with their own hooks,
-scalers and logs. They may accumulate the gradients of several batches (a window) for one update. The caller defines how
-a micro-batch goes forward and backward, and how a step ends. If memory runs out in either, the window is undone:
-the state from before its first batch is restored, and all its batches run again in smaller micro-batches.
+scalers and logs. They may accumulate the gradients of several batches (a window) for one update. The caller passes a
+function that runs forward and backward of a micro-batch, and a function that ends a step. If memory runs out in either
+function, the window is undone: the state from before its first batch is restored, and all its batches run again in
+smaller micro-batches.
 
-Not handled: fetching a batch and moving it to the device, if the loop did that before; several processes; optimizers
-that call their closure more than once (LBFGS); state that neither `plimsoll.step.undo.step_state` nor ``remember``
-covers. The update frees gradients, so code that reads them afterwards finds ``None``.
+Not handled: memory errors while the loop fetches a batch or moves it to the device, before the step; several processes;
+optimizers that call their closure more than once (LBFGS); state that neither `plimsoll.step.undo.step_state` nor
+``remember`` covers. The update frees gradients, so code that reads gradients afterwards finds ``None``.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def techniques_for_loops(*, has_loss: bool = False) -> frozenset[str]:
     """Return the techniques that work in a loop of another library, and leave its optimizer and precision alone.
 
     Args:
-        has_loss: whether the loop computes its loss with ``workload.loss``.
+        has_loss: whether the loop computes its loss with ``workload.loss``, so that techniques may wrap the loss.
     """
     at_hand = frozenset({"loss"} if has_loss else ())
     return frozenset(
@@ -93,30 +94,30 @@ class _Batch(NamedTuple):
 
 
 class _NotUpdated(MemoryError):
-    """An error that leaves the code of the caller if memory was too small for an update, which did not happen."""
+    """Raised through the caller's code if an update did not fit in memory and was therefore not made."""
 
 
 class Transaction:
-    """The optimizer steps of one model and one optimizer, each with one or several batches.
+    """The optimizer steps of one model and one optimizer, each over one or several batches.
 
     Args:
         model: the model, on the training device.
         optimizer: the ``torch.optim`` optimizer, without the wrapper of a framework.
         units: the loss normalizer, as for `plimsoll.TrainStep`; ``None`` if each sample has one label.
         micro_batch: initial samples per forward and backward pass; ``None`` starts with whole batches.
-        fallbacks: ``plan.fallbacks``, or only their choices, instead of ``micro_batch``.
-        recut_batch_norm: allow cutting a batch although BatchNorm's statistics then differ from the whole batch's.
-        recut_loss: allow cutting a batch although its loss was not shown to be the sum of the losses of its parts.
+        fallbacks: ``plan.fallbacks``, or only the choices of each fallback, instead of ``micro_batch``.
+        recut_batch_norm: allow splitting a batch although BatchNorm's statistics then differ from the whole batch's.
+        recut_loss: allow splitting a batch although its loss was not shown to be the sum of the losses of its parts.
         never_cut: keep every batch whole.
         roots: objects besides the model in which the loss of the caller may keep state, by name.
-        extra_state: objects of the user whose state is also restored, as for `plimsoll.TrainStep`.
+        extra_state: user objects whose state is also restored, as for `plimsoll.TrainStep`.
         allow_hidden_state: retry after an out-of-memory error even if some state cannot be restored.
-        grow_after: successful steps before the next larger micro-batch is tried.
+        grow_after: number of successful batches after which the next larger micro-batch is tried.
         remember: called before the first batch of each update; returns a function that restores the state of the
             caller's loop.
         loss: the loss of the caller, if the caller computes it with ``workload.loss``, so that techniques apply to it.
-        takes_any: run batches that cannot be cut as a whole, and also batches without targets, as the caller's loop
-            would; otherwise they are refused.
+        takes_any: whether to accept batches that cannot be split, which run whole, and batches without targets;
+            otherwise both are refused.
 
     Raises:
         InputError: if an argument is invalid, or a technique cannot be used in the loop of another library.
@@ -182,7 +183,7 @@ class Transaction:
         self._is_asked = True  # whether the batches of the window may be cut, if they are
 
     def run(self, batch: Any, one_pass: OnePass, finish: Finish | None, loss_of: LossOf) -> None:
-        """Accumulate the gradients of one more batch, and with ``finish`` end the step with an update.
+        """Accumulate the gradients of one more batch. If ``finish`` is given, also end the step with an update.
 
         Sets ``loss`` to the mean loss of this batch, ``events`` to its out-of-memory events and ``micro_batch`` to the
         samples per pass.
@@ -190,12 +191,12 @@ class Transaction:
         Args:
             batch: the batch.
             one_pass: runs forward and backward of a micro-batch.
-            finish: clips and updates; ``None`` if more batches of the window follow.
-            loss_of: computes the loss of a micro-batch, to check whether the batch may be cut.
+            finish: clips the gradients and updates the parameters; ``None`` if more batches of the window follow.
+            loss_of: computes the loss of a micro-batch, to check whether the batch may be split.
 
         Raises:
             OutOfMemoryError: if memory ran out and no fallback is left; all batches of the step are undone.
-            InputError: if the batch would have to be cut, but must not be.
+            InputError: if the batch would have to be split, but must not be.
             DataError: if the batch has no targets.
         """
         shape = self._shape_of(batch)
@@ -223,8 +224,8 @@ class Transaction:
         """End a step with an update, in a loop that separates the update from its last batch.
 
         Args:
-            finish: clips and updates. If memory runs out in it, it is called again after the gradients have been
-                recomputed, and `is_again` is true.
+            finish: clips the gradients and updates the parameters. If memory runs out in this function, the gradients
+                are recomputed, and it is called again with `is_again` set to true.
 
         Raises:
             OutOfMemoryError: if memory ran out and no fallback is left; all batches of the step are undone.
@@ -255,7 +256,7 @@ class Transaction:
                 self._give_up()
 
     def metrics(self) -> dict[str, float]:
-        """Return values to log: peak and current bytes, samples per micro-batch, and out-of-memory errors survived."""
+        """Return values to log: peak and current bytes, samples per micro-batch, and the number of errors survived."""
         use = self.backend.use()
         return {
             "plimsoll/peak_bytes": float(use.peak_bytes),
@@ -322,7 +323,7 @@ class Transaction:
             self._fallbacks.use(level)
 
     def _ask_before_cut(self, samples: int) -> None:
-        """Raise if a batch must not be cut; this repeats the check if memory was too small for it before."""
+        """Raise if a pending batch must not be split, in case an earlier check ran out of memory."""
         waiting = [] if self._is_asked else self._window[self._num_done :]
         for one in waiting:
             if samples < one.shape.num_samples and _can_differ(one.shape):
@@ -402,7 +403,7 @@ class Transaction:
     # -- before and after ----------------------------------------------------------------------------------------------
 
     def _come_back(self, batch: Any = None) -> None:
-        """Record changes that the loop has made since the previous batch, and add a further batch to the window.
+        """Record changes that the loop has made since the window's last batch, and save the state of the next one.
 
         Raises:
             OutOfMemoryError: if memory runs out; all batches of the step are undone.
@@ -419,7 +420,7 @@ class Transaction:
             )
 
     def _give_up(self) -> None:
-        """Restore the state from before the window."""
+        """Restore the state from before the window, and drop the window."""
         self._put_back()
         self._retry.undo.settle(all_of_it=True)
         self._let_go()
@@ -463,7 +464,7 @@ class Transaction:
         return shape
 
     def _fallback_schedule_for(self, num_samples: int) -> FallbackSchedule:
-        """Return the fallback schedule; a batch larger than all before extends it and keeps the known limits."""
+        """Return the schedule. A batch larger than all earlier ones gets a new one, which inherits known limits."""
         self._fallback_schedule = fallback_schedule_of(
             self._fallbacks,
             self._fallback_schedule,
@@ -475,7 +476,7 @@ class Transaction:
         return self._fallback_schedule
 
     def _keep_whole(self, fallback_schedule: FallbackSchedule, batch: Any, loss_of: LossOf, shape: Shape) -> bool:
-        """Use only fallbacks that keep batches whole if this one must not be cut; return whether that is known yet."""
+        """Use only fallbacks that keep batches whole if this batch must not be split; return whether this is known."""
         reason = partial(self.additivity.before_cut, batch, loss_of)
         with self._retry.undo.as_failed():
             return not _can_differ(shape) or self._fallbacks.keep_whole(fallback_schedule, self._whole, reason, shape)
@@ -504,7 +505,7 @@ class Transaction:
 
 
 def _can_differ(shape: Shape) -> bool:
-    """Return whether cutting a batch may change its loss: it has several samples and targets."""
+    """Return whether splitting a batch may change its loss, that is, whether it has several samples and a target."""
     return shape.num_samples > 1 and bool(shape.num_units)
 
 

@@ -1,10 +1,10 @@
-"""Capturing one pass of a micro-batch, and verifying that its replay equals the pass.
+"""Capturing the forward and backward pass of a micro-batch, and verifying that its replay equals the eager pass.
 
     found = Capture(workload, retry, backend, parameters).of(micro_batch, share, scaler, eager)
 
 The graph reads a static copy of its inputs and adds to static gradients. The first replay is compared with eager passes
-from the same state: loss, gradients, written tensors and random state. It must be bitwise identical, or as close to
-them as they are to each other. Otherwise the capture is refused. The caller restores the state.
+from the same state: loss, gradients, written tensors and random state. The replay must be bitwise identical to these
+passes, or as close to them as they are to each other. Otherwise the capture is refused. The caller restores the state.
 
 Not detected: Python effects beyond the state that `plimsoll.step.undo.find_state` reaches and
 `plimsoll.step.cuda_graphs.surroundings` compares. A loss prints or writes files only in eager passes. Values that it
@@ -44,7 +44,7 @@ Scaler = torch.amp.GradScaler | None
 Eager = Callable[[Any], Tensor]
 """Adds the gradients of a micro-batch on the device, and returns its part of the loss."""
 
-_MORE_PASSES = 2  # if two differ, to find out which values vary
+_MORE_PASSES = 2  # eager passes, if the first two differ, to find out which values vary
 _OWN_NUMBERS = {"cpu": {"torch"}, "cuda": {"device", "cudnn_dropout"}}
 """Random states of a backend that belong to the device; the others belong to the host."""
 
@@ -70,7 +70,7 @@ GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
 
 @dataclass(slots=True)
 class Captured:
-    """A graph with its inputs and outputs, and the surroundings at its capture."""
+    """A captured graph with its inputs and outputs, and the surroundings of the pass at the capture."""
 
     graph: Graph
     inputs: Any
@@ -87,11 +87,11 @@ class Captured:
         self.graph.release()
 
     def let_go(self) -> None:
-        """Record the number of references to the gradients between steps; more references later forbid a replay."""
+        """Record how often the gradients are referenced between steps. If this number rises, a replay is forbidden."""
         self.num_holders = _num_holders(self.gradients)
 
     def replay(self, micro_batch: Any, share: float, scaler: Scaler) -> Tensor:
-        """Add the gradients of a micro-batch of the same shape, and return its part of the loss."""
+        """Add the gradients of a micro-batch of the captured shape, and return its part of the mean loss."""
         with torch.no_grad():
             for (_, static), (_, leaf) in zip(leaves_of(self.inputs), leaves_of(micro_batch), strict=True):
                 if isinstance(static, Tensor):
@@ -108,7 +108,7 @@ class Captured:
         return _part_of(self.loss, share).clone()
 
     def what_changed(self, before: Before) -> str | None:
-        """Return the name of state that a pass may read and that differs from the capture; ``None`` if it is equal."""
+        """Return the name of some state that passes may read and that has changed since the capture, or ``None``."""
         if before.reached is not self.reached:
             return "the model's modules"
         if any(now > then for now, then in zip(_num_holders(self.gradients), self.num_holders, strict=True)):
@@ -127,7 +127,7 @@ class Capture:
         workload: the training.
         retry: restores the saved state.
         backend: the backend of the device.
-        parameters: iterates over the parameters with gradients.
+        parameters: returns an iterator over the parameters with gradients.
     """
 
     def __init__(
@@ -136,16 +136,16 @@ class Capture:
         self._workload, self._retry, self._backend, self._parameters = workload, retry, backend, parameters
 
     def of(self, micro_batch: Any, share: float, scaler: Scaler, eager: Eager) -> Captured | str:
-        """Capture the pass of a micro-batch.
+        """Capture the forward and backward pass of a micro-batch as a CUDA graph.
 
         Args:
             micro_batch: the micro-batch, on any device.
-            share: its share of the mean loss.
+            share: the weight of the micro-batch in the mean loss of the batch.
             scaler: the gradient scaler, for fp16.
-            eager: the pass without a graph.
+            eager: runs the pass without a graph.
 
         Returns:
-            The captured graph, or the reason for which a replay would differ from the pass.
+            The captured graph, or the reason why its replay would differ from the eager pass.
         """
         device = self._workload.device
         why = self._obstacle()
@@ -176,7 +176,7 @@ class Capture:
         return "the model is compiled" if any(map(is_compiled, self._workload.model.modules())) else None
 
     def _first_pass(self, inputs: Any, eager: Eager, around: Around) -> tuple[Seen, str | None]:
-        """Run an eager pass; return its results, and the reason if a replay would not reproduce it."""
+        """Run an eager pass; return its results, and the reason why a replay would not reproduce them, or ``None``."""
         versions, numbers = _versions(inputs), self._host_numbers()
         seen = self._seen(lambda: eager(inputs))
         changed = next(self._what_python_changed(), None) or around.what_a_pass_changed()
@@ -228,7 +228,7 @@ class Capture:
         self._retry.go_back([*self._parameters()])
 
     def _what_python_changed(self) -> Iterator[str]:
-        """Yield the names of places, arrays and generators that have changed since the step began."""
+        """Yield the names of Python containers, arrays and random generators that have changed since the step began."""
         for before in self._retry.undo.remembered:
             yield from (name for name, *_ in before.changed() if not is_of_the_update(name))
             yield from (name for name, saved in before.copies if isinstance(saved, SavedArray) and saved.is_changed())
@@ -240,7 +240,7 @@ class Capture:
 
 
 class _Pass:
-    """Forward and backward of a micro-batch at a fixed address."""
+    """The forward and backward pass of a micro-batch whose tensors stay at the same addresses."""
 
     def __init__(self, workload: Workload, inputs: Any, share: float, scaler: Scaler) -> None:
         self.inputs, self.share = inputs, share
@@ -249,11 +249,11 @@ class _Pass:
         self._workload, self._scaler = workload, scaler
 
     def __call__(self) -> Tensor:
-        """Run the pass and return its part of the loss."""
+        """Run the pass and return its part of the batch's mean loss."""
         return _part_of(self.loss(), self.share)
 
     def loss(self) -> Tensor:
-        """Run the pass and return the mean loss of the micro-batch."""
+        """Run the forward pass and return the mean loss of the micro-batch."""
         # Not in backward, because autograd accumulates gradients out of place under a dispatch mode.
         with ReadAgain(self.read) if self.read else nullcontext():
             loss = mean_loss(self._workload, self.inputs)
@@ -281,7 +281,7 @@ def _begin_with(gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def _seed_of(loss: Tensor, share: float, scaler: Scaler) -> Tensor:
-    """Return the gradient that backward starts with; an input, so that one graph serves any share and scale."""
+    """Return the gradient that backward starts with; as an input, it lets one graph serve any share and scale."""
     leaf = torch.zeros_like(loss, requires_grad=True)
     part = leaf * share if share != 1 else leaf
     (seed,) = torch.autograd.grad(part if scaler is None else scaler.scale(part), leaf)

@@ -1,7 +1,7 @@
 """Fingerprints of passes, which tell whether two passes of the same samples are equal without keeping their results.
 
-The fingerprint of a tensor has a hash of its bits, which is equal for equal bits. Its sum and norm are close if only
-rounding differs. GPU kernels that add in any order (atomics) round differently each time.
+The fingerprint of a tensor has a hash of its bits, which is equal for equal bits. It also has a sum and a norm, which
+are close if tensors differ only by rounding. GPU kernels that add in any order (atomics) round differently each time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 _MOST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """The largest relative difference of two norms that rounding explains."""
-_NO_NUMBER = -1.0  # in place of NaN, which is not equal to itself
+_NO_NUMBER = -1.0  # replaces NaN, which is not equal to itself
 
 
 class Print(NamedTuple):
-    """A fingerprint of a tensor: a hash of its bits, the sum of its elements and their norm.
+    """A fingerprint of a tensor: a hash of its bits, the sum, norm and number of its elements.
 
-    ``most_difference`` is the largest relative change of an element by rounding.
+    ``most_difference`` is the largest relative difference of two norms that rounding in this dtype explains.
     """
 
     bits: int
@@ -30,7 +30,7 @@ class Print(NamedTuple):
     most_difference: float
 
     def is_near(self, other: Print, largest_norm: float = 0.0) -> bool:
-        """Return whether the other differs only by rounding of numbers as large as ``largest_norm``."""
+        """Return whether two tensors differ only by rounding, relative to their norms or ``largest_norm`` if larger."""
         most = self.most_difference * max(self.norm, other.norm, largest_norm)
         is_norm_near = abs(self.norm - other.norm) <= most
         return self == other or (is_norm_near and abs(self.total - other.total) <= most * self.num_numbers**0.5)
@@ -47,8 +47,8 @@ class PassPrint(NamedTuple):
     def is_near(self, other: PassPrint) -> bool:
         """Return whether the other differs only by rounding.
 
-        Gradients are compared with the largest norm, because a gradient may consist of rounding errors only (before
-        BatchNorm).
+        For gradients, the tolerance is relative to the largest norm of any gradient. A gradient before BatchNorm may
+        consist of rounding errors only.
         """
         if (len(self.gradients), len(self.written)) != (len(other.gradients), len(other.written)):
             return False

@@ -1,9 +1,9 @@
 """Comparing a pass with other passes of the same samples, some of whose kernels may add in any order.
 
-Values that are bitwise identical in all eager passes must be bitwise identical in the pass. Other values may vary
-because of atomics, in backward passes of embeddings and of attention on a GPU. They must be as close to the eager
-passes as these are to each other, within a small multiple. A few thousand evenly spread elements of each tensor are
-compared.
+Tensors that are bitwise identical in all eager passes must be bitwise identical in the compared pass. Other tensors may
+vary because of atomics, for example in the backward pass of embeddings and attention on a GPU. Their difference to the
+eager passes may be a small multiple of the difference between these passes. A few thousand evenly spread elements of
+each tensor are compared.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class Seen(NamedTuple):
 
 
 def are_alike(passes: Sequence[Seen]) -> bool:
-    """Return whether passes differ only as kernels do that add in any order."""
+    """Return whether passes differ so little that only the order of additions in kernels may be the cause."""
     first = passes[0]
     return all(_is_comparable(first, one) for one in passes) and _noise_of(passes) <= _MOST_NOISE
 
 
 def is_again(passes: Sequence[Seen], another: Seen) -> bool:
-    """Return whether a pass repeats some others.
+    """Return whether a pass gives the same results as earlier passes.
 
     Args:
-        passes: passes that are alike.
+        passes: earlier passes of the same samples, which are alike (see `are_alike`).
         another: the pass to compare.
     """
     if not _is_comparable(passes[0], another):
@@ -87,7 +87,7 @@ def _largest(numbers: Tensor) -> float:
 
 
 def _sample_of(tensor: Tensor) -> Tensor:
-    """Return about `_MOST_ELEMENTS` elements, evenly spread over a dense tensor, as float64 on the host."""
+    """Return about `_MOST_ELEMENTS` elements of a dense tensor, evenly spread over it, as float64 in host memory."""
     numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     flat = numbers.view(-1) if numbers.is_contiguous() else numbers.reshape(-1)
     return flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].to("cpu", torch.float64)

@@ -4,9 +4,9 @@
     replays.begin()                                            # of each try of a step
     loss = replays.run(micro_batch, share, scaler, eager)      # of each micro-batch
 
-If a capture is not possible or fails, the steps run eagerly. One warning gives the reason, and the graph's memory is
-freed. In a dry run nothing is captured. Instead, the ops of such a micro-batch are marked as part of a graph
-(`plimsoll.memory.annotations`), unless its forward is observed to read data.
+If a capture is not possible or fails, all passes run eagerly. One warning gives the reason, and the graph's memory is
+freed. In a dry run nothing is captured. Instead, the operators of such a micro-batch are marked as part of a graph
+(`plimsoll.memory.annotations`). They are not marked if the forward pass is observed to read tensor data on the host.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from plimsoll.step.failpoints import failpoint
 from plimsoll.step.oom_boundary import Position, attempt, without_fail
 from plimsoll.step.retry import Retry, warn_at_the_loop
 
-_MOST_CHANGES = 3  # of the surroundings; if they change in every step, no capture pays off
+_MOST_CHANGES = 3  # of the surroundings, before captures end: if surroundings change in every step, no capture pays off
 _IDLE_STEPS = 3  # steps without a micro-batch of the graph's shape
 _ALIGNED_BYTES = 64  # size of a vector register, and more than any load of a GPU
 _PLAIN = (str, bytes, bool, int, float, type(None))
 
 
 class Replays:
-    """Runs the micro-batches of one training, as replays if this is requested and verified to give the same results.
+    """Runs the micro-batches of one training, by replaying a graph if this is requested and verified to be equal.
 
     Args:
         workload: the training; its hook ``captured`` requests replays, and holds the captured graph.
         retry: restores the state before the step.
         backend: the backend of the device.
         position: the position of the training.
-        parameters: iterates over the parameters with gradients.
+        parameters: returns an iterator over the parameters with gradients.
         is_dry_run: whether the training is a dry run.
 
     Attributes:
         num_replays: the number of replayed micro-batches.
-        why_not: the reason for which replays are impossible, if known.
+        why_not: the reason why replays are impossible, if known.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class Replays:
             self._give_up(f"{why or 'the shape of micro-batches'} changes again and again")
 
     def run(self, micro_batch: Any, share: float, scaler: Scaler, eager: Eager) -> Tensor:
-        """Add the gradients of a micro-batch, and return its part of the loss.
+        """Add the gradients of a micro-batch, and return its part of the batch's mean loss.
 
         Args:
             micro_batch: the micro-batch, on any device.
-            share: its share of the mean loss.
+            share: the weight of the micro-batch in the mean loss of the batch.
             scaler: the gradient scaler, for fp16.
             eager: runs the pass without a graph.
         """
@@ -127,7 +127,7 @@ class Replays:
             self._captured.pop().release()
 
     def reset(self) -> None:
-        """Return to the state before the first step, because other techniques are installed."""
+        """Forget the graph and everything learned about passes, because other techniques are installed."""
         self.drop()
         self.num_replays = self._num_changes = self._num_idle = 0
         self.why_not, self._shape = None, None
@@ -135,7 +135,7 @@ class Replays:
 
     @property
     def why_none(self) -> str | None:
-        """The reason if nothing was replayed although it was requested, otherwise ``None``."""
+        """The reason why nothing was replayed, if replays were requested; otherwise ``None``."""
         if self._captured is None or self.num_replays:
             return None
         return self.why_not or ("too little memory to capture a graph" if self._full else "no graph was captured")
@@ -147,7 +147,7 @@ class Replays:
 
     @property
     def uncounted_bytes(self) -> int:
-        """Bytes that replays of the last step used but torch counted as allocated only during the capture."""
+        """Bytes that the last step's replays used, which torch counted as allocated only during the capture."""
         captured = self._current
         return captured.graph.num_bytes if captured is not None and self._captured_at < self._position.step else 0
 
@@ -217,7 +217,7 @@ class Replays:
         return loss
 
     def _surveyed(self, eager: Eager, micro_batch: Any) -> Tensor:
-        """Run a pass whose forward is surveyed; if it reads its data, nothing will be replayed."""
+        """Run a pass, and observe its forward pass. If this reads tensor data on the host, nothing will be replayed."""
         workload, survey = self._workload, Survey(self._workload.device)
         loss = workload.loss
         workload.loss = lambda model, batch: survey.of(lambda: loss(model, batch))
@@ -228,11 +228,11 @@ class Replays:
 
 
 def shape_of(micro_batch: Any, kind: str) -> Hashable:
-    """Return the properties that two micro-batches must share to be passes of one graph.
+    """Return a key that is equal for micro-batches which one graph can replay.
 
     Args:
         micro_batch: the micro-batch.
-        kind: the type of the device on which an eager pass uses the tensors in place; empty in a dry run.
+        kind: the type of the training device, where an eager pass uses tensors without a copy; empty in a dry run.
 
     Returns:
         The key, or ``None`` if it cannot be determined. It is also ``None`` if a floating-point tensor on the device is

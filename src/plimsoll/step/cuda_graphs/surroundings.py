@@ -1,11 +1,12 @@
-"""The surroundings of a captured pass: conditions that decide its results, besides the content of Python places.
+"""The surroundings of a captured pass: conditions that affect its results, besides the contents of Python containers.
 
     around = Around(before, device)     # before the passes of the capture
     around.what_a_pass_changed()        # changes that no operator made
     around.what_changed(before)         # before another step
 
 It compares the bytes of numpy arrays and host tensors, environment variables, the addresses of tensors and their
-``requires_grad``. It also compares hooks, torch's settings, code, and objects added to places since the search.
+``requires_grad``. It also compares hooks, torch's settings, code, and objects added to containers since the search for
+state.
 
 Not compared: files, clocks, and objects of libraries that `plimsoll.step.undo.find_state` does not follow.
 """
@@ -40,14 +41,14 @@ _Tensors = list[tuple[str, Tensor, int | None, SavedTensor]]  # with their versi
 
 
 class Around:
-    """The current surroundings of the passes of a step.
+    """The surroundings of a step's passes at the time of construction.
 
     Args:
         before: the objects that the training reaches, and their state before the step.
         device: the device of the training.
 
     Attributes:
-        obstacle: the reason for which the surroundings cannot be compared, if any.
+        obstacle: the reason why the surroundings cannot be compared, or ``None``.
     """
 
     def __init__(self, before: Before, device: torch.device) -> None:
@@ -64,7 +65,7 @@ class Around:
         self._where, self._others = self._where_now(before), self._others_now(before)
 
     def what_a_pass_changed(self) -> str | None:
-        """Return the name of data that a pass changed without an operator, or ``None``.
+        """Return the name of data that a pass changed without a torch operator, or ``None``.
 
         Writes by operators, such as updates of buffers, are excluded.
         """
@@ -72,7 +73,7 @@ class Around:
         return self._changed_data()
 
     def what_changed(self, before: Before) -> str | None:
-        """Return the name of a difference to the current state, or ``None`` if everything is equal."""
+        """Return the name of a part of the surroundings that has changed, or ``None`` if everything is equal."""
         now = self._places.contents()
         for number in self._contents.differing(now):
             if not are_equal(*map(flat, (self._contents[number], now[number]))):
@@ -97,7 +98,7 @@ class Around:
         return "the environment" if os.environ != self._environment else None
 
     def _data_of(self, all_reached: Sequence[Reached], device: torch.device) -> tuple[_Arrays, _Tensors]:
-        """Return copies of data that ``float(array[0])`` and ``.tolist()`` read without torch's dispatcher."""
+        """Return copies of arrays and host tensors, which ``.tolist()``, for example, reads unseen by torch."""
         arrays = [pair for one in all_reached for pair in one.arrays if not is_of_the_update(pair[0])]
         is_on_cpu = device.type == "cpu"  # in tests, the CPU stands in for the device: weights and buffers are on it
         own = {id(one) for reached in all_reached for module in reached.modules for one in module._buffers.values()}
@@ -135,7 +136,7 @@ class Around:
 
 
 class _Code:
-    """The code in use: methods of classes, functions in their libraries, and the parts of functions."""
+    """The code in use: methods of classes, functions in modules, and the code and defaults of functions."""
 
     def __init__(self, seen: Sequence[Any]) -> None:
         kinds = {kind for one in seen if isinstance(one, type) for kind in one.__mro__ if kind is not object}
@@ -161,7 +162,7 @@ class _Code:
 
 
 def flat(content: Any) -> list[Any]:
-    """Return a content as one list: the items, or the keys followed by the values."""
+    """Return the content of a container as one list: the items, or the keys followed by the values."""
     return [*content, *content.values()] if isinstance(content, dict) else content
 
 
@@ -171,7 +172,7 @@ def is_of_the_update(name: str) -> bool:
 
 
 def _come_since(before: Before) -> Reached:
-    """Return the objects added to places since the search, and everything that they reach."""
+    """Return the objects added to containers since the search for state, and everything that they reach."""
 
     def values() -> Iterator[tuple[str, Any]]:
         for number, (name, _) in enumerate(before.reached.places):

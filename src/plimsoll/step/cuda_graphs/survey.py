@@ -1,12 +1,13 @@
 """A dispatch mode that finds operations in a pass which a captured graph could not repeat.
 
 A graph replays kernels on the device's memory. A replay would reuse values of the capture in several cases: the host
-reads a value (``.item()``), the size of a result depends on values, or data is copied between host and device. The same
-holds for a host tensor and a random number generator of the program. CUDA refuses some of these with an error that does
-not name the cause, and accepts the others silently.
+reads a value (``.item()``), the size of a result depends on values, or data is copied between host and device. A pass
+that uses a host tensor or a random number generator of the program is another case. CUDA refuses some of these cases
+with an error that does not name the cause, and silently accepts others.
 
-Not detected: reads that bypass torch's dispatcher, such as numpy's and ``.tolist()``, and kernels launched by hand.
-Reachable data of such reads is compared before each step (`plimsoll.step.cuda_graphs.surroundings`).
+Not detected: reads that bypass torch's dispatcher, such as numpy's and ``.tolist()``, and kernels launched by hand. If
+such reads use data that the search for state reaches, the data is compared before each step
+(`plimsoll.step.cuda_graphs.surroundings`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         reason: the first obstacle to a capture, or ``None``.
-        read: the values that the host has read and that do not depend on data, in order.
+        read: the values that the host has read, in order; they depend only on Python values, not on tensor data.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,10 +81,10 @@ class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return work()
 
     def _seeds_of(self, returned: list[Tensor]) -> list[Tensor]:
-        """Return the scalars on the host that an operator returned together with a result on the device.
+        """Return the host scalars that an operator returned together with a device tensor.
 
-        Attention returns the seed of its dropout for its backward pass. It is a host scalar, but a device tensor in a
-        capture.
+        Attention returns the seed of its dropout for its backward pass. The seed is a host scalar, but a device tensor
+        in a capture.
         """
         is_there = any(one.device.type == self._kind for one in returned)
         return [one for one in returned if is_there and one.dim() == 0 and one.device.type != self._kind]
@@ -102,14 +103,14 @@ class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ReadAgain(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns the values that the host read in an earlier pass, in order, without waiting for the device."""
+    """A mode that answers the host's reads with the values of an earlier pass, without waiting for the device."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._values = iter(values)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run ``func``, unless it reads a known value."""
+        """Run ``func``, or return the known value if it reads one."""
         return next(self._values) if func is _READS else func(*args, **(kwargs or {}))
 
 
@@ -137,7 +138,7 @@ def _name(func: Any) -> str:
 
 
 def _place() -> str:
-    """Return the line outside torch that called the operator; empty in a backward pass."""
+    """Return the file and line outside torch that called the operator; empty in a backward pass."""
     for frame, line in traceback.walk_stack(None):
         if not str(frame.f_globals.get("__name__", "")).startswith(_SKIPPED):
             if str(frame.f_globals.get("__name__", "")).startswith("plimsoll."):

@@ -1,7 +1,7 @@
-"""The test that blocks of a model are alike: everything that determines their behavior is equal, except their number.
+"""The test whether blocks of a model are alike: all that determines their behavior is equal, except their number.
 
 Compared are the classes of their modules, all attributes, and the layouts of parameters and buffers. An attribute that
-is neither a number nor a string must be the same object. So a block with its own hook is different.
+is neither a number nor a string must be the same object. So a block with its own hook differs from the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plimsoll.techniques.mechanisms.blocks import blocks_of
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.Size)
 """Types whose values are compared by equality."""
 
-_FEWEST = 3  # in a row
+_FEWEST = 3  # alike blocks in a row
 _PARTS = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -40,7 +40,7 @@ def rows_of(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def are_alike(first: nn.Module, first_number: int, other: nn.Module, other_number: int) -> bool:
-    """Return whether two blocks, each with its number, are alike."""
+    """Return whether two blocks are alike; their numbers in the model may differ."""
     some, others = [*_traits(first)], [*_traits(other)]
     own = (int, first_number), (int, other_number)
     return len(some) == len(others) and all(
@@ -50,7 +50,7 @@ def are_alike(first: nn.Module, first_number: int, other: nn.Module, other_numbe
 
 
 def layout_of(tensor: Tensor) -> Hashable:
-    """Return a key that is equal for tensors which can stand in for one another."""
+    """Return a key that is equal for tensors of the same class, shape, strides, dtype and ``requires_grad``."""
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 

@@ -1,14 +1,14 @@
 """Folding of alike blocks in a pass of a dry run: only the first and the last block of a row run.
 
-A transformer does the same in each of its layers. In a row of alike layers (`plimsoll.step.folding.alike`), the first
-and the last run. The events of the layers between them are repeated in the trace: in forward from the first layer, in
-backward from the last.
+A transformer performs the same operations in each of its layers. In a row of alike layers
+(`plimsoll.step.folding.alike`), only the first and the last layer run. The events of the layers between them are copied
+in the trace: in forward from the first layer, in backward from the last.
 
 The conditions are:
 
 - A block takes one tensor with a gradient and returns one. Its other arguments are the same for all blocks.
 - Between the first and the last block, no other code uses these tensors or the blocks' parameters.
-- The two blocks that ran recorded the same events.
+- The first and the last block recorded the same events.
 
 If a condition fails, `BlocksDiffer` is raised, and the dry run starts again and runs all blocks. Does not detect code
 that treats a block in the middle differently because of its number.
@@ -74,7 +74,7 @@ class _Forward:
 
 
 class _Given(NamedTuple):
-    """The arguments of a block: the only tensor that has a gradient, or ``None``, and the others."""
+    """The arguments of a block: the only tensor that requires a gradient (or ``None``), and all other arguments."""
 
     tensor: Tensor | None
     others: list[Any]
@@ -101,7 +101,7 @@ class _Given(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """The result of a block: the position of the tensor that has a gradient, and the other values."""
+    """The result of a block: the position of the tensor that requires a gradient, and all other values."""
 
     others: list[Any]
     place: int
@@ -121,7 +121,7 @@ class _Passed(NamedTuple):
     result: _Result
 
     def compared(self, renamed: Renamed) -> Any:
-        """Return a key that is equal for a block with the same behavior."""
+        """Return a key that is equal for two passes that recorded the same events."""
         return self.stretch.compared({}, renamed), self.keeps_input, self.result
 
 
@@ -132,7 +132,7 @@ class _Row:
         recorder: the recorder of the dry run.
         blocks: the blocks.
         names: their names in the record.
-        noted: the repeated blocks, in forward order.
+        noted: the blocks whose events are copied, in forward order.
         last: the backward pass of the last block, once it has run.
     """
 
@@ -143,11 +143,11 @@ class _Row:
         self.last: _Backward | None = None
         self._num_called = 0
         self._first: _Passed | None = None
-        self._given: _Given | None = None  # arguments of the first block without its tensor, until the last is called
-        self._layout: Hashable = None  # of that tensor
+        self._given: _Given | None = None  # arguments of the first block except its tensor, until the last block runs
+        self._layout: Hashable = None  # layout of that tensor
 
     def call(self, number: int, run: Callable[[], Any], given: _Given) -> Any:
-        """Run a block, or repeat the events of the first."""
+        """Run a block, or repeat the events of the first block."""
         if number == 0:
             return self._call_first(run, given)
         if self._first is None:
@@ -203,7 +203,7 @@ class _Row:
         return example.result.with_tensor(tensor)
 
     def renamed(self, number: int, other: int) -> Renamed:
-        """Return a function from the number of a text to the number of the same text about another block."""
+        """Return a function that maps the number of a recorded text to the same text with another block's name."""
         texts, known = [*self.recorder._texts], dict[int, int]()
         name = re.compile(rf"(?<![\w.]){re.escape(self.names[number])}(?!\w)")
 
@@ -238,9 +238,10 @@ class _Backward:
 
     Attributes:
         stretch: the recorded events.
-        ended: roles of the older storages that were freed in it.
-        reached: positions of the parameters that got a gradient in it.
-        is_new: whether the input's gradient has its own storage; it may share the storage of the result's gradient.
+        ended: roles of the older storages that were freed in this pass.
+        reached: positions of the parameters that got their first gradient in this pass.
+        is_new: whether the input's gradient has its own storage; otherwise it shares the storage of the result's
+            gradient.
     """
 
     stretch: Stretch
@@ -258,20 +259,20 @@ class _Backward:
     def begin(self, gradient: Tensor) -> None:
         """Record the start of the backward pass."""
         recorder = self._row.recorder
-        if self._number:  # the last of its row, whose backward pass is the first
+        if self._number:  # the last block of its row, whose backward pass runs first
             self._end_twins()
         self._begin = place_of(recorder)
         self._given = row_of(recorder, gradient), layout_of(gradient)
         self._before = [_row_of_gradient(recorder, one) for one in self._parameters]
 
     def _end_twins(self) -> None:
-        """Repeat for the other blocks that storages ended between the last block's passes, such as unsaved casts."""
+        """Copy to the other blocks the end of storages between the last block's passes, such as unsaved casts."""
         stretch, begin = self._passed.stretch, self._passed.begin.storage
         twins = {row: [noted.begin_row + row - begin for noted in self._row.noted] for row in stretch.left}
         end_alike(self._row.recorder, stretch.end, twins)
 
     def end(self, gradient: Tensor) -> None:
-        """Record the end. The last block becomes the example for repeated blocks, and the first is compared with it."""
+        """Record the end. The last block becomes the example for repeated blocks, and the first block must equal it."""
         recorder, begin, row = self._row.recorder, self._begin, self._row
         if begin is None:
             raise BlocksDiffer(f"the backward pass of {row.names[self._number]} has not begun")
@@ -286,7 +287,7 @@ class _Backward:
         self.stretch = Stretch(recorder, begin, made, ended)
         self.ended = [names[one] for one in ended if one in names]
         is_alike = self.is_new or layout_of(gradient) == self._given[1]
-        if self._number == 0:  # arguments shared by all blocks may be freed here, too
+        if self._number == 0:  # arguments that all blocks share may be freed here, too
             if row.last is None or row.last.compared(row.renamed(len(row.blocks) - 1, 0)) != self.compared(_as_it_is):
                 raise BlocksDiffer(f"{row.names[0]} behaves differently from {row.names[-1]} in backward")
         elif not is_alike or not self.stretch.is_plain or self.stretch.left or len(self.ended) != len(ended):
@@ -305,18 +306,18 @@ class _Backward:
 
     @property
     def had_none(self) -> list[bool]:
-        """For each parameter, True if it had no gradient before."""
+        """A list with True for each parameter of the block that had no gradient before this pass."""
         return [row < 0 for row in self._before]
 
     def _older(self) -> dict[int, Hashable]:
-        """Return the roles of the storages that existed before."""
+        """Return the role of each storage that existed before this pass, by its row."""
         begin = self._passed.begin.storage
         names: dict[int, Hashable] = {row: ("gradient", place) for place, row in enumerate(self._before)}
         names |= {row: ("saved", row - begin) for row in self._passed.stretch.left}
         return names | {self._passed.input_row: "input", self._given[0]: "given"}
 
     def compared(self, renamed: Renamed) -> Any:
-        """Return a key that is equal for a block with the same behavior."""
+        """Return a key that is equal for two passes that recorded the same events."""
         return self.stretch.compared(self._older(), renamed), self.reached, self.is_new
 
 
@@ -335,7 +336,7 @@ class _Noted:
         self._row, self._number, self._example = row, number, example
         self._input_row = row_of(row.recorder, given)
         self._kept = given.untyped_storage() if example.keeps_input else None
-        self._returned: tuple[int, Place] | None = None  # the row of its input's gradient, and its place in the record
+        self._returned: tuple[int, Place] | None = None  # the row of the input's gradient, and its place in the record
         self.begin_row = place_of(row.recorder).storage
 
     def forward(self) -> Tensor:
@@ -356,7 +357,7 @@ class _Noted:
         """Repeat the backward pass, from the gradient of the result, and return the gradient of the input.
 
         Raises:
-            BlocksDiffer: if the pass cannot be the same as in the last block.
+            BlocksDiffer: if the pass cannot equal the last block's pass.
         """
         row, example = self._row, self._row.last
         if example is None:

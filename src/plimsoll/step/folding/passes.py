@@ -1,7 +1,8 @@
 """Folding of alike passes in a dry run: the events of a pass that has run are repeated in the trace.
 
-The first micro-batch of the second step does the same as in the first step, and so on. So each kind of pass runs once:
-a kind has the same input values, and gradients exist or not. Passes are repeated only if
+In a dry run, the first micro-batch of each step causes the same events, and so does the second. So each kind of pass
+runs only once. Passes are of one kind if their known input values are equal, and the same parameters have gradients
+before them. Passes are repeated only if
 
 - the code of all modules and hooks belongs to torch, transformers, peft or Plimsoll,
 - no technique keeps state between passes (`plimsoll.techniques.Technique`), and
@@ -49,7 +50,7 @@ def passes_repeat(workload: Workload, choices: Choices) -> bool:
 
 
 def _put_on(module: nn.Module) -> Iterator[Any]:
-    """Yield the code that runs with a module and is not part of its class: hooks, and a replaced ``forward``."""
+    """Yield the code that runs with a module but is not part of its class: hooks, and a replaced ``forward``."""
     for name, value in vars(module).items():
         if name.endswith("_hooks"):  # a list with such a name holds handles in transformers
             yield from value.values() if isinstance(value, dict) else ()
@@ -70,7 +71,7 @@ class Folded:
     Args:
         recorder: the recorder of the dry run.
         workload: the training.
-        parameters: iterates over the parameters that have gradients.
+        parameters: returns an iterator over the parameters that can have gradients.
         blocks: folds blocks in the passes that run; ``None`` runs all blocks.
     """
 
@@ -89,8 +90,8 @@ class Folded:
         """Run a pass, or repeat the events of an alike one.
 
         Args:
-            micro_batch: its inputs.
-            is_share: whether its loss is scaled.
+            micro_batch: the inputs of the pass.
+            is_share: whether the loss is scaled, because the micro-batch is only a part of the batch.
             do_pass: runs the pass and returns its loss.
         """
         without = [one for one in dict.fromkeys(self._parameters()) if one.grad is None]
@@ -115,7 +116,7 @@ class Folded:
 
 
 class _Leaf(NamedTuple):
-    """The known facts about a leaf of a micro-batch. It holds no fake tensor, so that its end can be recorded."""
+    """The layout and known values of a tensor in a micro-batch. The tensor is not kept, so that its end is recorded."""
 
     layout: Any
     value: Any

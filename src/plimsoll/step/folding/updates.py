@@ -1,9 +1,10 @@
-"""Folding of alike chunks of an update in a dry run: the events of a chunk that ran in the same step are repeated.
+"""Folding of an update in a dry run: one of several alike chunks runs, and its events are copied for the others.
 
-The matrices of twelve layers are updated one after the other, in separate chunks (`plimsoll.step.update.commit`). The
-first chunk of a kind runs. For the others its events are repeated, with their gradients and states. Chunks are alike if
-their parameters, gradients and states have the same layouts, and the same values if known, such as the step count.
-Nothing else affects an update that treats each parameter separately, and only such updates have chunks.
+An update runs in chunks of a few parameters (`plimsoll.step.update.commit`). For example, the matrices of twelve layers
+are twelve alike chunks. Only the first chunk runs. Its events are copied for the others, with their own gradients and
+states. Chunks are alike if their parameters, gradients and states have the same layouts, and the same values if known,
+such as the step count. Nothing else affects an update that treats each parameter separately, and only such updates have
+chunks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from plimsoll.memory.repeated import Stretch, notes_of, place_of, row_of, take_n
 from plimsoll.models.optimizers import settings_of
 from plimsoll.step.update.transient_memory import Members
 
-_MOST_PARAMETERS = 8  # of a chunk: larger chunks are rarely alike, and comparing them takes time
+_MOST_PARAMETERS = 8  # in a chunk: larger chunks are rarely alike, and comparing them takes time
 
 
 class FoldedUpdates:
@@ -69,13 +70,13 @@ class FoldedUpdates:
             value for one in states for value in one.values() if isinstance(value, Tensor) and id(value) not in before
         ]
         stretch = Stretch(self._recorder, begin, new, ended)
-        # A chunk that leaves other memory than states, such as memory for later copies, is not repeated.
+        # A chunk that leaves memory other than states, such as memory for later copies, is not repeated.
         if event is None and stretch.is_closed and all(map(operator.is_, settings, self._settings())):
             self._done[kinds] = _Done(stretch, [_example_of(one, {*map(id, new)}) for one in states])
         return event
 
     def _take(self, parameter: nn.Parameter, example: dict[str, Any], made: Iterator[Tensor]) -> None:
-        """Leave a parameter as its update would leave it."""
+        """Free a parameter's gradient and set its states, as its update would."""
         parameter.grad = None
         if not example:
             return
@@ -108,7 +109,7 @@ class _Done(NamedTuple):
 
 
 class _Notes(dict[str, Any]):
-    """The record of a state that existed before."""
+    """The known values of a state that existed before the update."""
 
 
 _NEW = object()
@@ -123,7 +124,7 @@ def _example_of(states: dict[str, Any], new: set[int]) -> dict[str, Any]:
 
 
 def _trait_of(value: Any) -> Hashable:
-    """Return the layout and known values of a dense fake tensor, or a number with its type; otherwise ``None``."""
+    """Return the layout and known values of a dense fake tensor, or a plain value and its type; otherwise ``None``."""
     if isinstance(value, bool | int | float | str):
         return type(value), value
     if type(value) is not FakeTensor or value.layout is not torch.strided:

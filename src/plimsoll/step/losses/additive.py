@@ -1,15 +1,17 @@
-"""The check that a loss is additive: that the loss of a batch is the weighted sum of the losses of its parts.
+"""The check whether a loss is additive: whether the loss of a batch is the weighted sum of the losses of its parts.
 
-Only then may a batch be cut, into micro-batches, over ranks or into passes of an evaluation. A loss is not additive if
-it compares the samples of a batch (contrastive losses) or averages over something other than the units (class weights).
-Nor is it if it has a term over the whole batch (the load balance of a router). So before a batch is cut, losses and
-gradients of a few samples are computed at once and one by one, and compared. All effects of these passes are undone
-(`plimsoll.step.losses.without_dropout`, `plimsoll.step.undo.step_state`).
+Only if the loss is additive may a batch be split ("cut"): into micro-batches, over ranks or into passes of an
+evaluation. A loss is not additive if it compares the samples of a batch (contrastive losses) or averages over something
+other than the units (class weights). Nor is a loss with a term over the whole batch (the load balance of a router). So
+before a batch is split, losses and gradients of a few samples are computed in one pass and in separate passes, and
+compared. All effects of these passes are undone (`plimsoll.step.losses.without_dropout`,
+`plimsoll.step.undo.step_state`).
 
-The check costs two passes of at most sixteen samples, once for each kind of batch: fields, labels or padding that were
-not compared before. It is repeated at the 2nd, 4th, 8th, ... cut.
+The check costs two passes of at most sixteen samples. It runs for each new kind of batch, that is, when fields, labels
+or padding occur that were not compared before. It is repeated at the 2nd, 4th, 8th, ... split.
 
-Does not detect effects that appear only with more samples, or later in a training, until the next check.
+Does not detect effects that appear only with more samples. Effects that appear later in a training are detected at the
+next check.
 """
 
 from __future__ import annotations
@@ -50,13 +52,13 @@ _MOST_GRADIENTS = 1 << 20  # numbers to compare
 # Tolerated relative difference, in roundings of the precision: in fp32 1e-6 of the loss (models of six layers had
 # 1e-7). For bf16 (8e-3) and fp16 (1e-3) it is one rounding.
 _NUM_ROUNDINGS = 8
-_GRADIENTS_TO_LOSSES = 4  # factor by which differences of gradients may be larger
+_GRADIENTS_TO_LOSSES = 4  # gradients may differ more than losses, by this factor
 # Roundings weigh more if a loss cancels (the squared error of a model that predicts well). If values differ, they are
 # computed again with parameters changed by a rounding. A multiple of the resulting change is tolerated, too.
 _NUM_CHANGES = 2
-_MOST_CHANGES = 3  # times the largest of these changes
+_MOST_CHANGES = 3  # the largest multiple of these changes that is tolerated
 _LEAST_DIFFERENCE = 1e-6  # a model in float64 may have a loss that computes in float32
-_MOST_ROWS_TRIED = 64  # until two samples with a target are found
+_MOST_ROWS_TRIED = 64  # samples, until two with a target are found
 
 _ALTERNATIVES = (
     "give the units that it averages over, a function from a batch to a number; for a loss that compares samples use "
@@ -77,7 +79,7 @@ _KNOWN = LossCheck(verdict="known", why="a loss that is known to be additive")
 
 
 class _Found(NamedTuple):
-    """The loss of some samples at once and in parts, and observations from these passes."""
+    """The loss of some samples in one pass and in parts, and observations from these passes."""
 
     num_samples: int
     whole: float
@@ -100,14 +102,14 @@ class _Found(NamedTuple):
 
 
 class Additivity:
-    """The check before a batch of one training is cut; ``found`` is the latest result.
+    """The check before a batch of one training is split; ``found`` is the latest result.
 
     Args:
         workload: the training, before techniques are installed. ``kept_whole`` is set if the loss is not additive.
         backend: the backend of the device.
         position: the current position in the training.
-        recut_loss: whether the user allows a loss that changes when a batch is cut. Then nothing is compared.
-        never_cut: whether the user forbids cutting.
+        recut_loss: whether the user allows a loss that changes when a batch is split. If so, nothing is compared.
+        never_cut: whether the user forbids splitting batches.
         extra_state: objects that are restored after samples have been compared, as for a step.
         roots: further objects that may hold state of the loss, by name.
     """
@@ -128,14 +130,14 @@ class Additivity:
         self.found: LossCheck | None = _said(workload, recut_loss, never_cut, self.is_known)
         self._kinds = Kinds()
         self._extra_state, self._roots = extra_state, roots or {}
-        self._new: frozenset[tuple[Any, ...]] = frozenset()  # kinds in the current batch
-        self.most_samples = _NUM_ROWS[0]  # to compute at once; fewer after the process was killed for memory
+        self._new: frozenset[tuple[Any, ...]] = frozenset()  # new kinds in the current batch
+        self.most_samples = _NUM_ROWS[0]  # in one pass; fewer after the process was killed for memory
         self._has_own_rows = True  # whether the compared samples are from this rank
         self._num_cuts = self._num_checks = 0
         self._told: LossCheck | None = None
 
     def before_cut(self, batch: Any, loss_of: LossOf | None = None) -> Reason | None:
-        """Return the reason why a batch must not be cut, or ``None``. All ranks must call it.
+        """Return the reason why a batch must not be split, or ``None``. All ranks must call it.
 
         Args:
             batch: this rank's part of the batch.
@@ -152,7 +154,7 @@ class Additivity:
         return workload.kept_whole
 
     def news(self) -> LossCheck | None:
-        """Return the result if it has changed since the last call, except for a decision of the user."""
+        """Return the result if it has changed since the last call; ``None`` if not, or if the user decided it."""
         told, self._told = self._told, self.found
         return self.found if self._num_cuts and self.found is not told else None
 
@@ -181,7 +183,7 @@ class Additivity:
         self._num_checks += 1
         position, precision = self._position, self._workload.precision
         phase, samples = position.phase, position.samples
-        position.samples = ()  # the samples of an evaluation, of which this check is not a part
+        position.samples = ()  # these are sample numbers of an evaluation; this check does not belong to one
         try:
             found = self._compared(rows, loss_of)
             if isinstance(found, str):
@@ -253,7 +255,7 @@ class Additivity:
             self._left_alone(function, rows) as before,
         ):
             whole = one(rows, 1.0)
-            before.restore()  # so that state which a loss keeps between passes differs in the parts
+            before.restore()  # so that state which a loss keeps between passes causes a difference
             parts = weighted_micro_batches(rows, samples_of_part, shape, workload)
             losses = [one(part, share) for part, share, _ in parts]
             dtypes = mode.dtypes | {one.dtype for one in workload.model.parameters() if one.is_floating_point()}
@@ -313,7 +315,7 @@ class Additivity:
 
 
 def _worth(rows: Any, num_new: int) -> tuple[bool, int, int]:
-    """Return a key that ranks the samples of a rank: first at least two samples, then new kinds, then their number."""
+    """Return a sort key for a rank's samples: whether there are two or more, number of new kinds, number of samples."""
     num_rows = 0 if rows is None else batch_size_of(rows)
     return (num_rows > 1, num_new, num_rows)
 
@@ -321,7 +323,7 @@ def _worth(rows: Any, num_new: int) -> tuple[bool, int, int]:
 def loss_check_of(  # noqa: PLR0917 -- the arguments of `Additivity`
     workload: Workload, batch: Any, backend: Backend, recut_loss: bool, never_cut: bool, loss_of: LossOf | None = None
 ) -> LossCheck:
-    """Determine for a plan whether the loss of a training is additive. Known losses need no batch."""
+    """Determine for a plan whether the loss of a training is additive. Losses that are known are not computed."""
     additivity = Additivity(workload, backend, Position(), recut_loss, never_cut)
     if additivity.found is None and batch is not None:
         additivity.before_cut(batch, loss_of)
@@ -335,7 +337,7 @@ def _out_of_memory(what: str, event: OomEvent) -> LossCheck:
 
 
 class _Loss(NamedTuple):
-    """The loss of a part, its gradient, its share of the whole, and whether random numbers were drawn for it."""
+    """The loss of a part, its gradient, the part's share of all units, and whether random numbers were drawn."""
 
     value: float
     gradient: Tensor | None
@@ -404,7 +406,7 @@ def _gradient_scale(whole: _Loss, parts: list[_Loss]) -> float:
 
 
 def _is_again(whole: _Loss, again: _Loss, most_difference: float) -> bool:
-    """Return whether a repeated loss is equal. Gradients may differ by the order of additions."""
+    """Return whether a repeated loss is equal. Gradients may differ as much as the order of additions explains."""
     if whole.value != again.value or (whole.gradient is None) != (again.gradient is None):
         return False
     if whole.gradient is None or again.gradient is None:
@@ -427,7 +429,7 @@ def _with_roundings(found: _Found, whole: _Loss, parts: list[_Loss], changed: li
 
 @contextmanager
 def _changed_by_a_rounding(parameters: Sequence[Tensor], seed: int) -> Iterator[None]:
-    """Change each number to a neighbouring one in its precision, at random but reproducibly, inside the block."""
+    """Inside the block, change each element by one rounding of its dtype, up or down at random but reproducibly."""
     draws = torch.Generator().manual_seed(seed)
     kept = [one.detach().clone() for one in parameters]
     try:
@@ -480,7 +482,7 @@ def _judged(found: _Found, workload: Workload) -> tuple[Verdict, Reason | None]:
 
 
 def _said(workload: Workload, recut_loss: bool, never_cut: bool, is_known: bool) -> LossCheck | None:
-    """Return the result that is known before anything is computed."""
+    """Return the result if it is known without a computation, otherwise ``None``."""
     if never_cut and recut_loss:
         raise InputError(f"never_cut={never_cut} forbids what recut_loss={recut_loss} allows: leave one of the two out")
     if never_cut:

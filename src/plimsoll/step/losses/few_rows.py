@@ -1,7 +1,8 @@
-"""A check of a training with a few real samples, made before a plan relies on a technique.
+"""A check with passes of a few real samples, made before a plan relies on a technique.
 
-Its effects are undone: random state and buffers are restored, and no gradients are left. Not handled: a model without
-values, and a loss that fails for a few samples. The first step reveals the problem then.
+The effects of the passes are undone: random state and buffers are restored, and no gradients are left. Not handled: a
+model of fake or meta tensors, and a loss that fails for a few samples. In these cases, only the first step reveals a
+problem.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _OF_FEWER_SAMPLES = (RuntimeError, ValueError, IndexError, TypeError)
 
 
 def ask_few_rows(workload: Workload, batch: Any, question: OfRows) -> str | None:
-    """Return the reason why something is impossible; ``None`` if it is possible, or cannot be determined.
+    """Run a check on a few samples. Return the reason why it fails; ``None`` if it succeeds or cannot be made.
 
     Args:
         workload: the training. It is restored afterwards.
         batch: one of its batches.
-        question: the check, called with some of the samples.
+        question: the check, called with some of the samples; returns the reason, or ``None``.
     """
     parameters = list(workload.model.parameters())
     if not parameters or any(one.is_meta or isinstance(one, FakeTensor) for one in parameters):

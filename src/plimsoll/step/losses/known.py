@@ -3,11 +3,11 @@
 Known to be additive are Plimsoll's models and losses, and transformers models under these conditions: the class and its
 loss function are from transformers, the loss has no further term, and the user's units are correct. The units depend on
 the loss function and not on the name of the class: decoders such as `BartForCausalLM` do not shift their labels.
-Nothing is known if any part is user code: a module, a hook, a replaced forward, a loss function.
-The balance term of a router (mixture of experts) is known not to be additive.
+Nothing is known if a module, a hook, a replaced forward or a loss function is user code. The balance term of a router
+(mixture of experts) is known not to be additive.
 
-Values are not inspected here: see `plimsoll.step.losses.additive`. Does not detect functions that a user has registered
-with transformers by name (an attention, an activation).
+No loss is computed here; `plimsoll.step.losses.additive` compares losses. Does not detect functions that a user has
+registered with transformers by name (an attention, an activation).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OF_OWN: dict[str, Units] = {
 """The units of Plimsoll's models."""
 
 _LIBRARIES = ("torch", "transformers", "peft", "plimsoll")
-_MORE_TERMS = re.compile("aux|router|balanc|z_loss|contrastive|diversity")  # names in a forward with further terms
+_MORE_TERMS = re.compile("aux|router|balanc|z_loss|contrastive|diversity")  # in a forward that adds terms to the loss
 _FIELDS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ROW_BY_ROW = {
@@ -103,7 +103,7 @@ def known_reason(workload: Workload) -> Reason | None:
 
 
 def is_usual(batch: Any, workload: Workload) -> bool:
-    """Return whether transformers models use all fields of a batch in a known way."""
+    """Return whether a batch has only fields that transformers models use in a known way."""
     if workload.loss is not model_loss or not is_hugging_face(_plain(workload.model)):
         return True
     if not isinstance(batch, Mapping) or set(batch) - _FIELDS:
@@ -129,7 +129,7 @@ def _plain(model: nn.Module) -> nn.Module:
 
 
 def _has_virtual_tokens(model: nn.Module) -> bool:
-    """Return whether peft puts tokens before the text. Then the first labelled token is predicted, too."""
+    """Return whether peft puts tokens before the text, so that the first labelled token is predicted, too."""
     configs = getattr(getattr(model, "_orig_mod", model), "peft_config", {})
     return isinstance(configs, Mapping) and any(getattr(one, "is_prompt_learning", False) for one in configs.values())
 
@@ -158,7 +158,7 @@ def _calls_of(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 def _is_unchanged(model: nn.Module) -> bool:
-    """Return whether all parts of a model are unmodified library code, and none computes across samples."""
+    """Return whether all modules of a model are unmodified library code, and none computes across samples."""
     every = nn.modules.module
     if every._global_forward_hooks or every._global_forward_pre_hooks or every._global_backward_hooks:
         return False

@@ -1,7 +1,7 @@
-"""The choice of samples that reveal most about a loss: the most different ones, and a similar one for each of them.
+"""The choice of samples that reveal most about a loss: very different samples, and a similar one for each.
 
-Samples differ in their labels, in the amount of padding, mask or ignored labels, and in the values of these fillers.
-A loss over pairs needs both samples with equal labels and samples with different labels.
+Samples differ in their labels, and in the amount and the values of fillers: padding, masks and ignored labels. A loss
+over pairs needs both samples with equal labels and samples with different labels.
 
 Shapes: B samples, F features.
 """
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from plimsoll.data.batch import IGNORED_LABEL, batch_size_of, leaves_of, map_leaves
 
-_LABEL_COUNTS = 4.0  # the weight of a label in other features, so that samples with equal labels are close
+_LABEL_COUNTS = 4.0  # the weight of a label relative to other features, so that samples with equal labels are close
 _MOST_INTEGER = 1 << 62
 _MOST_COUNTED = 1 << 16
 _MOST_TRIED = 4  # samples of a label, until one has a target
-_SHARE_OF_EDGES = 4  # a value at the edge of one in four samples is common
+_SHARE_OF_EDGES = 4  # a value at the edge of one in four samples counts as common
 MOST_VALUES = 64  # values of a field that are distinguished
 MOST_FILLERS = 16
 
 
 def telling_rows(batch: Any, num_rows: int, first: Sequence[int] = ()) -> list[int]:
-    """Return the numbers of up to ``num_rows`` samples, ordered so that consecutive parts contain different samples.
+    """Choose up to ``num_rows`` samples of a batch; return their numbers, ordered so that neighbours differ.
 
     ``first`` are numbers of samples to include, at most half of ``num_rows``.
     """
@@ -62,10 +62,10 @@ def joined_samples(batches: Sequence[Any]) -> Any:
 
 
 class Kinds:
-    """The kinds of batches that were compared: their fields, the fillers of these, and the labels that occurred.
+    """The kinds of batches that were compared, as tuples: fields, their fillers, and the labels that occurred.
 
-    A field with ever more values holds no labels but, for example, sample numbers or tokens of a vocabulary. So at most
-    `MOST_VALUES` labels and `MOST_FILLERS` fillers are distinguished in a field.
+    A field whose number of distinct values keeps growing holds no labels, but sample numbers or token ids, for example.
+    So at most `MOST_VALUES` labels and `MOST_FILLERS` fillers are distinguished in a field.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Kinds:
     def new_in(self, batch: Any, *others: tuple[Any, ...]) -> frozenset[tuple[Any, ...]]:
         """Return the kinds in a batch and in ``others`` that are new. A label has the kind ``(field, label)``.
 
-        Every other kind has three entries.
+        Every other kind is a tuple of three.
         """
         found = set(others)
         for path, leaf in leaves_of(batch):
@@ -93,10 +93,10 @@ class Kinds:
         return frozenset(found - self._seen)
 
     def note(self, kinds: frozenset[tuple[Any, ...]], compared: Any = None, *, is_own: bool = True) -> None:
-        """Mark kinds as seen after samples were compared. A label that none of these samples has stays new.
+        """Mark kinds as seen after samples were compared. A label that no compared sample has stays new.
 
-        All kinds are marked if nothing could be ``compared``. The same applies if the samples are from the same batch
-        (``is_own``) and have no new label, so that the check is not repeated forever.
+        All kinds are marked if ``compared`` is ``None``, because nothing could be compared. All are also marked if the
+        samples are from this batch (``is_own``) and have no new label, so that the check is not repeated forever.
         """
         labels = [kind for kind in kinds if len(kind) == 2]
         absent = {kind for kind, rows in rows_with(compared, labels) if not rows} if compared is not None else set()
@@ -204,7 +204,7 @@ def _features(batch: Any) -> Tensor:
 
 
 def _labels(flat: Tensor) -> list[Tensor]:
-    """Return a column for each label, so that samples with a rare label are far from others; empty without labels."""
+    """Return a feature column for each label, weighted so that rare labels set samples apart; empty without labels."""
     if not 0 < flat.shape[1] <= MOST_VALUES:
         return []
     if flat.shape[1] == 1:

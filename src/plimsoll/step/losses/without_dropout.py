@@ -3,7 +3,7 @@
 Models apply dropout through modules and functions, and a loss may have terms only in training mode. So the flags of
 modules stay unchanged, and the dropout functions are disabled instead, also in attention and recurrent layers. Other
 random draws (negatives, noise, masks) are detected because they advance the random state. A single number drawn for a
-whole layer (layer drop) is not detected: the random state is restored after it.
+whole layer (layer drop) is not detected, because the random state is restored after the draw.
 
 Not handled: dropout that a program implements itself, or inside a compiled or fused kernel. It is detected as random.
 """
@@ -32,7 +32,7 @@ _MEANS = {functional.cross_entropy: 6, functional.nll_loss: 6}
 
 
 class Undropped(TorchFunctionMode):
-    """A mode that disables dropout in functions. It records the dtypes of autocast, and weighted means."""
+    """A mode that disables dropout in functions. It records autocast's dtypes, and whether a loss has class weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Undropped(TorchFunctionMode):
 
 @contextmanager
 def undropped(model: nn.Module) -> Iterator[Undropped]:
-    """Disable dropout, and use the running statistics of BatchNorm, inside the block."""
+    """Disable dropout and TF32, and make BatchNorm use its running statistics, inside the block."""
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase) and module.dropout]
     dropped = [layer.dropout for layer in layers]
     norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.training]

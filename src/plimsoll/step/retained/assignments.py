@@ -1,11 +1,12 @@
 """The line of user code that stores a value in an attribute or variable, and a replacement that drops the graph.
 
-The source of the class's functions (or of the loss function) is parsed with `ast`. The search covers assignments to the
-name or an item of it, also as one of several targets or with ``+=``. It also covers calls such as ``.append(...)``.
-Lines that already detach the value or store a constant are skipped. ``__init__`` is searched last.
+The source of the methods of the object's class (or of the loss function) is parsed with `ast`. The search covers
+assignments to the name or to one of its items, also as one of several targets or with ``+=``. It also covers calls of
+its methods such as ``.append(...)``. Lines that already detach the value or store a constant are skipped. ``__init__``
+is searched last.
 
-If the object's own code does not store it, the code around the step may (`callers`). An example is a loop that appends
-to a list of the model. Not handled: code without a source file, ``setattr`` and other functions.
+If the object's own code does not store the value, the code that calls the step is searched (`callers`). An example is a
+loop that appends to a list of the model. Not handled: code without a source file, ``setattr`` and other functions.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def assignment_of(
         owners: the object with the attribute, or the function or code with the variable; then the objects that contain
             that object.
         variable: the name of the attribute or variable; with a leading dot, only an attribute matches.
-        value: the current value; a tuple or list of states is detached item by item.
+        value: the current value; if it is a tuple or list of states, the replacement detaches each item.
         also_without_graph: whether lines that already drop the graph match, too.
     """
     for owner in owners:
@@ -70,7 +71,7 @@ def callers() -> list[CodeType]:
 
 
 def is_read(owners: Iterable[Any], variable: str) -> bool:
-    """Return whether an object's code reads an attribute, as it reads a state that is carried between passes."""
+    """Return whether an object's code reads an attribute. If so, it may carry state from pass to pass."""
     for owner in owners:
         wanted = _Wanted(variable, isinstance(owner, FunctionType | CodeType))
         for function in _functions_of(owner):
@@ -115,7 +116,7 @@ def _statements(function: FunctionType | CodeType) -> Iterator[tuple[ast.stmt, i
 
 
 class _Wanted(NamedTuple):
-    """The name to search for, of an attribute or also of a variable."""
+    """The name to search for. With ``is_variable``, a variable of this name matches as well as an attribute."""
 
     name: str
     is_variable: bool

@@ -6,8 +6,8 @@ A graph is alive as long as one of its nodes is. In the checked steps, a small m
 still alive, without keeping them alive.
 
 Steps are checked ever more rarely (`plimsoll.step.sampled_steps`), so that the average cost is microseconds per step. A
-line is recorded only if an earlier graph is alive. Only the first such checks walk the graph and read the user's
-source.
+finding (a line of the record) is added only if an earlier graph is alive. Only the first such checks walk the graph and
+read the user's source.
 
 Not detected: graphs that are held for only a part of a step, and tensors without a graph.
 """
@@ -32,7 +32,7 @@ from plimsoll.step.retained.tensors import RetainedTensor, retained_by
 from plimsoll.step.sampled_steps import SampledSteps
 from plimsoll.techniques.mechanisms.segment_recompute import SecondBackward
 
-_MOST_MARKED = 8  # newest tensors of one holder in one check; a container may have thousands
+_MOST_MARKED = 8  # the newest tensors of one holder that a check marks; a container may have thousands
 _MOST_MARKS = 32  # marked steps per holder
 _FEWEST_ALIVE = 2  # a state carried over one step, or created once, is not a graph per step
 _MOST_LINES = 1000
@@ -43,7 +43,7 @@ _ANYBODY = ""
 
 
 class _Mark:
-    """A marker that is put into a node and lives as long as it."""
+    """A marker that is put into a node of a graph and lives as long as this node."""
 
     __slots__ = ("__weakref__",)
 
@@ -58,7 +58,7 @@ class _Marks:
     assignment: Assignment | None = None
 
     def add(self, step: int, tensors: list[Tensor]) -> None:
-        """Mark tensors that no earlier step has marked; a graph that was made once is not one per step."""
+        """Mark tensors that no earlier step has marked, because a graph that was made once does not grow."""
         for tensor in tensors:
             own: dict[str, _Mark] = tensor.grad_fn.metadata.setdefault(_KEY, {})  # type: ignore[union-attr]
             if self.name not in own:
@@ -161,7 +161,7 @@ class GraphWatch:
         return graph_size(tensors, [*self._workload.model.parameters(), *tensors])
 
     def _of_losses(self, now: int) -> RetainedGraph | None:
-        """Return the losses of earlier steps that are alive without a known holder."""
+        """Return the finding that losses of earlier steps are alive although no holder is known, or ``None``."""
         marks = self._marks.get(_ANYBODY, _Marks(_ANYBODY))
         alive = tuple(step for step in marks.alive() if step < now)
         if len(alive) < _FEWEST_ALIVE:
@@ -173,7 +173,7 @@ class GraphWatch:
 
 
 def _second_time(step: int, workload: Workload) -> InputError:
-    """Return an error that names the holder of a graph that backward reached a second time."""
+    """Return the error for a graph that backward reached a second time; it names the holder of the graph."""
     retained = retained_by(workload.model, workload.loss)
     carried = [one for one in retained if is_read(one.owners, one.variable)] or retained
     if not carried:

@@ -1,8 +1,8 @@
 """Tensors with a graph that user objects hold between steps, in attributes of modules and of the loss.
 
-The search covers the attributes and buffers of every module of the model. For the loss it covers attributes, the
-closure and the globals that it names. If the loss is a method, its object is searched too. The search includes lists,
-tuples, dicts, deques and plain objects in any of them, to a depth of four.
+The search covers the attributes and buffers of every module of the model. For the loss, it covers attributes, the
+closure and the globals that its code names. If the loss is a method, its object is searched too. The search includes
+lists, tuples, dicts, deques and plain objects in any of them, to a depth of four.
 
 Not found: tensors held only by C++ objects, generators, local variables of a running loop or globals of other modules.
 A container is treated as having no graph if none of its last 64 items has one.

@@ -26,7 +26,7 @@ from plimsoll.step.undo.state_before_step import Before
 
 
 class Moment:
-    """The state of everything that was reached, after the passes of a batch."""
+    """The state, after the passes of a batch, of all objects that the search for state reached."""
 
     def __init__(self, before: Before) -> None:
         self.contents = before.watched.places.contents()
@@ -39,17 +39,18 @@ class Moment:
 
 
 class Between:
-    """The changes since some moments.
+    """The changes that the loop has made since the passes of a batch.
 
     Args:
-        moments: the state before the update, and the moment after the passes, for each group of reached objects.
+        moments: for each group of reached objects, the state before the update and the state after the passes.
         extra_state: objects that provide a ``state_dict``.
         backend: the backend of the device; the loop may have drawn from its random numbers.
-        is_end: whether no batch follows. The loop may then change gradients, as clipping does: they are computed anew.
+        is_end: whether no batch follows. If so, the loop may change gradients, for example clip them, because they are
+            recomputed.
 
     Attributes:
-        places: names of the places that have changed.
-        news: objects that were added to these places, by name.
+        places: names of the containers that have changed.
+        news: names and objects that were added to these containers.
         written: names of tensors that were written.
         moved: names of tensors that were moved to another storage.
         lost: names of changed objects that were not copied before the update, and of gradients.
@@ -73,7 +74,7 @@ class Between:
         self._extra = [(one, copy.deepcopy(one.state_dict())) for one in extra_state]
 
     def share(self, before: Between) -> None:
-        """Share equal extra states with the previous batch, to keep only one copy."""
+        """Share the extra states that equal those after the previous batch, to keep only one copy."""
         self._extra = [
             other if is_same_state(one[1], other[1]) else one
             for one, other in zip(self._extra, before._extra, strict=True)

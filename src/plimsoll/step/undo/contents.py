@@ -1,4 +1,4 @@
-"""The contents of many places, saved in each step within microseconds.
+"""The contents of many Python containers (`Place`), saved in each step within microseconds.
 
 A copy of each container would cost more than the step of a small model. Thousands of new lists and dicts per step
 trigger Python's garbage collector, which then searches the whole program. So the items of all places are stored in one
@@ -19,7 +19,7 @@ class Places:
     """Places whose contents are saved repeatedly.
 
     Args:
-        places: the places; their contents have the same indices.
+        places: the places; a place and its content have the same index.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -43,8 +43,8 @@ class Contents:
 
     Args:
         are_dicts: whether each content is a dict.
-        containers: the contents.
-        values: the values of each dict; empty for other contents.
+        containers: the content of each place.
+        values: for each place, the values of its dict; empty if it is not a dict.
     """
 
     def __init__(self, are_dicts: list[bool], containers: Sequence[Any], values: Sequence[Collection[Any]]) -> None:
@@ -53,7 +53,7 @@ class Contents:
         self._num_values: list[int] = []
         self._items: list[Any] = []
         self._values: list[Any] = []
-        while self._num_items != (lengths := [*map(len, containers)]):  # again if a thread changed them
+        while self._num_items != (lengths := [*map(len, containers)]):  # repeated if another thread changed a container
             self._num_items, self._num_values = lengths, [*map(len, values)]
             self._items, self._values = [*chain.from_iterable(containers)], [*chain.from_iterable(values)]
         self._begins: tuple[list[int], list[int]] | None = None
@@ -80,14 +80,14 @@ class Contents:
         self._items, self._values, self._begins = self._items + other._items, self._values + other._values, None
 
     def let_go(self) -> None:
-        """Drop references to results of passes; places that contained one then always differ."""
+        """Drop references to results of passes. A place that contained one always counts as different afterwards."""
         nothing = object()
         self._items, self._values = (
             [nothing if is_of_pass(one) else one for one in part] for part in (self._items, self._values)
         )
 
     def differing(self, other: Contents) -> list[int]:
-        """Return the indices of places whose items differ in identity or order."""
+        """Return the indices of the places whose items are other objects, or in another order."""
         found = [number for number, content in self._replaced.items() if not is_same(content, other[number])]
         waiting = [(0, len(self))] if len(self) else []
         while waiting:
@@ -114,7 +114,7 @@ class Contents:
 
 
 def contents_of(reached: Reached) -> Contents:
-    """Return the contents of everything that was reached, without results of passes."""
+    """Return the contents of all places that were reached, without results of passes."""
     contents = Places([place for _, place in reached.places]).contents()
     contents.let_go()
     return contents

@@ -1,9 +1,9 @@
 """A search for all Python state that training code can reach from a model, its loss and its optimizer.
 
 The search follows attributes, lists, dicts, sets, deques and hooks of modules, tensors and optimizers. It follows a
-function's closure, its defaults and the globals that it names, also in modules that it names. It follows the objects
-bound by methods and partials, and class attributes. Each of these is a `Place`, whose content can be copied (one level
-deep) and restored.
+function's closure, its defaults and the globals that it names, also in modules that the function names. It follows the
+objects bound by methods and partials, and class attributes. Each of these is a `Place`, whose content can be copied
+(one level deep) and restored.
 
 Not followed:
 
@@ -88,7 +88,7 @@ class Place(ABC):
         """Replace the content."""
 
     def container(self) -> Any:
-        """Return the live container, possibly with further items; ``None`` if only `content` can build one."""
+        """Return the container itself, which may have further items; ``None`` if only `content` can collect them."""
         return None
 
 
@@ -120,7 +120,7 @@ class Items(Place):
 
 @dataclass(slots=True)
 class Numbers(Place):
-    """A bytearray, an `array.array`, a memoryview or a ctypes value."""
+    """A bytearray, an `array.array`, a memoryview or a ctypes value, whose content is bytes."""
 
     numbers: Any
     _last: bytes = b""
@@ -155,7 +155,7 @@ class Attributes(Place):
     def content(self) -> dict[str, Any]:
         """Return a copy of the attributes."""
         own = vars(self.owner)
-        if isinstance(own, MappingProxyType):  # a class: only values that a program may set, not methods
+        if isinstance(own, MappingProxyType):  # a class: only attributes that a program may set, not methods
             return {name: value for name, value in own.items() if not _is_of_class(name, value)}
         return (
             {name: value for name, value in own.items() if name not in self.left_out} if self.left_out else own.copy()
@@ -280,10 +280,10 @@ class Reached:
 
 
 def reached_from(roots: Iterable[tuple[str, Any]], before: Reached | None = None) -> Reached:
-    """Search everything that some roots reach.
+    """Search for all objects that some roots reach.
 
     Args:
-        roots: names and objects, for example a model and a loss function.
+        roots: pairs of a name and an object, for example of a model and a loss function.
         before: an earlier search, whose objects are skipped.
     """
     return _Walk({} if before is None else before.seen).follow(roots)

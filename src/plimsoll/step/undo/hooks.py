@@ -1,6 +1,6 @@
-"""Saving the hooks of modules and tensors before a step, and restoring them after it.
+"""Saving the hooks of modules and tensors before a step, and restoring them if it is undone.
 
-Code that registers a temporary hook cannot remove it if memory runs out in between. Plimsoll's own hooks are not
+Code that registers a temporary hook may not remove it if memory runs out in between. Plimsoll's own hooks are not
 touched: the code that registers them removes them.
 """
 
@@ -17,10 +17,10 @@ OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_module
 
 
 class SavedHooks:
-    """The current hooks.
+    """The hooks of modules and tensors at the time of construction.
 
     Args:
-        of_modules: the hook containers of modules, which are never replaced.
+        of_modules: the containers in which modules store hooks; modules never replace them.
         tensors: tensors that may have hooks; their containers are created with the first hook.
     """
 

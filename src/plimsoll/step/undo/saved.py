@@ -1,6 +1,6 @@
 """Saved copies of tensors, numpy arrays and random number generators, with methods to restore them.
 
-The position of an iterator cannot be restored, but a move can be detected.
+The position of an iterator cannot be restored, but it is detected whether the iterator has advanced.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stateful(Protocol):
 class SavedTensor:
     """The bytes of a whole storage, which views and tied tensors share.
 
-    For a tensor without a plain storage, its values are saved instead.
+    For a tensor without a plain storage, a copy of the tensor is saved instead.
     """
 
     owner: Any
@@ -57,7 +57,7 @@ class SavedTensor:
         Args:
             tensor: the tensor.
             into: memory to reuse if its shape, dtype and device match.
-            as_bytes: whether to copy the whole storage, not only the values of the tensor.
+            as_bytes: whether to copy the bytes of the whole storage, not only the elements of the tensor.
         """
         owner = tensor.untyped_storage() if as_bytes and has_storage(tensor) else tensor
         whole = bytes_in(owner)
@@ -85,7 +85,7 @@ class SavedTensor:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the content and the size."""
+        """Restore the content, and the size of the storage."""
         if self.value.shape != self.content.shape:
             self.owner.resize_(self.content.nbytes)
         self.value.copy_(self.content)
@@ -193,7 +193,7 @@ class _CannotTellError(Exception):
 
 
 def _parts_of(value: Any, depth: int) -> Iterator[Any]:
-    """Yield the parts that identify a position: counts, lines and referenced objects."""
+    """Yield the facts that identify an iterator's position: counts, line numbers and referenced objects."""
     if depth > _MOST_DEPTH:
         raise _CannotTellError
     if value is None or isinstance(value, (*_PLAIN, range, *_OF_PROGRAMS)):

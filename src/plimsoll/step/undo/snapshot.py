@@ -1,13 +1,13 @@
-"""Snapshots of Python state of code outside this package, so that its work can be undone and repeated.
+"""Snapshots of the Python state of code outside this package, so that work of this code can be undone and repeated.
 
 A `Snapshot` holds the contents of places, arrays and generators (`plimsoll.step.undo.user_state`). `Snapshot.run` also
 copies the tensors that the work writes (`plimsoll.step.undo.written`). `Snapshot.put_back` restores everything except
 the objects named in ``lost``.
 
-Some values are changed by failures only, such as a list of errors, or a counter that makes a test fail once. Failing
-twice distinguishes them from state: `Snapshot.changes` has the values that failed work changed and successful work
-never did. A last try starts with these changes. A value that this try changes again was state after all: it is
-restored, and the work is repeated (`Snapshot.run`).
+Only failures change some values, such as a list of errors, or a counter that makes a test fail once. `Snapshot.changes`
+lists the values that failed work changed and successful work never did. After a second failure, a last try starts with
+these changes. If this try changes such a value again, the value was state after all: it is restored, and the work is
+repeated (`Snapshot.run`).
 
 Does not cover tensors that the work writes while it is not observed; the creator of the snapshot copies them.
 """
@@ -35,7 +35,7 @@ _NOTHING = object()
 
 @dataclass(slots=True)
 class Change:
-    """A change by failed work to one plain value of a place, or to a whole list of plain values.
+    """A change that failed work made to one plain value of a place, or to a whole list of plain values.
 
     ``alone`` is true if only plain values changed in the place. Otherwise a flag may record that another object was
     created.
@@ -73,9 +73,9 @@ class Snapshot:
     """A saved state that can be restored.
 
     Args:
-        kept: the objects to restore, after `Kept.begin`; `run` adds to its knowledge.
+        kept: the state to restore, after `Kept.begin`; `run` records in it which objects the work changes.
         is_observed: whether to observe and copy the tensors that the work writes.
-        is_state: whether a place, given by name, is always state.
+        is_state: returns whether the place of this name is always restored.
         copied: keys of storages that are already copied elsewhere (see `written.key_of`).
     """
 
@@ -100,7 +100,7 @@ class Snapshot:
 
     @property
     def lost(self) -> list[str]:
-        """Names of objects that changed but were not copied; the change may have happened before the work."""
+        """Names of objects that changed but were not copied. The change may have happened before the work."""
         places = [one.name for one in self._others if one.change() is not None]
         arrays = [name for name, array in self._other_arrays if self._kept.is_written(name, array)]
         return [*places, *arrays, *(f"the position of {one.name}" for one in self._iterators if one.has_moved())]
@@ -116,7 +116,7 @@ class Snapshot:
         Args:
             work: the work.
             left: changes of an earlier failure, which are applied first.
-            put_back: replaces `put_back` if the caller restores more.
+            put_back: called instead of the method `put_back`, if the caller has more to restore.
         """
         for change in left:
             change.leave()
@@ -125,7 +125,7 @@ class Snapshot:
         still = [change for change in left if change.is_left()]
         changed = self._changed()
         self._kept.moving.update((change.name, change.key) for change in _changes_in(changed))
-        if len(still) < len(left):  # it was state: restore it and repeat
+        if len(still) < len(left):  # such a value was state: restore it and repeat
             (put_back or self.put_back)()
             self.run(work, still, put_back)
         else:

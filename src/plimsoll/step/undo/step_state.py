@@ -53,12 +53,13 @@ class Undo:
         roots: objects from which training code can reach its state, by name: the model, the loss, hooks.
         backend: the backend of the device; its random state is saved too.
         extra_state: user objects that are saved and restored through their ``state_dict``.
-        optimizer: the optimizer of the model. Other code undoes its update; changes made by passes are undone here.
+        optimizer: the optimizer of the model. Changes that passes make to it are undone here; other code undoes the
+            update.
         observes: whether to observe passes and restore Python state. False in a dry run, and if ranks shard parameters.
 
     Attributes:
         lost: names of the objects that the last `restore` could not put back.
-        is_updating: whether the update is writing the trained parameters; other code undoes that.
+        is_updating: whether the update is running. Other code undoes its writes to the trained parameters.
         kinds: combinations of module modes and batch kinds that have been observed.
     """
 
@@ -78,11 +79,11 @@ class Undo:
         self._reached: Reached | None = None
         self._walked = contents_of(Reached())  # contents whose objects have all been searched
         self._watched: Watched | None = None  # of `_reached`
-        self._watched_for: tuple[Any, ...] = ()  # conditions under which `_watched` is valid
+        self._watched_for: tuple[Any, ...] = ()  # the conditions for which `_watched` was selected
         self.is_updating = False
-        self._new_ids: set[int] = set()  # of new objects in the last check
+        self._new_ids: set[int] = set()  # ids of the new objects that the last check found
         self._stays: list[tuple[str, Any]] = []  # new objects found by two checks in a row
-        self._has_looked = False  # since the last pass
+        self._has_looked = False  # whether changes were searched for since the last pass
         self._before: list[Before] = []  # one for the roots, then one per batch
         self._moving: set[str] = set()  # names of places that passes have changed
         self._failed: list[tuple[str, Place, Any, Any]] = []  # other places: contents before and after a failed try
@@ -94,7 +95,7 @@ class Undo:
         self._writes: Writes | None = None
         self._observes = observes
         self.kinds: set[Any] = set()
-        self._kinds_in_hand: list[Any] = []  # of this update
+        self._kinds_in_hand: list[Any] = []  # kinds of the batches of this update
         self._extra: list[Any] = []
         self._random_state: dict[str, Any] = {}
         self._strangers: dict[int, StorageWeakRef] = {}  # storages that passes wrote but no root reaches
@@ -104,7 +105,7 @@ class Undo:
             fitting(partial(onednn.prepare_for, model), backend, "oneDNN was prepared for an LSTM", " to a new process")
 
     def remember(self, batch: Any = None) -> None:
-        """Save the current state, including ``batch``, as the state that `restore` returns to."""
+        """Save the current state, including ``batch``, as the state to which `restore` returns."""
         self.lost, self.is_updating, self._has_looked, self._late = (), False, False, set()
         self._let_go()
         self._random_state = self._backend.random_state()
@@ -233,7 +234,7 @@ class Undo:
             self._watched, self._stays = None, []
 
     def leave(self) -> bool:
-        """Keep the changes that only failed tries made, and return whether there were any; possible once per step.
+        """Keep the changes that only failed tries made, and return whether such changes exist; possible once per step.
 
         Such a change may decide whether tries fail, such as a test's list of failures to raise.
         """
@@ -245,7 +246,7 @@ class Undo:
 
     @contextmanager
     def as_failed(self) -> Iterator[None]:
-        """Apply the changes of the last failed try for the block, which must undo its own changes."""
+        """Apply the changes of the last failed try inside the block. Code in the block must undo its own changes."""
         counted = [(before.watched.versions(), before.watched.addresses()) for before in self._before]
         for _, place, _, content in self._failed:
             place.fill(content)
@@ -503,7 +504,7 @@ def left_alone(
     optimizer: torch.optim.Optimizer | None = None,
     observes: bool = True,
 ) -> Iterator[Undo]:
-    """Undo all changes that the block makes to some roots, a batch and the random state.
+    """Undo, after the block, all changes that it makes to state of the roots, a batch and the random state.
 
     Args:
         roots: objects whose reachable state is restored, by name.

@@ -1,10 +1,10 @@
 """The Python state of code outside this package (`plimsoll.step.undo.find_state`), tracked from one call to the next.
 
-The tracked work is an update or a part that follows one. The state of its owner is searched once, and again when a new
-object appears in a place. Every place and up to 64 MiB of arrays are copied in three cases: in the first calls, in ever
-fewer later ones (`plimsoll.step.sampled_steps`), and when work is retried. Other calls copy only the places that were
-observed to change, the 256 places nearest to the owner, and up to 1 MiB of arrays. The other places and arrays are
-compared with their last known content. If failed work changed one of them, it can be named.
+The tracked work is an optimizer's update, or a part that follows an update. The state of its owner is searched once,
+and again when a new object appears in a place. Every place and up to 64 MiB of arrays are copied in three cases: in the
+first calls, in ever fewer later calls (`plimsoll.step.sampled_steps`), and when work is retried. Other calls copy only
+the places that were observed to change, the 256 places nearest to the owner, and up to 1 MiB of arrays. The other
+places and arrays are compared with their last known content. If failed work changed one of them, it can be named.
 
 Some objects are replaced again and again, such as the current batch or a list of learning rates. They are searched
 anew before each call and not kept alive in between, because they may be large. Tensors are found but not copied.
@@ -59,7 +59,7 @@ class Known:
         return now if (now or self.content) and not is_same(now, self.content) else None
 
     def values(self) -> Iterator[tuple[Slot, Any]]:
-        """Return the items of the last content that may hold state, by slot."""
+        """Yield, by slot, those items of the last copied dict or list that may hold state."""
         pairs: Any = self.content.items() if isinstance(self.content, dict) else ()
         if isinstance(self.content, list):
             pairs = enumerate(self.content)
@@ -75,10 +75,10 @@ class Kept:
 
     Args:
         roots: returns the roots in groups; an object that several groups reach belongs to the first of them.
-        apart: returns objects that are not searched.
+        apart: returns objects that the search leaves out.
 
     Attributes:
-        moving: items that successful work has changed.
+        moving: the items of places that successful work has changed.
         parts: the objects that each group of roots reaches.
         is_due: whether everything is copied before the current work.
         copied: the places that are copied, with their content before the work.
@@ -94,8 +94,8 @@ class Kept:
         self.others: list[Known] = []
         self.is_due = True
         self._roots, self._apart, self._sampled_steps = roots, apart, SampledSteps()
-        self._lasting: list[Reached] = []  # of each part, the objects that are not replaced
-        self._places: list[list[Known]] = []  # the places of each part
+        self._lasting: list[Reached] = []  # for each group of roots, the objects that are not replaced
+        self._places: list[list[Known]] = []  # the places of each group
         self._exchanging: list[list[Known]] = []  # the places in which objects are replaced
         self._often: list[Known] = []  # places that are copied before each work
         self._rarely: list[Known] = []  # the other places
@@ -104,12 +104,12 @@ class Kept:
         self._ids: dict[Slot, int] | None = None  # id of the value in each slot at the last full search
         self._is_first = True
         self._exchanged: set[Slot] = set()
-        self._changing: set[str] = set()  # names of places
-        self._written: set[str] = set()  # names of arrays
+        self._changing: set[str] = set()  # names of places that have changed
+        self._written: set[str] = set()  # names of arrays that have been written
         self._prints: dict[str, tuple[weakref.ref[Array], int]] = {}
 
     def begin(self, *, is_again: bool = False) -> None:
-        """Find the current state before work, and copy the parts that are due.
+        """Find the current state before work, and copy the places that are due.
 
         Args:
             is_again: whether the work has failed before.
@@ -127,7 +127,7 @@ class Kept:
             self.parts.append(_joined(lasting, passing))
 
     def arrays(self) -> Iterator[tuple[str, Array, SavedArray | None]]:
-        """Yield the name of each writable array, the array, and a copy if it is due."""
+        """Yield the name of each writable array, the array, and its copy; ``None`` if it is not copied this time."""
         num_bytes = 0
         for name, array in (one for part in self.parts for one in part.arrays if one[1].flags.writeable):
             num_bytes += array.nbytes
@@ -138,7 +138,7 @@ class Kept:
             yield name, array, SavedArray(array, array.copy()) if is_copied else None
 
     def is_written(self, name: str, array: Array) -> bool:
-        """Return whether an array that is not copied differs from its last checksum."""
+        """Return whether an array's checksum was recorded and has changed since."""
         noted = self._prints.get(name)
         return noted is not None and noted[0]() is array and noted[1] != _print_of(array)
 
@@ -148,7 +148,7 @@ class Kept:
         return bool(self._lasting) and not self._exchanged
 
     def passed(self, changed: Iterable[tuple[Known, Any]]) -> None:
-        """Learn from the changes that successful work made to places, and drop objects that are replaced each time."""
+        """Record which places successful work has changed, and drop objects that are replaced each time."""
         if self.is_due:
             arrays = (one for part in self.parts for one in part.arrays)
             self._written.update(name for name, array in arrays if self.is_written(name, array))
@@ -161,7 +161,7 @@ class Kept:
         self.parts, self.copied, self.others, self._is_first = [], [], [], False
 
     def forget(self) -> None:
-        """Drop all references to objects; knowledge that is stored by name remains."""
+        """Drop all references to objects. Facts that are stored by name remain."""
         self.parts, self.copied, self.others = [], [], []
         self._lasting, self._places, self._exchanging, self._kept = [], [], [], {}
         self._often, self._rarely, self._chosen_for = [], [], -1
@@ -181,7 +181,7 @@ class Kept:
             found = self._passing_of(values, given)
             if found.keys() <= passing.keys():
                 break
-            passing |= found  # must not be kept alive
+            passing |= found  # objects that must not be kept alive
         self._ids = ids
         # Objects that a walk skips do not count as new the next time.
         self._kept.update((id(value), value) for _, value in values if id(value) not in passing)

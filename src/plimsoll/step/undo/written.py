@@ -40,10 +40,10 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that records and copies the storages that existed before the block and are written in it.
 
     Args:
-        copied: storages, by `key_of`, that are copied elsewhere; their writes are not recorded.
+        copied: keys (`key_of`) of storages that are copied elsewhere; writes to them are not recorded.
 
     Attributes:
-        written: each recorded storage, by `key_of`.
+        written: maps the key (`key_of`) of each written storage to the storage and its earlier bytes.
     """
 
     def __init__(self, copied: Iterable[int] = ()) -> None:
@@ -113,7 +113,7 @@ def _makes_new(func: Any) -> bool:
 def _places_of_writes(func: Any) -> tuple[tuple[int, str], ...]:
     """Return the positions and names of the arguments that an operator writes.
 
-    BatchNorm's running statistics are always included; it writes them only if its argument ``training`` is true.
+    BatchNorm's running statistics are always included, although BatchNorm writes them only if ``training`` is true.
     """
     return tuple(
         (place, one.name)

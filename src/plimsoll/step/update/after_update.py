@@ -1,9 +1,9 @@
-"""The parts that follow an update: the gradient scaler, the learning-rate schedule and cleanup functions.
+"""The functions that run after an update (parts): of the gradient scaler, the learning-rate schedule and cleanup.
 
-The update has already happened, so an error in a part must not cause the step to be repeated. If memory runs out in a
-part, the state that the part reaches (`plimsoll.step.undo.find_state`) is restored and the part is repeated. The other
-parts run in any case. If a part keeps failing, `AfterUpdateError` reports that the update is done. Other errors are
-raised after all parts have been tried.
+The update has already happened, so an error in such a part must not cause the step to be repeated. If memory runs out
+in a part, the state that the part reaches (`plimsoll.step.undo.find_state`) is restored and the part is repeated. The
+other parts run in any case. If a part keeps failing, `AfterUpdateError` reports that the update is done. Other errors
+are raised after all parts have been tried.
 
 Does not cover the hooks of an optimizer, which belong to its update (`plimsoll.step.update.commit`).
 """
@@ -29,9 +29,9 @@ class Part(NamedTuple):
     """A function that runs after an update.
 
     Attributes:
-        name: the call as a user writes it.
+        name: the call as a user would write it, for messages.
         work: the function.
-        owners: objects from which the state that it changes is reached.
+        owners: objects from which all state that the function changes can be reached.
     """
 
     name: str
@@ -55,7 +55,7 @@ class AfterUpdate:
         """Run the parts that follow the update of the last completed step in ``position``.
 
         Raises:
-            AfterUpdateError: if memory ran out in a part, and again in every retry, or if its changes cannot be undone.
+            AfterUpdateError: if memory ran out in a part and in each retry, or if changes of the part cannot be undone.
         """
         with ExitStack() as others:  # all parts run, even if one fails
             for number, part in reversed([*enumerate(_parts(scaler, schedule, tidy_ups))]):
@@ -84,7 +84,7 @@ class AfterUpdate:
         """Run a part as a transaction.
 
         Returns:
-            The event if memory ran out, otherwise ``None``; and the changes of the failed part that may stay.
+            The event if memory ran out, otherwise ``None``; and the changes by the failed part that a retry may keep.
 
         Raises:
             AfterUpdateError: if changes of the part cannot be undone.
@@ -114,7 +114,7 @@ class AfterUpdate:
         return event, snapshot.changes
 
     def _kept_of(self, number: int, part: Part) -> Kept:
-        """Return the state that a part's owners reach; reuse the one of earlier steps if the part is the same."""
+        """Return the state that a part's owners reach; reuse the object of earlier steps if the part is the same."""
         groups = self._optimizer.param_groups
         work, of_groups, kept = self._kept.get(number, (None, None, None))
         if kept is None or work != part.work or of_groups is not groups:
@@ -125,7 +125,7 @@ class AfterUpdate:
         return kept
 
     def _parameters(self) -> list[Any]:
-        """Return the optimizer without its settings, because only the update changes these objects."""
+        """Return the optimizer's objects that only its update changes, which excludes its settings."""
         lists = (group["params"] for group in self._optimizer.param_groups)
         return [self._optimizer, self._optimizer.state, *lists]
 

@@ -1,15 +1,15 @@
 """`optimizer.step()` as a transaction: either the whole update happens, or none of it.
 
 If the peak memory of the update is known and shown to be free, the whole update runs in one call. Otherwise it runs in
-chunks of a few parameters. Their values and states are copied just before, so that a chunk can always be undone.
+chunks of a few parameters. Values and states of these parameters are copied just before, so that a chunk can always be
+undone.
 
-Covers the optimizers of ``torch.optim``. Other optimizers, and optimizers with step hooks, may use all parameters, also
-those without a gradient. They are called once, and all state that they reach is restored if they fail
-(`plimsoll.step.update.undo`).
+Covers the optimizers of ``torch.optim``. Other optimizers, and optimizers with step hooks, may use all parameters, even
+parameters without a gradient. Such an optimizer is called once, and all state that it reaches is restored if the call
+fails (`plimsoll.step.update.undo`).
 
-Not handled: errors other than running out of memory between two chunks, such as Ctrl-C in a user's loop.
-`TornStepError` is raised if an update in one call runs out of memory after all, or if a chunk that cannot be split
-keeps failing.
+Not handled: any error between two chunks except running out of memory, such as Ctrl-C in a user's loop. `TornStepError`
+is raised if an update in one call runs out of memory after all, or if a chunk that cannot be split keeps failing.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from plimsoll.step.update.undo import ChunkCopy, Learned, Memory, WholeCopy
 
 # On the CPU, a chunk stays in the cache between its copy and its update. On a GPU, small chunks cost extra launches.
 _CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
-# Parameters that a GPU training stores on the host are updated there. These chunks fit in the cache too. They are
+# Parameters that a GPU training stores on the host are updated there. These chunks fit in the cache, too. They are
 # larger because many threads share the work of each call, so fewer calls are faster.
 _OUTSIDE_CHUNK_BYTES = 8 << 20
-# On the CPU, the memory of copies is kept between steps. Otherwise the C library would return it to the system in every
-# step. That costs up to twice as much as the copying. CUDA's allocator caches it.
+# On the CPU, the memory of copies is kept between steps. Otherwise the C library would return this memory to the system
+# in every step. That takes up to twice as long as the copying. On a GPU, CUDA's allocator caches the memory.
 _KEPT_BYTES = {"cpu": 8 << 20, "cuda": 0}
 _OUTSIDE_KEPT_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 
@@ -97,7 +97,7 @@ class _Chunk:
         return self.is_separable and len(self.parameters) > 1
 
     def may_be_tried_again(self) -> bool:
-        """Count a failure, and return whether to retry: it can be split, failed once, or its failures make progress."""
+        """Count a failure; return whether to retry: the chunk can be split, failed once, or its failures progress."""
         self.num_failures += 1
         goes_on = bool(self.left) and self.num_failures < MOST_TRIES
         return self.can_be_cut() or self.num_failures == 1 or goes_on
@@ -124,18 +124,20 @@ def _place_of(parameter: nn.Parameter) -> _Place:
 class StepCommit:
     """Runs the step of one optimizer as a transaction.
 
-    It has ``param_groups`` and ``step`` like the optimizer, so that a ``GradScaler`` can unscale and step it.
+    It has ``param_groups`` and ``step`` like the optimizer, so that a ``GradScaler`` accepts it in place of the
+    optimizer.
 
     Args:
-        optimizer: the optimizer; its gradients are freed as they are used.
+        optimizer: the optimizer; each gradient is freed once it has been used.
         backend: the backend of the device.
         position: the position of the run, for the record of an event.
-        chunk_bytes: always update in chunks of this size; ``None``: in one call, or in chunks that suit the device.
+        chunk_bytes: size of the chunks in bytes; ``None`` updates in one call if possible, otherwise in chunks that
+            suit the device.
         ranks: ranks that perform the same step on the same gradients. The step can be undone on all ranks as long as it
             can be undone on this one.
 
     Attributes:
-        folded: runs repeated chunks once in a dry run whose passes repeat; otherwise ``None``.
+        folded: in a dry run whose passes repeat, runs only one of several alike chunks; otherwise ``None``.
         outcome: the event that prevented the last step, or ``None``.
         was_called: whether `step` was called.
         recovered: events that did not prevent a step.
@@ -157,7 +159,7 @@ class StepCommit:
         self._backend = backend
         self._position = position
         self._scratch = _scratch_by_place(backend)
-        self._plain: list[nn.Parameter] = []  # known to be plain; a new check in every step costs more
+        self._plain: list[nn.Parameter] = []  # parameters found to be plain CPU tensors; a new check costs more
         self._chunks: list[_Chunk] = []
         self._made_for: object = None
         if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # a wrapper may have no hooks
@@ -168,7 +170,7 @@ class StepCommit:
         self._is_undone_by_all = False
         self._changes_gradients: bool | None = None
         self._learned = Learned(optimizer)  # for an optimizer that is updated as a whole
-        self._changers: dict[object, bool] = {}  # whether chunked updates change gradients, by settings
+        self._changers: dict[object, bool] = {}  # whether chunked updates change gradients, by the optimizer's settings
 
     def forget(self) -> None:
         """Drop the scratch memory and the references to optimizer states, which are kept between steps."""
@@ -296,7 +298,7 @@ class StepCommit:
     def _do(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
         """Update one chunk and release its gradients, or leave it unchanged.
 
-        ``others``: chunks whose update must be proven to fit as well.
+        ``others``: later chunks, whose update must be proven to fit as well.
         """
         copy = self._copy_of(chunk)
         if copy is None:
@@ -353,7 +355,7 @@ class StepCommit:
             chunk.num_failures += copy.has_lost_gradients
 
     def _copy_of(self, chunk: _Chunk) -> ChunkCopy | WholeCopy | None:
-        """Return a copy for undoing the chunk; ``None`` if it does not fit, or leaves too little memory for a retry."""
+        """Return a copy for undoing the chunk; ``None`` if it does not fit with enough memory left for a retry."""
         copy = attempt(lambda: self._copied(chunk), self._backend, self._position)
         if isinstance(copy, OomEvent):
             self._scratch[chunk.place[1]].clear()
@@ -372,9 +374,9 @@ class StepCommit:
         return WholeCopy(self.optimizer, self._learned, memory, self._backend, is_again=chunk.num_failures > 0)
 
     def _lacks_room(self, chunks: list[_Chunk], times: float = MOST_STATES, is_next: bool = False) -> OomEvent | None:
-        """Return an event if the peak memory of updating the chunks one after another is not free, otherwise ``None``.
+        """Return an event if too little memory is free to update the chunks one after another, otherwise ``None``.
 
-        The peak is all new states plus the largest temporaries of any chunk. If the size of states is unknown, it is
+        The peak is all new states plus the largest temporaries of any chunk. Unknown states are assumed to take
         ``times`` the parameters' bytes. On a GPU, the chunk before frees gradients that cover the temporaries of chunks
         that are ``is_next``. This does not hold on the CPU: an aligned block does not fit in a hole of its size.
         """
@@ -384,7 +386,7 @@ class StepCommit:
         return attempt(lambda: prove_room(blocks, chunks[0].place[0]), self._backend, self._position)
 
     def _agreed(self, event: OomEvent | None) -> OomEvent | None:
-        """Run the first chunk on all ranks or on none; recover from later failures on this rank alone."""
+        """Exchange an event of the first chunk with all ranks, so that all or none update; later failures are local."""
         return agreed(event, self._position, self._ranks) if self._is_undone_by_all else event
 
     def _do_without_copy(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
@@ -428,7 +430,7 @@ def _is_on_the_host(parameter: nn.Parameter) -> bool:
 
 
 def _chunks(members: Members, can_be_cut: bool, chunk_bytes: int) -> list[_Chunk]:
-    """Return the members in chunks of at most ``chunk_bytes``, or of one larger parameter.
+    """Divide the members into chunks of at most ``chunk_bytes``; a larger parameter is a chunk of its own.
 
     The largest parameters come first, and tables in host memory last.
     """
@@ -455,7 +457,7 @@ def _order(member: tuple[int, nn.Parameter]) -> tuple[bool, bool, int]:
 
 
 def _cut_bytes(parameter: nn.Parameter) -> int:
-    """Return the size that determines order and chunks; for a shard, the size of the largest, equal on all ranks."""
+    """Return the bytes that determine order and chunks; for a shard, those in the largest shard, equal on all ranks."""
     num_bytes: int = getattr(parameter, "cut_bytes", parameter.nbytes)
     return num_bytes
 
@@ -479,7 +481,7 @@ def only(optimizer: torch.optim.Optimizer, members: dict[int, list[nn.Parameter]
 
 
 def _switches_of(optimizer: torch.optim.Optimizer) -> object:
-    """Return the settings that determine which tensors an update writes: switches, and which factors are zero."""
+    """Return which settings are on or nonzero, in each group; they determine which tensors an update writes."""
     plain = (bool, int, float, type(None))
     groups = optimizer.param_groups
     return str([[bool(value) for value in group.values() if type(value) in plain] for group in groups])

@@ -1,11 +1,12 @@
 """Gradient release: each parameter is updated in backward once its gradient is complete, and the gradient is freed.
 
-The step stays a transaction. Memory may run out in backward after some parameters were updated. So their values and
-states are copied outside the device's memory before each update. Every step pays for these copies.
+The step stays a transaction. Memory may run out in backward after some parameters were updated. So before each update,
+values and states of its parameters are copied outside the device's memory. Every step pays for these copies.
 
-Numerics: bitwise; the same update on the same gradients. Not handled: steps that need all gradients first
-(accumulation, clipping, a gradient scaler) and optimizers whose update depends on several parameters. A gradient that
-arrives in parts, each of which looks complete (checkpointing with ``use_reentrant=True``), is detected and refused.
+Results are bitwise equal to a normal update, because the same update runs on the same gradients. Not handled: steps
+that need all gradients first (accumulation, clipping, a gradient scaler) and optimizers whose update depends on several
+parameters. A gradient that arrives in parts, each of which looks complete (checkpointing with ``use_reentrant=True``),
+is detected and refused.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class GradientRelease:
 
     Args:
         optimizer: the optimizer, which updates each parameter separately.
-        copy_outside: copies a tensor to memory outside the device.
+        copy_outside: copies a tensor to memory outside the device, and returns the copy.
         kind: the kind of the device.
         chunk_bytes: bytes of gradients that may wait for an update; ``None`` for a default that suits the device.
         leave_out: see `plimsoll.models.hooks.EarlyUpdates`.
@@ -62,7 +63,7 @@ class GradientRelease:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Update parameters in every backward of the block; all updates are done when it ends without an error."""
+        """Update parameters in every backward of the block. All updates are done if the block ends without error."""
         trainable = [parameter for parameter in self._group_of if parameter.requires_grad]
         # Autograd calls the hook when a gradient is fully accumulated, so a tied weight is updated once.
         handles = [parameter.register_post_accumulate_grad_hook(self._is_complete) for parameter in trainable]
@@ -131,7 +132,7 @@ def gradient_release(workload: Workload, micro_batch: int, num_samples: int) -> 
 
 
 class _Before:
-    """A parameter and its optimizer states before the update; ``None`` for states that did not exist."""
+    """A parameter's value and optimizer states before the update; the states are ``None`` if there were no states."""
 
     def __init__(
         self, parameter: nn.Parameter, state: dict[str, Any] | None, copy_outside: Callable[[Tensor], Tensor]

@@ -1,8 +1,8 @@
 """Copies of many tensors with few calls and in reused memory, to undo a part of an update.
 
 The addresses of the tensors are collected once (`Layout`). Tensors of one dtype and device are copied by one call into
-memory that is kept between steps (`Scratch`). This module does not know parameters, states or optimizers: see
-`plimsoll.step.update.commit`.
+memory that is kept between steps (`Scratch`). Which tensors are parameters or states is known only to the callers,
+`plimsoll.step.update.commit` and `undo`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Layout:
 
     Attributes:
         alike: one-dimensional views of the tensors of each dtype and device, copied by one call.
-        others: tensors that are not contiguous or of another class, copied one by one.
+        others: tensors that are not contiguous or of a subclass, copied one by one.
         num_elements: the total number of elements of each entry of ``alike``.
     """
 
@@ -67,7 +67,7 @@ class Scratch:
         Args:
             key: their dtype and device.
             flat: the tensors, one-dimensional.
-            num_elements: the sum of their elements.
+            num_elements: the total number of their elements.
         """
         memory = self._kept.get(key)
         if memory is None or len(memory) < num_elements:

@@ -1,9 +1,9 @@
 """Sparse gradients: the rows that an update changes, and clipping.
 
-An embedding table with sparse gradients may be larger than the memory. So only the rows that an update changes are
-copied to undo it. SparseAdam, Adagrad and SGD without momentum of ``torch.optim`` change only the rows of the gradient,
-in the parameter and in states of its shape. For other optimizers, and optimizers with step hooks, everything is copied,
-as for a dense parameter.
+An embedding table with sparse gradients may be larger than the device memory. So, to be able to undo an update, only
+the rows that it changes are copied. SparseAdam, Adagrad and SGD without momentum of ``torch.optim`` change only the
+rows of the gradient, in the parameter and in states of its shape. For other optimizers, and optimizers with step hooks,
+everything is copied, as for a dense parameter.
 
 Shapes: U distinct rows.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from plimsoll.models.optimizers import is_separable
 
-_SPARSE_FACTOR = 2  # SparseAdam allocates five temporaries and one to coalesce, dense optimizers mostly three
+_SPARSE_FACTOR = 2  # SparseAdam allocates five temporaries and one more to coalesce, dense optimizers mostly three
 
 
 def is_sparse(parameter: Tensor) -> bool:
@@ -45,7 +45,7 @@ def has_no_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
 def bytes_updated(parameter: Tensor) -> int:
     """Return the bytes on which the size of an update's temporaries depends.
 
-    For a dense gradient it is `dense_bytes`, for a sparse one a multiple of the gradient's bytes.
+    For a dense gradient, these are `dense_bytes`; for a sparse gradient, a multiple of the gradient's bytes.
     """
     if not is_sparse(parameter):
         return dense_bytes(parameter)
@@ -56,7 +56,7 @@ def bytes_updated(parameter: Tensor) -> int:
 def dense_bytes(parameter: Tensor) -> int:
     """Return the bytes of which the size of an update's states is a multiple.
 
-    They are the parameter's bytes, or its dense gradient's if that has a wider dtype.
+    These are the bytes of the parameter, or of its dense gradient if the gradient has a wider dtype.
     """
     gradient = parameter.grad
     return parameter.nbytes if gradient is None or is_sparse(parameter) else max(parameter.nbytes, gradient.nbytes)
@@ -73,7 +73,7 @@ def clippable(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return tensors for ``clip_grad_norm_``, which does not accept sparse gradients.
 
     A parameter with a sparse gradient is replaced by a tensor whose gradient shares the sparse gradient's values. The
-    gradient is coalesced first, because a row that occurs twice counts as the sum.
+    gradient is coalesced first, because the norm of a row that occurs twice is the norm of the sum.
     """
     return [_stand_in(parameter) if is_sparse(parameter) else parameter for parameter in parameters]
 

@@ -1,9 +1,10 @@
 """The peak memory of an optimizer's update, as blocks that are allocated to check that they fit.
 
-Optimizers of this package report it (`SeparableOptimizer`). For others it is a multiple of the parameters' bytes, which
-the tests verify for all of ``torch.optim``. It must not be much more than the update takes. An update that seems not to
-fit runs in chunks, whose states are allocated among existing gradients. The resulting holes made the heap of a BERT
-390 MiB larger. Third-party optimizers may take more than the usual multiple, which is used for them.
+Optimizers of this package report their peak (`SeparableOptimizer`). For other optimizers, the estimate is a multiple of
+the parameters' bytes, which the tests verify for all of ``torch.optim``. The estimate must not be much higher than the
+real peak. An update that seems not to fit runs in chunks, whose states are allocated among existing gradients. The
+resulting holes made the heap of a BERT training 390 MiB larger. Third-party optimizers may take more than the usual
+multiple, which is used for them.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ up to 4 % of 450 MiB in a model of many small and large parameters."""
 SLACK_BYTES = 1 << 20
 """Growth of the heap and of Python's allocator for objects that are too small to be counted."""
 _TEMPORARIES = 3
-# RAdam takes six from its sixth step on. Muon orthogonalizes in bfloat16, which parameters may have as well.
+# RAdam takes six temporaries from its sixth step on. Muon orthogonalizes in bfloat16, possibly the parameters' dtype.
 _MOST_TEMPORARIES = dict.fromkeys([torch.optim.RAdam, torch.optim.Muon, torch.optim.Adafactor], 6)
 
 
 def most_at_once(optimizer: torch.optim.Optimizer, members: Members, created: Members) -> list[int]:
-    """Return the blocks, in bytes, that an update by an optimizer of ``torch.optim`` takes at most on the CPU.
+    """Return the most blocks, as sizes in bytes, that an update by ``torch.optim`` allocates on the CPU.
 
     Args:
         optimizer: the optimizer.
@@ -59,12 +60,12 @@ def without_states(optimizer: torch.optim.Optimizer, members: Members) -> Member
 
 
 def blocks_of_states(optimizer: torch.optim.Optimizer, members: Members, times: float = MOST_STATES) -> list[int]:
-    """Return the largest size of new states as blocks in bytes.
+    """Return the maximum memory of new states, as block sizes in bytes.
 
     Args:
         optimizer: the optimizer.
         members: the parameters whose states will be created.
-        times: multiple of the parameters' bytes if the optimizer is not known.
+        times: the multiple of the parameters' bytes that states of an unknown optimizer may take.
     """
     if isinstance(optimizer, SeparableOptimizer):
         return [optimizer.state_bytes_of(parameter) for _, parameter in members]
@@ -80,7 +81,7 @@ def blocks_of_states(optimizer: torch.optim.Optimizer, members: Members, times: 
 
 
 def blocks_of_temporaries(optimizer: torch.optim.Optimizer, members: Members) -> list[int]:
-    """Return the largest temporaries of an update as blocks in bytes.
+    """Return the maximum memory of an update's temporaries, as block sizes in bytes.
 
     The loop over parameters frees the temporaries of one parameter only after the next parameter has allocated as much,
     so two parameters count. With ``foreach``, the default on a GPU, all parameters count; ``fused`` has no temporaries.
@@ -99,7 +100,7 @@ def blocks_of_temporaries(optimizer: torch.optim.Optimizer, members: Members) ->
 
 
 def prove_room(blocks: list[int], device: torch.device) -> None:
-    """Allocate blocks of these sizes (bytes) at the same time and free them; fails if they do not fit."""
+    """Allocate blocks of these sizes (bytes) at the same time, then free them; raises if memory runs out."""
     [torch.empty(num_bytes, dtype=torch.uint8, device=device) for num_bytes in blocks]
 
 
@@ -125,7 +126,7 @@ def _num_states(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> i
 
 
 def _blocks(sizes: list[int], times: float) -> list[int]:
-    """Return blocks that total ``times`` the sum of ``sizes``; each has one of these sizes, to fit in holes."""
+    """Return block sizes that total ``times`` the sum of ``sizes``; each is one of ``sizes``, to fit in heap holes."""
     whole = int(times)
     rest = round((times - whole) * sum(sizes))
     return sizes * whole + ([rest] if rest else [])

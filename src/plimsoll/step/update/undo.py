@@ -1,11 +1,11 @@
-"""Copies of the data that an update changes, made just before it, so that it can be undone bitwise.
+"""Copies of the data that an update changes, made just before the update, so that it can be undone bitwise.
 
 `ChunkCopy` copies some parameters of an optimizer that updates each one separately
 (`plimsoll.models.optimizers.is_separable`). `WholeCopy` copies any other optimizer, with all state that it reaches
 (`plimsoll.step.undo.find_state`).
 
-Not handled: the first write by a hook or by the owner of a gradient, if it happens in an update that fails and is not
-observed. `WholeCopy` names the tensor if it has a version counter.
+Not handled: a tensor that a hook, or the owner of a gradient, first writes in an update that fails and is not observed.
+`WholeCopy` names the tensor if it has a version counter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Memory(NamedTuple):
         layout: the layout of the previous copy, if any.
         scratch: reused memory for small copies.
         copy_outside: copies large tensors outside the device's memory, if available.
-        lender: lends states that the update does not change in place, if any.
+        lender: lends the update states that live outside the device, if any; the originals change only in
+            `ChunkCopy.keep`.
     """
 
     layout: Layout | None
@@ -50,7 +51,7 @@ class Memory(NamedTuple):
 
 
 class _Values:
-    """Values of tensors, copied by one call where their layout allows it."""
+    """Copies of the values of tensors, made by one call for all tensors whose layout allows it."""
 
     def __init__(self, tensors: list[Tensor], memory: Memory) -> None:
         layout, scratch, copy_outside, lender = memory
@@ -138,7 +139,7 @@ class ChunkCopy:
         self.changes_gradients = any(map(_has_changed, written)) if is_fused else bool(written)
 
     def _without_rows(self, group: int, parameter: nn.Parameter, values: list[Tensor]) -> Iterator[Tensor]:
-        """Yield the tensors to copy as a whole; copy the rows that change of the others."""
+        """Yield the tensors that must be copied whole; of other tensors, copy the rows that change."""
         rows_U = changed_rows(self._optimizer, self._optimizer.param_groups[group], parameter)
         for tensor in (parameter, *values):
             if rows_U is None or tensor.shape != parameter.shape:
@@ -173,7 +174,7 @@ class ChunkCopy:
 
 
 class Learned:
-    """Facts about an optimizer that successful updates have shown.
+    """Facts about an optimizer, learned from successful updates.
 
     Attributes:
         kept: the state that the optimizer reaches, and the state that only its hooks and global optimizer hooks reach.
