@@ -1,4 +1,4 @@
-"""Pretrained word vectors in the models of a job: the module that receives them, and checks that they fit.
+"""Pretrained word vectors for a job's models: find the embedding module that receives them, and check that they fit it.
 
 The word embedding must be a ``torch.nn.Embedding``. It is found in a recurrent model, or by ``get_input_embeddings`` of
 a Hugging Face model. In a user's model it is the only embedding with at least as many rows as tokens.
