@@ -1,4 +1,4 @@
-"""Configuration of a CPU process's heap and of torch's CUDA allocator for a set of choices, and their rules."""
+"""Configuration of a CPU process's heap and of torch's CUDA allocator for a set of choices, and the resulting rules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _set_up_heap(rules: HeapRules) -> None:
 
 @contextmanager
 def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
-    """Set the mmap threshold of this process, ``None`` for no mappings; the exit sets the default without a plan."""
+    """Set the mmap threshold (``None``: no mappings) of this process; the exit sets the threshold without a plan."""
     data_limit.set_up_heap(num_bytes)
     try:
         yield

@@ -25,7 +25,7 @@ _LEAST_SHARE_OF_A_CLASS = 0.05  # ... and for one class: a hybrid may have one a
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """Return the qualified names and modules of the repeated blocks, in the order of the model, if any."""
+    """Return the qualified names and modules of the repeated blocks, in the order of the model; may be empty."""
     embeddings = {module.weight.shape for module in model.modules() if type(module) is nn.Embedding}
     weights = {
         id(parameter): parameter.numel() for parameter in model.parameters() if parameter.shape not in embeddings

@@ -55,7 +55,7 @@ class LossOptions:
 
     @property
     def recomputes(self) -> bool:
-        """True if backward must recompute the chunks, because the incoming gradient is needed to compute gradients.
+        """True if backward must recompute the chunks, because gradients cannot be computed without the incoming one.
 
         In fp16, small gradients would underflow without the loss scale, which the incoming gradient contains.
         """
@@ -98,7 +98,7 @@ def chunked_cross_entropy(layer: Layer, target_N: Tensor, options: LossOptions) 
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The loss and, if they do not depend on backward, its gradients, computed while a chunk's logits exist.
+    """The loss as an autograd function. Forward computes the gradients too, unless `LossOptions.recomputes` is true.
 
     Backward then only multiplies these gradients by the incoming one, as in Liger (Hsu et al. 2024, arXiv:2410.10989).
     """
@@ -138,7 +138,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(ctx: Any, arriving: Tensor) -> Iterator[Tensor | None]:
-    """Yield the gradients from forward times the incoming gradient, in place unless the graph is retained."""
+    """Yield the gradients from forward times the incoming gradient. The product is in place if the graph is freed."""
     # Private: whether this backward has retain_graph=True. If torch lacks the function, the gradients are copied.
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
     sums = ctx.gradients
@@ -211,7 +211,7 @@ class _Pass:
         ]
 
     def losses(self, share_N: Tensor | None = None) -> Tensor:
-        """Compute the loss of each token; with ``share_N``, also accumulate the gradients."""
+        """Return the loss of each token (N,); with ``share_N``, its weight in the result, also accumulate gradients."""
         loss_N = self._logits.new_empty(len(self._target_N))
         for start in range(0, len(self._target_N), self._chunk_tokens):
             rows = slice(start, start + self._chunk_tokens)
@@ -234,7 +234,7 @@ class _Pass:
         return logits_CV if self._options.scale == 1 else logits_CV.mul_(self._options.scale)
 
     def _losses_of(self, logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses and the sums of exponentials. Overwrite the logits by their exponentials."""
+        """Return the losses (C,) and the sums of exponentials (C,). Overwrite the logits by their exponentials."""
         logits_CV.sub_(logits_CV.amax(dim=1, keepdim=True))
         picked_C = logits_CV.gather(1, target_C[:, None]).squeeze(1)
         smoothing = self._options.label_smoothing
