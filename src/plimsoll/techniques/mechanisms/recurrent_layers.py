@@ -39,7 +39,7 @@ _FORWARDS = (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward)
 
 
 class Cut(NamedTuple):
-    """The segmentation: ``steps`` per segment (0: see `default_steps`), and number of ``kept`` states (0: all)."""
+    """The segmentation: ``steps`` per segment (0: `default_steps`), and the number of ``kept`` states (0: all)."""
 
     steps: int
     kept: int = 0
@@ -55,7 +55,7 @@ class Cut(NamedTuple):
 
 
 def default_steps(num_steps: int) -> int:
-    """Return the square root of a length or a quarter of it, up to 128, whichever is more.
+    """Return the steps per segment: the square root of the length or, if more, a quarter of it up to 128.
 
     In shorter segments, the setup of a kernel takes as long as its steps.
 
@@ -135,7 +135,7 @@ class ComposedLayer(ABC):
         """Compute some layers over all steps of a segment, with dropout between the layers."""
         if not self._draws or len(weights) == 1:
             return self._kernel(part, state, weights)
-        # On CUDA, one layer's weights are not the contiguous weights of all layers, so cuDNN copies them for each segment.
+        # On CUDA, the weights of one of several layers are not contiguous, so cuDNN copies them for each segment.
         ends: list[State] = []
         for number, of_layer in enumerate(weights):
             if number:
@@ -264,7 +264,7 @@ class Sequences(NamedTuple):
         return None if self.batch_sizes is None else self.batch_sizes[start : start + length]
 
     def reversal(self) -> Tensor:
-        """Return, for each row of a packed batch, the row that takes its place if every sample is reversed."""
+        """Return, for each row of a packed batch, the index of its replacement if every sample is reversed, (N,)."""
         assert self.batch_sizes is not None
         sizes = torch.tensor(self.batch_sizes)
         begins = sizes.cumsum(0) - sizes

@@ -59,7 +59,7 @@ def conflict(name: str, others: Choices, workload: Workload, setting: Setting) -
 
 
 def groups_for(optimizer: torch.optim.Optimizer, settings: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the parameter groups with only these settings of the optimizer, and keys unknown to its class."""
+    """Return the parameter groups with only these settings of the class, and keys that are unknown to the class."""
     return [
         {key: value for key, value in group.items() if key in ("params", *settings) or key not in optimizer.defaults}
         for group in optimizer.param_groups
