@@ -112,7 +112,7 @@ def _processors(rows: Sequence[int], options: Generation, num_prompt_tokens: int
 
 
 class _Draws(LogitsProcessor):
-    """Makes the largest logit a random sample: applies temperature and top-p, and adds the noise of each row."""
+    """The processor that makes the largest logit a random sample, with temperature, top-p and the noise of each row."""
 
     def __init__(self, rows: Sequence[int], options: Generation, num_prompt_tokens: int) -> None:
         self._rows, self._options, self._num_prompt_tokens = rows, options, num_prompt_tokens

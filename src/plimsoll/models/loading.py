@@ -100,7 +100,7 @@ def load_model(
 
     Args:
         folder: a folder written by ``save_pretrained``, with safetensors or ``torch.save`` files, sharded or not.
-        head: the task that the model gets a head for; ``None``: the model class in its configuration.
+        head: the task of the model, which decides its head; ``None``: the model class in its configuration.
         dtype: the dtype of the weights, such as ``torch.bfloat16`` or ``"bf16"``. ``None``: the dtype in the
             configuration, or else the dtype of the most bytes in the files.
         device: the device of the weights.
@@ -112,7 +112,7 @@ def load_model(
             tied weights.
         adapters: one or several folders of LoRA adapters, which are merged into the weights in this order.
         vocab_size: the number of tokens, if it differs from the checkpoint's; new rows start as the mean of the others.
-        allow_missing: whether weights outside the head may be missing from the checkpoint; new ones are then
+        allow_missing: whether weights outside the head may be missing from the checkpoint; missing weights are
             initialised.
         config: a configuration to use in place of the folder's.
         pool: the pool for the weights; ``None``: memory, or a new pool if ``place`` is not ``memory``.
@@ -240,7 +240,7 @@ class _Filling:
         return made if self.pool is None else with_parts(made, self.pool.copy_of)
 
     def _part_of_coded(self, entry: Entry) -> Tensor:
-        """Return one component tensor of a torchao weight, in memory or mapped as the model's other weights."""
+        """Return one component tensor of a torchao weight, in memory or mapped like the model's other weights."""
         if self._may_map(entry):
             return self._mapped(entry)
         target = self._empty(torch.empty(entry.shape, dtype=entry.dtype, device="meta"))

@@ -90,7 +90,7 @@ def with_rows(result: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _rows_of(leaves: list[Any]) -> int | None:
-    """Return the most frequent row count of tensors (the first one if several are) or, without tensors, of lists."""
+    """Return the most frequent row count of tensors (the first in a tie) or, if there are no tensors, of lists."""
     others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not all(isinstance(leaf, (*_SINGLE, list, tuple, np.ndarray)) for leaf in others):

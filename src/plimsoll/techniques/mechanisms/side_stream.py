@@ -27,7 +27,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 class SideStream:
-    """Starts copies between the host and one device, with a stream for each direction."""
+    """The streams for copies between the host and one device, one for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -70,7 +70,7 @@ class Slicing:
 
 
 class SlicedForward:
-    """The forward of a module, computed in slices if each row of the result depends only on the row of its index.
+    """The forward of a module, computed in slices if the module computes each row independently of all others.
 
     It is an object, not a closure, so that a deep copy of the model calls its own modules. ``forward`` is the original.
     """
@@ -212,7 +212,7 @@ class _Call:
         )
 
     def _require_the_first(self, sums: list[Tensor]) -> None:
-        """Raise an error if the fingerprints of the second computation differ from those at first."""
+        """Raise an error if the fingerprints of the second computation differ from the fingerprints of the first."""
         if not self._sums:
             return
         for first, second in zip(self._sums, sums, strict=True):

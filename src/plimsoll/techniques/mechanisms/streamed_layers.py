@@ -308,7 +308,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Ref(NamedTuple):
-    """A reference that autograd saves instead of a view of a copy. In backward, the block is copied again."""
+    """A reference that autograd saves instead of a copy or a view of a copy. In backward, the block is copied again."""
 
     stream: _Stream
     block: int
