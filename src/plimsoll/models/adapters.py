@@ -1,6 +1,6 @@
-"""LoRA adapters, merged into the weights of a model by peft: bitwise equal to its ``merge_and_unload``.
+"""LoRA adapters, merged into the weights of a model by peft's ``merge_and_unload``.
 
-Layers are merged one by one. Memory holds the model, the adapter and the change of one weight.
+Layers are merged one by one. Memory holds the model, the adapter and the merged change of one weight at a time.
 
 An adapter that was trained on another checkpoint is not detected, because it contains only the name of its base model.
 An adapter whose layers are missing in the model, or have other shapes, raises an error.
@@ -21,7 +21,7 @@ _MISSING = "Found missing adapter keys"  # peft only warns about missing keys
 
 
 def with_adapters(model: nn.Module, folders: Sequence[Path]) -> nn.Module:
-    """Merge adapters into a model in the given order, and return it. Its weights are changed in place.
+    """Merge adapters into a model in the given order, and return the model. Its weights are changed in place.
 
     Raises:
         WeightsError: if a folder holds no adapter, or the adapter does not fit the model.

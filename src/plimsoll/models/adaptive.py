@@ -1,14 +1,15 @@
 """The adaptive softmax loss (Grave et al. 2017, arXiv:1609.04309), and its default clusters.
 
 Parameters and mathematics equal those in ``torch.nn.AdaptiveLogSoftmaxWithLoss``. That class has no ``ignore_index``.
-For each cluster it saves rows times words outputs for backward. Here the outputs are computed for some rows at a time,
-and recomputed in backward. A batch of rare words thus needs no more memory than other batches of its size. The dry
-run's prediction holds for every text.
+For each cluster it saves all outputs (rows x words) for backward. Here the outputs are computed for a chunk of rows at
+a time, and recomputed in backward. A batch of rare words thus needs no more memory than other batches of its size, and
+the dry run's prediction holds for every text.
 
 The id of a word decides its cluster: id 0 should be the most frequent word. With other ids the result is still a
 softmax over all words, but frequent words have few features and cost more.
 
-Not handled: a bias of the rare words, and weights tied to an embedding, which has equally many features for every word.
+Not handled: a bias for rare words, and weights tied to an embedding, which has the same number of features for every
+word.
 
 Shapes: B samples, T tokens, N = B * T, C rows of a chunk, H hidden size, V vocabulary.
 """
@@ -34,7 +35,7 @@ MOST_OUTPUTS = 1 << 22
 
 
 def default_cutoffs(vocab_size: int) -> tuple[int, ...]:
-    """Return cutoffs for a vocabulary: a 25th and a fifth of it, such as 2,000 and 10,000 of 50,000.
+    """Return cutoffs at a 25th and a fifth of a vocabulary, such as 2,000 and 10,000 for 50,000 words.
 
     >>> default_cutoffs(50_000), default_cutoffs(8)
     ((2000, 10000), (1,))
@@ -43,12 +44,12 @@ def default_cutoffs(vocab_size: int) -> tuple[int, ...]:
 
 
 def cutoffs_fault(cutoffs: Sequence[int], vocab_size: int, hidden_size: int, div_value: float) -> str | None:
-    """Return a message about an error in the cutoffs, or ``None``.
+    """Return an error message if the cutoffs are invalid, or ``None``.
 
     Args:
-        cutoffs: the id of the first word of each cluster but the first.
-        vocab_size: words.
-        hidden_size: features of the most frequent words.
+        cutoffs: the id of the first word of each cluster; more frequent words belong to no cluster.
+        vocab_size: number of words.
+        hidden_size: number of features of the most frequent words.
         div_value: the factor by which each cluster has fewer features than the previous one.
     """
     shown = ", ".join(map(str, cutoffs)) or "none"
@@ -67,18 +68,18 @@ def cutoffs_fault(cutoffs: Sequence[int], vocab_size: int, hidden_size: int, div
 def adaptive_head(
     hidden_size: int, vocab_size: int, cutoffs: Sequence[int], div_value: float
 ) -> AdaptiveLogSoftmaxWithLoss:
-    """Return a new output layer. The most frequent words and the clusters have a bias."""
+    """Return a new output layer. Only the outputs for the most frequent words and for the clusters have a bias."""
     return AdaptiveLogSoftmaxWithLoss(hidden_size, vocab_size, cutoffs, div_value, head_bias=True)
 
 
 def adaptive_loss(
     head: AdaptiveLogSoftmaxWithLoss, hidden_BTH: Tensor, targets_BT: Tensor, reduction: Literal["mean", "sum"]
 ) -> Tensor:
-    """Return the loss of predicting the targets (B, T) except -100, in fp32 or better.
+    """Return the cross entropy for the targets (B, T), in fp32 or better. Targets of -100 do not count.
 
-    In a dry run the targets must be unknown, because its placeholder values are not those in a text. All words then
-    count as members of every cluster. This can only overestimate: the time of all words in each cluster, and a full
-    chunk of the largest.
+    In a dry run the values of the targets must be unknown, because placeholders are not the words of a text. Every
+    target then counts as a member of every cluster. This can only overestimate: the time, because each cluster computes
+    all rows, and the memory, because the chunks of the largest cluster are full.
 
     Every cluster gets gradients in every pass, so that the first step creates all optimizer states.
     """
@@ -100,12 +101,12 @@ def adaptive_loss(
 
 
 def widened(outputs: Tensor) -> Tensor:
-    """Return outputs in fp32 or better for the loss. In 16 bits a loss has two or three digits."""
+    """Return outputs in fp32 or better for the loss. A 16-bit loss would have only two or three digits."""
     return outputs.to(torch.promote_types(outputs.dtype, torch.float32))
 
 
 def log_probabilities(head: AdaptiveLogSoftmaxWithLoss, hidden_BTH: Tensor) -> Tensor:
-    """Return the log-probability (B, T, V) of every word as the next one: normalised logits."""
+    """Return the log-probability (B, T, V) of every word as the next word, that is, normalised logits."""
     log_probabilities_NV: Tensor = head.log_prob(hidden_BTH.flatten(0, 1))
     return log_probabilities_NV.view(*hidden_BTH.shape[:2], head.n_classes)
 
@@ -122,9 +123,9 @@ def _again_in_backward(layer: nn.Module, hidden_NH: Tensor, targets_N: Tensor, r
 
 
 def _summed_loss(layer: nn.Module, hidden_NH: Tensor, targets_N: Tensor, rows_C: Tensor | None) -> Tensor:
-    """Return the loss of some rows, or of all.
+    """Return the summed loss of the rows ``rows_C``, or of all rows if that is ``None``.
 
-    The rows are selected in here, so that their copy is not saved for backward.
+    The rows are selected inside the checkpointed function, so that their copy is not saved for backward.
     """
     if rows_C is not None:
         hidden_NH, targets_N = hidden_NH.index_select(0, rows_C), targets_N.index_select(0, rows_C)

@@ -1,7 +1,6 @@
-"""Assembly of a training from a job and its prepared data: the model, the optimizer, the loss and the loaders.
+"""Assembly of a training run from a job and its prepared data: the model, the optimizer, the loss and the loaders.
 
-A run and a prediction share this code, so that both describe the same training. It trains nothing, and moves nothing to
-a device unless asked.
+A run and a prediction share this code, so that both describe the same training. Nothing is trained here.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _LONGEST_ENTRY = 100  # characters of a value in a fingerprint; longer ones are 
 
 @dataclass(slots=True)
 class Assembled:
-    """One training, ready to run."""
+    """The model, optimizer, loss and data of a training run, ready to start."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -76,7 +75,7 @@ class Assembled:
 
 
 class Vectors(NamedTuple):
-    """The word vectors of a job: their folder and digest, and a sentence about the words that were found."""
+    """The word vectors of a job: their folder and digest, and a sentence that reports how many words were found."""
 
     folder: str
     digest: str
@@ -141,17 +140,18 @@ def assemble(
     put: Callable[[nn.Module, str], object] = nn.Module.to,
     ranks: Ranks | None = None,
 ) -> Assembled:
-    """Build the training of ``job`` on ``device``, seeded by the job.
+    """Build the model, optimizer, loss and loaders of ``job`` on ``device``, seeded by the job.
 
     Args:
         job: the job.
-        prepared: its data.
-        device: the device of the training.
+        prepared: the prepared data of the job.
+        device: the device that trains.
         on_event: called with messages about the data-loading processes; by default they become warnings.
-        oom_kills: returns the number of processes that the kernel's OOM killer has ended, to recognize such a death.
+        oom_kills: returns the number of processes killed by the kernel's OOM killer, to recognize the death of a
+            data-loading process.
         in_files: build the model in mapped files instead of memory, with the same values.
-        put: moves the model to the device; a technique may leave part of it on the host.
-        ranks: the ranks of the training; the loader gives this rank's part of each batch.
+        put: moves the model to the device; a technique may leave some of the parameters on the host.
+        ranks: the processes that train together; the loader yields this rank's part of each batch.
 
     Raises:
         JobError: if the model or the optimizer cannot be built as described.
@@ -185,8 +185,8 @@ def assemble(
 def teacher_cache_folder(job: Job, prepared: Prepared) -> Path:
     """Return the folder of the teacher cache for the training samples of a job.
 
-    Its name is a hash of everything that decides its content: the teacher, the samples, the temperature and the number
-    of words kept.
+    Its name is a hash of everything that decides its content: the teacher, the samples, the temperature, and how many
+    of the teacher's tokens are kept at each position.
 
     Raises:
         JobError: if the teacher cannot be read.
@@ -212,7 +212,7 @@ def loader_of(
 
     Args:
         job: the job.
-        samples: its training samples.
+        samples: the training samples of the job.
         on_event: see `assemble`.
         oom_kills: see `assemble`.
         ranks: see `assemble`.
@@ -242,7 +242,7 @@ def loader_of(
 
 
 def _room_for_workers_bytes(job: Job) -> int:
-    """Return half of the free host memory under the budget. The other half is for the training."""
+    """Return half of the host memory, in bytes, that is free under the budget. The other half is for the training."""
     host = backend_for("cpu").probe()
     budget_bytes = job.budget.host_bytes
     left_bytes = host.free_bytes if budget_bytes is None else min(host.free_bytes, budget_bytes - host.use.used_bytes)
@@ -250,13 +250,13 @@ def _room_for_workers_bytes(job: Job) -> int:
 
 
 def require_buildable(job: Job) -> None:
-    """Check that model, optimizer and augmentation can be built, before the data are prepared. Nothing is allocated.
+    """Check, before the data are prepared, that model, optimizer and augmentation can be built. Nothing is allocated.
 
     Checks that depend on the data are left out (see `sketch_model`).
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
-        DataError: if the table or a function of the augmentation cannot be used.
+        DataError: if the synonyms or a function of the augmentation cannot be used.
     """
     if job.data.augment:
         TextAugmentation(job.data.augment, job.seed)
@@ -279,7 +279,7 @@ def require_vectors(job: Job) -> None:
     Checks that depend on the data are left out (see `sketch_model`).
 
     Raises:
-        JobError: if they cannot be read or do not fit.
+        JobError: if the vectors cannot be read or do not fit.
     """
     if job.embeddings is None:
         return
@@ -304,23 +304,24 @@ def _require_kernels(model: nn.Module, precision: str, device: str) -> None:
 
 
 def _require_apart(job: Job, model: nn.Module) -> None:
-    """Raise an error if rows are packed and the texts of a row affect each other in this model."""
+    """Raise an error if the job packs several texts into a row and this model lets them affect each other."""
     fault = packing_fault(model) if job.data.pack else None
     if fault is not None:
         raise JobError(f"data.pack: {fault}: leave data.pack out, or take another model")
 
 
 def require_memory(job: Job, prepared: Prepared, baseline_bytes: Callable[[], int], budget_bytes: int) -> None:
-    """Check on the meta device that the budget can hold the resident memory before the first activation.
+    """Check, on the meta device, that the budget can hold the memory of a training run without activations.
 
     Args:
         job: the job.
-        prepared: its data, for the size of the vocabulary.
-        baseline_bytes: returns the bytes of the process without a training; called once a model has been built.
-        budget_bytes: the budget of the device.
+        prepared: the prepared data of the job, for the sizes of the vocabulary and the labels.
+        baseline_bytes: returns the bytes that the process uses without a model; called after a model was built on the
+            meta device.
+        budget_bytes: the budget of the device, in bytes.
 
     Raises:
-        BudgetError: if it cannot; the message contains the bytes that are needed.
+        BudgetError: if the budget is too small; the message contains the bytes that are needed.
     """
     model = build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id, device="meta")
     resident = resident_bytes(model, job.optimizer)
@@ -341,9 +342,9 @@ def require_memory(job: Job, prepared: Prepared, baseline_bytes: Callable[[], in
 def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
     """Return the values that must match between a checkpoint and a job that resumes it.
 
-    They are everything that changes the learned weights. The budget, the checkpoint interval and the number of steps
-    may change. The number of steps must match if the learning rate depends on it. Each field has its own entry, so that
-    a message can name the difference.
+    They are everything that affects the learned weights. The budget, the checkpoint interval and, unless the learning
+    rate depends on it, the number of steps may differ. Each field has its own entry, so that a message can name the
+    field that differs.
     """
     facts = job.model_dump(
         mode="json",
@@ -371,7 +372,7 @@ def fingerprint(job: Job, prepared: Prepared) -> dict[str, str]:
 
 
 def _entries(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the value of every field. Long values are hashed."""
+    """Yield the dotted name and the value, as text, of every field of a nested object. Long values are hashed."""
     if isinstance(value, dict):
         for inner, item in value.items():
             yield from _entries(item, f"{name}.{inner}" if name else str(inner))

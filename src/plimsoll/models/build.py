@@ -10,7 +10,7 @@ A job names a model in one of four ways:
 Every model is called as ``model(input_ids=..., attention_mask=..., labels=...)``. It returns ``.logits`` and ``.loss``,
 the mean over the units of its task. New weights are drawn from torch's default generator: seed it first.
 
-Not handled: the Hugging Face Hub. Download a checkpoint first.
+Not handled: checkpoints on the Hugging Face Hub. Download a checkpoint first.
 """
 
 from __future__ import annotations
@@ -66,13 +66,15 @@ def build_model(  # noqa: PLR0917 -- the facts of the texts are passed in their 
     """Build or load the model of a job, in training mode, with float32 weights.
 
     Args:
-        job: ``model``, ``task`` and ``sequence_length`` are read; with ``data.order: streams`` also ``batch_size``.
-        vocab_size: tokens of the tokenizer; the model has at least as many rows.
-        num_labels: labels of texts or of tokens, at least 2; ``None`` for language modeling.
-        end_id: the token that ends a text.
-        pad_id: the token that pads shorter texts; ``end_id`` by default.
-        device: ``"meta"`` allocates nothing and gives the shapes only.
-        files: the pool of mapped files for the weights; ``None`` means memory. The values are the same.
+        job: its fields ``model``, ``task`` and ``sequence_length`` are read; with ``data.order: streams`` also
+            ``batch_size``.
+        vocab_size: number of tokens of the tokenizer; the model has at least as many embedding rows.
+        num_labels: number of labels of texts or of tokens, at least 2; ``None`` for language modeling.
+        end_id: the id of the token that ends a text.
+        pad_id: the id of the token that pads shorter texts; ``end_id`` by default.
+        device: the device of the weights; ``"meta"`` gives only their shapes and allocates nothing.
+        files: the pool of mapped files for the weights; ``None``: memory. The weights have the same values in both
+            cases.
 
     Raises:
         JobError: if the model cannot be named, built, loaded or used for this job; the message names the field.
@@ -114,11 +116,11 @@ def _model(job: Job, shape: TextShape, device: str, files: MappedPool | None) ->
 
 
 def sketch_model(job: Job) -> nn.Module | None:
-    """Build the model of a job on the meta device before the data exist, with placeholder sizes.
+    """Build the model of a job on the meta device before the data exist, with placeholders for the sizes.
 
     Returns:
-        The model, or ``None`` if it cannot be built yet. A checkpoint folder can only be checked against the tokenizer
-        and the labels. A user's function is looked up but not called.
+        The model, or ``None`` if it can only be built with the data. A checkpoint folder must fit the tokenizer and the
+        labels. A user's function is looked up but not called.
 
     Raises:
         JobError: as in `build_model`.
@@ -141,15 +143,15 @@ def sketch_model(job: Job) -> nn.Module | None:
 def import_library_of(job: Job) -> None:
     """Import transformers if the model of a job may need it, before memory is traced or counted."""
     architecture = job.model.get("architecture") if isinstance(job.model, dict) else job.model
-    if architecture not in RECURRENT or job.distill is not None:  # whose teacher may be a transformers model
+    if architecture not in RECURRENT or job.distill is not None:  # the teacher may be a transformers model
         import transformers  # noqa: F401
 
 
 def save_model(model: nn.Module, folder: Path) -> None:
-    """Write a model into ``folder``, which is created if missing. No more memory is copied than in `save_weights`.
+    """Write a model into ``folder``, which is created if missing. It copies no more memory than `save_weights`.
 
-    A Hugging Face model becomes a folder for ``from_pretrained`` and a recurrent model one for `load_recurrent`. For
-    any other model the weights are written to ``model.safetensors``.
+    ``from_pretrained`` can load the folder of a Hugging Face model, and `load_recurrent` the folder of a recurrent
+    model. For any other model only the weights are written, to ``model.safetensors``.
 
     Raises:
         OutputError: if the folder cannot be written or the disk is full.
@@ -169,7 +171,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
 
 
 def loss_of(task: Task) -> tuple[LossFunction, Units]:
-    """Return the loss function of a task (the model's loss) and the units that it averages over."""
+    """Return the loss function of a task, which asks the model for its loss, and the units that it averages over."""
     units: dict[Task, Units] = {
         "language-modeling": "next-tokens",
         "classification": "samples",
@@ -179,7 +181,7 @@ def loss_of(task: Task) -> tuple[LossFunction, Units]:
 
 
 def name_labels(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Store the names of the labels in the configuration of a model, which `save_model` writes."""
+    """Store the names of the labels in the configuration of a model, so that `save_model` writes them."""
     if not names:
         return
     if isinstance(model, RecurrentModel):

@@ -2,10 +2,10 @@
 
 Greedy decoding is the default. Sampling adds Gumbel noise to each logit, drawn for the row, position and token, and
 takes the largest. The distribution is the same as with ``softmax`` and ``multinomial``
-(https://arxiv.org/abs/1611.01144, section 2). The draw does not depend on the other rows of the batch, nor on the place
-at which a run was resumed.
+(https://arxiv.org/abs/1611.01144, section 2). The draw for a row depends neither on the other rows of the batch nor on
+where a run was resumed.
 
-Prompts are padded on the left. The key-value cache is the one of transformers: on the device, or ``offloaded`` to host
+Prompts are padded on the left. Transformers' own key-value cache is used: on the device, or ``offloaded`` to host
 memory, which needs CUDA.
 
 Not handled: beam search, stop words, chat templates, and a quantized cache. The latter needs another package, and
@@ -36,10 +36,10 @@ class Generation:
     """The options of generation.
 
     Attributes:
-        max_new_tokens: the most new tokens of a text.
-        temperature: of sampling; ``None``: greedy decoding.
-        top_p: sample only from the fewest tokens with this total probability.
-        seed: of the draws.
+        max_new_tokens: the maximum number of new tokens per text.
+        temperature: the temperature of sampling; ``None``: greedy decoding.
+        top_p: sample only from the most likely tokens: the fewest that have this total probability.
+        seed: the seed of the random draws.
         cache: ``full`` keeps the key-value cache on the device, ``offloaded`` in host memory.
     """
 
@@ -66,9 +66,9 @@ def generate(
     Args:
         model: the model, in evaluation mode.
         batch: ``input_ids`` and ``attention_mask``, (B, T), padded on the left.
-        rows: the row number of each prompt, which seeds its draws.
+        rows: the number of each prompt in the whole input, which seeds its draws.
         options: see `Generation`.
-        padding_id: the token that pads finished texts.
+        padding_id: the id of the token that pads finished texts.
     """
     end_ids = _end_ids(model)
     num_prompt_tokens = batch["input_ids"].shape[1]
@@ -112,7 +112,7 @@ def _processors(rows: Sequence[int], options: Generation, num_prompt_tokens: int
 
 
 class _Draws(LogitsProcessor):
-    """Turns the largest logit into a sample: applies the temperature and top-p, and adds the noise of the row."""
+    """The processor that makes the largest logit a random sample, with temperature, top-p and the noise of each row."""
 
     def __init__(self, rows: Sequence[int], options: Generation, num_prompt_tokens: int) -> None:
         self._rows, self._options, self._num_prompt_tokens = rows, options, num_prompt_tokens
@@ -127,7 +127,7 @@ class _Draws(LogitsProcessor):
 
 
 def _likeliest(scores_BV: Tensor, top_p: float) -> Tensor:
-    """Mask all but the fewest tokens with a total probability of ``top_p``, and at least one."""
+    """Mask all but the most likely tokens: keep the fewest whose total probability reaches ``top_p``."""
     if top_p >= 1:
         return scores_BV.clone()
     sorted_BV, order_BV = scores_BV.sort(dim=-1, descending=True)
@@ -137,7 +137,7 @@ def _likeliest(scores_BV: Tensor, top_p: float) -> Tensor:
 
 
 def _noise(seed: int, row: int, place: int, vocab_size: int) -> Tensor:
-    """Return the reproducible Gumbel noise of one position in one row."""
+    """Return reproducible Gumbel noise (V,) for one position in one row."""
     digest = hashlib.blake2b(f"{seed} {row} {place}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     return -torch.empty(vocab_size).exponential_(generator=generator).log()

@@ -3,11 +3,11 @@
     parts, logits_B1V = head_apart(model, {"input_ids": ids, "attention_mask": mask})
     logits_BCV = parts.head(parts.hidden_BTH[:, 5:9])
 
-For a Hugging Face model the head is the model's code after the body. It includes everything besides the matrix: a bias,
-a transform, soft caps or a scale. If the body cannot be separated, all logits are computed and take the place of the
-hidden states, and the head does nothing.
+For a Hugging Face model the head is all code of the model after its body: the output matrix and, if the model has them,
+a bias, a transform, soft caps or a scale. If the body cannot be separated, all logits are computed and take the place
+of the hidden states, and the head does nothing.
 
-Not handled: encoder-decoders, and heads in which positions affect each other.
+Not handled: encoder-decoder models, and heads in which positions affect each other.
 
 Shapes: B texts, T tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -29,14 +29,15 @@ class HeadApart:
     """The hidden states that the head of a language model reads, and the head.
 
     Attributes:
-        hidden_BTH: with the graph of the body, if there is one; the logits if the body could not be separated.
-        head: maps some positions, (B, C, H) -> (B, C, V). It makes its input contiguous. Otherwise torch would multiply
-            text by text, and oneDNN would copy the head's weights for each text (30 MiB for 30,522 words of 512 numbers
-            in bfloat16).
-        num_outputs: V.
+        hidden_BTH: the output of the body, with its autograd graph if gradients are enabled. It is the logits if the
+            body could not be separated.
+        head: computes the logits of some positions, (B, C, H) -> (B, C, V). It makes its input contiguous. Otherwise
+            torch would multiply text by text, and oneDNN would copy the head's weights for each text (30 MiB for 30,522
+            words with 512 features in bfloat16).
+        num_outputs: V, the number of logits per position.
         parameters: the parameters of the head, including those shared with the body.
         matrix: the output layer, if it is a plain linear layer.
-        states: the embeddings and the output of each layer, (B, T, H) each, if requested.
+        states: the embeddings and the output of each layer, each (B, T, H), if requested.
     """
 
     hidden_BTH: Tensor
@@ -53,13 +54,14 @@ def head_apart(
     """Run a language model up to its head.
 
     Args:
-        model: a causal transformers model, a recurrent Plimsoll model, or a model called like them.
+        model: a causal transformers model, a recurrent Plimsoll model, or a model that is called in the same way.
         fields: the fields of a batch, without labels.
-        num_first: positions whose logits are computed anyway, because a transformers model is called as a whole.
+        num_first: number of first positions whose logits are computed in this call, because a transformers model runs
+            its head too.
         with_states: whether to return the output of each layer; transformers models only.
 
     Returns:
-        The parts, and the logits of the first positions, if they were computed.
+        The hidden states with the head, and the logits of the first ``num_first`` positions, if they were computed.
     """
     if isinstance(model, RecurrentLanguageModel):
         hidden_BTH = model.hidden_states(fields["input_ids"])
@@ -91,7 +93,7 @@ def _of_called(
     assert body is not None
 
     def head(hidden_BCH: Tensor) -> Tensor:
-        # Runs the model's forward again; the body returns its earlier output, cut to some positions.
+        # Runs the model's forward again, while the body returns its earlier output for these positions only.
         cut = _with_hidden(kept[0], hidden_BCH.contiguous())
         with forward_of(body, lambda run, *_, **__: cut):
             result: Tensor = model(**fields).logits
@@ -112,14 +114,14 @@ def _body_of(model: Any) -> nn.Module | None:
 
 
 def _outside(model: nn.Module, body: nn.Module) -> tuple[nn.Parameter, ...]:
-    """Return the parameters of the modules outside the body, each once."""
+    """Return the parameters of the modules outside the body, without duplicates."""
     inside = set(body.modules())
     modules = [module for module in model.modules() if module not in inside]
     return tuple(dict.fromkeys(one for module in modules for one in module.parameters(recurse=False)))
 
 
 def _matrix_of(model: Any) -> nn.Linear | None:
-    """Return the output layer if it is plain. A layer that a technique has changed must be called as it is."""
+    """Return the output layer if it is a plain linear layer. A layer changed by a technique must be called itself."""
     layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return layer if type(layer) is nn.Linear and _is_plain(layer) else None
 
@@ -130,7 +132,7 @@ def _is_plain(layer: nn.Linear) -> bool:
 
 
 def _with_hidden(outputs: Any, hidden_BCH: Tensor) -> Any:
-    """Return the output of the body with other last hidden states."""
+    """Return the output of the body with its last hidden states replaced."""
     if isinstance(outputs, tuple):
         return (hidden_BCH, *outputs[1:])
     kept = {name: value for name, value in outputs.items() if name != "past_key_values"}

@@ -17,13 +17,13 @@ from plimsoll.device.off_device import Copier
 
 
 class Cut(Protocol):
-    """The interface of splitting a batch into micro-batches."""
+    """The interface for splitting a batch into micro-batches."""
 
     depends_on_values: bool
     """Whether the number of micro-batches depends on the values of a batch, and not only on its size."""
 
     def elements_per_sample(self, batch: Any, batch_size: int) -> float:
-        """Return the number of elements that each sample counts when the size of a micro-batch is chosen."""
+        """Return the number of elements per sample by which the size of a micro-batch is chosen."""
         ...
 
     def micro_batches(
@@ -33,9 +33,9 @@ class Cut(Protocol):
 
         Args:
             batch: the batch.
-            batch_size: its samples.
-            micro_batch: samples of a micro-batch.
-            count: counts the units of some samples; each sample has all of its columns.
+            batch_size: number of samples in the batch.
+            micro_batch: number of samples per micro-batch.
+            count: returns the units of the samples that it is given; they must not be trimmed.
 
         Yields:
             The micro-batch, its units, and the indices of its samples in the batch.
@@ -49,13 +49,13 @@ class BySamples:
     depends_on_values = False
 
     def elements_per_sample(self, batch: Any, batch_size: int) -> float:
-        """Return the mean number of elements."""
+        """Return the mean number of elements per sample."""
         return count_elements(batch) / batch_size
 
     def micro_batches(
         self, batch: Any, batch_size: int, micro_batch: int, count: Callable[[Any], float]
     ) -> Iterator[tuple[Any, float, Sequence[int]]]:
-        """Yield views of the batch."""
+        """Yield views of the batch with their units and the indices of their samples; skip views without units."""
         if micro_batch >= batch_size:
             yield batch, count(batch), range(batch_size)
             return
@@ -65,15 +65,15 @@ class BySamples:
 
 
 class Sharding(Protocol):
-    """The interface of the distribution of a model's parameters over the ranks.
+    """The interface for distributing a model's parameters over the ranks.
 
-    If parameters are sharded, ranks exchange them in each pass, so all ranks must make the same number of passes.
+    If parameters are sharded, ranks exchange them in each pass. All ranks must therefore run the same number of passes.
     """
 
     is_sharded: bool
 
     def hand_over(self) -> None:
-        """Pass the gradients of all passes to the optimizer's parameters."""
+        """Give the optimizer's parameters their gradients, summed over all passes."""
         ...
 
     def reset(self) -> None:
@@ -81,7 +81,7 @@ class Sharding(Protocol):
         ...
 
     def clip(self, parameters: Sequence[Tensor], clip_norm: float) -> Tensor:
-        """Clip the gradients of the whole model by their norm, on this rank the gradients of ``parameters``.
+        """Clip the gradients of ``parameters`` on this rank by the 2-norm of all gradients of the model.
 
         Returns:
             The norm before clipping.
@@ -99,7 +99,7 @@ class Unsharded:
     is_sharded = False
 
     def hand_over(self) -> None:
-        """Do nothing, because the optimizer's parameters have the gradients already."""
+        """Do nothing, because backward gives the optimizer's parameters their gradients."""
 
     def reset(self) -> None:
         """Do nothing."""
@@ -116,7 +116,7 @@ class EarlyUpdates(NamedTuple):
     """The requirements of parameter updates during backward.
 
     Attributes:
-        copy_outside: copies a tensor to a place outside the device's memory, for undoing a step.
+        copy_outside: copies a tensor out of the device's memory, so that a step can be undone.
         leave_out: the option to type so that parameters are updated after backward.
     """
 
@@ -125,10 +125,10 @@ class EarlyUpdates(NamedTuple):
 
 
 class CapturedPass(Protocol):
-    """A captured pass that can be replayed."""
+    """A forward and backward pass captured as a CUDA graph, which can be replayed."""
 
     def release(self) -> None:
-        """Free its memory."""
+        """Free the memory of the graph."""
         ...
 
 
@@ -142,8 +142,8 @@ class StepHooks:
 
     Attributes:
         cut: splits a batch into micro-batches.
-        evaluation_samples: the most samples of an evaluation pass; ``None``: as many as fit.
-        captured: the captured pass that micro-batches replay, once there is one; ``None``: all passes run eagerly.
+        evaluation_samples: the maximum number of samples per evaluation pass; ``None``: as many as fit.
+        captured: the passes captured so far, which micro-batches replay; ``None``: all passes run eagerly.
         update_early: the requirements of parameter updates during backward; ``None``: update after backward.
         sharding: the distribution of the parameters over the ranks.
         after_step: called after each step that was not undone.

@@ -1,7 +1,8 @@
 """Hugging Face models: any text architecture of transformers with new weights, or a checkpoint folder.
 
 Transformers silently accepts unknown configuration fields and builds models whose position table is too short for the
-sequence. It does not check that a loss fits its labels. Here each of these is an error that names the field.
+sequence. It does not check that a loss fits its labels. Here each of these mistakes raises an error that names the
+field.
 
 Weights are float32; the job's ``precision`` only sets the dtype of autocast. Padding has the id `padding_id`. The
 key-value cache is off, because training does not use it; ``generate`` on the saved model turns it on.
@@ -81,12 +82,12 @@ class TextShape(NamedTuple):
     """The requirements of the text on a model.
 
     Attributes:
-        vocab_size: tokens of the tokenizer.
+        vocab_size: number of tokens of the tokenizer.
         num_labels: number of labels, or ``None`` for language models.
-        end_id: the token that ends a text.
-        sequence_length: tokens of the longest row.
+        end_id: the id of the token that ends a text.
+        sequence_length: number of tokens of the longest row.
         is_tagger: whether each token has a label, rather than each text.
-        padding_id: the token that fills short rows; ``None`` means ``end_id``.
+        padding_id: the id of the token that fills short rows; ``None`` means ``end_id``.
     """
 
     vocab_size: int
@@ -98,7 +99,7 @@ class TextShape(NamedTuple):
 
     @property
     def pad_id(self) -> int:
-        """The token that fills short rows."""
+        """The id of the token that fills short rows."""
         return self.end_id if self.padding_id is None else self.padding_id
 
     @property
@@ -112,7 +113,7 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
 
     Args:
         architecture: one of `plimsoll.models.names.architectures`.
-        fields: fields of its configuration class.
+        fields: values for fields of its configuration class.
         shape: the requirements of the text. The position table grows to ``sequence_length`` unless ``fields`` set its
             length.
         device: the device of the weights.
@@ -126,7 +127,7 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
         _fit_length(config, set(fields), shape, skeleton)
         modules = [weakref.ref(module) for module in skeleton.modules()]
         del skeleton
-        if any(module() is not None for module in modules):  # as after the first Mamba; a dry run counts them
+        if any(module() is not None for module in modules):  # as after the first Mamba; a dry run would count them
             gc.collect()
         with torch.device(device):
             model = _built(config, shape)
@@ -136,8 +137,8 @@ def build_hugging_face(architecture: str, fields: dict[str, Any], shape: TextSha
 def load_hugging_face(folder: Path, shape: TextShape, device: str, files: MappedPool | None = None) -> PreTrainedModel:
     """Load a checkpoint folder for training.
 
-    On the meta device and in a dry run only the shapes are made and no weights are read. If the checkpoint has no
-    classification head, a classifier gets a new one.
+    On the meta device and in a dry run, tensors get shapes but no weights are read. A classifier gets a new head if the
+    checkpoint has no classification head.
 
     Args:
         folder: the checkpoint.
@@ -180,7 +181,8 @@ def load_hugging_face(folder: Path, shape: TextShape, device: str, files: Mapped
 def is_hugging_face(model: nn.Module) -> TypeGuard[PreTrainedModel]:
     """Return whether a model is a transformers model.
 
-    Transformers takes seconds to import. If it is not imported yet, no such model exists, and it is not imported here.
+    Transformers takes seconds to import, so it is not imported here. If nothing else has imported it, no such model
+    exists.
     """
     if "transformers" not in sys.modules:
         return False
@@ -190,13 +192,13 @@ def is_hugging_face(model: nn.Module) -> TypeGuard[PreTrainedModel]:
 
 
 def save_hugging_face(model: PreTrainedModel, folder: Path) -> None:
-    """Write a folder that ``from_pretrained`` reads. Safetensors writes the weights without copying them."""
+    """Write a model folder for ``from_pretrained``. Safetensors writes the weights without copying them."""
     with quiet():
         model.save_pretrained(folder)
 
 
 def longest_text(folder: Path) -> int | None:
-    """Return the most tokens that a text may have for the model in a folder, or ``None`` if there is no limit.
+    """Return the maximum number of tokens per text for the model in a folder, or ``None`` if there is no limit.
 
     Raises:
         JobError: if the configuration cannot be read.
@@ -330,7 +332,7 @@ def _check_objective(config: PreTrainedConfig, shape: TextShape) -> None:
 
 
 def _skeleton(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
-    """Build the model without memory, so that any error is about the configuration and not about memory."""
+    """Build the model on the meta device, so that any error is about the configuration and not about memory."""
     try:
         with torch.device("meta"):
             return _built(config, shape)
@@ -366,7 +368,7 @@ def _fit_length(config: PreTrainedConfig, given: set[str], shape: TextShape, ske
 
 
 def _num_reserved_positions(model: PreTrainedModel) -> int:
-    """Return the number of positions that no token can have: RoBERTa counts from padding id + 1."""
+    """Return the number of positions that no token can have. RoBERTa, for example, counts from padding id + 1."""
     tables = (getattr(module, "position_embeddings", None) for module in model.modules())
     return max(
         (
@@ -397,10 +399,10 @@ def _head_of(shape: TextShape) -> Task:
 
 
 def _ready(model: PreTrainedModel, shape: TextShape) -> PreTrainedModel:
-    """Set the values for training that are not in the configuration file of an architecture."""
+    """Set attributes for training that a configuration file does not contain."""
     model.config.use_cache = False
     if shape.num_labels is None:
-        # The fallback of transformers for classes not named ...ForCausalLM; set here, it does not warn.
+        # Transformers uses this as a fallback for classes not named ...ForCausalLM; setting it here avoids a warning.
         model.loss_type = "ForCausalLM"
         # Packed text has no padding. The end token is a real token, so its embedding must be trained.
         cast(nn.Embedding, model.get_input_embeddings()).padding_idx = None

@@ -1,7 +1,7 @@
 """Models made by a user's function, named ``module:function``.
 
-The function takes any of ``vocab_size``, ``num_labels`` (``None`` for language modeling) and ``end_id`` by name. It
-returns an ``nn.Module`` that is called like a Hugging Face model. The model itself is not checked.
+The function may declare parameters named ``vocab_size``, ``num_labels`` (``None`` for language modeling) and
+``end_id``. It returns an ``nn.Module`` that is called like a Hugging Face model. The model itself is not checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def build_imported(name: str, **facts: Any) -> nn.Module:
     """Call the function ``module:function`` with the ``facts`` that it declares as parameters.
 
     Raises:
-        JobError: if the module or function does not exist, needs other arguments, or returns something else than a
+        JobError: if the module or function does not exist, needs other arguments, or returns something other than a
             model.
     """
     model = find_imported(name, **facts)()
@@ -31,7 +31,7 @@ def build_imported(name: str, **facts: Any) -> nn.Module:
 
 
 def find_imported(name: str, **facts: Any) -> Callable[[], Any]:
-    """Return the function ``module:function``, with the ``facts`` that it declares bound, but do not call it.
+    """Return the function ``module:function`` without calling it; the ``facts`` that it declares are bound.
 
     Raises:
         JobError: if the module or function does not exist, or needs other arguments.

@@ -3,11 +3,11 @@
     with made_in(pool):
         model = build_model(job, ...)
 
-Ops that create tensors (``empty``, ``zeros``, ``randn`` and similar) take their memory from the pool. It is filled as
-torch fills it, so weights are bitwise equal to weights in memory. Large results of other ops, such as
-``torch.randn(...) * 0.02``, are moved to the pool at once. Only one such tensor at a time is private.
+Ops that create tensors (``empty``, ``zeros``, ``randn`` and similar) take their memory from the pool. It is filled in
+the same way as torch fills memory, so weights are bitwise equal to weights in memory. Large results of other ops, such
+as ``torch.randn(...) * 0.02``, are moved to the pool at once. Only one such tensor at a time is private.
 
-In a dry run, on fake tensors, the same tensors do not count as device memory.
+In a dry run (on fake tensors), these tensors do not count as device memory.
 
 Not handled: tensors made by other threads or without torch, and temporaries inside an op (a QR decomposition).
 Transformers reads checkpoints with several threads: see `plimsoll.models.build`.
@@ -37,7 +37,7 @@ _ATEN = torch.ops.aten
 
 @contextmanager
 def made_in(pool: MappedPool) -> Iterator[None]:
-    """Allocate large CPU tensors that this thread creates in the block from a pool.
+    """Allocate from a pool the large CPU tensors that this thread creates while the block runs.
 
     Raises:
         OutputError: if the disk is too full for a tensor.
@@ -48,11 +48,11 @@ def made_in(pool: MappedPool) -> Iterator[None]:
 
 
 def _as_it_is(made: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Leave the values uninitialised."""
+    """Leave the new tensor uninitialised."""
 
 
 def _filled(number: int) -> Fill:
-    """Return a function that fills a tensor with the value in a positional argument or ``fill_value``."""
+    """Return a function that fills a tensor with positional argument ``number``, or with ``fill_value`` without it."""
 
     def fill(made: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return made.fill_(args[number] if len(args) > number else kwargs["fill_value"])
@@ -87,7 +87,7 @@ _FILLS: dict[Any, Fill] = {
 
 
 class _MadeIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The dispatch mode that allocates from the pool; it intercepts each op below autograd."""
+    """A dispatch mode that allocates the results of ops from the pool. It intercepts each op below autograd."""
 
     def __init__(self, pool: MappedPool, is_dry_run: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ class _MadeIn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one op. If its result is large, put it into the pool."""
+        """Run one op. If its result is large, return it in memory of the pool."""
         kwargs = kwargs or {}
         fill = _FILLS.get(func)
         if fill is not None:

@@ -1,15 +1,15 @@
 """Inference tasks: from a batch of token ids to a result for each text.
 
 `inference_task` reads the settings of a task from the model's folder, such as the names of labels or the pooling.
-``compute`` is then a pure function of tensors: no autograd, no reading of values, shapes that follow from the batch.
-Therefore a pass can be a dry run on fake tensors. Results are float32 (counts are integers) with the texts along the
-first dimension; ``fields`` converts them to JSON values.
+``compute`` is then a pure function of tensors. It uses no autograd and reads no values, and the shapes of its results
+follow from the batch. A dry run on fake tensors is therefore possible. Results are float32 (counts are integers), with
+one entry per text along the first dimension. ``fields`` converts them to JSON values.
 
-Texts of a batch are padded on the right, or on the left for ``generate``. Hugging Face models with a text encoder or
-decoder and Plimsoll's recurrent models are supported.
+Texts of a batch are padded on the right, or on the left for ``generate``. Supported are Hugging Face models that are
+encoders or decoders of text, and Plimsoll's recurrent models.
 
-Not handled: encoder-decoders, labels of tokens, and sampling. The passes after the first one of ``generate`` are in
-`plimsoll.models.generation`.
+Not handled: encoder-decoder models, labels of tokens, and sampling. `Generate` is only the first pass of generation;
+`plimsoll.models.generation` contains the other passes.
 
 Shapes: B texts, T tokens, L labels, D features, V vocabulary.
 """
@@ -44,7 +44,7 @@ _YES_FROM = 0.5
 
 
 class InferenceTask(Protocol):
-    """The interface of an inference task."""
+    """The interface of an inference task: a computation on a batch, and the conversion of its results to JSON."""
 
     name: ClassVar[str]
     head: ClassVar[Head]
@@ -61,25 +61,25 @@ class InferenceTask(Protocol):
         ...
 
     def fields(self, results: tuple[Tensor, ...]) -> list[dict[str, Any]]:
-        """Return the JSON fields of each text. A result that is not finite becomes ``error``."""
+        """Return the JSON fields of each text. If a result is not finite, the field ``error`` reports it."""
         ...
 
 
 @dataclass(frozen=True)
 class Score:
-    """The log-probability of a text: the sum over all tokens but the first, and the number of these tokens."""
+    """The log-probability of a text, summed over all tokens but the first, and the number of these tokens."""
 
     name: ClassVar[str] = "score"
     head: ClassVar[Head] = "language-modeling"
 
     def compute(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the sums of log-probabilities (B,) and the numbers of predicted tokens (B,)."""
+        """Return the log-probability of each text (B,) and its number of predicted tokens (B,)."""
         mask_BT = batch["attention_mask"]
         scores_BT = token_log_probabilities(model, batch["input_ids"], mask_BT)
         return scores_BT.sum(dim=1), mask_BT[:, 1:].sum(dim=1)
 
     def fields(self, results: tuple[Tensor, ...]) -> list[dict[str, Any]]:
-        """Return the sum, the number of tokens, and the perplexity exp(-sum / number)."""
+        """Return log-probability, number of predicted tokens, and perplexity exp(-log-probability / number)."""
         return [
             _score_fields(total, number) for total, number in zip(*(part.tolist() for part in results), strict=True)
         ]
@@ -95,7 +95,7 @@ class Classify:
     problem: Problem = "single_label_classification"
 
     def compute(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return (B, L): probabilities that sum to 1, independent probabilities, or regression values."""
+        """Return (B, L): probabilities that sum to 1, independent probabilities, or values of a regression."""
         logits_BL = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
         if self.problem == "regression":
             return (logits_BL,)
@@ -139,13 +139,13 @@ class Embed:
 
 @dataclass(frozen=True)
 class Generate:
-    """The continuation of a text. This is the first pass, which reads the prompt and fills the key-value cache."""
+    """The first pass of generating a continuation: it reads the prompt and fills the key-value cache."""
 
     name: ClassVar[str] = "generate"
     head: ClassVar[Head] = "language-modeling"
 
     def compute(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the logits of the next token, (B, V)."""
+        """Return the logits (B, V) of the token that follows each prompt."""
         mask_BT = batch["attention_mask"]
         outputs = model(input_ids=batch["input_ids"], attention_mask=mask_BT, use_cache=True, logits_to_keep=1)
         return (outputs.logits[:, -1].float(),)
@@ -162,7 +162,7 @@ def _classify(folder: Path) -> Classify:
         return Classify(tuple(names))
     loaded: Any = read_hugging_face_config(folder)
     labels = tuple(str(loaded.id2label[number]) for number in range(loaded.num_labels))
-    # The default of the transformers pipeline if the configuration has no problem_type.
+    # If the configuration has no problem_type, the pipeline of transformers uses the same default.
     problem: Problem = loaded.problem_type or (
         "multi_label_classification" if len(labels) == 1 else "single_label_classification"
     )
@@ -182,7 +182,7 @@ def inference_task(name: str, folder: Path) -> InferenceTask:
     """Create a task for the model in a folder.
 
     Raises:
-        JobError: if the task does not exist, the folder lacks its settings, or the model does not support it.
+        JobError: if the task does not exist, the folder lacks settings for it, or the model does not support it.
     """
     if name not in INFERENCE_TASKS:
         raise JobError(f"there is no task `{name}`: use one of {', '.join(sorted(INFERENCE_TASKS))}")
@@ -197,7 +197,7 @@ def inference_task(name: str, folder: Path) -> InferenceTask:
 
 
 def _refuse_unable(name: str, config: dict[str, Any], folder: Path) -> None:
-    """Raise an error if a model of the right kind still cannot do a task."""
+    """Raise an error if a model cannot do a task although models of its kind can."""
     if config.get("architecture") in RECURRENT:
         if name in {"embed", "generate"}:
             raise JobError(f"model: {folder} is a recurrent model, which cannot {name} texts: use a transformers model")
@@ -258,7 +258,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read the ``config.json`` of a model folder.
 
     Raises:
-        JobError: if it is missing or cannot be read.
+        JobError: if the file is missing or cannot be read.
     """
     path = folder / "config.json"
     try:
@@ -274,7 +274,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def kind_of(config: dict[str, Any], folder: Path) -> Kind:
-    """Return the kind of a model, mainly from the class in its configuration."""
+    """Return the kind of a model, mainly from the class name in its configuration."""
     if config.get("architecture") in RECURRENT:
         is_tagger, is_causal = config.get("is_tagger"), config.get("num_labels") is None
         return "tagger" if is_tagger else "causal" if is_causal else "classifier"
@@ -291,7 +291,7 @@ def kind_of(config: dict[str, Any], folder: Path) -> Kind:
 
 
 def _causal_classes() -> set[str]:
-    """Return the names of causal language model classes, without masked models that transformers lists as causal."""
+    """Return the names of causal language model classes; masked models, which transformers lists too, are left out."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names = (

@@ -2,13 +2,13 @@
 
     loaded = load_model("folder", place="mapped")
 
-Host memory holds at most the model itself (if the device is the CPU), one tensor and a few MiB. The weights are bitwise
-equal to the result of ``from_pretrained``. Transformers decides which tensor of the checkpoint belongs to which weight
+Host memory holds at most one tensor, a few MiB and, if the device is the CPU, the model. The weights are bitwise equal
+to those from ``from_pretrained``. Transformers decides which tensor of the checkpoint belongs to which weight
 (`plimsoll.models.skeleton`). A folder with quantized weights of torchao is loaded as saved
 (`plimsoll.models.quantized`).
 
-Not handled: checkpoints quantized by other libraries, GGUF files, and models with custom code. Custom code of models
-that Plimsoll compressed is the exception (`plimsoll.compression.methods`).
+Not handled: checkpoints quantized by other libraries, GGUF files, and models with custom code, except models that
+Plimsoll compressed (`plimsoll.compression.methods`).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Loaded:
     """A model with the weights of a checkpoint.
 
     Attributes:
-        model: in evaluation mode.
-        missing: names of weights that the checkpoint does not have; they are new, initialised by transformers.
+        model: the model, in evaluation mode.
+        missing: names of weights that the checkpoint does not have; transformers has initialised them.
         unexpected: names of tensors of the checkpoint that the model does not use.
         num_bytes: bytes of the tensors that were read or mapped.
         entries: the checkpoint entry of each weight that is mapped from the files, by its name in the model.
@@ -100,20 +100,23 @@ def load_model(
 
     Args:
         folder: a folder written by ``save_pretrained``, with safetensors or ``torch.save`` files, sharded or not.
-        head: the task of the model; ``None``: the class in its configuration.
-        dtype: of the weights, such as ``torch.bfloat16`` or ``"bf16"``; ``None``: the dtype in its configuration, or
-            else the most common dtype in the files.
+        head: the task of the model, which decides its head; ``None``: the model class in its configuration.
+        dtype: the dtype of the weights, such as ``torch.bfloat16`` or ``"bf16"``. ``None``: the dtype in the
+            configuration, or else the dtype of the most bytes in the files.
         device: the device of the weights.
-        place: ``memory``; ``mapped``: memory-mapped checkpoint files, with private memory only for pages that are
-            written, and the files never change; or ``read-only``: the same, but no memory limit counts the pages, and
-            writing ends the process (SIGSEGV). Mapped weights are frozen at first, and the device must be the CPU.
-        quantize: quantize linear layers with torchao, except the output layer over the vocabulary and tied weights.
-        adapters: one folder, or several, of LoRA adapters to merge into the weights, in this order.
-        vocab_size: a number of tokens that differs from the checkpoint's; new rows start as the mean of the others.
-        allow_missing: whether weights outside the head may be missing from the checkpoint; they are initialised.
+        place: the place of the weights. ``memory``: the memory of the device. ``mapped``: the memory-mapped checkpoint
+            files; only pages that are written take private memory, and the files never change. ``read-only``: the same,
+            but no memory limit counts the pages, and a write ends the process (SIGSEGV). Mapped weights are frozen at
+            first, and need a CPU.
+        quantize: the integers to which torchao quantizes linear layers, except the output layer over the vocabulary and
+            tied weights.
+        adapters: one or several folders of LoRA adapters, which are merged into the weights in this order.
+        vocab_size: the number of tokens, if it differs from the checkpoint's; new rows start as the mean of the others.
+        allow_missing: whether weights outside the head may be missing from the checkpoint; missing weights are
+            initialised.
         config: a configuration to use in place of the folder's.
         pool: the pool for the weights; ``None``: memory, or a new pool if ``place`` is not ``memory``.
-        progress: called with the bytes that are loaded.
+        progress: called with a stage, the bytes loaded so far, and all bytes to load.
 
     Raises:
         WeightsError: if the checkpoint is damaged, lacks weights or belongs to another model, or an argument is
@@ -157,7 +160,7 @@ def load_model(
 def sketch_checkpoint(
     folder: Path, *, head: Head | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Skeleton, Checkpoint]:
-    """Return the model that `load_model` would make, without its weights, and the opened checkpoint.
+    """Return the model that `load_model` would make, on the meta device, and the opened checkpoint.
 
     Args:
         folder: see `load_model`.
@@ -237,7 +240,7 @@ class _Filling:
         return made if self.pool is None else with_parts(made, self.pool.copy_of)
 
     def _part_of_coded(self, entry: Entry) -> Tensor:
-        """Return one of the component tensors of a torchao weight, in the place of the model."""
+        """Return one component tensor of a torchao weight, in memory or mapped like the model's other weights."""
         if self._may_map(entry):
             return self._mapped(entry)
         target = self._empty(torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
@@ -255,7 +258,7 @@ class _Filling:
         return target
 
     def _may_map(self, entry: Entry) -> bool:
-        """Return whether an entry can be mapped. It must not overlap a mapped entry: writes would change both."""
+        """Return whether an entry can be mapped. If it overlapped a mapped entry, a write would change both."""
         taken = self._taken.get(entry.file, [])
         number = bisect_left(taken, (entry.offset + entry.num_bytes, 0))  # the first range that begins after it
         return self.maps and entry.can_be_mapped and (number == 0 or taken[number - 1][1] <= entry.offset)
@@ -267,7 +270,7 @@ class _Filling:
         return entry.mapped(is_read_only=self._place == "read-only")
 
     def _resized(self, weight: Weight, entry: Entry) -> Tensor:
-        """Return a weight with more or fewer rows than in the checkpoint. New rows are the mean of the others."""
+        """Return a weight with more or fewer rows than its entry. New rows are the mean of the stored rows."""
         target = self._empty(weight.meta)
         num_kept = min(len(target), entry.shape[0])
         entry.rows(0, num_kept).read_into(target[:num_kept], self._report)
@@ -288,7 +291,7 @@ class _Filling:
         self._report(sum(entry.num_bytes for entry in group.entries))
 
     def _part(self, entry: Entry, dtype: torch.dtype) -> Tensor:
-        """Return a component of a weight: mapped from the file, or in an unnamed file if it must be converted."""
+        """Return an entry as a tensor of this dtype: mapped from the checkpoint, or converted into an unnamed file."""
         if entry.dtype == dtype and entry.can_be_mapped:
             return entry.mapped(is_read_only=True)
         target = (self.pool or MappedPool()).empty_like(torch.empty(entry.shape, dtype=dtype, device="meta"))
@@ -296,7 +299,7 @@ class _Filling:
         return target
 
     def _stays(self, made: Tensor, weight: Weight) -> bool:
-        """Return whether the result of a conversion can be the weight itself: new memory, in the right place."""
+        """Return whether the result of a conversion can be the weight itself: it owns memory in the right place."""
         is_own = made.untyped_storage().nbytes() == made.numel() * made.element_size() and made.storage_offset() == 0
         same = (made.shape, made.dtype, made.device) == (weight.meta.shape, weight.meta.dtype, self._device)
         return is_own and same and self.pool is None and made.is_contiguous() and not self._is_mapped(made)
@@ -372,7 +375,7 @@ def _is_empty(weight: Weight) -> bool:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Read the configuration of a model folder without running its code. Compressed models are read too.
+    """Read the configuration of a model folder, also of a model that Plimsoll compressed, without running its code.
 
     Raises:
         OSError: if there is no configuration, or it cannot be read.
@@ -432,7 +435,7 @@ def _class_of(config: PreTrainedConfig, head: Head | None, folder: Path) -> type
 
 
 def _dtype_of(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the requested dtype, or the one in the configuration, or the one of the most stored bytes."""
+    """Return the requested dtype, else the dtype in the configuration, else the dtype of the most stored bytes."""
     chosen = dtype or getattr(config, "dtype", None)
     if chosen is None:
         stored: dict[torch.dtype, int] = {}
@@ -444,9 +447,9 @@ def _dtype_of(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dty
 
 
 def _check_body(skeleton: Skeleton, checkpoint: Checkpoint) -> None:
-    """Raise an error if a checkpoint lacks weights other than the head or a pooler.
+    """Raise an error if a checkpoint lacks weights outside the head and the pooler.
 
-    Many encoders are saved without their pooler.
+    A missing pooler is allowed, because many encoders are saved without it.
     """
     model = skeleton.model
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""

@@ -1,9 +1,9 @@
 """Names that torch, transformers and the techniques define, read from their source files without importing them.
 
-Importing torch and transformers takes seconds, too long for reporting a typo in a job or explaining a log. If a source
-file does not have the expected form, the package is imported after all.
+Importing torch and transformers takes seconds. That is too long for reporting a typo in a job or explaining a log. If a
+source file does not have the expected form, the package is imported after all.
 
-Values are not checked here: a class checks its values when an object is built.
+Only names are checked here. Each class checks the values of its fields when an object is built.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _REFUSED_OPTIMIZERS = {
 
 
 def is_own_function(model: str | dict[str, Any]) -> TypeGuard[str]:
-    """Return whether the model of a job is a user's function, ``module:function``, and not a folder."""
+    """Return whether the model of a job names a user's function, as ``module:function``, and not a folder."""
     return isinstance(model, str) and ":" in model and not Path(model).is_dir()
 
 
@@ -59,11 +59,11 @@ def require_model_name(model: str | dict[str, Any], task: Task) -> None:
     """Check that a model names an architecture, a folder or a function.
 
     Args:
-        model: the field of the job; of a dictionary only ``architecture`` is checked.
+        model: the job's field ``model``; of a dictionary only ``architecture`` is checked.
         task: the task of the job.
 
     Raises:
-        JobError: if it does not; the message names the nearest architecture.
+        JobError: if the name is unknown; the message suggests the nearest architecture.
     """
     if isinstance(model, str):
         if not (model in RECURRENT or Path(model).is_dir() or is_own_function(model)):
@@ -85,12 +85,12 @@ def require_model_name(model: str | dict[str, Any], task: Task) -> None:
 
 
 def require_model_fields(model: str | dict[str, Any]) -> None:
-    """Check that the configuration of a transformers architecture has the fields of a model; see `require_fields`.
+    """Check that the configuration of a transformers architecture has the fields that a job gives its model.
 
-    If the source files do not list the fields, nothing is checked until the model is built.
+    If the source files do not list the fields, they are checked only when the model is built.
 
     Args:
-        model: the field of the job.
+        model: the job's field ``model``.
     """
     known = _config_fields(str(model.get("architecture"))) if isinstance(model, dict) else None
     if known is not None and isinstance(model, dict):
@@ -133,7 +133,7 @@ def require_labels(task: Task, num_labels: int) -> None:
     """Check that the data have at least two labels.
 
     Raises:
-        JobError: if they do not; the message contains their number.
+        JobError: if there are fewer; the message contains their number.
     """
     if num_labels < 2:
         raise JobError(
@@ -142,26 +142,26 @@ def require_labels(task: Task, num_labels: int) -> None:
 
 
 def own_techniques() -> tuple[str, ...]:
-    """Return the names of Plimsoll's techniques. Each is a module of that name."""
+    """Return the names of Plimsoll's techniques, which are the names of the modules in `plimsoll.techniques`."""
     spec = find_spec("plimsoll.techniques")
     assert spec is not None
     return tuple(module.name for module in iter_modules(spec.submodule_search_locations) if not module.ispkg)
 
 
 def techniques_of_others() -> tuple[EntryPoint, ...]:
-    """Return the entry points of techniques in other packages, named like the techniques. They are not loaded."""
+    """Return the entry points of techniques in other packages, without loading them. Each has its technique's name."""
     return tuple(entry_points(group="plimsoll.techniques"))
 
 
 @cache
 def remedies_for(cause: str) -> dict[str, str]:
-    """Return the advice of Plimsoll's techniques against a cause, by technique, the best first.
+    """Return the advice of Plimsoll's techniques against a cause of memory problems, by technique, the best first.
 
-    The advice is a change to make by hand in a script, or else the technique's summary. It includes a warning if the
-    technique changes the training.
+    The advice is a change to make by hand in a script, or the technique's summary if it has no such advice. It includes
+    a warning if the technique changes the training.
 
     Args:
-        cause: a name in `plimsoll.diagnose.causes`.
+        cause: the name of a cause in `plimsoll.diagnose.causes`.
     """
     said = {name: _said_by(name) for name in own_techniques()}
     places = {name: one["remedies"][cause] for name, one in said.items() if cause in one.get("remedies", {})}
@@ -195,10 +195,10 @@ def require_technique(name: str, known: Collection[str] | None = None) -> None:
 
     Args:
         name: the name of the technique.
-        known: the existing techniques; by default Plimsoll's and those in other packages.
+        known: the existing techniques; by default all techniques of Plimsoll and of other packages.
 
     Raises:
-        InputError: if it does not exist; the message names the nearest one.
+        InputError: if it does not exist; the message suggests the nearest name.
     """
     known = _all_techniques() if known is None else known
     if name not in known:
@@ -209,7 +209,7 @@ def require_allowed(name: str) -> None:
     """Check that a name in the job's ``allow`` exists; see `plimsoll.planning.inputs.allowed`.
 
     Raises:
-        JobError: if it does not exist; the message names the nearest one.
+        JobError: if it does not exist; the message suggests the nearest name.
     """
     known = (*RECUTS, *_all_techniques())
     if name not in known:
@@ -236,10 +236,10 @@ def require_optimizer(choice: OptimizerChoice, steps: int | None = None) -> None
 
     Args:
         choice: the optimizer of a job.
-        steps: the steps of the training, to compare with the warm-up; ``None``: not checked.
+        steps: number of steps of the training, which the warm-up must not exceed; ``None``: not checked.
 
     Raises:
-        JobError: if a check fails; the message names the nearest optimizer or argument.
+        JobError: if a check fails; for an unknown name the message suggests the nearest optimizer or argument.
     """
     name, known = choice.name.lower(), optimizer_arguments()
     if name in _REFUSED_OPTIMIZERS:
@@ -258,7 +258,7 @@ def require_optimizer(choice: OptimizerChoice, steps: int | None = None) -> None
 
 @cache
 def optimizer_arguments() -> dict[str, tuple[str, ...]]:
-    """Return the usable optimizers of ``torch.optim``, each with its arguments except ``lr``."""
+    """Return the usable optimizers of ``torch.optim`` by lower-case name, each with its arguments except ``lr``."""
     found = dict(_optimizers_of_sources())
     if not found:
         import inspect
@@ -278,7 +278,7 @@ def optimizer_arguments() -> dict[str, tuple[str, ...]]:
 
 
 def _optimizers_of_sources() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the optimizers that ``torch.optim`` imports. Yield none if one of them has no ``__init__`` in its file."""
+    """Yield the lower-case name and the arguments of each optimizer; nothing if a source file lacks an ``__init__``."""
     found = []
     for statement in _statements("torch", "optim/__init__.py"):
         match statement:
@@ -312,7 +312,7 @@ def _config_fields(architecture: str) -> set[str] | None:
 
 
 def _fields_of_class(file: str, name: str, is_base: bool = False) -> set[str] | None:
-    """Return the fields of a configuration class and its base classes, including their alternative names."""
+    """Return the fields of a configuration class and of its base classes, including alternative names of fields."""
     statements = _statements("transformers", file)
     found = next((one for one in statements if isinstance(one, ast.ClassDef) and one.name == name), None)
     if found is None:
@@ -335,7 +335,7 @@ def _fields_of_class(file: str, name: str, is_base: bool = False) -> set[str] | 
 
 
 def _home_of(name: str, statements: list[ast.stmt], file: str) -> str:
-    """Return the file that defines a class: the configuration file it is imported from, or this file."""
+    """Return the file that defines a class: the file that it is imported from, or else ``file`` itself."""
     for statement in statements:
         match statement:
             case ast.ImportFrom(module=str(module), level=2, names=names) if name in [one.name for one in names]:
@@ -344,7 +344,7 @@ def _home_of(name: str, statements: list[ast.stmt], file: str) -> str:
 
 
 def _pairs(file: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the key and value pairs of a mapping in transformers."""
+    """Yield the pairs of key and value of the mapping ``name`` in a source file of transformers."""
     for statement in _statements("transformers", file):
         match statement:
             case ast.Assign(targets=[ast.Name(id=found)], value=ast.Call(args=[pairs])) if found == name:
@@ -353,7 +353,7 @@ def _pairs(file: str, name: str) -> Iterator[tuple[str, str]]:
 
 @cache
 def _statements(package: str, file: str) -> list[ast.stmt]:
-    """Return the statements of a source file of a package, or none if the file does not exist."""
+    """Return the statements of a source file of a package; an empty list if the file does not exist."""
     spec = find_spec(package)
     folders = [] if spec is None else spec.submodule_search_locations or []
     for folder in folders:

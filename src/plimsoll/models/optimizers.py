@@ -1,7 +1,7 @@
 """The optimizer and the learning rate schedule of a job.
 
-Optimizers are the classes of ``torch.optim``, by their lower-case name and with their usual arguments. The three
-schedules are formulas, given in `build_schedule`.
+A job names a class of ``torch.optim`` in lower case, with its usual arguments. The formulas of the three schedules are
+in `build_schedule`.
 
 Not handled: optimizers outside ``torch.optim``. Build such an optimizer in code and pass a `Workload`.
 """
@@ -32,13 +32,13 @@ def build_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter])
         parameters: the parameters to update.
 
     Raises:
-        JobError: if the name or an argument is unknown, the class rejects a value, or it cannot be used here.
+        JobError: if the name or an argument is unknown, the class rejects a value, or a job cannot use this class.
     """
     require_optimizer(choice)
     name = choice.name.lower()
     build = partial(_class_of(name), lr=choice.lr, **choice.arguments)
     try:
-        # Tried on one number first, so that a RuntimeError is about the arguments and not about memory.
+        # Built for one number first, so that a RuntimeError is about the arguments and not about memory.
         build([nn.Parameter(torch.zeros(()))])
     except (TypeError, ValueError, RuntimeError) as error:
         given = {"lr": choice.lr, **choice.arguments}
@@ -50,9 +50,9 @@ def build_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter])
 
 
 def build_schedule(choice: OptimizerChoice, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR | None:
-    """Build the schedule that multiplies the learning rate of step ``s`` (from 0); ``None`` if it is constant.
+    """Build the schedule that multiplies the learning rate of step ``s`` (from 0) by a factor; ``None`` if all are 1.
 
-    With W ``warmup_steps`` and N ``steps``, the factor is (s + 1) / W in the warm-up, where s < W, and after it:
+    With W ``warmup_steps`` and N ``steps``, the factor is (s + 1) / W in the warm-up (s < W). After the warm-up it is:
 
     - constant: 1
     - linear: (N - s) / (N - W), which reaches 0 after the last step
@@ -71,7 +71,7 @@ def build_schedule(choice: OptimizerChoice, optimizer: torch.optim.Optimizer, st
 def _factor(step: int, warmup_steps: int, steps: int, decay: Callable[[float], float]) -> float:
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    # The scheduler asks one step ahead. After the last step the factor keeps its final value.
+    # The scheduler asks one step ahead, so beyond the last step the factor keeps its final value.
     share_done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
     return decay(share_done)
 
@@ -92,32 +92,32 @@ _DECAYS: dict[str, Callable[[float], float]] = {"constant": _constant, "linear":
 
 
 class SeparableOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer of this package that updates each parameter separately, and knows the memory this takes."""
+    """An optimizer of Plimsoll that updates each parameter separately and knows the memory of its update."""
 
     @abstractmethod
     def state_bytes_of(self, parameter: Tensor) -> int:
-        """Return the most bytes that the states of a parameter take."""
+        """Return the maximum bytes of the optimizer states of a parameter."""
 
     @abstractmethod
     def temporary_bytes_of(self, parameter: Tensor) -> int:
-        """Return the most temporary bytes of a parameter's update. Parameters are updated one by one."""
+        """Return the maximum temporary bytes during the update of a parameter. Parameters are updated one by one."""
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return all settings of each parameter group, without its parameters."""
+    """Return the settings of each parameter group: all its items except the parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the class is from ``torch.optim``. These classes update each parameter separately."""
+    """Return whether an optimizer's class is from ``torch.optim``. These classes update each parameter separately."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # Adafactor's module is `torch.optim`
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether parameters can be updated one by one, because nothing in a step depends on several of them.
+    """Return whether an optimizer can update its parameters one by one: no part of a step depends on several of them.
 
-    A global step hook prevents this, unless it has an attribute ``works_in_parts`` that is true. Such a hook can be
-    called for some parameters at a time.
+    A step hook of the optimizer prevents this. So does a global step hook, unless its attribute ``works_in_parts`` is
+    true: such a hook can be called for some parameters at a time.
     """
     if not (is_of_torch(optimizer) or isinstance(optimizer, SeparableOptimizer)):
         return False

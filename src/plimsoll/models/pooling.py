@@ -1,8 +1,8 @@
 """Pooling of token vectors to one vector for each text, as in sentence-transformers.
 
-The methods are those in its ``Pooling`` module, with the same names and arithmetic (sums of half-precision vectors are
-float32). Several methods are concatenated in the same order. The method is read from ``modules.json`` and the
-``config.json`` of the module named there.
+The modes have the same names and arithmetic as in its ``Pooling`` module (sums of half-precision vectors are float32).
+The vectors of several modes are concatenated in the same order. The modes are read from the ``config.json`` of the
+pooling module, which ``modules.json`` names.
 
 Not handled, each with an error: modules after pooling other than ``Normalize`` (``Dense``), prompts that are excluded
 from pooling, and sparse or multi-vector models.
@@ -29,20 +29,20 @@ _FEWEST_TOKENS = 1e-9  # divisor of sentence_transformers.Pooling for a text wit
 
 
 class Pooling(NamedTuple):
-    """The pooling of token vectors. The vectors of several modes are concatenated."""
+    """The pooling modes, whose vectors are concatenated, and whether the result is scaled to the norm 1."""
 
     modes: tuple[str, ...] = ("mean",)
     is_normalized: bool = False
 
 
 def pool(hidden_BTD: Tensor, mask_BT: Tensor, pooling: Pooling) -> Tensor:
-    """Return one float32 vector for each text: (B, D), or D times the number of modes."""
+    """Return one float32 vector for each text: (B, D), or (B, D * number of modes)."""
     pooled = torch.cat([_MODES[mode](hidden_BTD, mask_BT).float() for mode in pooling.modes], dim=-1)
     return functional.normalize(pooled, p=2, dim=1) if pooling.is_normalized else pooled
 
 
 def pooling_of(folder: Path) -> Pooling:
-    """Read the pooling of a sentence-transformers folder. Without ``modules.json`` it is the mean.
+    """Read the pooling of a sentence-transformers folder. A folder without ``modules.json`` uses the mean.
 
     Raises:
         JobError: if a file cannot be read, or the folder needs an unsupported module.

@@ -2,9 +2,10 @@
 
     quantization_aware: int8        # or int4, in a job
 
-Each layer that the method of this name would quantize becomes torchao's ``FakeQuantizedLinear``, or its counterpart for
-a transformers Conv1D. Every pass rounds the weight to the values that the integers represent, and gradients go straight
-through to the dense weight. `plimsoll.compression.methods` defines the methods: ``int8``, or ``int4`` in groups of 32.
+Each layer that the compression method ``int8`` or ``int4`` would quantize becomes torchao's ``FakeQuantizedLinear``, or
+its counterpart for a transformers Conv1D. Every pass rounds the weight to the values that the integers represent, and
+gradients go straight through to the dense weight. `plimsoll.compression.methods` defines the methods; ``int4`` has a
+scale for each group of 32 weights.
 
 Parameters keep their names and shapes, so the saved model is a plain dense model, which its usual class loads.
 Quantizing it later with ``int8`` or ``int4(compute=fp32)`` gives the outputs seen in evaluation during training, except
@@ -46,7 +47,7 @@ def train_for_integers(model: nn.Module, kind: Kind) -> None:
 
 
 def _rounding(layer: Any, kind: Kind) -> nn.Module:
-    """Return a rounding layer with the parameters of another layer. No new weights are drawn."""
+    """Return a layer with rounded weights that has the parameters of another layer. No new weights are drawn."""
     from torchao.quantization.qat import FakeQuantizedLinear
 
     num_in, num_out = sizes_of(layer)
@@ -62,7 +63,7 @@ def _rounding(layer: Any, kind: Kind) -> nn.Module:
 
 @cache
 def _rounded_conv1d() -> type[nn.Module]:
-    """Return the rounding class for GPT-2's layers. Their weight stays (in, out) for the file and the optimizer."""
+    """Return the rounding class for GPT-2's Conv1D layers. The parameter keeps its shape (inputs, outputs)."""
     from torchao.quantization.qat.fake_quantizer import FakeQuantizerBase
     from transformers.pytorch_utils import Conv1D
 
@@ -80,7 +81,7 @@ def _rounded_conv1d() -> type[nn.Module]:
 
 
 def _config(kind: Kind) -> Any:
-    """Return the rounding configuration of a method; 4 bits match the file format (`plimsoll.weights.int4`)."""
+    """Return torchao's rounding configuration of a method; ``int4`` matches the files (`plimsoll.weights.int4`)."""
     from torchao.quantization import PerAxis
     from torchao.quantization.qat.fake_quantize_config import Int4WeightFakeQuantizeConfig, IntxFakeQuantizeConfig
 

@@ -1,11 +1,11 @@
-"""Linear weights quantized with torchao, without the whole dense weight in memory: quantized while reading, or loaded.
+"""Linear weights quantized with torchao, either while a dense checkpoint is read, or loaded from a quantized folder.
 
 Quantized while reading: ``int8`` is torchao's ``Int8WeightOnlyConfig`` with a scale for each row. ``int4`` is
-weight-only with a scale for each 32 numbers of a row. On the CPU it is a prototype of torchao 0.18
+weight-only with a scale for each 32 weights of a row. On the CPU it is a prototype of torchao 0.18
 (``PrototypeInt4WeightOnlyConfig``), whose kernels are in torch. Because no scale spans several rows, rows are quantized
-block by block, with a result bitwise equal to quantizing the whole weight.
+block by block. The whole dense weight is never in memory, and the result is bitwise equal to quantizing it as a whole.
 
-Loaded: a folder whose ``quantization_config`` names torchao. The model can be saved again.
+Loaded: a folder whose ``quantization_config`` names torchao. The loaded model can be saved again.
 
 Not handled: creating ``int4`` on other devices, layers other than ``nn.Linear`` (GPT-2 has ``Conv1D``), and weights
 quantized by other libraries. The dtype, vocabulary and adapters of a quantized folder cannot be changed.
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 Quantize = Literal["int8", "int4"]
 
-_BLOCK_NUMBERS = 1 << 20  # torchao makes several temporaries with four bytes for each number
+_BLOCK_NUMBERS = 1 << 20  # numbers quantized at once; torchao makes several temporaries of four bytes for each
 _BLOCK_ROWS = 64  # rows that torch's kernel packs together
 
 
 def can_be_quantized(module: nn.Module, kind: Quantize) -> bool:
-    """Return whether a layer's weight can be quantized to these integers."""
+    """Return whether the weight of a layer can be quantized to ``kind``."""
     if type(module) is not nn.Linear:
         return False
     return kind == "int8" or (module.in_features % SMALLEST_INT4_GROUP == 0 and module.out_features % INT4_ROWS == 0)
@@ -51,12 +51,12 @@ def quantized_weight(
     Args:
         entry: the checkpoint entry of the weight, with two dimensions.
         dtype: the dtype that the layer computes in.
-        kind: the integers.
+        kind: the integers to quantize to.
         device: the device of the weight.
         report: called with the number of bytes read.
 
     Raises:
-        WeightsError: if torchao is missing or cannot do this on the device, or the file cannot be read.
+        WeightsError: if torchao is missing, ``kind`` is impossible on the device, or the file cannot be read.
     """
     config = _config_of(kind, device)
     num_rows, width = entry.shape
@@ -78,7 +78,10 @@ def quantized_weight(
 
 
 def _put(parts: dict[str, Tensor], name: str, part: Tensor, begin: int, num_rows: int) -> None:
-    """Copy a part of some rows into the tensor of all rows. Rows are dimension 0, or 1 for int4 scales."""
+    """Copy ``part``, the rows from ``begin`` on, into ``parts[name]``, which holds all ``num_rows`` rows.
+
+    ``parts[name]`` is created if it is missing. Rows are in dimension 0; for int4 scales, in dimension 1.
+    """
     dim = 1 if name == "scale_and_zero" else 0
     if name not in parts:
         shape = [*part.shape]
@@ -106,10 +109,12 @@ _METHOD = "torchao"
 
 
 def without_quantization(config: PreTrainedConfig, checkpoint: Checkpoint) -> tuple[PreTrainedConfig, Any | None]:
-    """Return the configuration of the dense model, which is built first, and the quantization settings, or ``None``.
+    """Return the configuration of the dense model, and the quantization settings removed from it.
+
+    The dense model is built first. The settings are ``None`` if the checkpoint is not quantized.
 
     Raises:
-        WeightsError: if another library than torchao quantized it, or its files hold no weights of torchao.
+        WeightsError: if a library other than torchao quantized the checkpoint, or its files hold no weights of torchao.
     """
     said = getattr(config, "quantization_config", None)
     if said is None:
@@ -127,10 +132,10 @@ def without_quantization(config: PreTrainedConfig, checkpoint: Checkpoint) -> tu
 
 
 def refuse_changes(checkpoint: Checkpoint, config: PreTrainedConfig, **asked: Any) -> None:
-    """Check that nothing is requested that needs the dense weights.
+    """Check that a request to load a quantized folder does not need the dense weights.
 
     Raises:
-        WeightsError: if a request differs from the quantized folder.
+        WeightsError: if a value in ``asked`` is set, except a ``dtype`` equal to the folder's.
     """
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
     for name, value in asked.items():
@@ -144,13 +149,13 @@ def refuse_changes(checkpoint: Checkpoint, config: PreTrainedConfig, **asked: An
 
 
 def coded_value(coded: Coded, device: torch.device, part_of: Callable[[Entry], Tensor]) -> Tensor:
-    """Build a quantized weight from its components, for a device. ``meta`` gives the shapes on the CPU."""
+    """Build a quantized weight from its components. The device decides its layout; ``meta`` counts as the CPU."""
     made = coded.make(part_of)
     return packed_of(made) if type(made).__name__ == PLAIN and device.type in ("cpu", "meta") else made
 
 
 def make_coded(model: PreTrainedModel, said: dict[str, Any] | None) -> None:
-    """Mark a model with torchao weights as quantized, and make it compute with little memory."""
+    """Mark a model with torchao weights as quantized, and install layers that compute with little memory."""
     if said is None:
         return
     from transformers import TorchAoConfig

@@ -1,11 +1,12 @@
 """Skeletons: transformers models on the meta device, with the checkpoint entry of each weight.
 
 Transformers itself renames, ties, fuses and initialises weights. Its ``from_pretrained`` receives stand-ins for the
-tensors of the checkpoint, which become tensors on the meta device. `plimsoll.models.loading` then fills them. Weights
-that are missing in the checkpoint are initialised in memory, as ``from_pretrained`` does. A compressed model, whose
-configuration describes its structure, is built by Plimsoll's own code (`plimsoll.weights.structure`).
+tensors of the checkpoint, and turns them into tensors on the meta device. `plimsoll.models.loading` then replaces these
+by the weights. Weights that are missing in the checkpoint are initialised in memory, as ``from_pretrained`` does. A
+compressed model, whose configuration describes its structure, is built by Plimsoll's own code
+(`plimsoll.weights.structure`).
 
-``transformers.core_model_loading`` (5.23) is used for weights that are made of several tensors, such as weights of
+``transformers.core_model_loading`` (5.23) converts weights that are made of several tensors, such as weights of
 experts.
 
 Not handled: checkpoints that are already quantized, other custom code in a checkpoint, and weights sharded over
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from plimsoll.weights.loading.entries import Entry
     from plimsoll.weights.loading.opening import Checkpoint
 
-_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers: loads without threads, each of which needs a stack
+_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # makes transformers load without threads, each of which needs a stack
 
 Slot = tuple[nn.Module, str]
 """A module and the name of a parameter or buffer in it."""
@@ -44,10 +45,10 @@ class Weight:
     """A parameter or buffer of the skeleton.
 
     Attributes:
-        name: its first name in the model.
-        slots: every place in the model that refers to it.
-        meta: the tensor on the meta device, with the final shape and dtype.
-        entry: the checkpoint entry with its values; ``None`` if it is made of several entries.
+        name: the first name of the weight in the model.
+        slots: each module that refers to the weight, with the name of the attribute.
+        meta: the weight on the meta device, with its final shape and dtype.
+        entry: the checkpoint entry of the weight; ``None`` if it needs a conversion (`Derived`).
     """
 
     name: str
@@ -58,12 +59,13 @@ class Weight:
 
 @dataclass(frozen=True)
 class Derived:
-    """Weights that are converted from several entries, or that are parts of one entry.
+    """Weights that are converted together, from several checkpoint entries or from parts of one entry.
 
     Attributes:
-        key: the name of the conversion's target in the model.
+        key: the name in the model of the weight that the conversion makes.
         entries: the entries that ``make`` reads.
-        make: takes a function that returns the tensor of an entry in a dtype, and returns the weights by name.
+        make: converts the entries, and returns the weights by name. Its argument returns the tensor of an entry in a
+            dtype.
     """
 
     key: str
@@ -73,7 +75,7 @@ class Derived:
 
 @dataclass
 class Skeleton:
-    """A model with weights on the meta device, and the checkpoint entries of their values."""
+    """A model with weights on the meta device, and the checkpoint entries with the values of these weights."""
 
     model: PreTrainedModel
     weights: dict[str, Weight] = field(default_factory=dict)
@@ -83,7 +85,7 @@ class Skeleton:
 
 
 class _StandIn:
-    """The stand-in for a tensor in ``from_pretrained``, which only calls ``[...]`` and ``.to``."""
+    """The stand-in for a checkpoint tensor in ``from_pretrained``, which only calls ``[...]`` and ``.to``."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
@@ -113,16 +115,16 @@ def skeleton_of(
     Args:
         checkpoint: the opened checkpoint.
         model_class: the class of the model.
-        config: its configuration.
+        config: the configuration of the model.
         dtype: the dtype of floating-point weights.
-        vocab_size: a number of tokens that differs from the checkpoint's. The entries of weights with a row for each
-            token then have more or fewer rows than the weight.
+        vocab_size: the number of tokens, if it differs from the checkpoint's. Weights with a row for each token then
+            have more or fewer rows than their entries.
 
     Raises:
         WeightsError: if a weight has another shape in the checkpoint, or the model cannot be built.
     """
     stand_ins = {name: _StandIn(entry) for name, entry in checkpoint.entries.items()}
-    load: Any = class_for(model_class, config).from_pretrained  # typed without the loading info that it returns
+    load: Any = class_for(model_class, config).from_pretrained  # its declared type lacks the loading info
     with quiet(), _one_after_the_other():
         try:
             model, info = load(
@@ -156,14 +158,14 @@ def skeleton_of(
 
 
 def replace(weight: Weight, value: Tensor) -> None:
-    """Put a tensor in every place of a weight that is on the meta device."""
+    """Replace a weight on the meta device by a tensor, in every module that refers to it."""
     for module, name in weight.slots:
         setattr(module, name, value)  # updates the weight list of recurrent layers too
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress terminal output of transformers. Its relevant warnings are checked here and raised as errors."""
+    """Suppress terminal output of transformers in the block. Plimsoll raises errors for the faults that matter."""
     from transformers.utils import logging
 
     verbosity, has_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -199,7 +201,7 @@ def _check_shapes(checkpoint: Checkpoint, mismatched: Iterable[tuple[str, Any, A
 
 
 def slots_of(model: nn.Module) -> Iterator[tuple[str, Slot, Tensor]]:
-    """Yield the name, place and tensor of every parameter and buffer, including tied ones."""
+    """Yield the name, slot and tensor of every parameter and buffer, including tied ones."""
     for prefix, module in model.named_modules():
         for name, value in (*module._parameters.items(), *module._buffers.items()):
             if value is not None:
@@ -207,7 +209,7 @@ def slots_of(model: nn.Module) -> Iterator[tuple[str, Slot, Tensor]]:
 
 
 def _weights(model: nn.Module, asked: list[_StandIn]) -> dict[str, Weight]:
-    """Return the weights on the meta device by their first names."""
+    """Return the weights that are on the meta device, by their first names."""
     by_storage = {stand_in.meta.untyped_storage()._cdata: stand_in for stand_in in asked if stand_in.meta is not None}
     places: dict[int, list[tuple[str, Slot, Tensor]]] = {}
     for name, slot, value in slots_of(model):
@@ -254,7 +256,7 @@ def _tie_what_is_equal(skeleton: Skeleton) -> None:
 
 
 def _resize(skeleton: Skeleton, asked: list[_StandIn], vocab_size: int) -> None:
-    """Change the size of the vocabulary with transformers, and keep the entries of the resized weights."""
+    """Let transformers change the size of the vocabulary, and keep the entries of the resized weights."""
     entries = {
         (id(module), name): weight.entry for weight in skeleton.weights.values() for module, name in weight.slots
     }
@@ -283,7 +285,7 @@ def _are_equal(one: Entry, other: Entry) -> bool:
 
 
 def _renamed(model: Any, stand_ins: list[_StandIn]) -> Iterator[tuple[_StandIn, str, str, Any]]:
-    """Yield each tensor with its name in the model, its pattern, and the conversion that it belongs to."""
+    """Yield each tensor with its name in the model, the pattern that its name matched, and its conversion, if any."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     conversions = model._weight_conversions
@@ -300,9 +302,9 @@ def _renamed(model: Any, stand_ins: list[_StandIn]) -> Iterator[tuple[_StandIn, 
 
 
 def _find_renamed(skeleton: Skeleton, asked: list[_StandIn]) -> None:
-    """Find the entries of weights that got new memory after loading, by their names.
+    """Find, by name, the entries of weights that transformers replaced by new tensors after loading.
 
-    Tying pads biases, and this makes a new tensor even if nothing is added.
+    For example, tying weights pads biases, which creates a new tensor even if no element is added.
     """
     lost = {weight.name for weight in skeleton.weights.values() if weight.entry is None}
     if not lost:
@@ -317,7 +319,7 @@ def _find_renamed(skeleton: Skeleton, asked: list[_StandIn]) -> None:
 
 
 def _derived(model: PreTrainedModel, rest: list[_StandIn]) -> Iterator[Derived]:
-    """Yield the transformers conversions that make the other weights. Each can run separately."""
+    """Yield the conversions of transformers that make weights from the tensors in ``rest``. Each can run separately."""
     groups: dict[str, tuple[Any, list[tuple[_StandIn, str]]]] = {}
     for stand_in, key, pattern, converter in _renamed(model, rest):
         if converter is not None:

@@ -2,7 +2,7 @@
 
 The body of the model runs once. The head then runs on a chunk of positions at a time (`plimsoll.models.head_apart`),
 with at most `_CHUNK_NUMBERS` logits. If head and body cannot be separated, all logits are computed, and only their
-float32 copy is chunked.
+conversion to float32 runs in chunks.
 
 Padding must be on the right, where no token sees it.
 
@@ -29,13 +29,13 @@ enough for the full speed of the matrix product."""
 def token_log_probabilities(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor, chunk_numbers: int = _CHUNK_NUMBERS
 ) -> Tensor:
-    """Return the log-probability of each token but the first, (B, T - 1) in float32. Padding has 0.
+    """Return the log-probability of each token but the first, (B, T - 1) in float32; 0 for padding.
 
     Args:
         model: a causal transformers model or a recurrent Plimsoll model, in evaluation mode.
         input_ids: (B, T), padded on the right.
-        attention_mask: (B, T), 1 for a token.
-        chunk_numbers: the most logits at once; a chunk has at least one position of all texts.
+        attention_mask: (B, T), 1 for a token and 0 for padding.
+        chunk_numbers: the maximum number of logits per chunk; a chunk has at least one position of every text.
     """
     num_predicted = input_ids.shape[1] - 1
     if num_predicted < 1:

@@ -1,4 +1,4 @@
-"""Pretrained word vectors in the models of a job: the module that receives them, and checks that they fit.
+"""Pretrained word vectors for a job's models: find the embedding module that receives them, and check that they fit it.
 
 The word embedding must be a ``torch.nn.Embedding``. It is found in a recurrent model, or by ``get_input_embeddings`` of
 a Hugging Face model. In a user's model it is the only embedding with at least as many rows as tokens.
@@ -20,7 +20,7 @@ from plimsoll.records.embeddings import VectorSource
 
 
 def with_dimension(fields: dict[str, Any], source: VectorSource | None) -> dict[str, Any]:
-    """Return the fields of a recurrent model. Set ``embedding_size`` to the size of the vectors if it is missing.
+    """Return the fields of a recurrent model. If ``embedding_size`` is missing, it is the size of the vectors.
 
     Raises:
         JobError: if the file of the vectors cannot be used.
@@ -31,7 +31,7 @@ def with_dimension(fields: dict[str, Any], source: VectorSource | None) -> dict[
 
 
 def prepare_embedding(model: nn.Module, source: VectorSource, num_rows: int) -> nn.Embedding:
-    """Freeze or train the word embedding of a model, as the job specifies, and return it.
+    """Freeze the word embedding of a model or make it trainable, as the job specifies, and return it.
 
     Raises:
         JobError: if the model has no word embedding, or a frozen one is tied to another layer.
@@ -71,10 +71,10 @@ def word_embedding(model: nn.Module, num_rows: int) -> nn.Embedding:
 
     Args:
         model: the model.
-        num_rows: the number of tokens.
+        num_rows: the number of tokens, which is the minimum number of rows.
 
     Raises:
-        JobError: if there is no word embedding, or several modules could be it.
+        JobError: if the model has no word embedding, or several modules could be the word embedding.
     """
     ask = getattr(model, "get_input_embeddings", None)
     embedding = ask() if callable(ask) else None
@@ -93,7 +93,7 @@ def word_embedding(model: nn.Module, num_rows: int) -> nn.Embedding:
 
 @torch.no_grad()
 def fill_embedding(embedding: nn.Embedding, table: Table) -> None:
-    """Copy vectors from the memory-mapped file into the first rows of an embedding.
+    """Copy the vectors of a memory-mapped table into the first rows of an embedding.
 
     Raises:
         JobError: if the sizes differ.

@@ -1,4 +1,4 @@
-"""A training in memory: its model, optimizer and loss, and the bytes that stay allocated between steps."""
+"""A training run in memory: its model, optimizer and loss, and the bytes that stay allocated between steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 class Reason(NamedTuple):
-    """The reason for not splitting a batch, and the remedy."""
+    """The reason why a batch must not be split, and the remedy."""
 
     why: str
     remedy: str
@@ -38,19 +38,20 @@ class Workload:
     """Everything that a training step needs.
 
     Attributes:
-        model: its parameters keep their dtype.
-        optimizer: updates the parameters.
+        model: the model to train; its parameters keep their dtype.
+        optimizer: the optimizer of the model's parameters.
         loss: returns the mean loss over ``units``.
         units: the loss normalizer.
-        schedule: of the learning rate, if any.
+        schedule: the learning rate schedule, if any.
         clip_norm: the upper bound for the 2-norm of all gradients, if any.
         precision: the dtype of autocast.
         device: the device of the training.
-        full_length: tokens of the longest sample of the data set; ``None``: the longest of each batch.
+        full_length: number of tokens of the longest sample in the data set; ``None``: use the longest of each batch.
         files: the pool of mapped files that holds the parameters, if they are not in memory.
-        ranks: the processes that train the same model on other parts of each batch.
+        ranks: the processes that train the same model, each on its part of a batch.
         hooks: the parts of the step that techniques have changed.
-        kept_whole: the reason why the loss must not be split over a batch, if known (`plimsoll.step.losses.additive`).
+        kept_whole: the reason why the loss of a batch must not be computed in micro-batches, if known
+            (`plimsoll.step.losses.additive`).
     """
 
     model: nn.Module
@@ -70,9 +71,10 @@ class Workload:
 
 @contextmanager
 def hooked(workload: Workload, hooks: StepHooks) -> Iterator[None]:
-    """Set hooks of the steps while the block runs. On exit, the hooks that it changed are restored.
+    """Give a workload other hooks while the block runs. On exit, the hooks that differed are restored.
 
-    Unchanged hooks are left alone. For example, parameters that memory is too small to gather stay sharded.
+    Other hooks may have changed in the block and stay so. For example, ``sharding`` stays set if memory is too small to
+    gather the parameters.
     """
     before = workload.hooks
     names = [one.name for one in fields(hooks) if getattr(hooks, one.name) is not getattr(before, one.name)]
@@ -91,7 +93,7 @@ def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | Optimize
 
     Returns:
         Bytes of ``parameters``, ``gradients`` and ``optimizer_states``. The last is ``None`` (unknown) for optimizers
-        outside ``torch.optim``, and for adafactor, whose states depend on the shapes.
+        outside ``torch.optim``, and for classes that are not in `_STATE_COPIES`, such as Adafactor.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return {

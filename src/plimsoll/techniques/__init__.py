@@ -3,9 +3,9 @@
     with installed(workload, choices):
         ...
 
-`TECHNIQUES` has the techniques of this folder, one per module, and the entry points `plimsoll.techniques` of other
-packages. They are in the order of installation (see `Technique`). A technique describes itself: no other code depends
-on its name. The contract tests run over the registry.
+`TECHNIQUES` has the techniques of this folder, one per module, and the techniques that other packages register as entry
+points of `plimsoll.techniques`. They are in the order of installation (see `Technique`). A technique describes itself:
+no other code depends on its name. The contract tests run for every technique in the registry.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class _Registry(UserDict[str, Technique]):
-    """Techniques by name. Other packages import this module, so their techniques are loaded at the first access."""
+    """Techniques by name, loaded at the first access, because other packages with techniques import this module."""
 
     def __init__(self) -> None:
         pass  # `data` is computed at the first access
@@ -90,7 +90,7 @@ _FAULTS = (  # errors that loading a third-party module may raise
 
 
 def _fault_of(found: Any, name: str, taken: Collection[str]) -> str | None:
-    """Return why a loaded entry point is not a technique with this name, or ``None``."""
+    """Return the reason why a loaded entry point is not a technique with this name, or ``None``."""
     if not (isinstance(found, type) and issubclass(found, Technique)) or name in taken or found.name != name:
         return f"it must be a `Technique` whose name is `{name}`, and the only one of that name"
     if missing := sorted(found.__abstractmethods__):
@@ -138,7 +138,7 @@ def conflict_among(choices: Choices, workload: Workload, setting: Setting) -> st
 
 @contextmanager
 def installed(workload: Workload, choices: Iterable[Choice]) -> Iterator[None]:
-    """Install techniques in order; on exit the workload is exactly as it was."""
+    """Install techniques in order; on exit, restore the workload exactly."""
     with ExitStack() as stack:
         for choice in in_order(choices):
             stack.enter_context(technique_of(choice.technique).install(workload, choice))

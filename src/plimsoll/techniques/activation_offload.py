@@ -1,12 +1,12 @@
 """Offloading of tensors saved for backward: to a memory-mapped file (CPU), or to pinned host memory (CUDA).
 
 Torch's saved-tensor hooks intercept each saved tensor while ``workload.loss`` runs. Parameters, buffers and their views
-stay on the device, as do integers and storages below `LEAST_BYTES`. Checkpointed blocks save only their inputs, which
-are offloaded too. Tensors that are saved during a recomputation are not offloaded.
+stay on the device, as do tensors of integers and storages below `LEAST_BYTES`. Checkpointed blocks save only their
+inputs, which are offloaded too. Tensors that are saved during a recomputation are not offloaded.
 
 Numerics: bitwise, backward sees the same values. Does NOT cover sparse tensors, and tensors that a custom function
-keeps as attributes. If a saved tensor is changed in place, offloading to host memory raises, as plain PyTorch does.
-Offloading to a file does not raise: backward sees the saved values.
+keeps as attributes. If a saved tensor is changed in place, offloading to host memory raises an error, as plain PyTorch
+does. Offloading to a file does not: backward sees the saved values.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class ActivationOffload(Technique):
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return one choice: offload everything to the place that the device has."""
+        """Return one choice: offload to a file if the device is the CPU, and to host memory on CUDA."""
         return (Choice(technique=self.name, options={"to": _PLACES[setting.device]}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the place is wrong for the device, or the bound is not a positive number of bytes."""
+        """Return a reason if the target is wrong for the device, or ``pool_bytes`` is not positive."""
         place = _PLACES[setting.device]
         if choice.options.get("to") != place:
             return f"on {setting.device} activations go to `{place}`, not `{choice.options.get('to')}`: give to={place}"
@@ -112,11 +112,11 @@ class _Away:
         return self._side[device]
 
     def fits(self, num_bytes: int) -> bool:
-        """Return whether another `num_bytes` stay within the bound."""
+        """Return whether a further storage of `num_bytes` stays within the bound."""
         return self._most_bytes is None or sum(kept.num_bytes for kept in self._kept) + num_bytes <= self._most_bytes
 
     def keep(self, whole: Tensor, previous: _Kept | None) -> _Kept:
-        """Offload a storage."""
+        """Offload a storage, given as a 1-D tensor, and return its record."""
         kept = _Kept(whole, self, previous)
         self._kept.add(kept)
         return kept
@@ -133,7 +133,7 @@ class _Packed(NamedTuple):
 
 
 class _Counter:
-    """A detector of in-place changes of a tensor. It does not keep the memory of the tensor alive."""
+    """A detector of in-place changes of a tensor. It does not keep the tensor's memory alive."""
 
     @torch.no_grad()
     def __init__(self, tensor: Tensor) -> None:
@@ -142,7 +142,7 @@ class _Counter:
         self._version = self._counts._version
 
     def has_moved(self) -> bool:
-        """Return whether the tensor has been changed in place since."""
+        """Return whether the tensor has been changed in place since it was saved."""
         return self._counts._version != self._version
 
 
@@ -216,7 +216,7 @@ class _Kept:
             self._here, self._away = None, away.pool.copy_of(whole)
 
     def send(self) -> Transfer:
-        """Copy the storage to the host. The device memory is free after the device has waited for the transfer."""
+        """Start to copy the storage to the host. Its device memory is free once the device has waited for the copy."""
         assert self._here is not None
         self._away = self._pool.empty_like(self._here)
         self._transfer = self._side.send([(self._away, self._here)])
@@ -224,7 +224,7 @@ class _Kept:
         return self._transfer
 
     def use(self) -> Tensor:
-        """Return the values of the storage on the device."""
+        """Return the storage as a 1-D tensor that the device can read."""
         self._fetch()
         if self._transfer is not None:
             self._transfer.wait()
@@ -250,10 +250,10 @@ class _Kept:
 
 
 def _counts_alone(tensor: Tensor) -> bool:
-    """Return whether the rest of the storage may have changed since another tensor of this version was saved.
+    """Return whether other parts of a tensor's storage may have changed without changing the tensor's version.
 
-    Usually all views of a storage share one version counter. The parts from ``unsafe_chunk`` do not: each has
-    its own. Torch's LSTM and GRU cells on the CPU change the gates of a step in place, part by part.
+    Usually all views of a storage share one version counter. The chunks from ``unsafe_chunk`` do not: each has its own
+    counter. Torch's LSTM and GRU cells on the CPU change such chunks, the gates of a step, in place.
     """
     return tensor._version > 0 and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
 

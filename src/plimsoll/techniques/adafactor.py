@@ -3,13 +3,13 @@
 ``torch.optim.Adafactor`` (Shazeer and Stern 2018, arXiv:1804.04235). The states of an n x m matrix are n + m
 numbers, and 2 n m with Adam, so optimizer states almost vanish.
 
-The learning rate means the same as for Adam: a step changes each number by about ``lr``. By default, the step of
-Adafactor is relative to the size of the parameter (at most ``lr * max(eps2, RMS(parameter))``). For the weights of a
-GPT-2, it would be fifty times shorter. With the lower bound ``eps2`` set to 1, the step is ``lr`` itself for each
-parameter whose RMS is at most 1.
+The learning rate means the same as for Adam: a step changes each weight by about ``lr``. By default, Adafactor's step
+is relative to the size of the parameter (at most ``lr * max(eps2, RMS(parameter))``). For the weights of a GPT-2, that
+would be fifty times shorter. Here the lower bound ``eps2`` is 1, so the step is ``lr`` itself for each parameter whose
+RMS is at most 1.
 
-Numerics: lossy, it changes the training. Weight decay is decoupled as in AdamW, also in place of Adam's L2 decay. Does
-NOT cover amsgrad, sparse gradients, and resuming from states of Adam.
+Numerics: lossy, it changes the training. Weight decay is decoupled as in AdamW, even if it replaces Adam, whose decay
+is an L2 penalty. Does NOT cover amsgrad, sparse gradients, and resuming from states of Adam.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Adafactor(ReplacedOptimizer):
     remedies: ClassVar = {"optimizer_states": 2}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return the one choice, even if it is not allowed: a plan reports the gain from allowing it."""
+        """Return the one choice, even if it is not allowed, because a plan reports the gain from allowing it."""
         return obstacle(workload) or (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:

@@ -1,8 +1,8 @@
 """An adaptive softmax in place of a recurrent language model's output layer: rare words have few features.
 
 Grave et al. 2017 (arXiv:1609.04309): the most frequent words remain outputs, and each cluster of rarer words adds one
-output. Words of a cluster have a quarter (1 / ``div_value``) of the features of the previous cluster. They are computed
-only for labels in the cluster. `plimsoll.models.adaptive` defines the loss.
+output. The words of a cluster have a quarter (1 / ``div_value``) of the features of the previous cluster. Their outputs
+are computed only for labels in the cluster. `plimsoll.models.adaptive` defines the loss.
 
 **Token ids must be sorted by frequency.** A trained ``words`` tokenizer sorts them, and a ``bpe`` tokenizer does so
 roughly. In another order, frequent words have few features, which is slower and learns worse.
@@ -58,7 +58,7 @@ class AdaptiveSoftmax(Technique):
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return one choice, with clusters computed from the vocabulary; others can be pinned."""
+        """Return one choice, with clusters computed from the vocabulary. Other clusters can be pinned."""
         options: dict[str, int | float | str | bool] = {"cutoffs": AUTO, "div_value": DIV_VALUE}
         return _impossible(workload) or (Choice(technique=self.name, options=options),)
 
@@ -108,7 +108,7 @@ class AdaptiveSoftmax(Technique):
 
 
 def _cutoffs(choice: Choice, config: RecurrentConfig) -> tuple[int, ...] | None:
-    """Return the cutoffs of a choice, or ``None`` if its text is invalid. By default every cluster has features."""
+    """Return the cutoffs of a choice, or ``None`` if its text is invalid. By default each cluster keeps features."""
     text = str(choice.options.get("cutoffs", AUTO))
     if text == AUTO:
         cutoffs, div_value = default_cutoffs(config.vocab_size), float(choice.options.get("div_value", DIV_VALUE))
@@ -141,7 +141,7 @@ def _head_fault(head: nn.Linear, optimizer: torch.optim.Optimizer) -> str | None
 
 
 def _head_like(given: nn.Linear, cutoffs: tuple[int, ...], div_value: float) -> nn.AdaptiveLogSoftmaxWithLoss:
-    """Return a new output layer with the given weights of frequent words; the other weights are initialized."""
+    """Return a new output layer with the given layer's weights for frequent words, and new weights otherwise."""
     with torch.device(given.weight.device):
         new = adaptive_head(given.in_features, given.out_features, cutoffs, div_value)
     new = new.to(given.weight.dtype).train(given.training)
@@ -154,7 +154,7 @@ def _head_like(given: nn.Linear, cutoffs: tuple[int, ...], div_value: float) -> 
 
 @contextmanager
 def _exchanged(optimizer: torch.optim.Optimizer, old: list[nn.Parameter], new: list[nn.Parameter]) -> Iterator[None]:
-    """Exchange parameters of an optimizer in place. The new ones join the group of the first old one."""
+    """Exchange parameters of an optimizer in the block. The new parameters join the group of the first old one."""
     members = [group["params"] for group in optimizer.param_groups]
     states = dict(optimizer.state)
     for group, before in zip(optimizer.param_groups, members, strict=True):

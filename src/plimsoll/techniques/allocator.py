@@ -1,15 +1,15 @@
 """Settings of torch's CUDA allocator against fragmentation: by default, segments that grow in place.
 
 ``expandable_segments`` reserves addresses once and maps memory to them on demand, so that free memory is in one block.
-The effect is predicted by a simulation of the allocator on existing traces (`mechanisms.allocators`). A plan uses it if
-a combination, or a larger micro-batch, does not fit otherwise. A run whose plan lacks it turns it on as the last resort
-(`plimsoll.device.cuda.backend`).
+The effect is predicted by a simulation of the allocator on existing traces (`mechanisms.allocators`). A plan uses this
+technique if a combination, or a larger micro-batch, does not fit without it. A run whose plan lacks it turns it on as
+the last resort (`plimsoll.device.cuda.backend`).
 
 ``max_split_size_mb`` and ``roundup_power2_divisions`` can be pinned. A choice that would override a setting in the
 user's environment is refused.
 
 Does NOT cover ``cudaMallocAsync``, and fragmentation from batches whose lengths change between steps. The dry run uses
-full batches and cannot predict it.
+batches of full length and cannot predict such fragmentation.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Allocator(Technique):
         return allocator_settings.clash() or (Choice(technique=self.name, options={allocator_settings.GROWING: True}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the device is a CPU, or settings are unknown, clash, or are set in the environment."""
+        """Return a reason if the device is a CPU, or settings are unknown, conflict, or are set in the environment."""
         if setting.device != "cuda":
             return "it is for CUDA; on a CPU `heap` sets up the C library's heap"
         if not choice.options.keys() <= _BY_DEFAULT.keys() or not choice.options:
@@ -88,7 +88,7 @@ class Allocator(Technique):
                 allocator_settings.set_up(",".join(f"{key}:{_BY_DEFAULT[key]}" for key in choice.options))
 
     def allocator_settings(self, choice: Choice) -> str:
-        """Return all options as settings of the allocator."""
+        """Return all options in the format of ``PYTORCH_CUDA_ALLOC_CONF``."""
         return _text(choice)
 
 

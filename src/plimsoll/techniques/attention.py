@@ -3,13 +3,13 @@
 A transformers model whose config has ``eager`` attention runs ``torch.nn.functional.scaled_dot_product_attention``
 instead (see https://huggingface.co/docs/transformers/attention_interface).
 
-Eager attention saves several tensors of samples x heads x length x length for backward. The fused kernels
-(https://arxiv.org/abs/2205.14135) save none.
+Eager attention saves several tensors of shape (samples, heads, length, length) for backward. The fused kernels
+(https://arxiv.org/abs/2205.14135) save no such tensor.
 
 Numerics: the same mathematics, rounded in another order. The fused kernel draws its own mask for attention dropout,
 which differs from the eager mask. Does NOT cover models of other libraries, and attention weights as a result
-(``output_attentions``). On the CPU, torch has no fused kernel with attention dropout. Torch does not warn about this;
-the trace shows that no memory is saved.
+(``output_attentions``). On the CPU, torch has no fused kernel with attention dropout. Torch does not warn about this,
+but the trace shows that no memory is saved.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Attention(Technique):
         return reason if reason is not None else (Choice(technique=self.name, options={"backend": "sdpa"}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the backend is not ``sdpa``, or the model cannot use it."""
+        """Return a reason if the implementation is not ``sdpa``, or the model cannot use it."""
         if choice.options["backend"] != "sdpa":
             return f"there is no attention backend `{choice.options['backend']}`: give sdpa"
         return _why_not(workload.model)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Switch the configs, because attention layers read them in every call."""
+        """Switch the attention in the configs, which the attention layers read in every call."""
         before = [(config, vars(config).get(_FIELD)) for config in _configs(workload.model)]
         try:
             for part in _eager_parts(workload.model):
@@ -89,7 +89,7 @@ def _is_hugging_face(module: Any) -> bool:
 
 
 def _hugging_face_parts(model: nn.Module) -> list[Any]:
-    """Return the outermost transformers models in a model."""
+    """Return the outermost transformers models among the modules of a model."""
     if _is_hugging_face(model):
         return [model]
     return [part for child in model.children() for part in _hugging_face_parts(child)]
@@ -100,7 +100,7 @@ def _eager_parts(model: nn.Module) -> list[Any]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Return every config that a switch may change: the configs of all submodules, and their sub-configs."""
+    """Return every config that the switch may change: the configs of all submodules, and their sub-configs."""
     found: dict[int, Any] = {}
     left: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     while left:

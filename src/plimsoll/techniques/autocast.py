@@ -42,7 +42,7 @@ class Autocast(Technique):
     stage = "precision"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return the precisions for which the device has kernels, if the job leaves the precision open."""
+        """Return a choice for each precision that has kernels on the device, if the job leaves it to the plan."""
         if setting.precision == "fp32":
             return "the job sets precision: fp32; `precision: auto` leaves it to the plan"
         if setting.precision != "auto":
@@ -81,7 +81,7 @@ class Autocast(Technique):
             workload.precision = before
 
     def precision_of(self, choice: Choice) -> Precision | None:
-        """Return the dtype of the choice."""
+        """Return the dtype of the choice, as a precision."""
         return _dtype(choice)
 
 

@@ -1,12 +1,12 @@
-"""Micro-batches of samples of similar length, trimmed to the longest of them: short samples make larger micro-batches.
+"""Micro-batches of samples of similar length, trimmed to the longest one. Short samples make larger micro-batches.
 
 It only reorders the samples within the batch of one optimizer step. It is for transformers models, and for models that
 ignore padding on the right. A class declares this with ``ignores_padding = True``, as the recurrent models of
 `plimsoll.models` do.
 
-Numerics: samples are summed in another order; dropout draws other masks, as with any other cut. Does NOT cover models
-whose result depends on the padding (`_SENSITIVE` lists architectures of transformers), padding on the left, and losses
-that count padding.
+Numerics: samples are summed in another order; dropout draws other masks, as with every other split of the batch. Does
+NOT cover models whose result depends on the padding (`_SENSITIVE` lists architectures of transformers), padding on the
+left, and losses that count padding.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class ByLength(Technique):
         return (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the result depends on padding, or the batch cannot be cut."""
+        """Return a reason if the result depends on padding, or the batch must not be split."""
         return _sensitive(workload.model) or (workload.kept_whole.why if workload.kept_whole else None)
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Tell the step to cut batches by length."""
+        """Make the step split batches by length."""
         with hooked(workload, replace(workload.hooks, cut=CutByLength(workload.full_length))):
             yield
 

@@ -1,8 +1,8 @@
 """Release of cached blocks of torch's CUDA allocator between steps, if more than ``line_bytes`` are reserved.
 
-The allocator releases them by itself before it raises. This technique helps if others need the memory: another process
-on the GPU, NCCL, cuDNN, or anything else that allocates from the driver. Released memory must be requested from the
-driver again. So it is released only between steps, and only above the limit.
+The allocator releases cached blocks by itself before it raises an out-of-memory error. This technique helps if others
+need the memory: another process on the GPU, NCCL, cuDNN, or any other library that allocates from the driver. Released
+memory must be requested from the driver again. So it is released only between steps, and only above the limit.
 
 Does NOT cover fragmentation inside segments that are partly in use, and the heap of the host (see `heap`).
 """
@@ -26,7 +26,7 @@ class Cache(Technique):
     name = "cache"
     numerics = "bitwise"
     summary = "cached blocks are returned to the driver between steps, above a limit"
-    # `reaches` is empty, because the peak of the process stays the same: a plan never tries this technique.
+    # `reaches` is empty, because the peak of the process stays the same; so a plan never tries this technique.
     is_for_trainers = True
     keeps_state_between_passes = False
     by_hand = "call torch.cuda.empty_cache() when memory is short"
@@ -50,7 +50,7 @@ class Cache(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Empty the cache after each step, if it is above the limit. Do nothing without CUDA, as in a dry run."""
+        """Empty the cache after each step that ends above the limit. Without CUDA, as in a dry run, do nothing."""
         line_bytes, device = int(choice.options["line_bytes"]), workload.device
 
         def empty_above_line() -> None:

@@ -4,11 +4,12 @@
 
 The forward of each chosen block (`mechanisms.blocks.blocks_of`) runs under ``torch.utils.checkpoint``
 (https://arxiv.org/abs/1604.06174). Loss and gradients are bitwise identical. The recomputation sees the same random
-numbers, autocast state and key-value cache as the first pass, and BatchNorm updates its statistics once.
+numbers, autocast state and key-value cache as the first computation, and BatchNorm updates its statistics once.
 
 Does NOT cover blocks that draw random numbers from Python, numpy or a generator of their own, and blocks with side
 effects. BatchNorm statistics and a key-value cache are handled; a block that changes another buffer is refused. On
-CUDA, recurrent layers with dropout are not covered: cuDNN draws it from a state that cannot be restored.
+CUDA, recurrent layers with dropout are not covered: cuDNN draws the dropout from a state that torch's checkpoint does
+not restore.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Checkpointing(Technique):
         return tuple(checkpointing_choice(text) for text in texts)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if blocks do not exist, or cannot be checkpointed."""
+        """Return a reason if the chosen blocks do not exist, or cannot be checkpointed."""
         blocks = blocks_of(workload.model)
         try:
             numbers = chosen_blocks(str(choice.options["blocks"]), len(blocks))
@@ -77,7 +78,7 @@ class Checkpointing(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Replace the forward of the chosen blocks, on the instances."""
+        """Replace the forward of each chosen block, on the instance."""
         blocks = blocks_of(workload.model)
         numbers = chosen_blocks(str(choice.options["blocks"]), len(blocks))
         with ExitStack() as stack:
@@ -88,14 +89,14 @@ class Checkpointing(Technique):
 
 
 def checkpointing_choice(blocks: str) -> Choice:
-    """Return the choice of some blocks, given as text: ``"all"``, ``"every 2"`` or ``"0,3-5"``."""
+    """Return the choice that checkpoints the blocks that a text selects: ``"all"``, ``"every 2"`` or ``"0,3-5"``."""
     return Choice(technique=Checkpointing.name, options={"blocks": blocks})
 
 
 def chosen_blocks(text: str, num_blocks: int) -> tuple[int, ...]:
-    """Return the indices of the blocks that a text selects. "every n" starts with block 0.
+    """Return the indices of the blocks that a text selects. "every n" selects block 0 first.
 
-    Block 0 is recomputed last, when the fewest other activations are left.
+    Block 0 is recomputed last, when most other activations have been freed.
 
     >>> chosen_blocks("every 2", 5), chosen_blocks("0,3-4", 5)
     ((0, 2, 4), (0, 3, 4))
@@ -125,7 +126,7 @@ def chosen_blocks(text: str, num_blocks: int) -> tuple[int, ...]:
 
 
 def blocks_as_text(numbers: tuple[int, ...], num_blocks: int) -> str:
-    """Return the text that selects some blocks, as `chosen_blocks` reads it.
+    """Return the text that selects these blocks, in the format that `chosen_blocks` reads.
 
     >>> blocks_as_text((0, 3, 4, 5), 8), blocks_as_text((0, 1), 2)
     ('0,3-5', 'all')
@@ -142,7 +143,7 @@ def blocks_as_text(numbers: tuple[int, ...], num_blocks: int) -> str:
 
 
 class BlockBytes(NamedTuple):
-    """Bytes that one pass of a block saves for backward, and the part that remains with checkpointing."""
+    """Bytes that one pass of a block saves for backward, and how many of them are kept with checkpointing."""
 
     saved_bytes: int
     kept_bytes: int
@@ -151,12 +152,12 @@ class BlockBytes(NamedTuple):
 def saved_per_block(trace: Trace, names: tuple[str, ...]) -> tuple[BlockBytes, ...]:
     """Return the bytes that each block saves for backward, from its largest pass in the last step.
 
-    Counts the storages that are created in the forward of a block and outlive it. The storage from the last op is taken
-    for the output of the block, which the next block saves in any case.
+    It counts the storages that are created in the forward of a block and outlive it. The storage that the last op
+    creates is assumed to be the block's output, which the next block saves in any case.
 
     Args:
         trace: The trace of a training without checkpointing.
-        names: The names of the blocks, as `blocks_of` returns them.
+        names: The names of the blocks, as returned by `blocks_of`.
     """
     block_of_text = np.full(len(trace.texts), -1)
     for number, text in enumerate(trace.texts):
@@ -190,7 +191,7 @@ def _largest_pass(  # noqa: PLR0917 -- columns of one table
 
 
 def _why_not(blocks: Blocks, workload: Workload, setting: Setting) -> str | None:
-    """Return why blocks cannot be checkpointed, or ``None``."""
+    """Return the reason why blocks cannot be checkpointed, or ``None``."""
     if not blocks:
         return f"the model {type(workload.model).__name__} has no repeated blocks"
     if any(getattr(module, "gradient_checkpointing", False) is True for module in workload.model.modules()):
@@ -206,7 +207,7 @@ def _why_not(blocks: Blocks, workload: Workload, setting: Setting) -> str | None
 
 
 def _too_little(blocks: Blocks, trace: Trace | None) -> str | None:
-    """Return why checkpointing would save too little memory according to a trace, or ``None``."""
+    """Return the reason why checkpointing would save too little memory, according to a trace, or ``None``."""
     if trace is None:
         return None
     is_kept = np.asarray(trace.storages.category) == "activations"
@@ -225,7 +226,9 @@ def _too_little(blocks: Blocks, trace: Trace | None) -> str | None:
 
 
 class _Forward:
-    """The forward of a checkpointed block. It is an object, so that a copy of the model runs the copied block.
+    """The forward of a checkpointed block.
+
+    It is an object, not a closure, so that a deep copy of the model runs the copied block.
 
     ``forward`` is the original forward.
     """
@@ -243,14 +246,14 @@ class _Forward:
 
 
 class _Call:
-    """One call of a block. The first run uses the objects of the caller, and the recomputation uses copies."""
+    """One call of a block. The first run uses the caller's own objects, and the recomputation uses copies."""
 
     def __init__(self, of: _Forward) -> None:
         self._of = of
         self._first: tuple[Any, Any] | None = None
 
     def take(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """Store the arguments, and return their tensors, which `checkpoint` saves."""
+        """Store the arguments, and return the tensors among them, which `checkpoint` saves."""
         self._first = args, kwargs
         leaves, self._structure = tree_flatten((args, kwargs), is_leaf=CachesBefore.is_cache)
         self._caches = CachesBefore(leaves)
@@ -287,7 +290,7 @@ _TENSOR = object()  # placeholder of a tensor
 
 
 def _parts(block: nn.Module) -> Iterator[nn.Module]:
-    """Yield the block and its submodules, shared ones repeatedly. This is ten times as fast as ``modules``."""
+    """Yield the block and its submodules, shared ones repeatedly. This is ten times as fast as ``block.modules()``."""
     waiting = [block]
     while waiting:
         part = waiting.pop()
@@ -301,7 +304,7 @@ def _norms(block: nn.Module) -> list[nn.Module]:
 
 
 def _versions(block: nn.Module) -> dict[tuple[int, str, int], int]:
-    """Return the version counters of the buffers that must not change. The identity detects replaced buffers."""
+    """Return the version counters of the buffers that must not change, by module, name and identity of the buffer."""
     return {
         (id(part), name, id(buffer)): buffer._version
         for part in _parts(block)
@@ -313,7 +316,7 @@ def _versions(block: nn.Module) -> dict[tuple[int, str, int], int]:
 
 @contextmanager
 def _statistics_kept(block: nn.Module) -> Iterator[None]:
-    """Restore the running statistics after the block: the first pass has updated them already."""
+    """Restore the running statistics at the end, because the first computation has updated them already."""
     saved = [(norm._buffers, dict(norm._buffers)) for norm in _norms(block) if norm.training]
     try:
         for buffers, before in saved:

@@ -1,4 +1,4 @@
-"""Output layer and cross entropy computed for a few tokens at a time: the full logits never exist.
+"""Output layer and cross entropy, computed for a few tokens at a time: the logits of all tokens never exist at once.
 
 The forward of the model's output layer (a large ``nn.Linear`` to the vocabulary) returns lazy logits
 (`mechanisms.lazy_logits`). ``F.cross_entropy`` of lazy logits computes the loss chunk by chunk
@@ -10,7 +10,7 @@ approximated.
 
 The following are NOT covered, and compute the real logits: losses other than cross entropy; class weights;
 probabilities as targets; soft capping and other functions between layer and loss. Also not covered: layers whose
-forward has been replaced, torch.compile, and layers whose weights have moved before the loss (FSDP, streaming).
+forward has been replaced, torch.compile, and layers whose weights leave the device before the loss (FSDP, streaming).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 # Below this, logits are small compared with the activations of the other layers.
 _FEWEST_OUTPUTS = 1024
 _LEAST_RATIO = 4
-# On a CPU 256 tokens take as long as 1024, and half the memory: see docs/techniques/chunked_loss.md.
+# On a CPU, 256 tokens take as long as 1024 and half the memory: see docs/techniques/chunked_loss.md.
 _CHUNK_TOKENS = {"cpu": (256, 64), "cuda": (1024, 256, 64)}
 
 
@@ -97,7 +97,7 @@ class ChunkedLoss(Technique):
 
 
 class _LazyForward:
-    """The forward of a head. It is an object, so that a copy of the model uses the copied head."""
+    """The lazy forward of a head. An object, not a closure, so that a deep copy of the model uses the copied head."""
 
     is_linear = True  # still linear in the weight: `models.head_apart` may compute it in chunks itself
 
@@ -144,7 +144,7 @@ def _declared_head(model: nn.Module) -> nn.Linear | None:
 
 
 def _has_cross_entropy(trace: Trace, num_outputs: int) -> bool:
-    """Return whether a trace has a log softmax over `num_outputs` outputs and a negative log likelihood."""
+    """Return whether a trace has a log-softmax over `num_outputs` outputs and a negative log-likelihood."""
     ops = {number for number, text in enumerate(trace.texts) if text.startswith("aten._log_softmax.")}
     has_loss = any(text.startswith(("aten.nll_loss_forward.", "aten.nll_loss2d_forward.")) for text in trace.texts)
     rows = zip(trace.storages.born, trace.storages.shape, strict=True)

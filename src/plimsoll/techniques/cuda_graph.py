@@ -1,13 +1,13 @@
 """CUDA graphs: micro-batches of equal shape are captured once and replayed, so a pass is one launch.
 
-The time of a small micro-batch is the time of its kernel launches. It launches thousands of kernels, and Python and
-autograd take about ten microseconds for each (https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). The step
-captures and replays the graph (`plimsoll.step.cuda_graphs.replays`). The graph has its own memory: the activations of a
-micro-batch stay reserved between passes, and gradients between steps.
+A small micro-batch takes as long as its kernel launches. It launches thousands of kernels, and Python and autograd take
+about ten microseconds for each (https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). The step captures and
+replays the graph (`plimsoll.step.cuda_graphs.replays`). The graph has its own memory: the activations of a micro-batch
+stay reserved between passes, and gradients between steps.
 
 Numerics: bitwise. Micro-batches of another shape run eagerly. Does NOT cover CPUs, several ranks, and passes that need
-Python or the host. Such passes copy data between host and device, branch on values, keep state, or update parameters in
-backward.
+Python or the host. A pass needs them if it copies data between host and device, branches on values, keeps state, or
+updates parameters in backward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CudaGraph(Technique):
     stage = "graph"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return one choice, if shapes are equal and the device is CUDA."""
+        """Return one choice, if all micro-batches have the same shape and the device is CUDA."""
         return _obstacle(workload, setting) or (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
@@ -47,7 +47,7 @@ class CudaGraph(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Tell the step to capture graphs; on exit the memory of the graphs is freed."""
+        """Make the step capture graphs; on exit, free the memory of the graphs."""
         captured: list[CapturedPass] = []
         with hooked(workload, replace(workload.hooks, captured=captured)):
             try:

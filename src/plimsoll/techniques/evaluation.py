@@ -2,9 +2,10 @@
 
 Without gradients, a pass saves nothing for backward, but its logits and its largest layer may still be the peak of a
 run. This happens if training is checkpointed, uses micro-batches, or computes its loss in chunks. This module decides
-the size of a pass, and `plimsoll.step.evaluate` cuts the batches. Logits are freed when the loss of a pass is computed.
+the number of samples per pass, and `plimsoll.step.evaluate` splits the batches. Logits are freed once the loss of a
+pass has been computed.
 
-Numerics: training is bitwise identical. The loss of an evaluation is the same mean, summed in another order.
+Numerics: training is bitwise identical. The loss of an evaluation is the same mean, but summed in another order.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class EvaluationPass(Technique):
     stage = "evaluation"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return a half, a quarter, ... of the batch, if the training evaluates at all."""
+        """Return passes of a half, a quarter, ... of the batch, if the training evaluates at all."""
         if setting.batch_size == 1:
             return "a batch of one sample cannot be cut"
         if setting.trace is not None and "evaluation" not in setting.trace.ops.phase:
@@ -50,7 +51,7 @@ class EvaluationPass(Technique):
         return tuple(Choice(technique=self.name, options={"samples": size}) for size in sizes[1:])
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the size is below 1, or the batch cannot be cut."""
+        """Return a reason if the number of samples is below 1, or the batch must not be split."""
         samples = int(choice.options["samples"])
         if workload.kept_whole is not None and samples < setting.batch_size:
             return workload.kept_whole.why

@@ -2,13 +2,14 @@
 
     Choice(technique="fully_shard", options={"gathered": "twice", "dtype": "bf16", "offload": "disk"})
 
-torch's FSDP2 (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) on every repeated block, and on
-the rest of the model. If one rank runs out of memory, the step is undone on all ranks (`mechanisms.sharded`).
+It applies torch's FSDP2 (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) to each repeated
+block, and to the remaining parameters of the model together. If one rank runs out of memory, the step is undone on all
+ranks (`mechanisms.sharded`).
 
-Numerics: sums over ranks are in another order than in one process. With ``dtype``, embeddings, norms and the inputs of
-blocks are rounded to it too; autocast does not round these. Does NOT cover optimizers whose update of one number
-depends on other numbers, and weights that two blocks share. Each rank must be able to build the whole model at the
-start; with ``offload=disk`` it is built in files. Has NOT been run on CUDA.
+Numerics: sums over ranks are in another order than in one process. The option ``dtype`` also rounds embeddings, norms
+and the inputs of blocks, which autocast does not round. Does NOT cover optimizers whose update of one element depends
+on other elements, and weights that two blocks share. Each rank must be able to build the whole model at the start; with
+``offload=disk`` it is built in files. Has NOT been run on CUDA.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _BY_NUMBER = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Ad
 
 
 def _zero(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
-    """Export to DeepSpeed ZeRO, which always gathers twice."""
+    """Export a choice to DeepSpeed ZeRO, which always gathers twice."""
     zero: dict[str, Any] = {"stage": 3}
     offload = choice.options.get("offload")
     if offload in DEEPSPEED_PLACES:
@@ -55,7 +56,7 @@ def _zero(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
 
 
 def _fsdp(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
-    """Export to FSDP2 of Accelerate, or to DeepSpeed for files, which FSDP2 does not support."""
+    """Export a choice to FSDP2 in Accelerate, or to DeepSpeed if it offloads to files, which FSDP2 does not support."""
     if choice.options.get("offload") == "disk":
         return by_deepspeed(choice, device)
     precision = {"mixed_precision": choice.options["dtype"]} if choice.options.get("dtype") in _HALVES else {}
@@ -69,7 +70,7 @@ def _fsdp(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
 
 
 def _of_trainer(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported | None:
-    """Export to FSDP2 of `transformers.TrainingArguments`."""
+    """Export a choice to the FSDP2 arguments of `transformers.TrainingArguments`; ``None`` if it offloads to files."""
     if choice.options.get("offload") == "disk":
         return None
     precision = {name: True for name in _HALVES if name == choice.options.get("dtype")}
@@ -97,11 +98,11 @@ class FullyShard(Technique):
     stage = "ranks"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return choices that gather once, twice, or twice with offload, in each precision that the job allows."""
+        """Return choices that gather once, twice, or twice with offloading, in each precision that the job allows."""
         reason = _why_not(workload, setting)
         if reason is not None:
             return reason
-        # Offloads the rows, their gradients and the states; on CUDA the update then runs on the host.
+        # Offloads a rank's rows, their gradients and the states; on CUDA the update then runs on the host.
         off_device: dict[str, Value] = {"gathered": "twice", "offload": PLACES[setting.device]}
         options: tuple[dict[str, Value], ...] = ({"gathered": "once"}, {"gathered": "twice"}, off_device)
         precisions = ("fp32", "bf16") if setting.precision == "auto" else (workload.precision,)
@@ -112,7 +113,7 @@ class FullyShard(Technique):
         )
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if there is one rank, an option is invalid, or a technique needs whole parameters."""
+        """Return a reason if there is only one rank, an option is invalid, or a technique needs whole parameters."""
         strange = [other.technique for other in others if not technique_of(other.technique).works_on_shards]
         if strange:
             return f"{strange[0]} works on whole parameters, and each rank has only some rows of them"
@@ -150,12 +151,12 @@ class FullyShard(Technique):
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """Return whether shards are in files. If so, each rank builds the whole model in files and keeps its rows."""
+        """Return whether shards are in files. Each rank then builds the whole model in files and keeps its own rows."""
         return device == "cpu" and choice.options.get("offload") == "disk"
 
 
 def _gather(workload: Workload, sharded: Any) -> None:
-    """Gather the whole model. If memory runs out, it stays sharded, and can be saved in this form."""
+    """Gather the whole model. If memory runs out, the model stays sharded, and can be saved in this form."""
     if dist.is_initialized():  # otherwise the other ranks have ended
         sharded.gather()
     workload.hooks = replace(workload.hooks, sharding=UNSHARDED)
@@ -198,7 +199,7 @@ def _why_not(workload: Workload, setting: Setting) -> str | None:
 
 
 def _fault_of(model: nn.Module) -> str | None:
-    """Return why torch's FSDP2 cannot shard a model, or ``None``."""
+    """Return the reason why torch's FSDP2 cannot shard a model, or ``None``."""
     scalars = [name for name, one in model.named_parameters() if one.ndim == 0]
     if scalars:
         return f"{scalars[0]} is a single number and has no rows: make it a tensor of shape [1]"

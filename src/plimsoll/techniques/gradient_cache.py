@@ -1,15 +1,16 @@
-"""Gradient caching: a batch is embedded slice by slice, and the loss is computed from all embeddings.
+"""Gradient caching: a batch is embedded in slices, and the loss is computed from all embeddings at once.
 
     Choice(technique="gradient_cache", options={"samples": 16})
 
 Some losses compare the samples of a batch (in-batch negatives, CLIP, triplets over a batch, Barlow Twins, VICReg). Such
 a loss cannot be computed in micro-batches, but each sample is embedded independently. So the batch is embedded slice by
-slice without a graph, and the loss is computed from all embeddings. Backward embeds each slice again and continues from
-the gradient of its embeddings (GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983).
+slice without a graph, and the loss is computed from all embeddings. Backward embeds each slice again, with a graph, and
+runs backward through it from the gradient of its embeddings (GradCache, Gao et al. 2021,
+https://arxiv.org/abs/2101.06983).
 
-Numerics: kernels for fewer rows round differently. Dropout draws slice by slice, the same in backward as in forward.
-Does NOT cover encoders with BatchNorm or other statistics of a pass, and compiled models. Outputs must be tensors, or
-dicts, lists and tuples of tensors.
+Numerics: kernels for fewer rows round differently. Dropout masks are drawn per slice, and are the same in backward as
+in forward. Does NOT cover encoders with BatchNorm or other statistics of a pass, and compiled models. Outputs must be
+tensors, or dicts, lists and tuples of tensors.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from plimsoll.techniques.mechanisms.uncuttable import counts_rows
 from plimsoll.techniques.optimizer_in_backward import OptimizerInBackward
 
 FOUND = "found"
-_STEP = 4  # ratio of two sizes that are offered
+_STEP = 4  # ratio of consecutive sizes that are offered
 
 
 class GradientCache(Technique):
-    """`Technique`: embed a batch in slices, and again in backward, for a loss over all embeddings."""
+    """`Technique`: embed a batch in slices, and again in backward, for a loss that compares all embeddings."""
 
     name = "gradient_cache"
     numerics = "reordered"
@@ -75,7 +76,7 @@ class GradientCache(Technique):
         return tuple(gradient_cache_choice(size) for size in sizes)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the size is below 1, no module can embed, or another technique excludes slices."""
+        """Return a reason if ``samples`` is below 1, no module can embed, or another technique excludes slices."""
         size = int(choice.options["samples"])
         if size < 1:
             return f"a slice of {size} samples is empty: give 1 or more"
@@ -117,7 +118,7 @@ def _sliced(workload: Workload, part: str, slicing: Slicing) -> Iterator[None]:
 
 
 def refusal_of(workload: Workload, rows: Any) -> str | None:
-    """Compute the loss of a few samples in slices of one; return why this fails, or ``None``."""
+    """Compute the loss of a few samples in slices of one sample; return the reason why this fails, or ``None``."""
     slicing = Slicing(1)
     try:
         with _sliced(workload, FOUND, slicing):
@@ -133,13 +134,13 @@ def gradient_cache_choice(samples: int) -> Choice:
 
 
 def gradient_cache_fallbacks(batch_size: int, samples: int) -> tuple[Choices, ...]:
-    """Return fallbacks for a custom training loop: slices of `samples`, and half of them each time memory runs out.
+    """Return fallbacks for a custom training loop: slices of `samples`, halved each time that memory runs out.
 
         step = plimsoll.TrainStep(model, optimizer, loss, units="samples", fallbacks=gradient_cache_fallbacks(512, 32))
 
     Args:
-        batch_size: Samples of the largest batch, which is not cut.
-        samples: Samples of a slice.
+        batch_size: Number of samples of the largest batch; no batch is split.
+        samples: Number of samples per slice.
     """
     sizes = [samples]
     while sizes[-1] > 1:
@@ -148,10 +149,10 @@ def gradient_cache_fallbacks(batch_size: int, samples: int) -> tuple[Choices, ..
 
 
 def _parts(workload: Workload, part: str) -> list[tuple[str, nn.Module]]:
-    """Return the modules that may embed, outermost first: all with submodules, except inside repeated blocks.
+    """Return the modules that may embed, outermost first: all composite modules, except inside repeated blocks.
 
-    The model itself is excluded if its forward takes labels and returns the loss. The calls of a step show which module
-    embeds (`mechanisms.sliced`). It is refused there if it does not compute each row independently.
+    The model itself is excluded if its forward takes labels and returns the loss. The calls during a step show which
+    module embeds (`mechanisms.sliced`). A module that does not compute each row independently is refused there.
     """
     model = workload.model
     if part != FOUND:
@@ -165,12 +166,12 @@ def _parts(workload: Workload, part: str) -> list[tuple[str, nn.Module]]:
 
 
 def _returns_loss(workload: Workload) -> bool:
-    """Return whether the forward of the model computes the loss. A custom loop may compute its loss elsewhere."""
+    """Return whether the forward of the model computes the loss, which a custom loop may compute elsewhere."""
     return workload.loss is model_loss and "labels" in inspect.signature(type(workload.model).forward).parameters
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Return whether a module is worth slicing: not a container that is never called, and not a single layer."""
+    """Return whether a module is worth slicing: neither a container that is never called nor a single layer."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     return next(module.children(), None) is not None and next(module.parameters(), None) is not None

@@ -1,12 +1,12 @@
 """Settings of the C library's heap on a CPU: the size from which blocks get their own mapping, and trims after steps.
 
-Freed blocks between live ones remain part of the process. A mapping is returned to the system at once, and the kernel
-clears its pages each time it is created (`plimsoll.device.cpu.heap` has the measured table). Without this technique,
-blocks of 4 MiB or more are mapped in a training with a budget. If memory is sufficient, ``never`` is the fastest: freed
-memory is kept, and nothing is cleared twice. The effect is predicted by a simulation of the heap
+Freed blocks between live blocks remain part of the process. A mapping is returned to the system at once, but the kernel
+clears the pages of each new mapping (`plimsoll.device.cpu.heap` has measured times). Without this technique, blocks of
+4 MiB or more are mapped in a training with a budget. If memory is sufficient, ``never`` is the fastest: freed memory is
+kept, and its pages are not cleared again. The effect is predicted by a simulation of the heap
 (`mechanisms.allocators`).
 
-Does NOT cover memory outside the heap, and C libraries other than glibc, for which it does nothing.
+Does NOT cover memory outside the heap, and C libraries other than glibc.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Heap(Technique):
     stage = "memory"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return thresholds that keep all freed memory, more than the default, or less."""
+        """Return three thresholds, which keep all freed memory, more of it than the default, or less."""
         if setting.device != "cpu":
             return "it is for the heap of a CPU; on this device `cache` empties the allocator's cache"
         if not heap.is_glibc():
@@ -59,7 +59,7 @@ class Heap(Technique):
         return (_choice("never"), _choice("32MiB"), _choice("128KiB"))
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the device is not a CPU, the threshold is unknown, or a trim contradicts it."""
+        """Return a reason if the device is not a CPU, the threshold is unknown, or ``trim`` contradicts it."""
         if setting.device != "cpu":
             return f"it is for the heap of a CPU, and this training is on {setting.device}"
         if choice.options.get("mapped_from", "4MiB") not in MAPPED_FROM_BYTES:
@@ -77,7 +77,7 @@ class Heap(Technique):
             yield
 
     def heap_rules(self, choice: Choice) -> HeapRules | None:
-        """Return the rules of the threshold."""
+        """Return the rules of the heap with the threshold of the choice."""
         threshold_bytes = _threshold_bytes(choice)
         if threshold_bytes is None:
             return KEPT_HEAP

@@ -2,8 +2,8 @@
 
     Choice(technique="layer_streaming", options={"blocks": "all"})     or "every 2", or "0,3-5", as for checkpointing
 
-The parameters of the chosen blocks are in pinned host memory, with their gradients and optimizer states. A step
-updates them there, on the CPU. They are copied to the device block by block
+The parameters of the chosen blocks are in pinned host memory, with their gradients and optimizer states. The optimizer
+updates them there, on the CPU. In each pass they are copied to the device block by block
 (`plimsoll.techniques.mechanisms.streamed_layers`). Modules outside the blocks (embeddings, the output layer) stay on
 the device.
 
@@ -62,7 +62,7 @@ class LayerStreaming(Technique):
         return tuple(_choice(text) for text in (["every 2"] if len(blocks) > 2 else []) + ["all"])
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the device is not CUDA, or blocks do not exist or cannot be streamed."""
+        """Return a reason if the device is not CUDA, or the chosen blocks do not exist or cannot be streamed."""
         blocks = blocks_of(workload.model)
         try:
             numbers = chosen_blocks(str(choice.options["blocks"]), len(blocks))
@@ -87,7 +87,7 @@ class LayerStreaming(Technique):
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """Return whether streamed blocks are built on the host: on CUDA."""
+        """Return whether streamed blocks are built on the host, which is so on CUDA."""
         return device == "cuda"
 
     def kept_on_host(self, choice: Choice, model: nn.Module) -> Set[nn.Parameter]:
@@ -96,12 +96,12 @@ class LayerStreaming(Technique):
 
 
 def _is_on(parameter: nn.Parameter, device: torch.device) -> bool:
-    """Return whether the exit must move a parameter back. A parameter built on the host stays there."""
+    """Return whether a parameter is in the memory of the device. If so, the exit must move it back there."""
     return parameter.device.type == device.type and not is_marked(parameter)
 
 
 def _bring_back(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move parameters to the device. If memory runs out, the remaining ones stay on the host and can be saved."""
+    """Move parameters to the device. If memory runs out, the remaining parameters stay on the host and can be saved."""
 
     def back(tensor: Tensor) -> Tensor:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -119,7 +119,7 @@ def _bring_back(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
 def _move_states(
     optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter, moved: Callable[[Tensor], Tensor]
 ) -> None:
-    """Move the optimizer states of a parameter. A step count is not moved: its kernel decides the place."""
+    """Move the optimizer states of a parameter, except the step count, whose place the optimizer's kernel decides."""
     state: dict[str, Any] = {} if optimizer is None else optimizer.state.get(parameter, {})
     for key, value in state.items():
         if isinstance(value, Tensor) and value.layout is torch.strided and value.dim():
@@ -133,7 +133,7 @@ def _names(model: nn.Module, choice: Choice) -> list[str]:
 
 
 def _why_not(blocks: Blocks, workload: Workload, setting: Setting) -> str | None:
-    """Return why blocks cannot be streamed, or ``None``."""
+    """Return the reason why blocks cannot be streamed, or ``None``."""
     if setting.device == "cpu":
         return _NOT_ON_CPU
     if not blocks:

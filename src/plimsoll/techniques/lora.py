@@ -48,7 +48,10 @@ class Lora(Technique):
     stage = "model"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return one adapter size, with the model unchanged or in 8-bit or 4-bit codes. Other sizes can be pinned."""
+        """Return choices of one adapter size, with the model unchanged or in 8-bit or 4-bit codes.
+
+        Other sizes can be pinned.
+        """
         options: list[dict[str, Value]] = [{"rank": _RANK, "alpha": _ALPHA, "base": base} for base in _BASES]
         return _impossible(workload.model) or tuple(Choice(technique=self.name, options=one) for one in options)
 
@@ -80,12 +83,12 @@ class Lora(Technique):
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """Return whether the frozen model is stored as codes. These are computed from memory-mapped model files."""
+        """Return whether the frozen model is stored as codes, which are computed from memory-mapped model files."""
         return device == "cpu" and choice.options.get("base") in CODECS
 
 
 def adapted_layers(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers in the repeated blocks of a model."""
+    """Return the names of the linear layers inside a ``ModuleList``, that is, in repeated blocks of a model."""
     from transformers.pytorch_utils import Conv1D
 
     blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
@@ -105,7 +108,7 @@ def _impossible(model: nn.Module) -> str | None:
 
 
 def _head_of(model: nn.Module) -> list[str]:
-    """Return the modules of a classifier outside the pretrained model. They have no pretrained weights to keep."""
+    """Return the names of a classifier's modules outside the pretrained model, which have no pretrained weights."""
     if getattr(model, "problem_type", None) is None and "Classification" not in type(model).__name__:
         return []
     prefix = getattr(model, "base_model_prefix", "")
@@ -149,7 +152,7 @@ def _add_adapters(model: Any, choice: Choice) -> None:
 def _only_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Give an optimizer only the trainable parameters of a model, in its first group.
 
-    It stays the same object, because a schedule refers to it.
+    The optimizer stays the same object, because a schedule refers to it.
     """
     states = dict(optimizer.state)
     members = [group["params"] for group in optimizer.param_groups]

@@ -1,8 +1,8 @@
 """Adam's moments in 8 or 4 bits in place of 32, for the whole run: a quarter or an eighth of the optimizer states.
 
-A moment is stored as a code for each number and a scale for each block of numbers, as in torchao. The 8-bit codes are
+A moment is stored as a code for each element and a scale for each block of elements, as in torchao. The 8-bit codes are
 from Dettmers et al. 2021 (arXiv:2110.02861), the 4-bit codes from Li et al. 2023 (arXiv:2309.01507). The update runs in
-fp32 on a part of a parameter at a time, which bounds its temporaries
+fp32 on one chunk of a parameter at a time, which bounds its temporaries
 (`plimsoll.techniques.mechanisms.low_bit_adam`).
 
 Numerics: lossy; the training is close to Adam's, but not the same. Parameters with fewer than 4096 elements keep fp32
@@ -43,11 +43,11 @@ class LowBitOptimizer(ReplacedOptimizer):
     remedies: ClassVar = {"optimizer_states": 1}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return both, even if they are not allowed: a plan reports the gain from allowing them."""
+        """Return 8 and 4 bits, even if they are not allowed, because a plan reports the gain from allowing them."""
         return _obstacle(workload) or tuple(Choice(technique=self.name, options={"bits": bits}) for bits in _BITS)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if it is not allowed, the bits are invalid, or the optimizer cannot be replaced."""
+        """Return a reason if it is not allowed, the number of bits is invalid, or the optimizer cannot be replaced."""
         if choice.options.get("bits") not in _BITS:
             return f"bits is {choice.options.get('bits')}: choose 8 or 4"
         return conflict(self.name, others, workload, setting) or _obstacle(workload)
@@ -59,7 +59,7 @@ class LowBitOptimizer(ReplacedOptimizer):
 
 
 def _obstacle(workload: Workload) -> str | None:
-    """Return why the moments cannot be stored in few bits, even if it is allowed, or ``None``."""
+    """Return the reason why the moments cannot be stored in few bits, even if the user allows it, or ``None``."""
     reason = obstacle(workload)
     if reason is not None:
         return reason

@@ -1,11 +1,11 @@
-"""Gradient accumulation: a batch in micro-batches, whose gradients add up to the gradient of the whole batch.
+"""Gradient accumulation: a batch runs in micro-batches, whose gradients add up to the gradient of the whole batch.
 
-The training step (`plimsoll.step.train_step`) cuts the batch and weights the micro-batches. This module only lists the
-sizes to consider: the smallest size for each number of micro-batches. For example, 40 samples in micro-batches of 16
-take as long as in micro-batches of 14, but need more memory.
+The training step (`plimsoll.step.train_step`) splits the batch and weights the micro-batches. This module only lists
+the sizes to consider: the smallest size for each number of micro-batches. For example, 40 samples in micro-batches of
+16 take as long as in micro-batches of 14, but need more memory.
 
-Numerics: sums are rounded in another order. Does NOT cover losses that compare samples of the batch and BatchNorm,
-unless the user allows it. Embeddings with ``scale_grad_by_freq`` are never cut (see `mechanisms.uncuttable`).
+Numerics: sums are rounded in another order. Does NOT cover losses that compare samples of the batch, and BatchNorm
+unless the user allows it. Batches of models with ``scale_grad_by_freq`` are never split (see `mechanisms.uncuttable`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MicroBatch(Technique):
         return tuple(micro_batch_choice(size) for size in sizes_of(setting.batch_size))
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the size is not from 1 to the batch size, or the batch cannot be cut."""
+        """Return a reason if the size is not from 1 to the batch size, or the batch must not be split."""
         size = int(choice.options["samples"])
         if not 1 <= size <= setting.batch_size:
             return f"a micro-batch of {size} is not a part of a batch of {setting.batch_size}: give 1 to that many"
@@ -53,7 +53,7 @@ class MicroBatch(Technique):
         return reason.why if reason is not None and size < setting.batch_size else None
 
     def install(self, workload: Workload, choice: Choice) -> AbstractContextManager[None]:
-        """Do nothing: the step reads the size from the choice, because an outlier may need a smaller size."""
+        """Do nothing: the step reads the size from the choice, because a longer batch may need a smaller size."""
         return nullcontext()
 
     @staticmethod
@@ -62,7 +62,7 @@ class MicroBatch(Technique):
 
 
 def sizes_of(batch_size: int) -> tuple[int, ...]:
-    """Return the smallest size for every possible number of micro-batches, largest first.
+    """Return the smallest size, in samples, for every possible number of micro-batches; largest first.
 
     >>> sizes_of(12)
     (12, 6, 4, 3, 2, 1)

@@ -1,12 +1,12 @@
 """Gradient release: the optimizer updates each parameter in backward, and its gradient is freed at once.
 
-The training step implements it (`plimsoll.step.update.gradient_release`). This module provides the place for the old
-parameters and states that undo a step: a memory-mapped file on the CPU, pinned host memory on CUDA. They are as large
-as all parameters and states together, and are written in every step.
+The training step implements it (`plimsoll.step.update.gradient_release`). This module provides the place for copies of
+the old parameters and states, with which a step is undone: a memory-mapped file on the CPU, pinned host memory on CUDA.
+The copies are as large as all parameters and states together, and are written in every step.
 
 Numerics: bitwise. Does NOT cover techniques that need all gradients before the first update: accumulation, clipping of
-the global norm, a gradient scaler. If the step must cut a batch nevertheless, it updates at the end, as without this
-technique.
+the global norm, a gradient scaler. If the step must split a batch nevertheless, it updates after the last micro-batch,
+as without this technique.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class OptimizerInBackward(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Tell the step to update early, and where to copy the values that undo an update."""
+        """Make the step update early, and give it the place for copies with which an update is undone."""
         pool = PinnedPool() if workload.device.type == "cuda" else MappedPool()
         with hooked(
             workload, replace(workload.hooks, update_early=EarlyUpdates(pool.copy_of, f"--forbid {self.name}"))
@@ -66,7 +66,7 @@ _SCALED = "the gradient scaler of fp16 must check all gradients before the first
 
 
 def _obstacle_of(other: Choice, setting: Setting) -> str | None:
-    """Return why another technique makes it impossible, or ``None``."""
+    """Return the reason why another technique makes early updates impossible, or ``None``."""
     if other.technique == MICRO_BATCH and int(other.options["samples"]) < setting.batch_size:
         return (
             f"gradients are summed over micro-batches of {other.options['samples']} of {setting.batch_size} samples, "

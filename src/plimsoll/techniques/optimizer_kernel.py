@@ -53,7 +53,7 @@ class OptimizerKernel(Technique):
     stage = "places"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return `fused`, which is the fastest and needs the least memory, or else the kernels that are not in use."""
+        """Return `fused`, which is the fastest and needs the least memory; if impossible, the other unused kernels."""
         optimizer = workload.optimizer
         if not is_of_torch(optimizer) or "foreach" not in optimizer.defaults:
             return f"{type(optimizer).__name__} has one kernel only"
@@ -133,7 +133,7 @@ def kernel_of(group: dict[str, Any], device: Literal["cpu", "cuda"]) -> Kernel:
 
 
 def _obstacle(kernel: Any, workload: Workload, device: Literal["cpu", "cuda"]) -> str | None:
-    """Return why a kernel cannot be used, or ``None``."""
+    """Return the reason why a kernel cannot be used, or ``None``."""
     optimizer = workload.optimizer
     groups, name = optimizer.param_groups, type(optimizer).__name__
     if not is_of_torch(optimizer) or ("fused" if kernel == "fused" else "foreach") not in optimizer.defaults:

@@ -4,7 +4,7 @@ States are moved right after the update that created them, so only the new state
 (`plimsoll.step.update.commit`) are on the device. In a memory-mapped file, an update is in place. In host memory, the
 states of a chunk are lent (`plimsoll.device.off_device.Lender`). They are copied to the device, updated there, and
 copied back when the step keeps the chunk. Until then the states on the host are unchanged, so an undo needs no other
-copy of them.
+copy of the states.
 
 Numerics: bitwise, the same kernels on the same values. Does NOT cover sparse states, and states outside
 ``optimizer.state``.
@@ -42,7 +42,7 @@ class Pool(Protocol):
     """A source of tensors off the device."""
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Create an uninitialized tensor like another."""
+        """Create an uninitialized tensor with the shape, strides and dtype of another."""
         ...
 
     def copy_of(self, tensor: Tensor) -> Tensor:
@@ -77,13 +77,13 @@ class OptimizerOffload(Technique):
     stage = "places"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return one choice: offload all states to the place that the device has."""
+        """Return one choice: offload all states, to a file on the CPU and to host memory on CUDA."""
         if resident_bytes(workload.model, workload.optimizer)["optimizer_states"] == 0:
             return f"{type(workload.optimizer).__name__} keeps no states with its current settings"
         return (Choice(technique=self.name, options={"to": PLACES[setting.device]}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the place is wrong for the device."""
+        """Return a reason if the target is wrong for the device."""
         place = PLACES[setting.device]
         if choice.options.get("to") != place:
             return (
@@ -113,7 +113,7 @@ class OptimizerOffload(Technique):
             if not is_streamed:
                 unwrap()
             states.leave()
-            if is_streamed:  # otherwise states that did not fit still need it
+            if is_streamed:  # unwrapped last, because states that did not fit still need the wrapper
                 unwrap()
 
 
@@ -128,7 +128,7 @@ def _file_for(workload: Workload) -> MappedPool:
 
 
 class _Lent(NamedTuple):
-    """A lent state: the state of a parameter, the key, the tensor on the host, and its copy for an update."""
+    """A lent tensor: its state dictionary and key, the tensor on the host, and its copy on the device."""
 
     state: dict[str, Any]
     key: str
@@ -175,11 +175,11 @@ class _States:
     # ------------------------------------------------------------------------
 
     def is_lent(self, parameter: Tensor, state: Tensor) -> bool:
-        """Return whether a state is on the host, so that an update works on a copy."""
+        """Return whether a state tensor is on the host, so that an update works on a copy of it."""
         return not is_marked(parameter) and _moves(state) and self._pool.holds(state)
 
     def copies_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy tensors to the host, concurrently with work on the device until the next update."""
+        """Start to copy tensors to the host, and return the copies. The next update waits for the copying."""
         copies = [self._pool.empty_like(tensor) for tensor in tensors]
         pairs = [(copy, tensor.detach()) for copy, tensor in zip(copies, tensors, strict=True)]
         self._departures += [side.send(some) for side, some in self._by_device(pairs, of_target=False)]
@@ -187,7 +187,7 @@ class _States:
 
     @contextmanager
     def holding_back(self) -> Iterator[None]:
-        """Keep the states on the host unchanged by updates, until `keep` or `drop` is called."""
+        """Leave the states on the host unchanged by the updates in the block; `keep` or `drop` then decides."""
         self._holds_back = True
         try:
             yield
@@ -232,7 +232,7 @@ class _States:
     def _by_device(
         self, pairs: Sequence[tuple[Tensor, Tensor]], of_target: bool
     ) -> Iterator[tuple[SideStream, list[tuple[Tensor, Tensor]]]]:
-        """Yield the pairs of copies of each device that they come from or go to, with its side stream."""
+        """Yield the side stream of each device, with the pairs of target and source that are copied from or to it."""
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for pair in pairs:
             by_device.setdefault(pair[not of_target].device, []).append(pair)
@@ -244,8 +244,8 @@ class _States:
     def leave(self) -> None:
         """Move every state to the device of its parameter, one by one, and stop offloading.
 
-        If memory runs out, the remaining states are usable at their place. States in host memory are moved back by the
-        next update of their parameter.
+        If memory runs out, the remaining states can be used where they are. The next update of a parameter moves its
+        states from host memory back.
         """
         self._is_leaving = True
         for parameter, state, key, value in self._of(self._optimizer.state):
@@ -253,9 +253,9 @@ class _States:
                 state[key] = _on_device(value, parameter)
 
     def before_loading(self, optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Set aside the large tensors, which torch would put on the device all at once, and copy the others.
+        """Set aside the large tensors, which torch would put on the device all at once, and copy all other tensors.
 
-        Torch would use a step count without a copy, and it may be part of the memory-mapped checkpoint.
+        A step count is copied, because torch would use it as it is, and it may be in the memory-mapped checkpoint.
         """
         self._set_aside = loaded["state"]
         small = {
@@ -281,7 +281,7 @@ class _States:
                 }
 
     def _of(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, dict[str, Any], str, Tensor]]:
-        """Return the states of parameters that can be offloaded."""
+        """Return the offloadable state tensors of parameters, each with its parameter, state dictionary and key."""
         states = self._optimizer.state
         return [
             (parameter, states[parameter], key, value)
@@ -293,7 +293,7 @@ class _States:
 
 
 def _moves(value: Any) -> bool:
-    """Return whether a state can be offloaded and is worth it: floating-point numbers, or byte codes of them."""
+    """Return whether a state is worth offloading: several floating-point numbers, or byte codes of numbers."""
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     return is_dense and (value.is_floating_point() or value.dtype == torch.uint8) and value.numel() > 1
 

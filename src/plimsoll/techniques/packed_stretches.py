@@ -1,9 +1,9 @@
-"""Packed sequences of different lengths run as dense batches: one for each stretch of steps with equally many samples.
+"""Packed sequences of different lengths run as dense batches: one for each run of steps with the same samples.
 
 On the CPU, torch processes a `PackedSequence` with different lengths step by step. In backward, each step allocates
 zeros as large as the whole packed input, so the time grows with the square of the length. Between two lengths, however,
-the rows are a dense batch of (steps, samples), for which the dense kernels can be used. It is offered for models whose
-class declares ``packs_sequences = True``.
+the rows are a dense batch of (steps, samples), for which the dense kernels can be used. The technique is offered for
+models whose class declares ``packs_sequences = True``.
 
 Numerics: the dense kernels sum in another order. Dropout between layers of one direction is drawn stretch by stretch.
 Does NOT cover layers with a custom forward, layers that `time_segments` has replaced, and compiled models.
@@ -70,7 +70,7 @@ class PackedStretches(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Replace the forward of recurrent layers, on the instances, except if it is replaced already.
+        """Replace the forward of each recurrent layer, on the instance, unless it is replaced already.
 
         Raises:
             InputError: if the model has no such layer.
@@ -97,7 +97,7 @@ class StretchedLayer(ComposedLayer):
         return type(self._layer).forward(self._layer, input, hx)  # type: ignore[no-any-return]
 
     def _one_way(self, sequences: Sequences, state: State, layers: range, direction: int) -> tuple[Tensor, State]:
-        """Run layers in one direction; ``direction`` 1 is from the last step to the first."""
+        """Run layers in one direction; ``direction`` 1 runs from the last step to the first."""
         assert sequences.batch_sizes is not None
         weights = [self._weights(number, direction) for number in layers]  # once: a parametrization computes them
         shapes = [(len(list(steps)), num_samples) for num_samples, steps in groupby(sequences.batch_sizes)]
@@ -146,8 +146,8 @@ class StretchedLayer(ComposedLayer):
 def _without_onednn() -> Iterator[None]:
     """Disable oneDNN, so that torch runs an LSTM as matrix products, as it runs the other layers.
 
-    oneDNN compiles code for each combination of steps and samples, and caches a thousand of them. Stretches have ever
-    new shapes: a small tagger grew by 250 MiB in 150 steps.
+    oneDNN compiles code for each combination of steps and samples, and caches a thousand of them. Stretches keep having
+    new shapes: the memory of a small tagger grew by 250 MiB in 150 steps.
     """
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property of a module

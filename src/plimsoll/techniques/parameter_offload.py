@@ -1,9 +1,9 @@
 """Parameters in a memory-mapped file, optionally with their gradients: for CPU budgets that cannot hold them.
 
-The parameter objects of the model and the optimizer stay the same. Their memory is replaced with a memory-mapped file,
-storage by storage, so tied parameters and views remain so. A model that was built in files (`plimsoll.models.in_files`)
-is used as it is. If memory runs out on exit, the remaining parameters stay in the file, and can be trained and saved
-there.
+The parameter objects of the model and the optimizer stay the same. Their memory is replaced by a memory-mapped file,
+storage by storage, so tied parameters stay tied and views stay views. A model that was built in files
+(`plimsoll.models.in_files`) is used as it is. If memory runs out on exit, the remaining parameters stay in the file,
+and can be trained and saved there.
 
 Numerics: bitwise. Does NOT cover CUDA (see `layer_streaming`), buffers, and parameters that are not dense tensors.
 """
@@ -53,7 +53,7 @@ class ParameterOffload(Technique):
     stage = "places"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return two choices: only parameters, and parameters with gradients."""
+        """Return two choices: offload only the parameters, or the parameters and their gradients."""
         if setting.device == "cuda":
             return _NOT_ON_CUDA
         return tuple(Choice(technique=self.name, options={"gradients": gradients}) for gradients in (False, True))
@@ -83,7 +83,7 @@ class ParameterOffload(Technique):
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """Return whether parameters are built in files: on the CPU."""
+        """Return whether parameters are built in files, which is so on the CPU."""
         return device == "cpu"
 
 
@@ -107,7 +107,7 @@ def _bring_back(parameters: list[nn.Parameter], pool: MappedPool) -> None:
 
 @torch.no_grad()
 def _exchange(parameters: list[nn.Parameter], copied: Callable[[Tensor], Tensor]) -> None:
-    """Replace the storages of parameters with copies, one at a time. Shared storages stay shared."""
+    """Replace the storages of parameters by copies, one at a time. Shared storages stay shared."""
     sharing: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:
         sharing.setdefault((parameter.untyped_storage()._cdata, parameter.dtype), []).append(parameter)

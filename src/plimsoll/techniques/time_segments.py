@@ -1,4 +1,4 @@
-"""Exact backpropagation through time in little memory: a sequence is cut into segments, recomputed in backward.
+"""Exact backpropagation through time in little memory: a sequence is split into segments, recomputed in backward.
 
     Choice(technique="time_segments", options={"steps": 128, "kept": 0})
 
@@ -8,8 +8,9 @@
 With T steps in segments of S steps, T / S states and the activations of S steps are kept. Without segments, the
 activations of T steps are kept. Fewer states need more computation (`mechanisms.recompute_schedule`).
 
-Numerics: nothing is truncated. Dropout draws segment by segment, the same in backward as in forward. Does NOT cover
-loops over cells in a model's code (use `UnrolledCell`), and layers whose forward was replaced or is not torch's.
+Numerics: no gradient is truncated. Dropout masks are drawn per segment, and are the same in backward as in forward.
+Does NOT cover loops over cells in a model's code (use `UnrolledCell`), and layers whose forward was replaced or is not
+torch's.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class TimeSegments(Technique):
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return segments of a quarter of the sequence, a sixteenth, ...; last, the shortest with fewer states."""
+        """Return segments of a quarter of the sequence, a sixteenth, ...; last, the shortest keeping fewer states."""
         reason = _why_not(workload.model)
         if reason is not None:
             return reason
@@ -75,7 +76,7 @@ class TimeSegments(Technique):
         return tuple(choices)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if an option is invalid, no layer can be cut, or checkpointing covers the same layers."""
+        """Return a reason if an option is invalid, no layer can be split, or checkpointing covers the same layers."""
         wrong = wrong_numbers(choice, {"steps": "the default", "kept": "all"})
         if wrong is not None:
             return wrong
@@ -108,7 +109,7 @@ def time_segments_choice(steps: int, kept: int = 0) -> Choice:
 
 
 def wrong_numbers(choice: Choice, meanings: dict[str, str]) -> str | None:
-    """Return why options for numbers of steps or states are invalid, or ``None``.
+    """Return the reason why options for numbers of steps or states are invalid, or ``None``.
 
     Args:
         choice: A choice of a technique that cuts time; ``steps`` is required.
@@ -216,7 +217,7 @@ class Unrolled(NamedTuple):
 
 
 def _purely(module: nn.Module, run: Run, segment: int, state: State, slices: tuple[Tensor, ...]) -> Passed:
-    """Compute one segment, and raise if the module changes its attributes in it."""
+    """Compute one segment, and raise an error if the module changes its attributes meanwhile."""
     attributes = Attributes(module)
     passed = run(state, *slices)
     attributes.require_unchanged()

@@ -60,7 +60,7 @@ class TruncatedBptt(Technique):
         return tuple(Choice(technique=self.name, options={"steps": steps}) for steps in lengths)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if it is not allowed, the steps are invalid, the model cannot be cut, or it uses fp16."""
+        """Return a reason if it is not allowed, ``steps`` is invalid, the model cannot be split, or it uses fp16."""
         if self.name not in setting.allow:
             return f"it is lossy: allow it with `allow: [{self.name}]`"
         wrong = wrong_numbers(choice, {"steps": "the default"})
@@ -87,7 +87,7 @@ class TruncatedBptt(Technique):
             yield
 
     def gradient_steps(self, choice: Choice, num_steps: int) -> int | None:
-        """Return the length of the first segment: gradients reach back at most so far."""
+        """Return the length of the first segment, which is the maximum distance that gradients reach back."""
         _, segment_steps = Cut(int(choice.options["steps"])).spans(num_steps)[0]
         return segment_steps
 

@@ -1,8 +1,8 @@
 """The distillation loss of a language model, computed for a few positions at a time.
 
-The forward pass computes the student's logits for each chunk of positions, compares them with the labels and the
-teacher (`SoftTargets`), and differentiates at once. Backward only scales these gradients by the incoming one, as Liger
-does for the cross entropy (Hsu et al. 2024, arXiv:2410.10989). Neither model's logits are ever stored for all
+For each chunk of positions, the forward pass computes the student's logits, compares them with labels and teacher
+(`SoftTargets`), and computes their gradients at once. Backward only multiplies these gradients by the incoming one, as
+Liger does for the cross entropy (Hsu et al. 2024, arXiv:2410.10989). Neither model's logits are ever stored for all
 positions.
 
 Numerics: matrix products use the autocast dtype. All other operations, and sums over chunks, use float32 (or float64
@@ -10,7 +10,8 @@ for float64 inputs).
 
 Double backward and a second backward through the same loss raise an error.
 
-Shapes: B texts, T tokens, C positions of a chunk, H hidden size, V vocabulary, k words kept.
+Shapes: B texts, T tokens, P = T - 1 predicted tokens, C positions of a chunk, H hidden size, V vocabulary, k teacher's
+words.
 """
 
 from __future__ import annotations
@@ -35,35 +36,35 @@ _LEAST_LOG = -1e4
 
 
 class SoftTargets(Protocol):
-    """The teacher's probabilities, to compare the student with at some positions.
+    """The interface of the teacher's probabilities, with which the student's are compared.
 
-    Both distributions are softened by a temperature T: p = softmax(teacher / T), q = softmax(student / T). If the
-    models have different numbers of rows, only the rows that both have are compared: the others belong to no token.
+    Both distributions are softened by a temperature T: p = softmax(teacher's logits / T), q = softmax(student's logits
+    / T). If one model has more outputs than the other, its additional outputs are left out: they belong to no token.
     """
 
     def compare(self, logits_BCV: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return the divergence (B, C) at some positions, and its gradient (B, C, V) for the logits / T.
+        """Return the divergence (B, C) for a chunk of positions, and its gradient (B, C, V) with respect to logits / T.
 
         It is the Kullback-Leibler divergence sum p (log p - log q). The caller applies the factor T squared (Hinton et
         al. 2015, arXiv:1503.02531).
 
         Args:
             logits_BCV: the student's logits, not softened, in float32 or better; they are not changed.
-            begin: the first position.
-            end: the position after the last one.
+            begin: the first position of the chunk.
+            end: the position after the chunk.
         """
         ...
 
 
 @dataclass(frozen=True)
 class FullTargets:
-    """`SoftTargets` from all of the teacher's logits, which ``logits_of`` computes for some positions."""
+    """`SoftTargets` from the teacher's logits for all words. ``logits_of(begin, end)`` computes them for a chunk."""
 
     logits_of: Callable[[int, int], Tensor]
     temperature: float
 
     def compare(self, logits_BCV: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Compute the teacher's logits at these positions, compare, and free them."""
+        """Compute the teacher's logits at these positions, compare them with the student's, and free them."""
         log_p = self.logits_of(begin, end).to(logits_BCV.dtype)
         num_shared = min(log_p.shape[-1], logits_BCV.shape[-1])
         log_p = softened(log_p[..., :num_shared], self.temperature)
@@ -76,15 +77,15 @@ class FullTargets:
 
 @dataclass(frozen=True)
 class TopTargets:
-    """`SoftTargets` from the k most likely words at each position, (B, T, k), and their log p at this temperature.
+    """`SoftTargets` from the k most likely words at each position (B, T, k), and their log p at ``temperature``.
 
-    All other words count as a single one. With the teacher's remaining probability p_r = 1 - sum p and the student's
-    q_r = 1 - sum q, the divergence is
+    All other words count as a single word. The teacher gives it the probability p_r = 1 - sum p, and the student q_r =
+    1 - sum q. The divergence is
 
         sum over the k: p (log p - log q)  +  p_r (log p_r - log q_r)
 
-    and at least 0. The student learns only the total probability of the other words; their ratios keep the student's
-    values. Renormalizing the k words to p / sum p instead would teach probabilities that are too large by that factor.
+    and at least 0. The student learns only the total probability of the other words, not the ratios among them.
+    Renormalizing the k words to p / sum p instead would teach probabilities that are too large by the factor 1 / sum p.
     More data would not correct this bias (arXiv:2503.16870).
     """
 
@@ -94,7 +95,7 @@ class TopTargets:
     num_words: int
 
     def compare(self, logits_BCV: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Compare the k words and the rest."""
+        """Compare the k words, and the total of all other words."""
         words = self.words_BTk[:, begin:end].long()
         log_p = self.log_p_BTk[:, begin:end].to(logits_BCV.dtype)
         log_q_all = softened(logits_BCV[..., : self.num_words], self.temperature)
@@ -106,7 +107,7 @@ class TopTargets:
             p_rest = (1 - p.sum(dim=-1)).clamp(min=_LEAST_MASS)
             log_q_rest = rest.logsumexp(dim=-1).clamp(
                 min=_LEAST_LOG
-            )  # the student may give the rest a probability of exactly 0
+            )  # the student may give the other words a probability of exactly 0
             divergence_BC = divergence_BC + p_rest * (p_rest.log() - log_q_rest)
             shares = rest.sub_(log_q_rest.unsqueeze(-1)).exp_()  # ratios among the other words
             gradient.sub_(shares.mul_(p_rest.unsqueeze(-1)))
@@ -119,7 +120,7 @@ def softened(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _widened(gradient: Tensor, logits: Tensor) -> Tensor:
-    """Return the gradient padded with zeros for the rows that only the student has."""
+    """Return the gradient padded with zeros for the outputs that only the student has."""
     num_more = logits.shape[-1] - gradient.shape[-1]
     return gradient if num_more == 0 else functional.pad(gradient, (0, num_more))
 
@@ -128,14 +129,14 @@ CHUNK_NUMBERS = 2 << 20
 """The most logits at once: 8 MiB in float32, of which a chunk has up to six copies. With 50,000 words this is 41
 positions."""
 
-_ROWS_PER_SUM = 4096  # rows of a half-precision gradient added to its float32 sum at a time, to bound the temporary
+_ROWS_PER_SUM = 4096  # rows of a half-precision gradient to add to its float32 sum at once, to bound the temporary
 
 
 class LossWeights(NamedTuple):
-    """The weights of the two losses.
+    """The weights of the two losses in their sum.
 
-    The labels' loss has the weight ``hard``. The divergence at this temperature has the weight (1 - ``hard``) T
-    squared.
+    The loss from the labels has the weight ``hard``. The divergence from the teacher has the weight (1 - ``hard``) T
+    squared, where T is ``temperature``.
     """
 
     temperature: float
@@ -149,14 +150,14 @@ def chunked_distillation(
     loss_weights: LossWeights,
     chunk_numbers: int = CHUNK_NUMBERS,
 ) -> Tensor:
-    """Return the mean distillation loss over the labels that count.
+    """Return the distillation loss: the mean over the labels that count.
 
     Args:
-        student: the student's hidden states and head, with a graph.
+        student: the student's hidden states, with the graph of its body, and its head.
         labels_BT: the label of each token; position t predicts the label at t + 1, and -100 does not count.
-        targets: the teacher's targets.
-        loss_weights: the weights of the labels' loss and the divergence.
-        chunk_numbers: the most logits at once; a chunk has at least one position of all texts.
+        targets: the teacher's probabilities.
+        loss_weights: the weights of the loss from the labels and of the divergence.
+        chunk_numbers: the maximum number of logits per chunk; a chunk has at least one position of every text.
     """
     work = _Work(student, labels_BT[:, 1:], targets, loss_weights, chunk_numbers)
     loss: Tensor = _Loss.apply(work, student.hidden_BTH, *student.parameters)  # type: ignore[no-untyped-call]
@@ -196,7 +197,7 @@ class _Loss(torch.autograd.Function):
 
 
 class _Work:
-    """The pass over the chunks. ``hidden_sum`` and ``sums`` are the gradients of the sum of the losses."""
+    """The pass over the chunks. ``hidden_sum`` and ``sums`` are the gradients of hidden states and parameters."""
 
     def __init__(
         self, student: HeadApart, targets_BP: Tensor, soft: SoftTargets, loss_weights: LossWeights, chunk_numbers: int
@@ -212,7 +213,7 @@ class _Work:
         self.sums: list[Tensor | None] = []
 
     def run(self) -> Tensor:
-        """Return the sum of the losses."""
+        """Compute the gradients chunk by chunk, and return the summed loss."""
         hidden_BTH = self._student.hidden_BTH
         total = torch.zeros((), dtype=self._sum_dtype, device=hidden_BTH.device)
         self.hidden_sum = torch.zeros_like(hidden_BTH, dtype=self._sum_dtype)
@@ -241,7 +242,7 @@ class _Work:
         return loss
 
     def _loss_and_gradient(self, logits_BCV: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of a chunk, and its gradient for the logits."""
+        """Return the summed loss of a chunk, and its gradient (B, C, V) for the logits."""
         counted_BC, (temperature, hard) = self.counted_BP[:, begin:end], self._loss_weights
         logits_BCV = logits_BCV.to(self._sum_dtype)
         losses_BC, gradient = None, None
@@ -262,7 +263,7 @@ class _Work:
 
     @contextmanager
     def _matrix_summed(self) -> Iterator[None]:
-        """Make the output layer add its weight gradient in place, if the weight is trained."""
+        """Make the output layer add the gradients of its weight in place to one sum, if the weight is trained."""
         layer = self._student.matrix
         places = [number for number, one in enumerate(self._student.parameters) if layer and one is layer.weight]
         if layer is None or not places:
@@ -284,7 +285,7 @@ def _bias(layer: nn.Linear, dtype: torch.dtype) -> Tensor | None:
 
 
 class _Product(torch.autograd.Function):
-    """``F.linear`` that adds the gradient of its weight to a sum, if there is a sum."""
+    """``F.linear`` that adds the gradient of its weight to ``sum_VH``, if that is given."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight_VH: Tensor, bias_V: Tensor | None, sum_VH: Tensor | None) -> Tensor:

@@ -3,9 +3,9 @@
     loss = hard * (the task's loss) + (1 - hard) * T^2 * KL(teacher_T || student_T)
          + hidden * mean square difference of hidden states
 
-Each term is a mean over the units of the task: the labels that count, or the samples. The divergence is in
-`plimsoll.models.distillation.chunked`. The teacher is in evaluation mode and has no gradients. It does not belong to
-the model, its checkpoints or its optimizer.
+Each term is a mean over the units of the task: the labels that count, or the samples.
+`plimsoll.models.distillation.chunked` defines the divergence (KL). The teacher is in evaluation mode and has no
+gradients. It is not part of the model, its checkpoints or its optimizer.
 
 Not handled: windows of a stream, because the teacher would have to carry its state too.
 
@@ -41,13 +41,13 @@ class Distillation:
     """The `LossFunction` for labels and a teacher.
 
     Args:
-        teacher: the teacher on the student's device, in evaluation mode and without gradients. ``None``: its targets
-            are in the batches (`WORDS` and `LOG_P`), softened at the temperature of ``loss_weights``.
+        teacher: the teacher on the student's device, in evaluation mode and without gradients. ``None``: its
+            log-probabilities are in the batches (fields `WORDS` and `LOG_P`), at the temperature of ``loss_weights``.
         task: the task of teacher and student.
-        loss_weights: the weights of the labels' loss and the divergence.
-        hidden: the weight of the hidden states' difference.
-        num_words: the size of the teacher's vocabulary, if there is no teacher.
-        chunk_numbers: the most logits at once.
+        loss_weights: the weights of the loss from the labels and of the divergence.
+        hidden: the weight of the mean square difference of hidden states.
+        num_words: the size of the teacher's vocabulary, if ``teacher`` is ``None``.
+        chunk_numbers: the maximum number of logits per chunk.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Distillation:
     def _of_labels(
         self, model: nn.Module, fields: Mapping[str, Any], labels: Tensor, batch: Mapping[str, Any]
     ) -> Tensor:
-        """Return the loss for labels of samples or tokens. The few labels need no chunks of logits."""
+        """Return the loss for labels of samples or tokens. Logits of the few labels are small and need no chunks."""
         named = {**fields, "output_hidden_states": True} if self._hidden else fields
         temperature, hard = self._loss_weights
         teacher_output = None
@@ -147,14 +147,14 @@ def _shares_of(labels: Tensor, dtype: torch.dtype) -> Tensor:
 def difference_of_states(student: tuple[Tensor, ...], teacher: tuple[Tensor, ...], shares_BT: Tensor) -> Tensor:
     """Return the mean square difference of hidden states (B, T, H), with layers matched evenly.
 
-    Student's layer i is compared with teacher's layer round(i * teacher's layers / student's layers), including the
-    embeddings (i = 0). DistilBERT and TinyBERT match layers in the same way (Jiao et al. 2020, arXiv:1909.10351). No
+    The student's layer i is compared with the teacher's layer round(i * teacher's layers / student's layers); layer 0
+    is the embeddings. DistilBERT and TinyBERT match layers in the same way (Jiao et al. 2020, arXiv:1909.10351). No
     learned projection is needed, because both hidden sizes are equal.
 
     Args:
         student: the student's embeddings and the output of each layer.
-        teacher: the same of the teacher, with the same hidden size.
-        shares_BT: the weight of each token; they sum to 1.
+        teacher: the teacher's embeddings and the output of each layer, with the same hidden size.
+        shares_BT: the weight of each token in the mean; the weights sum to 1.
     """
     last = max(len(student) - 1, 1)
     total = torch.zeros((), dtype=shares_BT.dtype, device=shares_BT.device)

@@ -45,13 +45,12 @@ def load_teacher(
     Args:
         folder: the folder of its checkpoint.
         task: the task of the job.
-        shape: the requirements of the job's texts.
-        place: with ``read-only`` the weights stay in memory-mapped files, which no private memory limit counts; CPU
-            only.
-        device: the device that the teacher computes on.
+        shape: the requirements of the job's texts on the model.
+        place: ``read-only`` keeps the weights in memory-mapped files, which do not count as private memory; CPU only.
+        device: the device of the weights.
 
     Raises:
-        JobError: if it does not fit the job, or cannot be read.
+        JobError: if the teacher does not fit the job, or cannot be read.
         OutputError: if the disk is too full for the weights that are not float32, which cannot be mapped as stored.
     """
     if isinstance(torch.empty(0), FakeTensor):  # a dry run needs the shapes only
@@ -76,10 +75,12 @@ def sketch_teacher(folder: Path, task: Task, shape: TextShape, label_names: tupl
         folder: see `load_teacher`.
         task: see `load_teacher`.
         shape: see `load_teacher`.
-        label_names: of the data, if known; if the teacher's labels have names, they must be equal.
+        label_names: the names of the labels in the data, if known. A teacher whose labels have names must have the
+            same.
 
     Raises:
-        JobError: if it is missing, damaged, or for another task, another vocabulary, other labels or shorter texts.
+        JobError: if the teacher is missing or damaged, or made for another task, another vocabulary, other labels or
+            shorter texts.
     """
     if not folder.is_dir():
         raise JobError(f"{_FIELD}: there is no folder {folder}: give the folder of a trained model, or download one")
@@ -104,7 +105,7 @@ def digest_of(folder: Path) -> str:
     Every byte is read, because two teachers may differ in a single matrix.
 
     Raises:
-        JobError: if it cannot be read.
+        JobError: if the folder cannot be read.
     """
     try:
         known = hashlib.sha256((folder / "config.json").read_bytes())
@@ -130,7 +131,7 @@ def _in_dry_run(folder: Path, shape: TextShape) -> nn.Module:
 
 
 def _check_head(folder: Path, task: Task) -> None:
-    """Raise an error if a folder lacks the weights of the head, which would be initialised at random."""
+    """Raise an error if a folder lacks the weights of the head, because new weights would be random."""
     try:
         with quiet():
             skeleton, _ = sketch_checkpoint(folder, head=task)
@@ -185,11 +186,11 @@ def require_same_tokens(folder: Path, own: dict[str, int], others: dict[str, int
 
     Args:
         folder: the teacher's folder.
-        own: the teacher's token ids by token.
-        others: the token ids of the job's tokenizer by token.
+        own: the token ids of the teacher's tokenizer, by token.
+        others: the token ids of the job's tokenizer, by token.
 
     Raises:
-        JobError: if they differ; the message names one token that differs.
+        JobError: if the tokenizers differ; the message names one token that differs.
     """
     if own == others:
         return

@@ -2,9 +2,9 @@
 
 `CarriedState` is a submodule of the model. For each stream slot of the batch it stores the detached state after the
 last window. Each sample contains its stream slot and window number (`plimsoll.data.samples.streams`). The first window
-of a stream slot starts from zeros. The training state is a buffer, which checkpoints save.
+of a stream starts from zeros. The training state is a buffer, which checkpoints save.
 
-Not detected: windows in the wrong order (`plimsoll.data.batches.batching` detects them), and a stream slot that is
+Not detected: windows in the wrong order (`plimsoll.data.batches.batching` detects them), and a stream slot that occurs
 twice in a batch. Wrap the model in ``DistributedDataParallel`` with ``broadcast_buffers=False``. Otherwise every rank
 would continue from the states of rank 0.
 
@@ -27,11 +27,11 @@ State: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 class CarriedState(nn.Module):
-    """The states of all stream slots. Training and evaluation have separate states; the one of evaluation is not saved.
+    """The states of all stream slots. Training and evaluation have separate states; only the training state is saved.
 
     Args:
-        recurrent: the layers; the states have their device and dtype.
-        num_slots: samples of a batch.
+        recurrent: the recurrent layers; the states have their sizes, device and dtype.
+        num_slots: number of stream slots, which is the number of samples per batch.
 
     Raises:
         InputError: if ``num_slots`` is less than 1.
@@ -58,10 +58,10 @@ class CarriedState(nn.Module):
             self.register_buffer(name, zeros, persistent=is_kept)
 
     def state(self, slots_B: Tensor, windows_B: Tensor) -> State:
-        """Return the initial state of some windows.
+        """Return the state from which each of these windows starts.
 
         Args:
-            slots_B: the stream slot of each window.
+            slots_B: the stream slot of each window, from 0.
             windows_B: the number of each window in its stream; 0 starts from zeros.
 
         Raises:
@@ -80,7 +80,7 @@ class CarriedState(nn.Module):
 
     @torch.no_grad()
     def put(self, slots_B: Tensor, windows_B: Tensor, state: State) -> None:
-        """Store the state after some windows, for the next windows."""
+        """Store the state after these windows, from which the next windows start; arguments as in `state`."""
         parts = state if isinstance(state, tuple) else (state,)
         found_BPNH = torch.stack(parts).permute(2, 0, 1, 3)
         self._states[1 - windows_B % 2, slots_B] = found_BPNH.to(self._states.dtype)
@@ -93,16 +93,16 @@ class CarriedState(nn.Module):
 def run_with_resets(
     recurrent: nn.Module, embedded_BTE: Tensor, state: State | None, resets_BT: Tensor | None
 ) -> tuple[Tensor, State]:
-    """Run recurrent layers, and set the state to zeros before each token of ``resets_BT``.
+    """Run recurrent layers, and set the state to zeros before each token that ``resets_BT`` marks.
 
-    The windows are split at every reset of any sample, and run part by part. The result is exact; more resets take more
+    All windows are split where any sample has a reset, and run part by part. The result is exact; more resets take more
     time.
 
     Args:
         recurrent: the layers.
         embedded_BTE: the inputs.
         state: the initial state; ``None`` means zeros.
-        resets_BT: whether the state is reset before a token; ``None``: no resets.
+        resets_BT: true for a token before which the state is reset; ``None``: no resets.
 
     Returns:
         The hidden states (B, T, H), and the state after the last token.
@@ -125,5 +125,5 @@ def _reset(state: State, is_reset_B: Tensor) -> State:
 
 
 def _zeroed(part_NBH: Tensor, is_reset_B: Tensor) -> Tensor:
-    # Not multiplied by 0, because NaN and infinity would remain NaN.
+    # Not a product with 0, because NaN and infinity times 0 are NaN.
     return torch.where(is_reset_B[None, :, None], torch.zeros_like(part_NBH), part_NBH)

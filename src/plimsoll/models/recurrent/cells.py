@@ -6,7 +6,7 @@
 Because the loop is a module, the technique `time_segments` can find it and train it on sequences of any length.
 
 A cell must keep everything that it remembers of a sequence in its state, and must not change the state in place. A
-change through ``.data`` is not detected, and makes gradients wrong with `time_segments`.
+change through ``.data`` is not detected. With `time_segments` it makes gradients wrong.
 
 Not handled: padding (the last state then includes the padding), packed sequences and a reverse direction.
 
@@ -29,10 +29,10 @@ class UnrolledCell(nn.Module):
     """A layer that calls a cell for each step of a sequence.
 
     Args:
-        cell: ``nn.LSTMCell``, ``nn.GRUCell``, ``nn.RNNCell``, or any module called as ``cell(input, state)`` that
-            returns ``(output, state)``. It gets the input of one step and the previous state, which is ``None`` at the
-            first step. A state is a tensor or a tuple of tensors.
-        batch_first: whether inputs and outputs are (B, T, ...), or (T, B, ...).
+        cell: ``nn.LSTMCell``, ``nn.GRUCell``, ``nn.RNNCell``, or any module that is called as ``cell(input, state)``
+            and returns ``(output, state)``. Its arguments are the input of one step and the previous state, which is
+            ``None`` at the first step. A state is a tensor or a tuple of tensors.
+        batch_first: whether inputs and outputs are (B, T, ...) rather than (T, B, ...).
     """
 
     def __init__(self, cell: nn.Module, batch_first: bool = False) -> None:
@@ -41,21 +41,21 @@ class UnrolledCell(nn.Module):
 
     @property
     def step_dim(self) -> int:
-        """The time dimension."""
+        """The time dimension of inputs and outputs."""
         return 1 if self.batch_first else 0
 
     def forward(self, input: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Return the outputs of all steps, with the same time dimension as the input, and the last state.
 
         Raises:
-            InputError: if there are no steps, or the cell returns something else than an output and a state.
+            InputError: if there are no steps, or the cell returns something other than an output and a state.
         """
         form = StateForm.of(state)
         passed = self.stretch(form, state_of_cell(state), input)
         return passed.outputs[0], form.given(passed.state)
 
     def stretch(self, form: StateForm, state: State, input: Tensor) -> Passed:
-        """Run some steps from a state, which is empty before the first step; ``form`` is updated."""
+        """Run the steps of ``input`` from a state, which is empty before the first step. ``form`` is updated."""
         if input.dim() < 2 or input.shape[self.step_dim] == 0:
             raise InputError(
                 f"cannot unroll {type(self.cell).__name__} over an input of shape {list(input.shape)}, which has no "
@@ -82,13 +82,13 @@ class UnrolledCell(nn.Module):
 
 @dataclass
 class StateForm:
-    """The form of a cell's state: a tensor or a tuple."""
+    """The form of a cell's state: a single tensor (``is_bare``) or a tuple of tensors."""
 
     is_bare: bool
 
     @classmethod
     def of(cls, given: Any) -> StateForm:
-        """Return the form of an initial state. For ``None`` the first result of the cell decides it."""
+        """Return the form of an initial state. If that is ``None``, the first result of the cell decides."""
         return cls(isinstance(given, Tensor))
 
     def given(self, state: State) -> Any:
@@ -102,7 +102,7 @@ def state_of_cell(given: Any) -> State:
     """Return a cell's state as a tuple, which is empty for ``None``.
 
     Raises:
-        InputError: if it contains something else than tensors.
+        InputError: if the state contains anything other than tensors.
     """
     if given is None:
         return ()

@@ -47,7 +47,7 @@ _NO_STATE: State = ()
 
 
 class RecurrentConfig(Frozen):
-    """The configuration of a recurrent model. ``num_labels`` makes it a classifier, of tokens if ``is_tagger``.
+    """The configuration of a recurrent model. With ``num_labels`` it is a classifier, of tokens if ``is_tagger``.
 
     ``label_names`` are saved with the model. ``adaptive_cutoffs`` gives a language model an adaptive softmax: see
     `plimsoll.models.adaptive`.
@@ -98,7 +98,7 @@ class RecurrentConfig(Frozen):
 
 
 class RecurrentOutput(NamedTuple):
-    """The result of a recurrent model.
+    """The loss and the logits of a recurrent model.
 
     ``loss`` is ``None`` without labels. ``logits`` is ``None`` if the loss was computed without all logits at once.
     """
@@ -129,9 +129,9 @@ class RecurrentLanguageModel(RecurrentModel):
             self.head.weight = self.embedding.weight
 
     def carry(self, num_slots: int) -> None:
-        """Carry the state of ``num_slots`` stream slots from each window of a stream to the next.
+        """Make the model carry the state of ``num_slots`` stream slots from each window of a stream to the next.
 
-        Call it before the model is moved to a device.
+        Call it before you move the model to a device.
         """
         self.carried = CarriedState(self.recurrent, num_slots)
 
@@ -153,12 +153,12 @@ class RecurrentLanguageModel(RecurrentModel):
         Args:
             input_ids: (B, T), padded on the right.
             attention_mask: ignored, because no token sees the padding on its right, and padding has the label -100.
-            labels: (B, T), or ``None``.
+            labels: (B, T), the token ids or -100; ``None``: compute no loss.
             slots: (B,), the stream slot of each sample, if the samples are windows of a stream
                 (`plimsoll.data.samples.streams`). The state then continues from the previous window. The last token is
                 not read, because the next window begins with it, so logits are (B, T - 1, V).
             windows: (B,), the number of each window in its stream.
-            resets: (B, T), the tokens before which the state is set to zeros.
+            resets: (B, T), true for a token before which the state is set to zeros.
         """
         if slots is None or windows is None:
             hidden_BTH, _ = self.recurrent(self.dropout(self.embedding(input_ids)))
@@ -208,7 +208,7 @@ class RecurrentLanguageModel(RecurrentModel):
     def _loss(
         self, hidden_BTH: Tensor, targets_BT: Tensor, reduction: Literal["mean", "sum"]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of predicting the targets, and the logits if all of them were computed."""
+        """Return the loss for the targets, and the logits; ``None`` if they were never computed all at once."""
         if isinstance(self.head, nn.AdaptiveLogSoftmaxWithLoss):
             return adaptive_loss(self.head, hidden_BTH, targets_BT, reduction), None
         logits_BTV = self.head(hidden_BTH)
@@ -218,12 +218,12 @@ class RecurrentLanguageModel(RecurrentModel):
         return loss, logits_BTV
 
     def hidden_states(self, input_ids: Tensor) -> Tensor:
-        """Return the inputs of the head, (B, T, H). Each sequence starts from a zero state."""
+        """Return the hidden states (B, T, H) that the head reads. Each sequence starts from a zero state."""
         hidden_BTH, _ = self.recurrent(self.dropout(self.embedding(input_ids)))
         return self.dropout(hidden_BTH)  # type: ignore[no-any-return]
 
     def logits_of(self, hidden_BTH: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of some positions, or the log-probabilities of an adaptive softmax."""
+        """Return the logits (B, T, V) for hidden states, or log-probabilities with an adaptive softmax."""
         if isinstance(self.head, nn.AdaptiveLogSoftmaxWithLoss):
             return log_probabilities(self.head, hidden_BTH)
         logits_BTV: Tensor = self.head(hidden_BTH)
@@ -239,7 +239,7 @@ class RecurrentLanguageModel(RecurrentModel):
 
 
 class RecurrentLabeller(RecurrentModel):
-    """The base class of classifiers and taggers: their layers."""
+    """The base class of classifiers and taggers, which have the same layers."""
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class RecurrentLabeller(RecurrentModel):
 
 
 class RecurrentClassifier(RecurrentLabeller):
-    """Predicts one of L labels for a sequence from the state after its last token (both ends if bidirectional)."""
+    """Predicts one of L labels for a sequence from the last state, or the last states of both directions."""
 
     judges_the_end: ClassVar[bool] = True
     packs_sequences: ClassVar[bool] = True  # see `plimsoll.techniques.packed_stretches`
@@ -271,7 +271,7 @@ class RecurrentClassifier(RecurrentLabeller):
             input_ids: (B, T), padded on the right.
             attention_mask: (B, T), 1 for a token and 0 for padding, which has no effect on the result; ``None``: no
                 padding. A sequence without tokens is read as one token of padding.
-            labels: (B,), from 0 to L - 1.
+            labels: (B,), from 0 to L - 1; ``None``: compute no loss.
         """
         embedded = self.dropout(self.embedding(input_ids))
         if attention_mask is not None:
@@ -331,7 +331,7 @@ class RecurrentTagger(RecurrentLabeller):
             input_ids: (B, T), padded on the right.
             attention_mask: (B, T), 1 for a token and 0 for padding, which has no effect on the result; ``None``: no
                 padding. A sequence without tokens is read as one token of padding.
-            labels: (B, T), from 0 to L - 1, or -100.
+            labels: (B, T), from 0 to L - 1, or -100 for tokens that do not count; ``None``: compute no loss.
         """
         embedded = self.dropout(self.embedding(input_ids))
         if attention_mask is None or not self.config.bidirectional:  # the forward direction never sees the padding
@@ -376,9 +376,9 @@ def recurrent_config(fields: dict[str, Any]) -> RecurrentConfig:
 
 
 def save_recurrent(model: RecurrentModel, folder: Path) -> None:
-    """Write ``model.safetensors`` and ``config.json`` into an existing folder; for copies see `save_weights`.
+    """Write ``model.safetensors`` and ``config.json`` into an existing folder; `save_weights` limits the memory.
 
-    The carried state is not saved, because it belongs to the training and not to the model.
+    The carried state is left out, because it belongs to the training and not to the model.
     """
     with _without_carried_state(model):
         save_weights(model, folder / "model.safetensors")
@@ -391,7 +391,7 @@ def load_recurrent(folder: Path, dtype: torch.dtype = torch.float32) -> Recurren
 
     Args:
         folder: the folder of the model.
-        dtype: the dtype of the loaded weights.
+        dtype: the dtype to which the weights are converted.
 
     Raises:
         JobError: if a file is missing or damaged.
@@ -417,13 +417,13 @@ def _without_carried_state(model: RecurrentModel) -> Iterator[None]:
 
 
 def recurrent_layers(config: RecurrentConfig) -> nn.RNNBase:
-    """Return new recurrent layers. For a padded or packed batch they return the outputs and the last state."""
+    """Return new recurrent layers, which map a padded or packed batch to their outputs and last state."""
     return _LAYERS[config.architecture](
         input_size=config.embedding_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_layers,
         batch_first=True,
-        # With one layer, torch warns that dropout between layers has no effect.
+        # Without this case, torch would warn that dropout between layers has no effect in one layer.
         dropout=config.dropout if config.num_layers > 1 else 0.0,
         bidirectional=config.bidirectional,
     )
@@ -437,7 +437,7 @@ def _output_layer(config: RecurrentConfig) -> nn.Module:
 
 
 def _next_tokens(labels_BT: Tensor, num_read: int) -> Tensor:
-    """Return the target (B, T) of each token that is read.
+    """Return the target (B, T) of each token that is read, which is the label of the next token.
 
     The labels are shifted rather than the logits, because shifted logits would be a copy.
 
@@ -451,7 +451,7 @@ def _next_tokens(labels_BT: Tensor, num_read: int) -> Tensor:
 
 
 def _rows(embedding: nn.Embedding, ids_BS: Tensor, ids_BT: Tensor) -> Tensor:
-    """Return the embeddings of a segment. The gradient of a segment covers its rows only, not the whole table."""
+    """Return the embeddings of a segment. Its gradient covers only the rows of its tokens, not the whole table."""
     is_part, hooks = ids_BS.shape[1] < ids_BT.shape[1], (embedding._forward_hooks, embedding._forward_pre_hooks)
     is_plain = type(embedding) is nn.Embedding and "forward" not in vars(embedding) and not any(hooks)
     if (
@@ -466,7 +466,7 @@ def _rows(embedding: nn.Embedding, ids_BS: Tensor, ids_BT: Tensor) -> Tensor:
 
 
 def _fault(fault: Any) -> str:
-    """Return one fault that pydantic reports, as a message. For an unknown field, suggest the nearest known one."""
+    """Return the message for one fault that pydantic reports. For an unknown field, suggest the nearest known field."""
     name = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         return f"there is no field `{name}`; {near(name, RecurrentConfig.model_fields)}"

@@ -1,8 +1,8 @@
 """The interface of models whose forward can run in time segments: a method ``in_segments``.
 
-A recurrent model does not need all steps in memory if its other layers compute one step at a time. Embeddings, dropout,
-linear layers and losses do. ``in_segments`` takes an `Unroll`, followed by the arguments of ``forward``, and returns
-the same loss; `Unroll` has an example. Only the techniques `time_segments` and `truncated_bptt` call it.
+A recurrent model does not need all steps in memory if its other layers compute each step separately. Embeddings,
+dropout, linear layers and losses do so. ``in_segments`` takes an `Unroll`, followed by the arguments of ``forward``,
+and returns the same loss; `Unroll` has an example. Only the techniques `time_segments` and `truncated_bptt` call it.
 
 A model whose loss depends on the end of the sequence, such as a classifier, sets ``judges_the_end = True``, because its
 gradient cannot be truncated.
@@ -31,17 +31,17 @@ def as_state(hidden: Any) -> State:
 
 
 def as_hidden(state: State) -> Any:
-    """Return a state in the form that such a layer takes: a pair, a tensor, or ``None`` before the first step."""
+    """Return a state in the form that a ``torch.nn`` recurrent layer takes: a pair, a tensor, or ``None``."""
     return state if len(state) == 2 else state[0] if state else None
 
 
 def runs_in_segments(model: nn.Module) -> bool:
-    """Return whether a model implements ``in_segments``. A model that cannot do so may set it to ``None``."""
+    """Return whether a model implements ``in_segments``. A model that cannot run in segments may set it to ``None``."""
     return callable(getattr(model, "in_segments", None))
 
 
 def sums_its_loss(model: nn.Module) -> bool:
-    """Return whether a model implements ``in_segments`` and its loss is a sum over the steps."""
+    """Return whether a model implements ``in_segments`` and computes its loss as a sum over the steps."""
     return runs_in_segments(model) and not getattr(model, "judges_the_end", False)
 
 
@@ -49,7 +49,7 @@ class Passed(NamedTuple):
     """The result of a segment, or of all segments together.
 
     Attributes:
-        outputs: tensors with a time dimension like the inputs; segments are concatenated.
+        outputs: tensors with the time dimension of the inputs; they are concatenated over the segments.
         sums: tensors that are added up over the segments.
         state: the state after the last step.
     """
@@ -64,7 +64,7 @@ Run = Callable[..., Passed]
 
 
 class Unroll(Protocol):
-    """Calls ``run`` for each segment, in order.
+    """The argument ``unroll`` of ``in_segments``: calls ``run`` for each segment, in order.
 
         class Model(nn.Module):
             def in_segments(self, unroll: Unroll, input_ids, labels):
@@ -80,5 +80,5 @@ class Unroll(Protocol):
     """
 
     def __call__(self, run: Run, sequences: Sequence[Tensor], state: State = (), dim: int = 1) -> Passed:
-        """Run ``sequences``, whose time dimension is ``dim``, starting from ``state``."""
+        """Run all segments of ``sequences``, whose time dimension is ``dim``, starting from ``state``."""
         ...

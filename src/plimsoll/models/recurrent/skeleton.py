@@ -1,6 +1,6 @@
 """Skeletons of recurrent models (`plimsoll.models.recurrent.model`), with the checkpoint entry of each weight.
 
-Another vocabulary size, quantization and adapters are not supported and raise an error.
+Requests for another vocabulary size, quantization or adapters raise an error.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def recurrent_skeleton(
     """Build the skeleton of a recurrent model.
 
     Args:
-        checkpoint: its checkpoint.
-        fields: its configuration.
-        dtype: the dtype of the weights; ``None``: as stored.
-        asked: further requests by name, none of which a recurrent model supports; ``None`` values are ignored.
+        checkpoint: the checkpoint of the model.
+        fields: the configuration of the model.
+        dtype: the dtype of the weights; ``None``: the stored dtype of each weight.
+        asked: further options of `load_model` by name, none of which a recurrent model supports; ``None`` is ignored.
 
     Raises:
-        WeightsError: if the weights do not fit the configuration, or a request is not ``None``.
+        WeightsError: if the weights do not fit the configuration, or an option is not ``None``.
     """
     for name, value in asked.items():
         if value is not None:

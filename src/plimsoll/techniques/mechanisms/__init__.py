@@ -1,1 +1,1 @@
-"""Mechanisms that techniques install: streams, sliced computations, sharding, replaced optimizers."""
+"""Mechanisms that techniques install, such as side streams, sliced computations, sharding and replaced optimizers."""

@@ -1,4 +1,4 @@
-"""Configuration of a CPU process's heap and of torch's CUDA allocator for a set of choices, and their rules."""
+"""Configuration of a CPU process's heap and of torch's CUDA allocator for a set of choices, and the resulting rules."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from plimsoll.techniques.mechanisms.technique import Choices
 def set_up_as_with(choices: Choices, device: str) -> None:
     """Configure the allocators of this process for these choices, before the model is built.
 
-    A model built in another heap leaves holes when it moves: 11 of 376 MiB for a T5 whose parameters move to a file. So
-    a model that will be sharded inside a budget is built with memory mappings. Call `set_up_for_steps` after that.
+    A model built in the heap of the steps leaves holes when its parameters move out: 11 of 376 MiB for a T5 whose
+    parameters move to a file. So, if there is a budget, a model that will be sharded is built in memory mappings. Call
+    `set_up_for_steps` once it is built.
     """
     if device != "cpu":
         for settings in _allocator_settings(choices):
@@ -42,7 +43,7 @@ def _set_up_heap(rules: HeapRules) -> None:
 
 @contextmanager
 def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
-    """Set the mmap threshold of this process, ``None`` for no mappings; the exit sets the default without a plan."""
+    """Set the mmap threshold (``None``: no mappings) of this process; the exit sets the threshold without a plan."""
     data_limit.set_up_heap(num_bytes)
     try:
         yield
@@ -52,13 +53,13 @@ def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
 
 
 def is_built_apart(choices: Choices) -> bool:
-    """Return whether the parameters that a model is built with are replaced by smaller ones before the first step."""
+    """Return whether a choice replaces the parameters of the new model by smaller ones before the first step."""
     techniques = [technique_of(choice.technique) for choice in choices]
     return any(one.is_for_the_run and "parameters" in one.moves for one in techniques)
 
 
 def rules_in_force(choices: Choices, has_budget: bool) -> HeapRules:
-    """Return the heap rules of a training with these choices, with or without a budget."""
+    """Return the heap rules that apply to a training with these choices, with or without a budget."""
     rules = heap_rules(choices) or (FAST_HEAP if has_budget else DEFAULT_HEAP)
     if has_budget and is_built_apart(choices):
         return rules.model_copy(update={"build_threshold_bytes": heap.TIGHT_BYTES})
@@ -72,7 +73,7 @@ def heap_rules(choices: Iterable[Choice]) -> HeapRules | None:
 
 
 def allocator_rules(choices: Iterable[Choice]) -> AllocatorRules:
-    """Return the rules of torch's CUDA allocator with these choices and the environment's settings.
+    """Return the rules of torch's CUDA allocator under these choices and the settings in the environment.
 
     Raises:
         InputError: if the environment has a setting that torch does not know.

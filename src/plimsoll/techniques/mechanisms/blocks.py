@@ -2,11 +2,12 @@
 
 Blocks are siblings of one class with submodules of their own. They are entries of a ``ModuleList`` or ``Sequential``
 (``transformer.h.0``, ``encoder.layer.0``, ``model.layers.0``), or attributes whose names differ only in a number
-(``block1``, ``block2``). Only the outermost ones count. Together they must hold most weights other than embeddings and
-weights of an embedding's shape (an output layer): small repeated heads are not blocks.
+(``block1``, ``block2``). Only the outermost such modules count. Together they must hold at least half of the weights,
+not counting embeddings and weights with the shape of an embedding (an output layer). So small repeated heads are not
+blocks.
 
-It reads modules and shapes only, so it works on the meta device and with fake tensors. Not found: parts repeated under
-names without a number. Stages of blocks, as in Swin, are not split.
+It reads modules and shapes only, so it works on the meta device and with fake tensors. Not found: modules repeated
+under names without a number. Stages of blocks, as in Swin, are not split.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _LEAST_SHARE_OF_A_CLASS = 0.05  # ... and for one class: a hybrid may have one a
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """Return the qualified names and modules of the repeated blocks, in the order of the model, if any."""
+    """Return the qualified names and modules of the repeated blocks, in the order of the model; may be empty."""
     embeddings = {module.weight.shape for module in model.modules() if type(module) is nn.Embedding}
     weights = {
         id(parameter): parameter.numel() for parameter in model.parameters() if parameter.shape not in embeddings
@@ -41,7 +42,7 @@ def blocks_of(model: nn.Module) -> Blocks:
 
 
 def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost candidates below a module, in order."""
+    """Yield the names and modules of the outermost candidates for blocks below a module, in order."""
     children = list(module.named_children())
     alike = Counter(_kind(name, child) for name, child in children if _has_parts(child))
     is_list_of_one = isinstance(module, nn.ModuleList) and len(children) == 1
@@ -58,7 +59,7 @@ def _kind(name: str, child: nn.Module) -> tuple[str, type]:
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Return whether a module is a composite that computes: not a list, and not a single layer of torch's."""
+    """Return whether a module may be a block: neither a container of modules nor a single layer of torch's."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     is_single = next(module.children(), None) is None and type(module).__module__.startswith("torch.nn.")

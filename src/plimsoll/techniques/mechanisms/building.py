@@ -1,4 +1,4 @@
-"""Placement of a model when it is built and moved to its device, for choices with which no device holds all of it."""
+"""Placement of a model when it is built and moved to its device, if the device may not hold the whole model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Snapshots of key-value caches among the arguments of a call that will be repeated.
+"""Snapshots of the key-value caches among the arguments of a call that will be repeated.
 
-A Hugging Face model fills its cache in training, because ``use_cache`` is on by default. The second pass of a block
-must see the cache as the first pass did, and must not change the caller's cache again. So the structure of the cache is
-copied, but its tensors are shared. Tensors of other blocks' layers are not kept alive, only their shapes.
+A Hugging Face model fills its cache in training, because ``use_cache`` is on by default. The repeated call of a block
+must see the cache in its first state, and must not change the caller's cache again. So the structure of the cache is
+copied, but its tensors are shared. A block writes one layer of the cache. Of the other layers' tensors, only the shapes
+are kept.
 
 Not handled: caches that are written in place (``StaticCache``), which no training uses.
 """
@@ -21,7 +22,7 @@ _MODULE = "transformers.cache_utils"
 
 
 class CachesBefore:
-    """The caches among the leaves of some arguments, as they are at construction."""
+    """Copies of the Hugging Face caches among the leaves of a call's arguments, made at construction."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._pairs: list[tuple[Any, Any]] = []
@@ -38,14 +39,14 @@ class CachesBefore:
         return [None if number in self._copies else leaf for number, leaf in enumerate(leaves)]
 
     def back_in(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the leaves with copies of the original caches, which may be modified."""
+        """Return the leaves with new copies of the original caches, which the repeated call may modify."""
         again = CachesBefore([self._copies.get(number) for number in range(len(leaves))])
         return [again._copies.get(number, leaf) for number, leaf in enumerate(leaves)]
 
     def forget_unchanged(self) -> None:
-        """Release, after the call, the tensors of layers that it did not write, if it wrote any.
+        """Release the tensors of the cache layers that the call did not write, if it wrote any. Use it after the call.
 
-        Their shapes remain; a second pass that reads their values fails.
+        The shapes remain. If the repeated call reads the values of such a tensor, it fails.
         """
         originals = [(original, _tensors(mine) != _tensors(original)) for original, mine in self._pairs]
         if any(is_written for _, is_written in originals):
@@ -84,7 +85,7 @@ _SHAPES = WeakTensorKeyDictionary()  # each block needs the shapes of the layers
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape without memory or values."""
+    """Return a tensor of the same shape on the meta device, without values."""
     if tensor.is_meta or not tensor.numel():
         return tensor
     shape: Tensor | None = _SHAPES.get(tensor)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """Cross entropy of a linear layer's outputs in chunks of tokens, without ever storing all logits.
 
-Numerics: matrix products in ``compute_dtype``, everything else in fp32 (fp64 for fp64), sums over chunks in fp32 or
-better. Mathematically it equals ``F.cross_entropy(F.linear(...))``, in another rounding order. No value is read on the
-host, even if the number of counted labels is unknown, and every op is deterministic.
+Numerics: matrix products are in ``compute_dtype``, all other operations and sums over chunks in fp32 (fp64 for fp64).
+Mathematically it equals ``F.cross_entropy(F.linear(...))``, but it is rounded in another order. No value is read on the
+host, not even the number of labels that count, and every op is deterministic.
 
 Not handled: class weights and probabilities as targets. Double backward is refused.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from plimsoll.errors import InputError
 
-# Rows of a half-precision gradient to add to its fp32 sum at once. This limits the temporary memory.
+# Rows of a half-precision gradient to add to its fp32 sum at once. This bounds the temporary memory.
 _ROWS_PER_SUM = 4096
 
 
@@ -30,13 +30,13 @@ class LossOptions:
 
     Attributes:
         chunk_tokens: tokens per chunk.
-        compute_dtype: of the matrix products.
-        dtype: of the logits that the model would have returned.
-        loss_dtype: of the result.
+        compute_dtype: data type of the matrix products.
+        dtype: data type of the logits that the model would have returned.
+        loss_dtype: data type of the result.
         reduction: as in ``F.cross_entropy``, like ``ignore_index`` and ``label_smoothing``.
         ignore_index: see ``reduction``.
         label_smoothing: see ``reduction``.
-        scale: a factor for the logits.
+        scale: the factor by which the logits are multiplied.
     """
 
     chunk_tokens: int
@@ -50,14 +50,14 @@ class LossOptions:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype of the softmax and of all sums."""
+        """The data type of the softmax and of all sums."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def recomputes(self) -> bool:
-        """True if backward must recompute the chunks, because the incoming gradient is needed to compute gradients.
+        """True if backward must recompute the chunks, because gradients cannot be computed without the incoming one.
 
-        In fp16, small gradients would underflow without the loss scale, which arrives in backward.
+        In fp16, small gradients would underflow without the loss scale, which the incoming gradient contains.
         """
         return self.reduction == "none" or self.compute_dtype == torch.float16
 
@@ -70,13 +70,13 @@ class Layer(NamedTuple):
     bias_V: Tensor | None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Layer:
-        """Apply a function to each tensor."""
+        """Apply a function to each tensor; a missing bias stays ``None``."""
         hidden_ND, weight_VD, bias_V = self
         return Layer(function(hidden_ND), function(weight_VD), None if bias_V is None else function(bias_V))
 
 
 def chunked_cross_entropy(layer: Layer, target_N: Tensor, options: LossOptions) -> Tensor:
-    """Return the cross entropy of ``hidden @ weight.T + bias``.
+    """Return the cross entropy of the logits ``hidden @ weight.T + bias``.
 
     Args:
         layer: the layer and its input; gradients flow to all its tensors.
@@ -84,7 +84,7 @@ def chunked_cross_entropy(layer: Layer, target_N: Tensor, options: LossOptions) 
         options: the options of the loss.
 
     Returns:
-        a scalar or, with ``reduction="none"``, (N,).
+        The loss: a scalar or, with ``reduction="none"``, (N,).
 
     Raises:
         InputError: in backward, for a second derivative, or for a second backward without ``retain_graph=True``.
@@ -98,9 +98,9 @@ def chunked_cross_entropy(layer: Layer, target_N: Tensor, options: LossOptions) 
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The loss and, if they do not depend on backward, its gradients, computed while a chunk's logits exist.
+    """The loss as an autograd function. Forward computes the gradients too, unless `LossOptions.recomputes` is true.
 
-    Backward only multiplies them by the incoming gradient, as in Liger (Hsu et al. 2024, arXiv:2410.10989).
+    Backward then only multiplies these gradients by the incoming one, as in Liger (Hsu et al. 2024, arXiv:2410.10989).
     """
 
     @staticmethod
@@ -138,7 +138,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(ctx: Any, arriving: Tensor) -> Iterator[Tensor | None]:
-    """Yield the gradients from forward times the incoming gradient, in place unless the graph is retained."""
+    """Yield the gradients from forward times the incoming gradient. The product is in place if the graph is freed."""
     # Private: whether this backward has retain_graph=True. If torch lacks the function, the gradients are copied.
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
     sums = ctx.gradients
@@ -190,7 +190,7 @@ def _shares(target_N: Tensor, options: LossOptions) -> Tensor:
 class _Pass:
     """One pass over the chunks, with buffers that all chunks reuse.
 
-    ``sums`` has the gradients of hidden, weight and bias; ``None`` for those not requested.
+    ``sums`` has the gradients of hidden, weight and bias; ``None`` for a gradient that is not requested.
     """
 
     def __init__(self, layer: Layer, target_N: Tensor, options: LossOptions, wanted: Any = (False,) * 3) -> None:
@@ -211,7 +211,7 @@ class _Pass:
         ]
 
     def losses(self, share_N: Tensor | None = None) -> Tensor:
-        """Compute the loss of each token; with ``share_N``, also accumulate the gradients."""
+        """Return the loss of each token (N,); with ``share_N``, its weight in the result, also accumulate gradients."""
         loss_N = self._logits.new_empty(len(self._target_N))
         for start in range(0, len(self._target_N), self._chunk_tokens):
             rows = slice(start, start + self._chunk_tokens)
@@ -234,7 +234,7 @@ class _Pass:
         return logits_CV if self._options.scale == 1 else logits_CV.mul_(self._options.scale)
 
     def _losses_of(self, logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses and the sums of exponentials. Overwrite the logits by their exponentials."""
+        """Return the losses (C,) and the sums of exponentials (C,). Overwrite the logits by their exponentials."""
         logits_CV.sub_(logits_CV.amax(dim=1, keepdim=True))
         picked_C = logits_CV.gather(1, target_C[:, None]).squeeze(1)
         smoothing = self._options.label_smoothing
@@ -247,7 +247,7 @@ class _Pass:
         return loss_C, total_C
 
     def _make_gradient(self, exponentials_CV: Tensor, total_C: Tensor, target_C: Tensor, share_C: Tensor) -> None:
-        """Overwrite the exponentials by the gradient of the logits."""
+        """Overwrite the exponentials (C, V) by the gradient of the logits."""
         smoothing = self._options.label_smoothing
         exponentials_CV.mul_((share_C / total_C)[:, None])
         if smoothing:

@@ -1,8 +1,8 @@
 """Quantization of frozen weights to 8-bit or 4-bit codes, and dequantization.
 
-Codes and scales are plain tensors, which are counted, saved, loaded and dry-run like others. torchao's tensors (0.18)
-are not used. Their storage reports the bytes of the dense weight, so memory counted by storages would be wrong. They
-also lack ``aten.addmm``, which GPT-2's ``Conv1D`` calls.
+Codes and scales are plain tensors, which are counted, saved, loaded and dry-run like other tensors. The tensor
+subclasses of torchao (0.18) are not used. Their storage reports the bytes of the dense weight, so memory counted by
+storages would be wrong. They also lack ``aten.addmm``, which GPT-2's ``Conv1D`` calls.
 
 ``int8``: integers from -127 to 127 with one scale per output channel; the largest weight is exact. ``nf4``: the 16
 values of NormalFloat, each of which covers an equal share of a normal distribution. It has one scale per group of up to
@@ -23,9 +23,9 @@ from torch import Tensor
 _LARGEST_CODE = 127  # not -128, so that a weight and its negative are equally exact
 _SMALLEST_SCALE = 1e-12  # for a channel or group of zeros
 _LARGEST_GROUP = 64  # weights per scale, as in the paper
-_SMALLEST_GROUP = 16  # in smaller groups, 32-bit scales turn 4 bits per weight into more than 6
+_SMALLEST_GROUP = 16  # in smaller groups, the 32-bit scales would add more than 2 bits per weight
 
-# The values of bitsandbytes and the paper: quantiles of a normal distribution, including 0, scaled to a maximum of 1.
+# The same values as in bitsandbytes and the paper: quantiles of a normal distribution, and 0, scaled to a maximum of 1.
 NF4_VALUES = (
     -1.0,
     -0.6961928009986877,
@@ -63,7 +63,7 @@ def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _from_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the dense weight. It multiplies in place, because a mixed-dtype product makes an uncounted copy."""
+    """Return the dense weight. The product is in place, because a product of mixed dtypes makes an uncounted copy."""
     return codes.to(torch.float32).mul_(scale).to(dtype)
 
 
@@ -80,7 +80,7 @@ def _to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _from_nf4(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the dense weight; a byte is an index to the pair of values that it encodes."""
+    """Return the dense weight. Each byte of the codes is the index of the pair of values that it encodes."""
     num_outputs, num_groups = scale.shape
     values = torch.tensor(NF4_VALUES, device=codes.device)
     pairs = torch.stack((values.repeat_interleave(16), values.repeat(16)), dim=1)

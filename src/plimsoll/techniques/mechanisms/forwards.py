@@ -13,7 +13,7 @@ from torch import nn
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace a module's forward; the exit restores it.
 
-    ``forward`` should be an object, not a function, so that a copied model calls its own.
+    ``forward`` should be an object, not a closure, so that a deep copy of the model calls its own modules.
     """
     before = vars(module).get("forward")
     vars(module)["forward"] = forward

@@ -1,11 +1,11 @@
 """Frozen linear layers with 8-bit or 4-bit weights (see `mechanisms.codes`).
 
 A layer's weight is dequantized for its forward and again for its backward, and the dense copy is freed at once. Only
-the codes are saved for backward. Gradients flow to the layer's input; the weight has none. Codes and scales are
-parameters rather than buffers, because an undo copies buffers.
+the codes and scales are saved for backward. Gradients flow to the layer's input; the weight has none. Codes and scales
+are parameters rather than buffers, because the undo of a step copies all buffers.
 
 Not handled: subclasses of ``nn.Linear``, layers with hooks, weights that need a gradient, and weights that share memory
-with others. The latter stay dense, since quantizing them would free no memory.
+with other weights. Shared weights stay dense, because quantizing them would free no memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CodedLinear(nn.Module):
         weight: the layer's weight.
         bias: the layer's bias, which is not copied.
         is_transposed: whether the weight is (inputs, outputs), as in ``Conv1D``.
-        codec: quantizes the weight.
+        codec: the functions that quantize and dequantize the weight.
     """
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None, is_transposed: bool, codec: Codec) -> None:
@@ -43,12 +43,12 @@ class CodedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, for models that read it or its dtype; dequantized at each access."""
+        """The dense weight, for models that read it or its dtype. It is dequantized at each access."""
         weight = self._codec.decode(self.codes, self.scale, self._dtype)
         return weight.t() if self._is_transposed else weight
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute the layer."""
+        """Compute the layer's outputs."""
         kind = inputs.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self._dtype
         product: Any = _Product.apply  # torch has no types for it
@@ -74,10 +74,10 @@ class _Product(torch.autograd.Function):
 
 
 class KeptOutside:
-    """Parameters whose memory is moved to a file while other parameters replace them.
+    """Parameters whose values are kept in a file while other parameters replace them.
 
     Args:
-        files: the files in which the model was built, if any; parameters there stay where they are.
+        files: the files in which the model was built, if any; parameters in these files are not moved.
     """
 
     def __init__(self, files: MappedPool | None = None) -> None:
@@ -94,7 +94,7 @@ class KeptOutside:
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Move the parameters back to memory. If memory runs out, the rest stay in the file and can be used there."""
+        """Move the parameters back. If memory runs out, the remaining ones stay in the file and can be used there."""
         while self._kept:
             parameter, device = self._kept[-1]
             parameter.data = parameter.to(device, copy=True)
@@ -105,10 +105,10 @@ def to_codes(wrappers: Iterable[Any], model: nn.Module, kept: KeptOutside, base:
     """Quantize the layers inside peft's wrappers (``base_layer``), one after another.
 
     Args:
-        wrappers: peft's wrappers.
+        wrappers: peft's wrappers of linear layers.
         model: the model that contains them.
         kept: receives the original weights.
-        base: a key of `CODECS`.
+        base: the name of the codec in `CODECS`.
     """
     parameters = (parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     num_owners = Counter(parameter.untyped_storage()._cdata for parameter in parameters)

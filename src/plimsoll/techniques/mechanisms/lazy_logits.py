@@ -1,13 +1,13 @@
 """Lazy logits: a tensor with the shape of a linear layer's output, whose values are computed only on demand.
 
 A `LazyLogits` has shape, dtype, device and gradient function, but no memory. Operations that losses apply to logits
-before ``F.cross_entropy`` are applied to the layer's input instead. These are slices, reshapes and permutations of the
-dimensions before the vocabulary, casts to a wider type, multiplication by a number, and ``detach``. The cross entropy
-itself is computed in chunks of tokens. Any other operation computes the real logits once, with their graph: result and
-memory are then the same as without this module.
+before ``F.cross_entropy`` are recorded or applied to the layer's input instead. These are slices, reshapes and
+permutations of the dimensions before the vocabulary, casts to a wider type, multiplication by a number, and ``detach``.
+The cross entropy itself is computed in chunks of tokens. Any other operation computes the real logits once, with their
+graph: result and memory are then the same as without this module.
 
 Refused with an error: an in-place change of logits, or a hook on their gradient, after other tensors were derived from
-them; and reading logits after the layer has changed (an optimizer step).
+them; and reading logits after the layer's weight or input has changed, for example by an optimizer step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from plimsoll.techniques.mechanisms.chunked_cross_entropy import Layer, LossOpti
 
 @dataclass(frozen=True)
 class Form:
-    """The operations between layer and logits: computed in ``compute_dtype``, cast to ``dtype``, times ``scale``.
+    """The operations between layer and logits: a product in ``compute_dtype``, a cast to ``dtype``, a factor ``scale``.
 
-    ``class_dim`` is the dimension of the outputs in the logits; in the layer's input it is the last one.
+    ``class_dim`` is the dimension of the logits that runs over the vocabulary; in the layer's output it is the last.
     """
 
     compute_dtype: torch.dtype
@@ -41,7 +41,7 @@ class Form:
 
 @dataclass
 class Tally:
-    """Counters for the logits of one head: chunked cross entropies, and the first function that needed all logits."""
+    """For one head: the count of chunked cross entropies, and the first function that needed all logits."""
 
     num_chunked: int = 0
     asked_by: str | None = None
@@ -49,7 +49,10 @@ class Tally:
 
 @dataclass
 class _Family:
-    """State shared by all logits of one call of the head; ``made_of`` has each source tensor with its version then."""
+    """State shared by all logits of one call of the head.
+
+    ``made_of`` has the tensors that the logits are computed from, and their versions at the call.
+    """
 
     chunk_tokens: int
     tally: Tally
@@ -58,11 +61,11 @@ class _Family:
 
 
 def lazy_linear(head: nn.Linear, hidden: Tensor, chunk_tokens: int, tally: Tally) -> Tensor:
-    """Return the lazy logits of a linear layer, or the computed logits if they cannot be lazy.
+    """Return the logits of a linear layer: lazy if possible, otherwise computed.
 
     Args:
-        head: the layer; its weight is (V, D).
-        hidden: its input (..., D).
+        head: the layer, with a weight (V, D).
+        hidden: the input of the layer, (..., D).
         chunk_tokens: tokens per chunk of the cross entropy.
         tally: counts the chunked cross entropies.
 
@@ -85,12 +88,12 @@ def lazy_linear(head: nn.Linear, hidden: Tensor, chunk_tokens: int, tally: Tally
     family = _Family(chunk_tokens, tally)
     family.made_of = [
         (tensor.detach(), tensor._version) for tensor in layer if tensor is not None and not tensor.is_inference()
-    ]  # a detached tensor shares the version counter, and keeps no graph alive
+    ]  # a detached tensor shares the version counter but keeps no graph alive
     return _lazy(layer, Form(dtype, dtype, hidden.ndim - 1), family)
 
 
 class LazyLogits(Tensor):
-    """Logits that are computed on demand, as created by `lazy_linear`; see the module's docstring."""
+    """Logits that are computed only on demand, created by `lazy_linear`; see the module's docstring."""
 
     layer: Layer
     form: Form
@@ -120,7 +123,7 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has a function that is switched off
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute the logits for calls that bypass ``__torch_function__``, such as another library's functions."""
+        """Compute the logits for ops that bypass ``__torch_function__``, such as calls inside another library."""
         if func._schema.is_mutable:
             raise InputError(
                 f"cannot let {func} change logits that are not computed: leave chunked_loss out (--forbid chunked_loss)"
@@ -131,7 +134,7 @@ class LazyLogits(Tensor):
 
 
 class _Node(torch.autograd.Function):
-    """The node of lazy logits in autograd's graph. Backward usually never runs through it."""
+    """The node of lazy logits in autograd's graph. Usually no gradient reaches it in backward."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -183,7 +186,7 @@ def _may_stay_lazy(lazy: LazyLogits, func: Any) -> bool:
 
 
 def _computed(lazy: LazyLogits, name: str) -> Tensor:
-    """Return the cached real logits. Recompute them if they have no graph and now need one."""
+    """Return the real logits, cached. They are recomputed if the cached ones have no graph and now need one."""
     lacks_graph = lazy.computed is not None and _has_graph(lazy) and not lazy.computed.requires_grad
     if lazy.computed is None or (lacks_graph and torch.is_grad_enabled()):
         _check_unchanged(lazy)
@@ -288,7 +291,7 @@ def _movedim(lazy: LazyLogits, source: Any, destination: Any) -> Any:
 
 
 def _index(lazy: LazyLogits, key: Any) -> Any:
-    """Select tokens, with all their outputs."""
+    """Select tokens by an index that keeps the whole vocabulary."""
     keys = list(key) if isinstance(key, tuple) else [key]
     if not _has_classes_last(lazy) or not all(map(_is_plain_key, keys)):
         return NotImplemented
@@ -324,7 +327,7 @@ def _cast(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _to(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """Cast to a wider dtype; moving to another device is not supported."""
+    """Cast to a wider dtype; return ``NotImplemented`` for other dtypes and devices."""
     wanted: dict[str, Any] = {"dtype": lazy.dtype, "device": lazy.device} | kwargs
     for value in args:
         if isinstance(value, torch.dtype):

@@ -1,11 +1,11 @@
 """Micro-batches of samples of similar length, without the columns that are padding in all of them.
 
 A sample ends at its last position that the ``attention_mask`` marks or that has a label. (Decoder labels of an
-encoder-decoder may by chance have as many columns as the encoder input.) A batch is split by samples as usual if
-lengths are unknown: without an ``attention_mask`` of (B, T), or with a field of T columns that is not in `_FIELDS`.
-Such a field may or may not run along time.
+encoder-decoder model may by chance have as many columns as the encoder input.) A batch is split by number of samples,
+as usual, if lengths are unknown: without an ``attention_mask`` of (B, T), or with a field of T columns that is not in
+`_FIELDS`. Such a field may or may not run along time.
 
-Does not trim on the left: the first token of a language model's sample is predicted from the padding before it.
+Samples are not trimmed on the left, because a language model predicts the first token from the padding before it.
 
 Shapes: B samples, T tokens.
 """
@@ -38,10 +38,10 @@ Group = tuple[Sequence[int], int]
 
 
 class CutByLength:
-    """`plimsoll.models.hooks.Cut` by length: samples of similar length together, and more of them if they are short.
+    """A `plimsoll.models.hooks.Cut` that puts samples of similar length together, and more of them if they are short.
 
     Args:
-        full_length: tokens of the longest sample in the data; ``None`` for the longest of each batch.
+        full_length: number of tokens of the longest sample in the data; ``None``: use the longest of each batch.
     """
 
     depends_on_values = True
@@ -50,14 +50,14 @@ class CutByLength:
         self._full_length = full_length
 
     def elements_per_sample(self, batch: Any, batch_size: int) -> float:
-        """Return the elements of a sample of full length, so that a limit found for one batch holds for all."""
+        """Return the elements of a sample of full length, so that a limit found for one batch holds for all batches."""
         full_elements = elements_of_full_length(batch, self._full_length) if self._full_length is not None else None
         return BY_SAMPLES.elements_per_sample(batch, batch_size) if full_elements is None else full_elements
 
     def micro_batches(
         self, batch: Any, batch_size: int, micro_batch: int, count: Callable[[Any], float]
     ) -> Iterator[tuple[Any, float, Sequence[int]]]:
-        """Yield micro-batches by length, without unneeded padding; if lengths are unknown, split by samples."""
+        """Yield micro-batches by length, without unneeded padding; if lengths are unknown, as `BySamples` does."""
         groups = groups_by_length(batch, micro_batch, self._full_length)
         if groups is None:
             yield from BY_SAMPLES.micro_batches(batch, batch_size, micro_batch, count)
@@ -75,12 +75,12 @@ def groups_by_length(batch: Any, num_samples: int, full_length: int | None = Non
 
     Args:
         batch: the batch.
-        num_samples: samples of full length per group. A group of shorter samples may have more, up to the same number
-            of elements in all fields.
-        full_length: tokens of a sample of full length, if all samples of this batch may be shorter.
+        num_samples: number of samples of full length per group. A group of shorter samples may have more samples, up to
+            the same number of elements in all fields.
+        full_length: number of tokens of a sample of full length, if all samples of this batch may be shorter.
 
     Returns:
-        groups in which each sample occurs once; ``None`` if lengths are unknown.
+        The groups, in which each sample occurs once; ``None`` if lengths are unknown.
     """
     lengths = lengths_of(batch)
     if lengths is None:
@@ -100,14 +100,14 @@ def groups_by_length(batch: Any, num_samples: int, full_length: int | None = Non
 
 
 def elements_of_full_length(batch: Any, full_length: int) -> int | None:
-    """Return the elements of a sample of this batch at full length; ``None`` if lengths are unknown."""
+    """Return the number of elements of a sample of full length; ``None`` if the lengths in the batch are unknown."""
     if lengths_of(batch) is None:
         return None
     return _elements_by_length(batch)(max(batch["attention_mask"].shape[1], full_length))
 
 
 def _elements_by_length(batch: Mapping[str, Any]) -> Callable[[int], int]:
-    """Return a function from the length of a sample to its number of elements."""
+    """Return a function that maps the length of a sample to the number of elements that it takes in all fields."""
     num_samples, num_columns = batch["attention_mask"].shape
     along_time = sum(1 for _ in _trimmable(batch, num_columns))
     beside_time = count_elements(batch) // num_samples - along_time * num_columns
@@ -115,9 +115,9 @@ def _elements_by_length(batch: Mapping[str, Any]) -> Callable[[int], int]:
 
 
 def lengths_of(batch: Any) -> list[int] | None:
-    """Return the number of columns up to the end of each sample; ``None`` if unknown.
+    """Return, for each sample, the number of columns up to its end; ``None`` if lengths are unknown.
 
-    A sample of padding only counts as full, because its attention is spread over all columns.
+    A sample that is all padding counts as full length, because its attention is spread over all columns.
     """
     mask_BT = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask_BT, Tensor) or mask_BT.ndim != 2 or _has_other_of(batch, mask_BT.shape[1]):
@@ -134,7 +134,7 @@ def lengths_of(batch: Any) -> list[int] | None:
 
 
 def trimmed(batch: Any, num_columns: int) -> Any:
-    """Return a batch of known lengths with only ``num_columns`` columns; trimmed fields are copied."""
+    """Return a batch of known lengths with only its first ``num_columns`` columns; trimmed fields are copied."""
     before = batch["attention_mask"].shape[1]
     if num_columns == before:
         return batch
@@ -152,7 +152,7 @@ def _trimmable(batch: Mapping[str, Any], num_columns: int) -> Iterator[str]:
 
 
 def _has_other_of(batch: Mapping[str, Any], num_columns: int) -> bool:
-    """Return whether a field of unknown layout has as many columns, or cannot be inspected."""
+    """Return whether a field that cannot be trimmed has a dimension of ``num_columns``, or cannot be inspected."""
     known = set(_trimmable(batch, num_columns))
     others = [value for name, value in batch.items() if name not in known]
     return any(

@@ -1,11 +1,11 @@
 """Adam with 8-bit or 4-bit moments, with the blocks and codes of torchao's ``AdamW8bit`` and ``AdamW4bit``.
 
-A moment has a code per element (1 byte or half a byte) and a scale per block of 256 or 128 elements. If a parameter
-consists of whole blocks, the update is bitwise identical to torchao's. Torchao does not quantize other parameters; here
-the remainder becomes a smaller block.
+A moment has a code per element (8 or 4 bits) and a scale per block of 256 or 128 elements. If a parameter consists of
+whole blocks, the update is bitwise identical to torchao's. Torchao does not quantize other parameters; here their last
+elements form a smaller block.
 
 Unlike in torchao, states are plain tensors. They are counted, copied for an undo, saved and loaded like the states of
-``torch.optim``. Large parameters are updated in parts.
+``torch.optim``. Large parameters are updated in chunks of elements.
 
 Not handled: amsgrad, sparse gradients and complex numbers.
 """
@@ -31,20 +31,20 @@ from plimsoll.models.optimizers import SeparableOptimizer
 LEAST_ELEMENTS = 4096
 """Smaller parameters have the moments of plain Adam, as in torchao: biases and normalization weights are sensitive."""
 
-_BLOCK_ELEMENTS = {8: 256, 4: 128}  # torchao's
-# Elements per part of an update, which takes about 60 ops. Torchao's temporaries are several times as large as the
+_BLOCK_ELEMENTS = {8: 256, 4: 128}  # elements per block by bits, as in torchao
+# Elements per chunk of an update, which takes about 60 ops. Torchao's temporaries are several times as large as the
 # parameter unless they are compiled away, and compiling took more than a minute on a CPU. Smaller parts would keep the
 # temporaries (8 floats per element) in a CPU cache. But a dry run takes a fraction of a millisecond for each op,
 # regardless of its size.
 _PART_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}
-_MOST_TEMPORARIES = 12  # times 4 bytes per updated element; a test counts them
+_MOST_TEMPORARIES = 12  # fp32 tensors as large as a chunk; a test counts them
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # True: has a sign
 
 
 class Table(NamedTuple):
-    """The value of each code, and a lookup of the code by the upper 16 bits of a float.
+    """The value of each code, and a lookup of the code by the upper 16 bits of a float32.
 
-    ``code`` has the code of the smallest float with these bits; from ``next_from`` on, the code is the next one.
+    By these 16 bits, ``code`` has the code of the smallest float with them; from ``next_from`` on, it is the next code.
     """
 
     numbers: NDArray[np.float32]
@@ -54,7 +54,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Codes and scales of some blocks, with the table (see `Table`) on their device."""
+    """Codes and scales of consecutive blocks, with the columns of their `Table` on the same device."""
 
     bits: int
     codes: Tensor
@@ -82,7 +82,10 @@ class _Packed:
 
 
 class _Rule(NamedTuple):
-    """The hyperparameters of an update; 0-dimensional tensors are rounded as in torchao."""
+    """The hyperparameters of one update.
+
+    Learning rate and bias corrections are 0-dimensional tensors, to be rounded as in torchao.
+    """
 
     rate: Tensor
     corrections: tuple[Tensor, Tensor]
@@ -97,8 +100,8 @@ class LowBitAdam(SeparableOptimizer):
     """Adam or AdamW (``decoupled_weight_decay``) with 8-bit or 4-bit moments.
 
     Args:
-        params: as in ``torch.optim.Adam``, like all arguments except ``bits``.
-        bits: 8 or 4.
+        params: as in ``torch.optim.Adam``, like all other arguments except ``bits``.
+        bits: bits per element of a moment, 8 or 4.
         lr: see ``params``.
         betas: see ``params``.
         eps: see ``params``.
@@ -121,7 +124,7 @@ class LowBitAdam(SeparableOptimizer):
     ) -> None:
         self.bits = bits
         self._tables: dict[torch.device, dict[str, list[Tensor]]] = {}
-        # The groups record the bits, so that a checkpoint has them.
+        # The groups record the number of bits, so that checkpoints contain it.
         defaults = {
             "bits": bits,
             "lr": lr,
@@ -149,23 +152,23 @@ class LowBitAdam(SeparableOptimizer):
         return loss
 
     def state_bytes_of(self, parameter: Tensor) -> int:
-        """Return the bytes of both moments and the step count."""
+        """Return the bytes of both moments and the step count of a parameter."""
         if not is_quantized(parameter):
             return 2 * parameter.nbytes + 4
         num_blocks = -(-parameter.numel() // _BLOCK_ELEMENTS[self.bits])
         return 2 * (parameter.numel() * self.bits // 8 + 4 * num_blocks) + 4
 
     def temporary_bytes_of(self, parameter: Tensor) -> int:
-        """Return the maximum bytes of temporaries during an update; a large parameter is updated in parts."""
+        """Return the maximum bytes of temporaries during an update; a large parameter is updated in chunks."""
         most = self._part_elements(parameter) if is_quantized(parameter) else parameter.numel()
         copies = 0 if parameter.grad is None or parameter.grad.is_contiguous() else parameter.nbytes
         return _MOST_TEMPORARIES * 4 * min(most, parameter.numel()) + copies
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states. Torch alone would cast the codes to the parameter's dtype.
+        """Load states without casting codes and scales to the parameter's dtype, as torch would.
 
         Raises:
-            CheckpointError: if the states have a different number of bits.
+            CheckpointError: if the states were saved with another number of bits.
         """
         saved_bits = {group.get("bits") for group in state_dict["param_groups"]}
         if saved_bits != {self.bits}:
@@ -237,14 +240,18 @@ class LowBitAdam(SeparableOptimizer):
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Return whether a parameter's moments are quantized; 4 bits need an even number of elements."""
+    """Return whether a parameter's moments are quantized.
+
+    It must be contiguous, with at least `LEAST_ELEMENTS` elements. Their number must be even, because a byte holds two
+    4-bit codes.
+    """
     num_elements = parameter.numel()
     return num_elements >= LEAST_ELEMENTS and num_elements % 2 == 0 and parameter.is_contiguous()
 
 
 @cache
 def table_of(bits: int, has_sign: bool) -> Table:
-    """Return the codes for moments with or without a sign, as in torchao."""
+    """Return the table of codes for moments with or without a sign, with the same values as in torchao."""
     with _disable_current_modes():  # constants are computed with real tensors, also in a dry run
         numbers = _numbers(bits, has_sign).numpy()
     least = np.append(_least(numbers), np.float32(np.inf))
@@ -255,7 +262,7 @@ def table_of(bits: int, has_sign: bool) -> Table:
 
 
 def _numbers(bits: int, has_sign: bool) -> Tensor:
-    """Return the values of the codes in ascending order; the largest is 1."""
+    """Return the values of all codes in ascending order; the largest value is 1."""
     if bits == 4 and not has_sign:  # evenly spaced, without 0: Li et al. 2023, section 3
         return torch.linspace(0, 1, 17)[1:]
     # Each power of ten has twice as many values as the next lower one: Dettmers et al. 2021, section 1.3.
@@ -269,7 +276,10 @@ def _numbers(bits: int, has_sign: bool) -> Tensor:
 
 
 def _least(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the smallest float that torchao rounds up to each value: torchao compares with half of the gap."""
+    """Return, for each value but the first, the smallest float that torchao rounds up to it.
+
+    Torchao compares the distance from the lower value with half of the gap between the values.
+    """
     below, above = numbers[:-1], numbers[1:]
     half = (above - below) * np.float32(0.5)
     least = below + half
@@ -287,7 +297,7 @@ def _least(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _parts(num_elements: int, block: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each part to update: whole blocks, then the remainder."""
+    """Yield start and end of each chunk to update: chunks of whole blocks, then the smaller last block."""
     whole = num_elements - num_elements % block
     for begin in range(0, whole, most):
         yield begin, min(begin + most, whole)
@@ -309,7 +319,10 @@ def _rule(group: dict[str, Any], step: Tensor) -> _Rule:
 
 
 def _adam(numbers: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rule: _Rule) -> tuple[Tensor, Tensor]:
-    """Update numbers in place and return their new moments, with the order of operations of torchao."""
+    """Update weights (``numbers``) in place, and return their new moments.
+
+    The order of operations is the same as in torchao.
+    """
     weights, gradient = numbers.float(), gradient.float()
     if rule.maximizes:
         gradient = -gradient

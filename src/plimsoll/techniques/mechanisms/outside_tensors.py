@@ -1,14 +1,14 @@
 """A check that a segment of time does not use outside tensors, whose gradient would be lost.
 
 A function that computes a segment may close over a tensor that was computed earlier, such as an encoder's summary. Each
-segment is differentiated on its own, with respect to its arguments only. So that tensor would get no gradient, or the
-second segment would find its graph freed. The check finds such tensors in the graph of a segment's results. They are
-operations numbered below the segment's first one, or leaves that are not arguments of the segment.
+segment is differentiated on its own, with respect to its arguments only. So the earlier tensor would get no gradient,
+or the second segment would find that tensor's graph freed. The check searches the graph of a segment's results for two
+kinds of nodes: operations numbered below the segment's first operation, and leaves that are not arguments.
 
-Operations are numbered per thread. Backward on a device runs in its own thread, where an operation of another thread is
-also recognized by a number that is too high. An outside graph is missed in a step if all its numbers happen to fall
-into the segment's range. Operations more than `MOST_NODES` behind the results are not checked
-(`plimsoll.memory.autograd_graph` explains the reason).
+Operations are numbered per thread. Backward on a device runs in its own thread, so an operation of another thread may
+also have a number above the segment's last operation. An outside graph is missed in a step if all its numbers happen to
+fall into the segment's range. At most `MOST_NODES` nodes are checked (`plimsoll.memory.autograd_graph` explains the
+reason).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LEAF = "torch::autograd::AccumulateGrad"
 
 
 def next_operation() -> int:
-    """Return the sequence number that the next differentiable operation in this thread will get."""
+    """Return the number that the next differentiable operation in this thread will get."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def refuse_what_is_outside(results: Sequence[Tensor], given: Iterable[Tensor], begin: int) -> None:
-    """Check the graph of results that were computed from ``given`` since operation ``begin``.
+    """Check that results use no outside tensor, if they were computed from ``given`` since operation ``begin``.
 
     Raises:
         InputError: if the graph contains another tensor that needs a gradient.

@@ -1,9 +1,9 @@
 """The parts of a model that can be placed separately for inference.
 
 The parts are, in this order: each repeated block (`plimsoll.techniques.mechanisms.blocks`); the whole output layer,
-even if it is tied to the embeddings; the embedding tables, which are read by row; and the rest, which is small and
-always on the device. A shared weight belongs to the first part that has it. Buffers belong to no part: they stay with
-the model.
+even if it is tied to the embeddings; the embedding tables, which are read by row; and all other weights, which are
+small and always on the device. A shared weight belongs to the first part that has it. Buffers belong to no part: they
+stay with the model.
 
 Not found: blocks under names without a number. The only streamable part of such a model is its output layer.
 """
@@ -26,11 +26,11 @@ class ModelPart(NamedTuple):
     """A part of a model.
 
     Attributes:
-        name: of the part.
-        kind: of the part.
-        module: the module of a block; ``None`` for other kinds.
-        weights: its parameters, including all that share a storage.
-        num_bytes: bytes of their storages.
+        name: the qualified name of a block, or the name of another part.
+        kind: a block, the output layer, the embedding tables, or all other weights.
+        module: the module of a block; ``None`` for other parts.
+        weights: the parameters of the part, including parameters that share a storage.
+        num_bytes: bytes that ``weights`` take in memory.
     """
 
     name: str
@@ -41,12 +41,12 @@ class ModelPart(NamedTuple):
 
     @property
     def is_streamable(self) -> bool:
-        """True if a pass reads the whole part, in a known order."""
+        """True if each pass reads the whole part, at a known point in the order of parts."""
         return self.kind in ("block", "output")
 
 
 def parts_of(model: nn.Module) -> tuple[ModelPart, ...]:
-    """Return the parts of a model on any device, except for parts without weights."""
+    """Return the parts of a model that have weights. The model may be on any device."""
     of_weight: dict[int, nn.Parameter] = {id(weight): weight for weight in model.parameters()}
     taken: set[int] = set()
 
@@ -68,17 +68,17 @@ def parts_of(model: nn.Module) -> tuple[ModelPart, ...]:
 
 
 def block_names(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
-    """Return the names in ``names`` that are blocks, in the order of the model."""
+    """Return the block names that occur in ``names``, in the order of the model."""
     return tuple(part.name for part in parts_of(model) if part.module is not None and part.name in names)
 
 
 def _output_of(model: nn.Module) -> nn.Module | None:
-    """Return the layer onto the vocabulary, if the model defines ``get_output_embeddings``."""
+    """Return the output layer, if the model defines ``get_output_embeddings``."""
     ask = getattr(model, "get_output_embeddings", None)
     found = ask() if ask is not None else None
     return found if isinstance(found, nn.Module) else None
 
 
 def _num_bytes(weights: Iterable[Tensor]) -> int:
-    """Return the bytes of weights, counting shared storages once; on the meta device each tensor is a storage."""
+    """Return the bytes that weights take in memory; quantized weights count as stored."""
     return sum(map(stored_bytes, weights))

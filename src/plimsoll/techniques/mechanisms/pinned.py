@@ -1,7 +1,7 @@
 """Tensors in host memory for training on CUDA, pinned so that copies run parallel to computation.
 
-In a dry run, or a test that uses the CPU, they are ordinary CPU tensors that a trace counts outside the device. Torch
-rounds the size of a pinned block up to a power of two; the difference is not counted.
+In a dry run, or a test that uses the CPU, they are ordinary CPU tensors, which a trace does not count as device memory.
+Torch rounds the size of a pinned block up to a power of two; the difference is not counted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from plimsoll.device.off_device import outside_the_device
 
 
 class PinnedPool:
-    """Creates tensors in host memory. Freed blocks go to torch's cache of pinned blocks."""
+    """A source of tensors in host memory. Torch keeps freed blocks in its cache of pinned blocks."""
 
     def __init__(self) -> None:
         self._made = StorageSet()
 
     def empty_like(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-        """Create a tensor with the shape, strides and dtype of another, and arbitrary values.
+        """Create an uninitialized tensor with the shape, strides and dtype of another.
 
         Args:
             tensor: the tensor to imitate.
@@ -35,10 +35,10 @@ class PinnedPool:
         return made
 
     def copy_of(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-        """Create a copy of a tensor."""
+        """Create a copy of a tensor in host memory; ``device`` as in `empty_like`."""
         with torch.no_grad():
             return self.empty_like(tensor, device).copy_(tensor.detach())
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether this pool created a tensor or its base."""
+        """Return whether this pool created the storage of a tensor."""
         return tensor in self._made

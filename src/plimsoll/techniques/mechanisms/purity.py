@@ -1,15 +1,15 @@
-"""Checks that code which runs twice does not change its inputs, with a search for the line that does.
+"""Checks that code which runs twice does not change its inputs, and a search for the line that changes them.
 
 A segment of time runs forward, and again in backward from the same state. The code may change that state in place
 (``state.add_(...)``) or keep state in an attribute (``self.hidden = ...``). Then the second run would start from
 another state, and gradients would be silently wrong.
 
-In-place changes are detected by version counters and attributes by identity. Numbers, strings and numpy arrays are
-compared by value, of an array up to 1,024 sampled elements. All checks cost microseconds. Only after a violation is
-found is the segment run again, on copies, to find the line.
+In-place changes are detected by version counters, and new tensors in attributes by identity. Numbers, strings and numpy
+arrays are compared by value; of a large array, up to 1,024 elements are sampled. All checks cost microseconds. The
+segment is run again, on copies, only if a violation was found, in order to find the line.
 
 Not detected: changes through ``.data``, which no counter counts; state outside of a module (a global, a closure's list,
-a random number generator); state deeper in an attribute than in an object's own attributes.
+a random number generator); and state in objects nested inside the object that an attribute holds.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from plimsoll.errors import InputError
 from plimsoll.models.recurrent.segments import Passed
 
 _OF_MODULES = {"forward", *vars(nn.Module())}
-_NO_STATE = {"builtins", "functools"}  # functions and similar objects
+_NO_STATE = {"builtins", "functools"}  # modules of functions and similar objects
 _MOST_READ = 1024  # elements of an array, evenly spaced
 _INNER_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def run_purely(run: Callable[..., Passed], number: int, state: Sequence[Tensor], slices: Sequence[Tensor]) -> Passed:
-    """Return ``run(number, state, slices)``.
+    """Run a segment: return ``run(number, state, slices)``.
 
     Raises:
-        InputError: if it has changed one of the tensors in place; the message names the line.
+        InputError: if ``run`` changes one of the tensors in place; the message names the line.
     """
     given = [*state, *slices]
     versions = [_version(tensor) for tensor in given]
@@ -55,14 +55,14 @@ def run_purely(run: Callable[..., Passed], number: int, state: Sequence[Tensor],
 
 
 class Attributes:
-    """The plain attributes and buffers of the modules of a cell or model, as they are before a segment."""
+    """A snapshot, made before a segment, of the plain attributes and buffers of a module and its submodules."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = dict(_kept(module))
 
     def require_unchanged(self) -> None:
-        """Raise if a module keeps part of a sequence in an attribute or buffer.
+        """Raise an error if a module keeps state of a sequence in an attribute or buffer.
 
         Raises:
             InputError: if tensors, numbers, strings or arrays have changed; the message names the attribute and the
@@ -88,7 +88,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _kept(module: nn.Module) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
-    """Yield tensors and values in each plain attribute and buffer of a module and its submodules."""
+    """Yield the name of each plain attribute and buffer of a module's submodules, and a fingerprint of its values."""
     for name, part in module.named_modules():
         computed = {getattr(hook, "name", None) for hook in part._forward_pre_hooks.values()}  # weight_norm's weight
         for attribute, value in [*vars(part).items(), *part._buffers.items()]:
@@ -100,7 +100,7 @@ def _kept(module: nn.Module) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]
 
 
 def _values_in(value: Any, looks_inside: bool) -> Iterator[Any]:
-    """Yield identities and versions of tensors, and other values, in a value and its items."""
+    """Yield the identity and version of each tensor in a value and its items, and the plain values themselves."""
     if isinstance(value, Tensor):
         yield id(value), _version(value)
     elif isinstance(value, int | float | complex | str | bytes | bytearray):
@@ -131,7 +131,7 @@ def _of_array(array: NDArray[Any]) -> tuple[Any, ...]:
 
 
 def _line_of_assignment(module: nn.Module, attribute: str) -> str:
-    """Return the line outside ``__init__`` where a module's class sets an attribute; empty if it is not found."""
+    """Return the file and line outside ``__init__`` where a module's class sets an attribute; empty if not found."""
     for kind in type(module).__mro__:
         for name, method in vars(kind).items():
             code = getattr(method, "__code__", None)
@@ -144,7 +144,7 @@ def _line_of_assignment(module: nn.Module, attribute: str) -> str:
 
 
 def _line_of_change(run: Callable[..., Any], number: int, state: Sequence[Tensor], slices: Sequence[Tensor]) -> str:
-    """Run a segment on copies and return the first line that writes to them."""
+    """Run a segment on copies of its inputs, and return the first line that writes to one of them."""
     copies = [tensor.detach().clone() for tensor in (*state, *slices)]
     watch = _Watch({tensor.untyped_storage()._cdata for tensor in copies})
     with torch.no_grad(), watch:
@@ -153,7 +153,7 @@ def _line_of_change(run: Callable[..., Any], number: int, state: Sequence[Tensor
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records the line of the first op that writes to one of some storages."""
+    """A dispatch mode that records the line of the first op that writes to one of the given storages."""
 
     def __init__(self, storages: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

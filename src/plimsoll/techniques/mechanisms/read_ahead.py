@@ -6,7 +6,7 @@
 Results do not change: a page that is not in memory in time is read when it is accessed.
 
 Parts are modules whose forwards run in a fixed order. Not handled: several threads that call one model, and embedding
-tables, of which only some rows are read.
+tables, of which a pass reads only some rows.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _STACK_BYTES = 256 << 10  # a limit on private memory counts a thread's whole st
 
 
 class StreamedPart(NamedTuple):
-    """A part of a model on disk; its page ranges must stay mapped.
+    """A part of a model whose weights are mapped from files. The mappings must stay while it is used.
 
     Attributes:
-        module: the module whose forward triggers reading.
-        stretches: page ranges of its weights.
-        following: page ranges that are used after it, such as an output layer tied to the embeddings, which has no
-            module of its own. They are read with the next part.
-        is_dropped: whether its pages cannot stay in memory.
+        module: the module whose forward triggers the reading of the next part.
+        stretches: the page ranges of its weights.
+        following: the page ranges of weights that are used after this part but belong to no part's module, such as an
+            output layer tied to the embeddings. They are read with the next part.
+        is_dropped: whether its pages are dropped after use, because they cannot stay in memory.
     """
 
     module: nn.Module
@@ -51,11 +51,11 @@ class Reader:
         self._thread = _started_thread(self._work)
 
     def bring(self, stretches: tuple[Stretch, ...]) -> None:
-        """Request pages to be read."""
+        """Request that pages be read into memory; do not wait."""
         self._ask(False, stretches)
 
     def drop(self, stretches: tuple[Stretch, ...]) -> None:
-        """Request pages to be dropped."""
+        """Request that pages be dropped from memory; do not wait."""
         self._ask(True, stretches)
 
     def wait(self) -> None:
@@ -90,7 +90,7 @@ def reading_ahead(parts: Sequence[StreamedPart]) -> Iterator[Reader]:
     """Read the pages of each part while the previous one computes, until the block ends.
 
     Args:
-        parts: in execution order.
+        parts: the parts in execution order.
     """
     reader = Reader()
     with ExitStack() as stack:
@@ -105,7 +105,7 @@ def reading_ahead(parts: Sequence[StreamedPart]) -> Iterator[Reader]:
 
 
 class _Turn:
-    """Hooks that run before and after a part's forward."""
+    """The hooks that run before and after the forward of a part."""
 
     def __init__(self, reader: Reader, part: StreamedPart, following: StreamedPart, before: StreamedPart) -> None:
         self._reader, self._part = reader, part
@@ -119,10 +119,10 @@ class _Turn:
         self._reader.bring(self._to_bring)
 
     def end(self, *_: Any) -> None:
-        """Drop the part's pages if they cannot stay.
+        """Drop the part's pages if they cannot stay in memory.
 
-        The kernel's least-recently-used order would drop each page of a cycle just before its next use, also if its
-        part fits.
+        Otherwise the kernel would drop the least recently used pages. In a cycle, these are the pages that are used
+        next, even pages of parts that fit in memory.
         """
         if self._part.is_dropped:
             self._reader.drop(self._part.stretches)

@@ -1,7 +1,7 @@
 """Torch's recurrent layers (``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``), computed in segments of time.
 
-The replacement of a layer's forward has the same signature. Torch's own kernels run on slices. `ComposedLayer` is the
-base class. `SegmentedLayer` recomputes segments in backward; another subclass is in
+The replacement of a layer's forward has the same signature. It runs torch's own kernels on slices of the sequence.
+`ComposedLayer` is the base class. `SegmentedLayer` recomputes segments in backward; another subclass is in
 `plimsoll.techniques.packed_stretches`.
 
 Not handled: subclasses with their own forward, and loops over ``nn.LSTMCell`` in a model's code; see
@@ -39,7 +39,7 @@ _FORWARDS = (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward)
 
 
 class Cut(NamedTuple):
-    """The segmentation: ``steps`` per segment (0: see `default_steps`), and number of ``kept`` states (0: all)."""
+    """The segmentation: ``steps`` per segment (0: `default_steps`), and the number of ``kept`` states (0: all)."""
 
     steps: int
     kept: int = 0
@@ -55,9 +55,9 @@ class Cut(NamedTuple):
 
 
 def default_steps(num_steps: int) -> int:
-    """Return the square root of a length or a quarter of it, up to 128, whichever is more.
+    """Return the steps per segment: the square root of the length or, if more, a quarter of it up to 128.
 
-    In shorter segments a kernel's setup takes as long as its steps.
+    In shorter segments, the setup of a kernel takes as long as its steps.
 
     >>> default_steps(12), default_steps(1000), default_steps(100_000)
     (4, 128, 317)
@@ -71,9 +71,9 @@ def is_plain_layer(module: nn.Module) -> bool:
 
 
 class ComposedLayer(ABC):
-    """A recurrent layer's forward, composed of calls of torch's kernels for some layers in one direction.
+    """The forward of a recurrent module, composed of kernel calls for some of its layers in one direction.
 
-    It is an object, so that a copied model calls its own layers.
+    It is an object, not a closure, so that a deep copy of the model calls its own layers.
     """
 
     def __init__(self, layer: nn.RNNBase) -> None:
@@ -111,9 +111,8 @@ class ComposedLayer(ABC):
     def _through(self, sequences: Sequences, state: State) -> tuple[Tensor, State]:
         """Compute all layers, in one or two directions.
 
-        With one direction, only the input, the output and the states have the length of the sequence. With two, each
-        layer needs the complete output of the previous one, and all outputs are retained (L times the output for L
-        layers).
+        With one direction, only the input, the output and the kept states grow with the length of the sequence. With
+        two, each layer needs the complete output of the previous layer, so the outputs of all L layers are retained.
         """
         layer = self._layer
         if not layer.bidirectional:
@@ -133,7 +132,7 @@ class ComposedLayer(ABC):
         return sequences.data, tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
 
     def _together(self, part: Sequences, state: State, weights: list[list[Tensor]]) -> tuple[Tensor, State]:
-        """Compute some layers over all steps of a segment, with dropout between them."""
+        """Compute some layers over all steps of a segment, with dropout between the layers."""
         if not self._draws or len(weights) == 1:
             return self._kernel(part, state, weights)
         # On CUDA, the weights of one of several layers are not contiguous, so cuDNN copies them for each segment.
@@ -175,9 +174,9 @@ class ComposedLayer(ABC):
 
 
 class SegmentedLayer(ComposedLayer):
-    """A recurrent layer's forward in segments, for batches, single sequences and packed sequences.
+    """The forward of a recurrent module in segments, for batches, single sequences and packed sequences.
 
-    A packed batch is split by steps, not by rows. cuDNN takes at most 65,535 steps per call; here there is no such
+    A packed batch is split by steps, not by rows. Unlike cuDNN, which takes at most 65,535 steps per call, it has no
     limit.
     """
 
@@ -231,7 +230,7 @@ class SegmentedLayer(ComposedLayer):
         return (output if reversal is None else output.index_select(0, reversal)), passed.state
 
     def _segment(self, part: Sequences, state: State, weights: list[list[Tensor]]) -> tuple[Tensor, State]:
-        """Compute some layers over one segment; in a packed batch, samples that have ended keep their state."""
+        """Compute some layers over one segment. In a packed batch, samples that have ended keep their state."""
         sizes = part.batch_sizes
         if sizes is None or sizes[0] == state[0].shape[1]:
             return self._together(part, state, weights)
@@ -253,19 +252,19 @@ class Sequences(NamedTuple):
         return self.data.shape[self.dim] if self.batch_sizes is None else len(self.batch_sizes)
 
     def in_rows(self, bounds: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """Convert spans of steps to spans of the data."""
+        """Convert spans of steps to spans of rows of ``data`` (first index and length)."""
         if self.batch_sizes is None:
             return tuple(bounds)
         ends = [0, *accumulate(self.batch_sizes)]
         return tuple((ends[start], ends[start + length] - ends[start]) for start, length in bounds)
 
     def sizes_in(self, bound: tuple[int, int]) -> list[int] | None:
-        """Return the number of samples at each step of a span."""
+        """Return the number of samples at each step of a span; ``None`` if the batch is not packed."""
         start, length = bound
         return None if self.batch_sizes is None else self.batch_sizes[start : start + length]
 
     def reversal(self) -> Tensor:
-        """Return, for each row of a packed batch, the row that takes its place if every sample is reversed."""
+        """Return, for each row of a packed batch, the index of its replacement if every sample is reversed, (N,)."""
         assert self.batch_sizes is not None
         sizes = torch.tensor(self.batch_sizes)
         begins = sizes.cumsum(0) - sizes

@@ -22,7 +22,7 @@ _REPLACED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class ReplacedOptimizer(Technique):
-    """A technique that replaces the optimizer; a run has at most one. ``kernels``: kernels of the new one."""
+    """A technique that replaces the optimizer; a run has at most one. ``kernels``: kernels of the new optimizer."""
 
     modifies = frozenset({"optimizer"})
     reaches = frozenset({"optimizer states"})
@@ -50,7 +50,7 @@ def obstacle(workload: Workload) -> str | None:
 
 
 def conflict(name: str, others: Choices, workload: Workload, setting: Setting) -> str | None:
-    """Return the reason why such a technique is impossible, or ``None``."""
+    """Return the reason why the technique ``name``, which replaces the optimizer, is impossible, or ``None``."""
     if name not in setting.allow:
         return f"is lossy: allow it with `allow: [{name}]`"
     names = (other.technique for other in others)
@@ -59,7 +59,7 @@ def conflict(name: str, others: Choices, workload: Workload, setting: Setting) -
 
 
 def groups_for(optimizer: torch.optim.Optimizer, settings: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the parameter groups with only these settings of the optimizer, and keys unknown to its class."""
+    """Return the parameter groups with only these settings of the class, and keys that are unknown to the class."""
     return [
         {key: value for key, value in group.items() if key in ("params", *settings) or key not in optimizer.defaults}
         for group in optimizer.param_groups
@@ -68,7 +68,7 @@ def groups_for(optimizer: torch.optim.Optimizer, settings: Sequence[str]) -> lis
 
 @contextmanager
 def optimizer_replaced(workload: Workload, new: torch.optim.Optimizer) -> Iterator[None]:
-    """Give the workload and its schedule another optimizer while the context is active."""
+    """Give the workload and its schedules another optimizer while the block runs."""
     old, schedules = workload.optimizer, list(_all_of(workload.schedule))
     if schedules:
         _let_schedules_know(new)
@@ -84,7 +84,7 @@ def optimizer_replaced(workload: Workload, new: torch.optim.Optimizer) -> Iterat
 
 
 def _all_of(schedule: Any) -> Iterator[LRScheduler]:
-    """Yield a schedule and the schedules that it contains."""
+    """Yield a learning rate schedule and, recursively, the schedules that it contains."""
     if schedule is not None:
         yield schedule
         for inner in getattr(schedule, "_schedulers", ()):
@@ -92,7 +92,7 @@ def _all_of(schedule: Any) -> Iterator[LRScheduler]:
 
 
 def _let_schedules_know(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer count its steps, as torch does when a schedule is created for it."""
+    """Make the optimizer count its steps, as torch does when a schedule is created. Its groups stay unchanged."""
     before = [dict(group) for group in optimizer.param_groups]
     LambdaLR(optimizer, lambda step: 1.0)
     for group, settings in zip(optimizer.param_groups, before, strict=True):

@@ -1,6 +1,6 @@
-"""Random number generators and autocast state, saved to repeat a computation exactly.
+"""The states of random number generators and of autocast, saved to repeat a computation exactly.
 
-This covers torch's generators on the host and on devices, and cuDNN's dropout in recurrent layers. Not handled:
+Covered are torch's default generators on the host and on devices, and cuDNN's dropout in recurrent layers. Not handled:
 generators of Python and numpy, and generator objects of the user.
 """
 
@@ -28,7 +28,7 @@ class RandomNumbers:
 
     @classmethod
     def now(cls, tensors: Sequence[Tensor]) -> RandomNumbers:
-        """Copy the current states, for the host and the devices of some tensors."""
+        """Copy the current states of the generators on the host and on the devices of the tensors."""
         devices, states = get_device_states(*tensors)
         return cls(torch.get_rng_state(), devices, states, [cudnn_dropout.copied_state(one) for one in devices])
 
@@ -38,7 +38,7 @@ class RandomNumbers:
         return cls(None, [], [], [])
 
     def restore(self) -> None:
-        """Restore the states."""
+        """Set the generators to the saved states."""
         if self.host is not None:
             torch.set_rng_state(self.host)
             set_device_states(self.devices, self.states)
@@ -48,7 +48,7 @@ class RandomNumbers:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore the states when the block ends."""
+        """Set the generators to the saved states when the block ends."""
         try:
             yield
         finally:
@@ -57,7 +57,7 @@ class RandomNumbers:
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast state for a device type."""
+    """The state of autocast for one type of device."""
 
     device_type: str
     is_enabled: bool
@@ -65,13 +65,13 @@ class Autocast:
 
     @classmethod
     def now(cls, device: torch.device) -> Autocast:
-        """Return the current state."""
+        """Return the current state for the type of a device."""
         kind = device.type
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def again(self) -> torch.autocast:
-        """Return a context with this state, without a weight cache.
+        """Return an autocast context with this state, but without a weight cache.
 
-        A weight that was cast without a graph must not be reused with one.
+        Otherwise a weight that was cast without a graph might be reused in a computation with a graph.
         """
         return torch.autocast(self.device_type, self.dtype, self.is_enabled, cache_enabled=False)

@@ -1,12 +1,13 @@
 """A check that a module computes each row independently of the others, in values and gradients.
 
-A few different rows are computed together, and in two parts of unequal size. Values must agree up to rounding. So must
-the gradients of the module's smallest weights, for the first two rows and any of the results. A term that is added and
-subtracted (``mean - mean.detach()``) changes no value, but it changes a gradient.
+A few different rows are computed together, and in two parts of unequal size. The results must agree up to rounding. So
+must the gradients of the module's smallest weights, computed for the first two rows. Gradients are compared because a
+term that is added and subtracted (``mean - mean.detach()``) changes no result but a gradient.
 
-Random numbers are replaced by constants: dropout keeps all elements, and generators are unchanged. Parameters in
-float32 are computed in full float32 (no autocast, no TF32); relative differences from 1e-4 on are then detected.
-Modules that compute in half precision themselves are checked to 8 times the rounding of their dtype.
+Random numbers are replaced by constants: dropout keeps all elements, and the states of generators do not change.
+Modules with float32 parameters compute in full float32 (no autocast, no TF32); relative differences from 1e-4 on are
+then detected. For modules that compute in half precision themselves, the tolerance is 8 times the rounding of their
+dtype.
 
 Not detected: dependencies between certain rows only (the 5th and the 9th), or only from some number of rows on.
 """
@@ -27,12 +28,12 @@ from plimsoll.techniques.mechanisms.rng_replay import RandomNumbers
 from plimsoll.techniques.mechanisms.rows import Arguments, row_leaves, single_values
 
 _MOST_ROWS = 4
-_MOST_TRIED = 64  # rows to search for rows that differ
+_MOST_TRIED = 64  # rows that are searched for rows that differ
 _MOST_WEIGHTS = 1 << 20  # elements whose gradients are compared
-_ROUNDINGS = {torch.float32: 256.0, torch.float64: 256.0}  # of a dtype, by which results may differ
+_ROUNDINGS = {torch.float32: 256.0, torch.float64: 256.0}  # tolerance, in units of the dtype's rounding
 _ROUNDINGS_OF_HALVES = 8.0
 _SHARE_OF_GRADIENTS = 4.0  # gradients are sums over rows and tokens, which round more
-_LEAST_SHARE = 1e-3  # of the norm of all tensors: the smallest reference for a relative difference
+_LEAST_SHARE = 1e-3  # of the norm of all tensors together: the smallest reference for a relative difference
 _SMALLEST_NORM = 1e-30
 
 Forward = Callable[..., Any]
@@ -44,12 +45,12 @@ def computes_rows_alone(name: str, module: nn.Module, forward: Forward, argument
     Args:
         name: the module's name, for messages.
         module: the module with the parameters.
-        forward: the function that computes.
-        arguments: a call with at least two rows.
+        forward: the function that computes the module's results.
+        arguments: the arguments of a call with at least two rows.
 
     Returns:
-        ``False`` if the result does not have one entry per row, such as a loss or a similarity matrix; ``None`` if all
-        rows are equal, so that nothing can be decided.
+        ``True`` if it does; ``False`` if the result does not have one entry per row, such as a loss or a similarity
+        matrix; ``None`` if all rows are equal, so that the question cannot be decided.
 
     Raises:
         InputError: if a row's result depends on the rows computed with it.
@@ -76,7 +77,7 @@ Both = tuple[list[Tensor], list[Tensor]]
 
 
 def _both_ways(forward: Forward, arguments: Arguments, rows: Sequence[int]) -> Both | None:
-    """Return the results of rows computed together and in two parts; ``None`` if they do not have one entry per row."""
+    """Return the results for rows together and in two parts; ``None`` if the results do not have one entry per row."""
     together = _computed(forward, arguments, rows)
     parts = [_computed(forward, arguments, part) for part in (rows[:1], rows[1:])]
     if together is None or None in parts:
@@ -98,7 +99,7 @@ def _computed(forward: Forward, arguments: Arguments, rows: Sequence[int]) -> tu
 
 
 def _gradients(forward: Forward, arguments: Arguments, rows: Sequence[int], weights: list[Tensor]) -> Both:
-    """Return the gradients of weights for two rows together, and the sum of the gradients for each row alone."""
+    """Return the gradients of weights for two rows together, and the sums of the gradients for each row alone."""
     if not weights:
         return [], []
 
@@ -117,14 +118,14 @@ def _gradients(forward: Forward, arguments: Arguments, rows: Sequence[int], weig
 
 
 def _direction(root: Tensor, first: int) -> Tensor:
-    """Return a different weight for each element of a result, as if its first row were row ``first`` of a batch."""
+    """Return incoming gradients for a result, different for each element. ``first``: the number of its first row."""
     num_columns = root[0].numel()
     numbers = torch.arange(first * num_columns, first * num_columns + root.numel(), device=root.device)
     return torch.cos(numbers.float()).to(root.dtype).view(root.shape)
 
 
 def _smallest_weights(module: nn.Module) -> list[Tensor]:
-    """Return the smallest trained parameters, up to `_MOST_WEIGHTS` elements in total."""
+    """Return the smallest trained parameters that together have at most `_MOST_WEIGHTS` elements."""
     trained = sorted((one for one in module.parameters() if one.requires_grad), key=lambda one: one.numel())
     chosen, num_left = list[Tensor](), _MOST_WEIGHTS
     for parameter in trained:
@@ -135,7 +136,7 @@ def _smallest_weights(module: nn.Module) -> list[Tensor]:
 
 
 def _different_rows(arguments: Arguments) -> list[int]:
-    """Return the indices of rows that differ pairwise in at least one argument."""
+    """Return the indices of a few rows, any two of which differ in at least one argument."""
     num_rows = arguments.num_rows or 0
     tried = dict.fromkeys([0, num_rows - 1, num_rows // 2, *range(min(num_rows, _MOST_TRIED))])
     chosen: list[int] = []
@@ -170,7 +171,7 @@ def _require_same(name: str, num_rows: int, what: str, both: Both, bound: float)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Return the norm of a difference; equal infinities and NaN in the same places do not count."""
+    """Return the norm of the difference of two tensors, where equal infinities and NaN in both count as equal."""
     if not one.is_floating_point():
         return 0.0 if torch.equal(one, other) else float("inf")
     is_same = (one == other) | (one.isnan() & other.isnan())
@@ -186,7 +187,7 @@ def _norm(tensor: Tensor) -> float:
 
 @contextmanager
 def _constants_for_random_numbers(module: nn.Module, arguments: Arguments) -> Iterator[_Constants]:
-    """Compute without randomness, and in full precision if the parameters have it."""
+    """Compute without randomness, autocast and TF32 while the block runs."""
     tensors = [*arguments.tensors, *module.parameters()]
     device = tensors[0].device if tensors else torch.device("cpu")
     precision = torch.get_float32_matmul_precision()
@@ -199,7 +200,7 @@ def _constants_for_random_numbers(module: nn.Module, arguments: Arguments) -> It
 
 
 class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that returns ones for dropout masks, and the mean for other random numbers."""
+    """A dispatch mode in which dropout keeps all elements, and other random numbers are their mean."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -207,7 +208,7 @@ class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def bound(self) -> float:
-        """The relative tolerance for rounding, in the coarsest dtype that occurred."""
+        """The relative tolerance for rounding in the coarsest dtype of any result so far."""
         types = self._types or {torch.float32}
         return max(torch.finfo(one).eps * _ROUNDINGS.get(one, _ROUNDINGS_OF_HALVES) for one in types)
 
@@ -237,9 +238,9 @@ _CONSTANTS = {"bernoulli": 1.0, "uniform": 0.5, "rand": 0.5, "normal": 0.0, "ran
 
 
 class _explained:
-    """A context that adds a note about the call to any error the module raises.
+    """A context that adds a note about the call to any error that the module raises.
 
-    It is a class, because it must see errors of any type; it suppresses no error.
+    It is a class, because it must see errors of any type. It suppresses no error.
     """
 
     def __init__(self, name: str, num_rows: int, arguments: Arguments) -> None:
@@ -249,9 +250,9 @@ class _explained:
         )
 
     def __enter__(self) -> None:
-        """Enter the context."""
+        """Do nothing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Add the note."""
+        """Add the note to the error, if any."""
         if error is not None:
             error.add_note(self._note)

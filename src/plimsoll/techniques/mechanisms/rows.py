@@ -1,9 +1,9 @@
 """Rows of the arguments and results of a module call: selection, slicing and reassembly.
 
-Rows are dimension 0 of tensors and items of lists (such as texts), in arguments nested in dicts, lists and tuples. The
-row count of a call is the count that most tensors have. Values with another count or none (a table, a mask for all
-samples, a flag) are passed to every slice. A tensor with the same count by chance is not detected here, but by
-`mechanisms.row_by_row`, which compares results.
+Rows are the entries of tensors along dimension 0 and the items of lists (such as texts). Arguments may be nested in
+dicts, lists and tuples. The row count of a call is the count that most tensors have. Arguments with another count or
+without rows (a table, a mask for all samples, a flag) are passed to every slice. A tensor with the same count by chance
+is not detected here, but by `mechanisms.row_by_row`, which compares results.
 
 Not handled: other objects, such as a key-value cache or a packed sequence. A call with such an argument is not split.
 """
@@ -30,7 +30,7 @@ class Arguments:
 
     Attributes:
         tensors: the tensors in the arguments, in order.
-        num_rows: rows of the call; ``None`` if it cannot be split.
+        num_rows: number of rows of the call; ``None`` if the call cannot be split.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class Arguments:
         return tensor.dim() > 0 and tensor.shape[0] == self.num_rows
 
     def with_tensors(self, tensors: Iterable[Tensor], pick: Callable[[list[Any]], Any]) -> tuple[Any, dict[str, Any]]:
-        """Return positional and keyword arguments with other tensors, and with lists of rows filtered by ``pick``."""
+        """Return positional and keyword arguments with other tensors, and with ``pick`` applied to lists of rows."""
         given = iter(tensors)
 
         def exchanged(leaf: Any) -> Any:
@@ -70,7 +70,7 @@ class Arguments:
 
 
 def row_leaves(result: Any, num_rows: int) -> list[Tensor] | None:
-    """Return the tensors of a result if all have ``num_rows`` rows and the rest are single values, else ``None``."""
+    """Return a result's tensors if all have ``num_rows`` rows and its other leaves are single values, else ``None``."""
     leaves = [leaf for _, leaf in leaves_of(result)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = (leaf for leaf in leaves if not isinstance(leaf, Tensor))
@@ -90,7 +90,7 @@ def with_rows(result: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _rows_of(leaves: list[Any]) -> int | None:
-    """Return the row count of most tensors (the first of equally frequent ones) or, without tensors, of most lists."""
+    """Return the most frequent row count of tensors (the first in a tie) or, if there are no tensors, of lists."""
     others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not all(isinstance(leaf, (*_SINGLE, list, tuple, np.ndarray)) for leaf in others):

@@ -2,11 +2,11 @@
 
     passed = over_time(walk, sequences, state, parameters)
 
-For T steps in segments of S steps, memory holds T / S states and the activations of S steps, instead of T steps. There
-may be fewer states: see `mechanisms.recompute_schedule`.
+For T steps in segments of S steps, memory holds T / S states and the activations of S steps. Plain backpropagation
+holds the activations of T steps. Fewer states may be kept: see `mechanisms.recompute_schedule`.
 
-Numerics: plain backpropagation through time, but gradients of parameters are summed over segments, in another order.
-The recomputation uses the random numbers and the autocast state of the forward pass. Second derivatives and hooks on
+Numerics: plain backpropagation through time, except that gradients of parameters are summed in another order. The
+recomputation uses the random numbers and the autocast state of the forward pass. Second derivatives and hooks on
 parameters (``Tensor.register_hook``, called with the partial gradient of each segment) are refused. Not handled: random
 number generators other than torch's default ones.
 """
@@ -37,16 +37,17 @@ class SecondBackward(InputError):
 
 @dataclass(frozen=True)
 class Walk:
-    """The way to run a chain of segments.
+    """The description of a chain of segments and of the way to run it.
 
     Args:
-        run: computes one segment; the state is an empty tuple if there is no state yet.
-        spans: first step and number of steps of each segment, in the order of computation; each step occurs once.
+        run: computes one segment, given its index, the state before it (empty at first) and its slices.
+        spans: the first step and the number of steps of each segment, in the order of computation. Each step occurs
+            once.
         dim: the time dimension of the sequences and the outputs.
-        num_slots: states to keep in addition to the first; ``None`` keeps all.
+        num_slots: number of states to keep in addition to the first state; ``None`` keeps all.
         draws: whether ``run`` may draw random numbers.
         truncates: whether gradients stop at the start of each segment (truncated backpropagation through time).
-        sparse: indices of the parameters whose sparse gradients stay sparse.
+        sparse: indices of the parameters whose sparse gradients stay sparse; other sparse gradients become dense.
     """
 
     run: RunNumbered
@@ -59,7 +60,7 @@ class Walk:
 
     @property
     def num_slots_at_most(self) -> int:
-        """The number of states to keep in addition to the first, limited by the number of segments."""
+        """The number of states to keep in addition to the first state, limited by the number of segments."""
         most = len(self.spans) - 1
         return most if self.num_slots is None else min(self.num_slots, most)
 
@@ -74,10 +75,10 @@ def equal_spans(num_steps: int, segment_steps: int) -> tuple[tuple[int, int], ..
 
 
 def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters: Sequence[Tensor]) -> Passed:
-    """Run a chain of segments, differentiable with respect to sequences, first state and parameters.
+    """Run a chain of segments. The result is differentiable with respect to sequences, first state and parameters.
 
     Args:
-        walk: the chain; a single segment is computed normally.
+        walk: the chain. If it has a single segment, that is computed without recomputation.
         sequences: tensors to split into segments.
         state: the state before the first segment.
         parameters: all other tensors that ``walk.run`` uses and that need a gradient.
@@ -85,7 +86,7 @@ def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters:
     Raises:
         InputError: if a parameter has a hook; in backward, for a second derivative or a second backward pass.
     """
-    # A parameter given twice (layers that share weights) would get its whole gradient twice.
+    # A parameter that is given twice (by layers that share weights) would get its whole gradient twice.
     parameters = [*{id(parameter): parameter for parameter in parameters}.values()]
     inputs = [*state, *sequences, *parameters]
     _refuse_hooks(parameters, len(walk.spans))
@@ -105,7 +106,7 @@ def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters:
 
 
 def has_hook(parameter: Tensor) -> bool:
-    """Return whether a ``Tensor.register_hook`` hook would be called with the partial gradient of each segment."""
+    """Return whether a parameter has a ``Tensor.register_hook`` hook, which each segment would call with a part."""
     return parameter.is_leaf and bool(parameter._backward_hooks)
 
 
@@ -119,7 +120,7 @@ def _refuse_hooks(parameters: Sequence[Tensor], num_segments: int) -> None:
 
 @dataclass(frozen=True)
 class _Places:
-    """The positions of state, sequences and parameters among a node's tensors."""
+    """The positions of state, sequences and parameters among the tensors of an autograd node, in this order."""
 
     num_state: int
     num_sequences: int
@@ -131,7 +132,7 @@ class _Places:
 
 
 class _Recomputed(torch.autograd.Function):
-    """The exact gradient: backward recomputes the segments, last segment first."""
+    """The autograd node of the exact gradient: backward recomputes the segments, last segment first."""
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, places: _Places, shape: list[int], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -176,7 +177,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _Truncated(torch.autograd.Function):
-    """Gradients within each segment, for a single sum. They are computed during the forward pass."""
+    """The autograd node of truncated gradients, for a loss that is a single sum. Forward computes them already."""
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, places: _Places, shape: list[int], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -212,7 +213,7 @@ class _Truncated(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Arriving:
-    """The gradients that arrive at a node; in ``sums``, ``None`` stands for 1 if no gradient has arrived yet."""
+    """The incoming gradients of a node. In ``sums``, ``None`` stands for 1 if gradients are truncated."""
 
     outputs: tuple[Tensor | None, ...]
     sums: tuple[Tensor | None, ...]
@@ -220,7 +221,7 @@ class _Arriving:
 
 
 class _Gradients:
-    """The gradients of a node's inputs, accumulated segment by segment."""
+    """The gradients of an autograd node's inputs, accumulated segment by segment."""
 
     def __init__(
         self, walk: Walk, places: _Places, inputs: Sequence[Tensor], needed: Sequence[bool], arriving: _Arriving
@@ -238,7 +239,7 @@ class _Gradients:
         self._are_sums: set[int] = set()  # sums that we own and can add to in place
 
     def add_segment(self, segment: int, state: State, autocast: Autocast) -> Passed:
-        """Compute a segment with its graph, run its backward, and accumulate the gradients."""
+        """Compute a segment with its graph from ``state``, run backward through it, and accumulate the gradients."""
         walk = self._walk
         differ = [part.is_floating_point() and not walk.truncates for part in state]
         with torch.enable_grad(), autocast.again():
@@ -299,7 +300,7 @@ class _Gradients:
             return
         total = self._of_parameters[number]
         if total is None and part.layout is torch.sparse_coo and number not in self._walk.sparse:
-            # From a row lookup: adding its few rows to a sum is cheap, a dense gradient for each segment is not.
+            # It is from a row lookup. Adding its few rows to a sum is cheap; a dense gradient for each segment is not.
             total = torch.zeros_like(self._parameters[number])
             self._are_sums.add(number)
         if total is None:
@@ -315,7 +316,7 @@ def _with_added(total: Tensor, part: Tensor) -> Tensor:
     """Add a partial gradient to a sum in place."""
     if part.layout is not torch.sparse_coo:
         return total.add_(part)
-    # Same as `add_`, which fails in a dry run with a single row, because it takes that for coalesced.
+    # Same as `add_`. In a dry run, `add_` fails for a single row, because it assumes that the row is coalesced.
     return total.index_add_(0, part._indices()[0], part._values())
 
 
@@ -339,7 +340,7 @@ def _random_numbers(walk: Walk, tensors: Sequence[Tensor]) -> RandomNumbers:
 
 
 def _walked(walk: Walk, sequences: tuple[Tensor, ...], state: State, keep: Callable[[int, State], None]) -> Passed:
-    """Run all segments without a graph; ``keep`` receives the state before each segment but the first."""
+    """Run all segments without a graph. ``keep`` receives the state before each segment but the first."""
     outputs: list[Tensor] = []
     sums: list[Tensor] = []
     for segment, (start, length) in enumerate(walk.spans):
@@ -370,7 +371,7 @@ def _slices(walk: Walk, segment: int, sequences: Sequence[Any]) -> tuple[Tensor,
 
 
 def _flat(passed: Passed, ctx: Any, shape: list[int]) -> tuple[Tensor, ...]:
-    """Return all tensors of a pass in one tuple, and record the counts for both sides of the node."""
+    """Return all tensors of a pass in one tuple; record the numbers of outputs and sums in ``ctx`` and ``shape``."""
     ctx.counts = len(passed.outputs), len(passed.sums)
     shape[:] = ctx.counts
     return (*passed.outputs, *passed.sums, *passed.state)

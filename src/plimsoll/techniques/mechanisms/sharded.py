@@ -1,10 +1,10 @@
 """FSDP2 sharding of a model's parameters, such that a failure on one rank can be undone on all ranks.
 
-Every torch collective goes through `_AgreedAllGather` or `_AgreedReduceScatter`. They allocate memory first, then all
-ranks agree that they got that far, and only then data is exchanged. A rank that runs out of memory takes part in the
-next agreement, so that no rank waits for it (`plimsoll.distributed.ranks.Ranks.require_all`).
+Every collective of FSDP2 goes through `_AgreedAllGather` or `_AgreedReduceScatter`. They allocate memory first. Then
+all ranks agree that they have the memory, and only then data is exchanged. A rank that runs out of memory takes part in
+the next agreement, so that no rank waits for it (`plimsoll.distributed.ranks.Ranks.require_all`).
 
-Not handled: optimizers that are not elementwise.
+Not handled: optimizers whose update is not elementwise.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -37,18 +37,18 @@ from plimsoll.techniques.mechanisms.blocks import blocks_of
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_ELEMENT_BITS = 44  # for a block's number of elements, in a 64-bit integer
-_GLOO_BYTES = 2 << 20  # in addition to the copy; measured with 64 MiB on 2 and 4 ranks
+_ELEMENT_BITS = 44  # bits of a 64-bit integer that hold a block's number of elements
+_GLOO_BYTES = 2 << 20  # memory of gloo besides its copy of the data; measured with 64 MiB on 2 and 4 ranks
 
 
 class _Agreed:
-    """A collective for the module with this number, which starts once all ranks are ready."""
+    """A collective for the module with this number. It starts once all ranks have allocated their memory."""
 
     def __init__(self, ranks: Ranks, number: int) -> None:
         self._ranks, self._number = ranks, number
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the memory before the ranks agree."""
+        """Allocate the result of the collective, before the ranks agree."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -58,7 +58,7 @@ class _AgreedAllGather(_Agreed, AllGather):  # type: ignore[misc]
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Agree with the other ranks, then gather; return the handle to wait for."""
+        """Agree with the other ranks, then gather; return the handle to wait for, if ``async_op``."""
         _prove_memory(output_tensor)
         self._ranks.require_all(_place(self._number, output_tensor.numel(), is_sum=False))
         return self._ranks.exchange(lambda: _all_gather(output_tensor, input_tensor, group=group, async_op=async_op))
@@ -70,7 +70,7 @@ class _AgreedReduceScatter(_Agreed, ReduceScatter):  # type: ignore[misc]
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """Agree with the other ranks, then reduce; return the handle to wait for."""
+        """Agree with the other ranks, then reduce; return the handle to wait for, if ``async_op``."""
         _prove_memory(input_tensor)
         self._ranks.require_all(_place(self._number, input_tensor.numel(), is_sum=True))
         return self._ranks.exchange(
@@ -79,7 +79,7 @@ class _AgreedReduceScatter(_Agreed, ReduceScatter):  # type: ignore[misc]
 
 
 def _place(number: int, num_elements: int, is_sum: bool) -> int:
-    """Return a number that identifies a collective; it differs on ranks that skip a block or some parameters."""
+    """Return a number that identifies a collective. It differs on a rank that skips a block or some parameters."""
     return (2 * number + is_sum << _ELEMENT_BITS) + num_elements
 
 
@@ -93,8 +93,9 @@ class Sharding:
 
     Attributes:
         keeps_gathered: whether a block's parameters stay gathered between its forward and backward pass.
-        dtype: of gathered parameters and computation; ``None`` for the stored dtype. Gradients are reduced in fp32.
-        pool: if given, this rank's rows and their gradients are in a memory-mapped file.
+        dtype: data type of gathered parameters and of the computation; ``None``: the stored dtype. With a dtype,
+            gradients are reduced in fp32.
+        pool: the pool of mapped files for this rank's rows and their gradients; ``None``: memory.
         on_host: whether torch keeps the rows in host memory although the device is not the CPU.
     """
 
@@ -104,13 +105,13 @@ class Sharding:
     on_host: bool = False
 
     def precision(self, is_block: bool) -> MixedPrecisionPolicy:
-        """Return the mixed precision policy. It casts inputs of blocks, but not of the model, which include labels."""
+        """Return the mixed precision policy. It casts inputs of blocks, but not the model's inputs, such as labels."""
         if self.dtype is None:
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=is_block)
 
     def place(self, device: torch.device) -> OffloadPolicy:
-        """Return the policy for the place where torch keeps the rows."""
+        """Return the offload policy, which decides where torch keeps the rows."""
         return CPUOffloadPolicy(pin_memory=device.type == "cuda") if self.on_host else OffloadPolicy()
 
 
@@ -118,9 +119,9 @@ class ShardedTraining:
     """`plimsoll.models.hooks.Sharding` for a workload: the model is sharded, one shard per rank, until `gather`.
 
     Args:
-        workload: its optimizer has no states yet; model and optimizer are identical on all ranks.
+        workload: the training. Its optimizer must have no states yet; model and optimizer must be equal on all ranks.
         sharding: the way to shard the model.
-        mesh: the ranks.
+        mesh: the device mesh of all ranks.
     """
 
     is_sharded = True
@@ -141,7 +142,7 @@ class ShardedTraining:
         """
 
     def shard(self) -> None:
-        """Keep only this rank's rows of each parameter and free the rest. If that fails, the model is unchanged."""
+        """Keep only this rank's rows of each parameter, and free all others. If that fails, the model is unchanged."""
         with ExitStack() as undo:
             undo.callback(self._before.restore)
             self._cut()
@@ -176,7 +177,7 @@ class ShardedTraining:
             self.rows[name] = rows
 
     def _agree_in(self, module: nn.Module, number: int) -> None:
-        """Make all ranks agree before each collective of the module with this number."""
+        """Make all ranks agree before each collective of a module, which has this number."""
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(_AgreedAllGather(self._ranks, number))
         module.set_custom_reduce_scatter(_AgreedReduceScatter(self._ranks, number))
@@ -204,7 +205,7 @@ class ShardedTraining:
 
         Args:
             parameters: not used; the gradients of this rank's rows are clipped.
-            clip_norm: the largest norm.
+            clip_norm: the upper bound for the norm.
 
         Raises:
             PeerOutOfMemory: if another rank ran out of memory before it knew its part of the norm.
@@ -218,11 +219,11 @@ class ShardedTraining:
         return norm
 
     def agree_on_infinities(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
-        """Skip the update on all ranks if one rank's rows have an infinite gradient, as `ShardedGradScaler` does.
+        """Skip the update on all ranks if the gradients of any rank's rows contain infinities.
 
         Args:
             scaler: the scaler that has unscaled the gradients of ``optimizer`` on this rank.
-            optimizer: the object that the scaler knows as the optimizer.
+            optimizer: the object that was passed to ``scaler.unscale_``.
 
         Raises:
             PeerOutOfMemory: if another rank ran out of memory before it checked its gradients.
@@ -257,7 +258,7 @@ class ShardedTraining:
         self._before.restore()
 
     def whole_state(self, state: dict[str, Any], rows: Tensor, shape: torch.Size) -> dict[str, Any]:
-        """Gather the tensors of an optimizer state that have the shape of this rank's rows."""
+        """Return an optimizer state in which tensors with the shape of this rank's rows are gathered from all ranks."""
         return {
             key: self.whole_of(value, shape) if isinstance(value, Tensor) and value.shape == rows.shape else value
             for key, value in state.items()
@@ -285,7 +286,7 @@ class ShardedTraining:
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Copy this rank's rows from whole parameters, given by name."""
+        """Copy this rank's rows from ``weights``, the whole parameters by name."""
         for name, rows in self.rows.items():
             rows.copy_(self.rows_of(weights[name]))
 
@@ -312,7 +313,7 @@ class ShardedTraining:
 
 
 class _GradientMover:
-    """A hook that moves a reduced gradient to the pool of its parameter; later gradients are added to it there."""
+    """A hook that moves a reduced gradient to the pool, where later gradients are added to it."""
 
     def __init__(self, pool: MappedPool) -> None:
         self._pool = pool
@@ -325,7 +326,7 @@ class _GradientMover:
 
 
 def _move_rows(module: nn.Module, pool: MappedPool) -> None:
-    """Move a module's rows to a pool. Torch pads them to the row count of the largest shard."""
+    """Move a module's rows to a pool, with the padding that torch adds up to the row count of the largest shard."""
     state = fully_shard.state(module)  # type: ignore[attr-defined]
     groups: Iterable[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.12
     for group in groups:
@@ -337,7 +338,7 @@ def _move_rows(module: nn.Module, pool: MappedPool) -> None:
 
 
 def _prove_memory(gathered: Tensor) -> None:
-    """Allocate and free the memory that a collective needs internally: on the CPU, gloo copies all exchanged data.
+    """Allocate and free the memory that a collective needs internally. On the CPU, gloo copies all exchanged data.
 
     If memory runs out, it does so here, before the ranks agree, and not during the collective.
     """
@@ -352,7 +353,7 @@ def mesh_of(workload: Workload) -> DeviceMesh:
 
 
 class _AsItWas:
-    """A snapshot of a model's modules before FSDP changes classes, hooks and parameters. FSDP itself has no undo."""
+    """A snapshot of a model's modules, made before FSDP changes classes, hooks and parameters. FSDP has no undo."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(module, type(module), self._kept(module)) for module in model.modules()]

@@ -4,10 +4,10 @@
     arrival = side.bring([(on_device, on_host), ...])   # starts the copies; the device continues to compute
     arrival.wait()                                      # work submitted from now on sees the copies
 
-Copies in one direction run in the order of the calls. A copy starts after all work submitted before it, so its source
-or target may be a tensor that was just created.
+Copies in one direction run in the order of the calls. A copy starts after all work submitted to the device before it.
+So its source or target may be a tensor that was just created.
 
-Torch protects host memory: its cache of pinned blocks waits for the copies of a block before it reuses it. Call
+Torch protects host memory: its cache of pinned blocks reuses a block only after the copies from and to the block. Call
 `Transfer.synchronize` before you write to a tensor on the host, or read a tensor that was sent there.
 """
 
@@ -27,18 +27,18 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 class SideStream:
-    """Copies to and from one device."""
+    """The streams for copies between the host and one device, one for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = {to_device: _stream_of(device) for to_device in (True, False)}
 
     def bring(self, pairs: Pairs) -> Transfer:
-        """Start to copy from the host to the device."""
+        """Start to copy from the host to the device. Each pair is a target and its source."""
         return self._copy(pairs, to_device=True)
 
     def send(self, pairs: Pairs) -> Transfer:
-        """Start to copy from the device to the host."""
+        """Start to copy from the device to the host. Each pair is a target and its source."""
         return self._copy(pairs, to_device=False)
 
     @torch.no_grad()
@@ -58,7 +58,7 @@ class SideStream:
 
 
 class Transfer:
-    """Copies in progress. If nobody waits for them, the device does so when the object is deleted.
+    """Copies in progress. If `wait` has not been called when the object is deleted, the device waits then.
 
     Device tensors are kept alive until the device has waited for the copies. So the next kernel cannot reuse their
     memory too early. Lifetimes depend on the order of calls only, so they are equal in a dry run on fake tensors. With
@@ -72,7 +72,7 @@ class Transfer:
         self._is_waited_for = False
 
     def wait(self) -> None:
-        """Make work submitted to the device from now on wait for the copies, and release the device tensors."""
+        """Make all later work of the device wait for the copies, and release the device tensors."""
         if self._is_waited_for:
             return
         self._is_waited_for = True
@@ -95,20 +95,20 @@ class Transfer:
 
 
 class Leaving:
-    """The most recent transfers to the host. The device waits for all older ones, so their memory can be reused."""
+    """The most recent transfers to the host. The device waits for older transfers, whose memory can then be reused."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._transfers: deque[Transfer] = deque()
 
     def add(self, transfer: Transfer) -> None:
-        """Add a transfer, and wait for the oldest if there are too many."""
+        """Add a transfer. If there are more than ``most``, make the device wait for the oldest one."""
         self._transfers.append(transfer)
         if len(self._transfers) > self._most:
             self._transfers.popleft().wait()
 
     def wait(self) -> None:
-        """Wait for all transfers."""
+        """Make the device wait for all transfers."""
         while self._transfers:
             self._transfers.popleft().wait()
 

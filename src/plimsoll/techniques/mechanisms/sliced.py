@@ -1,12 +1,12 @@
 """A module's forward in slices of rows: run without a graph, then recomputed slice by slice in backward.
 
-The result is a single tensor with all rows, as in a normal call. So a loss that compares rows with each other still
-sees all of them. Backward receives the gradient of the whole result. It recomputes each slice with its graph, with the
-random numbers and autocast state of the first pass, and runs backward through it. So only one slice's activations are
-alive at a time, and parameters accumulate their gradients slice by slice.
+The result has all rows, as in a normal call, so a loss that compares rows with each other still sees all rows. Backward
+receives the gradient of the whole result. It recomputes each slice with its graph, with the random numbers and autocast
+state of the first computation, and runs backward through the slice. So only one slice's activations are alive at a
+time, and parameters accumulate their gradients slice by slice.
 
-The recomputation must give the same results as the first pass; this is checked in the first backward of each module.
-Second derivatives are refused by torch, and hooks on parameters by this module, because they would be called with
+The recomputation must give the same results as the first computation. This is checked in the first backward of each
+module. Torch refuses second derivatives. Hooks on parameters are refused here, because they would be called with
 partial gradients. Hooks on submodules are called twice for each slice.
 """
 
@@ -34,7 +34,7 @@ _LIKE_THE_FIRST_IN_HALVES = 1e-2
 
 
 class Span(NamedTuple):
-    """A slice of rows. ``num_passes`` is 1, except in a dry run, where one slice may stand for others of its size."""
+    """A slice of rows. ``num_passes``: the number of equal slices that it stands for, which is 1 outside dry runs."""
 
     start: int
     stop: int
@@ -47,7 +47,7 @@ class Slicing:
     Attributes:
         num_rows: rows per slice.
         num_sliced: calls that were computed in slices.
-        num_whole: calls with more rows that could not be sliced.
+        num_whole: calls with more than ``num_rows`` rows that could not be sliced.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -70,9 +70,9 @@ class Slicing:
 
 
 class SlicedForward:
-    """A module's forward, computed in slices if each row is independent of the others.
+    """The forward of a module, computed in slices if the module computes each row independently of all others.
 
-    It is an object, not a function, so that a copied model calls its own modules. ``forward`` is the original.
+    It is an object, not a closure, so that a deep copy of the model calls its own modules. ``forward`` is the original.
     """
 
     def __init__(self, name: str, module: nn.Module, slicing: Slicing) -> None:
@@ -97,7 +97,7 @@ class SlicedForward:
         return _Call(self, arguments).result()
 
     def _can_be_sliced(self, arguments: Arguments) -> bool:
-        """Return whether the module returns independent rows; checked once for training and once for evaluation."""
+        """Return whether the module computes rows independently; checked once for training and once for evaluation."""
         mode = self.module.training, torch.is_grad_enabled()
         known = self._gives_rows.get(mode)
         if known is None:
@@ -109,7 +109,7 @@ class SlicedForward:
 
 
 class _Call:
-    """One call of a module, from its first computation to its backward."""
+    """One call of a sliced module, from its first computation to its backward."""
 
     def __init__(self, of: SlicedForward, arguments: Arguments) -> None:
         assert arguments.num_rows is not None
@@ -123,7 +123,7 @@ class _Call:
         self._differs: list[bool] = []
 
     def result(self) -> Any:
-        """Compute all slices; if the result needs gradients, add a node to the graph for backward."""
+        """Compute and return the result of all slices. If it needs gradients, add a node for backward to the graph."""
         given = [tensor.detach() for tensor in self._arguments.tensors]
         needs = [tensor.requires_grad for tensor in self._arguments.tensors]
         wholes: list[Tensor] = []
@@ -139,7 +139,7 @@ class _Call:
         return with_rows(result, iter(wholes))
 
     def _first(self, span: Span, given: list[Tensor], needs: list[bool]) -> tuple[Any, list[Tensor]]:
-        """Compute a slice with the kernels that backward will use, but do not retain saved tensors."""
+        """Compute a slice with the kernels that backward will use, but save no tensors; return result and tensors."""
         self._random.append(RandomNumbers.now([self._beside, *given]))
         hooks = saved_tensors_hooks(lambda tensor: None, self._refuse_use)
         with hooks, stands_for(span.num_passes), self._autocast.again():
@@ -156,7 +156,7 @@ class _Call:
         return result, leaves
 
     def again(self, tensors: Sequence[Tensor], arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run backward through all slices; return the gradients of the arguments' tensors."""
+        """Recompute all slices and run backward through them; return the gradients of the arguments' tensors."""
         needs = [tensor.requires_grad for tensor in tensors]
         shared = _as_leaves([tensor.detach() for tensor in tensors], needs)  # used by all slices
         gradients = [
@@ -212,7 +212,7 @@ class _Call:
         )
 
     def _require_the_first(self, sums: list[Tensor]) -> None:
-        """Raise if the second computation differs from the first."""
+        """Raise an error if the fingerprints of the second computation differ from the fingerprints of the first."""
         if not self._sums:
             return
         for first, second in zip(self._sums, sums, strict=True):
@@ -228,7 +228,7 @@ class _Call:
 
 
 class _Sliced(torch.autograd.Function):
-    """All rows of a module's results; backward recomputes them."""
+    """The autograd node that returns all rows of a module's results. Backward recomputes the slices."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, wholes: list[Tensor], anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -247,9 +247,9 @@ class _Sliced(torch.autograd.Function):
 
 
 def _spans(num_rows: int, num_rows_of_slice: int, is_fake: bool) -> Iterator[Span]:
-    """Yield the slices. In a dry run, the second slice stands for all slices between the first and the last.
+    """Yield the slices. In a dry run, the second slice stands for all slices between the first and the last slice.
 
-    The first slice is traced separately, because the parameters have no gradients before it.
+    The first slice is traced separately, because it creates the gradients of the parameters.
     """
     starts = range(0, num_rows, num_rows_of_slice)
     for number, start in enumerate(starts):
@@ -289,9 +289,9 @@ def _weighted_sums(leaf: Tensor) -> Tensor:
 
 @contextmanager
 def _buffers_unchanged(name: str, module: nn.Module, by_value: bool = False) -> Iterator[None]:
-    """Raise if a module writes to its buffers, because it would do so twice for each slice.
+    """Raise an error if a module writes to its buffers in the block, because it would do so twice for each slice.
 
-    Version counters detect writes. They miss writes through ``.data``, which are detected only ``by_value``.
+    Version counters detect writes, except through ``.data``. These are detected only with ``by_value``.
     """
     before = {key: (buffer, buffer._version) for key, buffer in module.named_buffers()}
     values = {key: buffer.clone() for key, (buffer, _) in before.items()} if by_value else {}
@@ -323,5 +323,5 @@ def _refuse_hooks(name: str, module: nn.Module) -> None:
 
 
 def _takes_parts(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook may be called with partial gradients. Plimsoll's may, as they are in micro-batches."""
+    """Return whether a hook may be called with partial gradients, as Plimsoll's hooks are called in micro-batches."""
     return str(getattr(hook, "__module__", "")).startswith("plimsoll.")

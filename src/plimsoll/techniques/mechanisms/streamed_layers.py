@@ -3,15 +3,16 @@
     with streamed(model, ["transformer.h.0", ...], device=device):
         model(**batch)
 
-A parameter's home is the parameter itself, on the host, or a tensor that ``home_of`` returns. In training it is the
-parameter: its gradient goes there, and the optimizer updates it there. For inference it is pinned memory or a read-only
-mapping of a file. At most two blocks are on the device: the next one is copied while one computes.
+A parameter's home is the parameter itself, on the host, or a tensor that ``home_of`` returns. In training the home is
+the parameter: its gradient goes there, and the optimizer updates it there. For inference the home is a tensor in pinned
+memory or in a read-only mapping of a file. At most two blocks are on the device: while one block computes, the next is
+copied.
 
-On the CPU, copies are synchronous. That serves tests only.
+On the CPU, which serves tests only, copies are synchronous.
 
 Not handled: parameters that are not plain dense tensors, or that a block shares with a module that is not streamed;
-they stay where they are. Recurrent layers (they keep lists of their weights), and code that reads a block's parameters
-while it does not run.
+they stay where they are. Also not handled: recurrent layers (they keep lists of their weights), and code that reads a
+block's parameters while the block does not run.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from plimsoll.techniques.mechanisms.side_stream import Leaving, SideStream, Tran
 HomeOf = Callable[[str, nn.Parameter], Tensor]
 """``(qualified name, parameter) -> home``: the tensor with the parameter's values, of its shape and dtype."""
 
-# Raised by torch to end a recomputation early. Private in torch; without it, blocks are copied twice.
+# Raised by torch to end a recomputation early. It is private in torch; if a version lacks it, blocks are copied twice.
 _STOPS: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
-_MOST_LEAVING = 2  # gradients that stay on the device while they are copied
+_MOST_LEAVING = 2  # number of gradients that may be on the device while they are copied
 _AT_ONCE = 1 << 63  # a sequence number; autograd runs the ready node with the highest number first
 
 
@@ -54,12 +55,13 @@ def streamed(
     """Run some blocks of a model on copies of their parameters; the exit restores the model.
 
     Args:
-        model: the model; parameters outside these blocks are on ``device``. A parameter with a home from ``home_of``
-            needs no memory itself.
+        model: the model. Parameters outside these blocks are on ``device``. A parameter for which ``home_of`` returns
+            another tensor needs no memory of its own.
         block_names: qualified names of the blocks, in execution order.
         device: the device that computes.
-        home_of: returns the tensor with a parameter's values; by default the parameter itself.
-        is_cyclic: without gradients, prefetch the first block while the last one computes, as generation needs it.
+        home_of: returns the home of a parameter, given its name and the parameter; by default the parameter itself.
+        is_cyclic: whether a pass without gradients prefetches the first block while the last one computes, for the next
+            pass.
     """
     homes = streamable_parameters(model, block_names)
     blocks = [_Block(model.get_submodule(name), name, homes, home_of) for name in block_names]
@@ -79,7 +81,7 @@ def streamable_parameters(model: nn.Module, block_names: Sequence[str]) -> set[n
 
 
 def _all_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield each parameter as often as modules refer to it."""
+    """Yield the parameters of a module and its submodules, each as often as modules refer to it."""
     for part in module.modules():
         yield from (one for one in part._parameters.values() if one is not None)
 
@@ -89,7 +91,7 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 
 class _Place(NamedTuple):
-    """A module's entry for a parameter, and the index of the parameter's home."""
+    """A module's entry for a parameter (dictionary and key), and the index of the parameter's home."""
 
     parameters: dict[str, Any]
     key: str
@@ -97,7 +99,7 @@ class _Place(NamedTuple):
 
 
 class _Block:
-    """One block, with the places of its parameters in modules and the tensors with their values."""
+    """One block, with the entries of its parameters in modules and the homes of these parameters."""
 
     def __init__(self, module: nn.Module, name: str, streamable: set[nn.Parameter], home_of: HomeOf | None) -> None:
         self.module = module
@@ -115,7 +117,7 @@ class _Block:
 
     @contextmanager
     def having(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Replace the parameters of the block by other tensors while the context is active."""
+        """Replace the parameters of the streamed block by other tensors while the context is active."""
         before = [place.parameters[place.key] for place in self.places]
         try:
             for place in self.places:
@@ -128,7 +130,7 @@ class _Block:
 
 @dataclass
 class _Here:
-    """Copies of a block's parameters on the device, and the transfer to wait for before reading them."""
+    """Copies of a block's parameters on the device, and the transfer to wait for before the copies are read."""
 
     copies: list[Tensor]
     versions: list[int]
@@ -141,7 +143,7 @@ class _Here:
 
 
 class _Stream:
-    """The streamed blocks, and the blocks that are on the device now."""
+    """The streamed blocks, and the copies of blocks that are on the device now."""
 
     def __init__(self, blocks: Sequence[_Block], device: torch.device, is_cyclic: bool) -> None:
         self.blocks, self._device, self._is_cyclic = blocks, device, is_cyclic
@@ -177,7 +179,7 @@ class _Stream:
         return result
 
     def fetch(self, number: int) -> _Here:
-        """Return a block's copies, prefetch the next block (in backward the previous one), and drop the others."""
+        """Return a block's copies, prefetch the next block (in backward the previous), and drop all other copies."""
         in_backward, num_blocks = _graph_task() is not None, len(self.blocks)
         following = number - 1 if in_backward else number + 1
         if self._is_cyclic and not torch.is_grad_enabled():
@@ -195,14 +197,14 @@ class _Stream:
         return here
 
     def send_home(self, gradient: Tensor) -> tuple[Tensor, Transfer]:
-        """Start to copy a gradient to the host; wait for the transfer before you read the result."""
+        """Start to copy a gradient to the host; return the copy, and the transfer to wait for before reading it."""
         target = self._pool.empty_like(gradient, self._device)
         transfer = self._side.send([(target, gradient)])
         self._leaving.add(transfer)
         return target, transfer
 
     def clear(self) -> None:
-        """Drop all copies."""
+        """Drop all copies on the device."""
         self._cleared_after = None
         self._leaving.wait()
         for number in [*self._here]:
@@ -210,7 +212,7 @@ class _Stream:
 
     def _drop(self, number: int) -> None:
         here = self._here.pop(number, None)
-        if here is not None:  # an unused copy may still be in progress, into memory that is freed now
+        if here is not None:  # a transfer that nobody waited for may still write to the memory that is freed now
             here.wait()
 
     @torch.no_grad()
@@ -229,14 +231,17 @@ class _Stream:
         return here
 
     def _clear_after_backward(self) -> None:
-        """Register a callback, once per backward, that drops all copies when it ends."""
+        """Register a callback, once per backward, that drops all copies when backward ends."""
         if self._cleared_after != _graph_task():
             self._cleared_after = _graph_task()
             torch.autograd.Variable._execution_engine.queue_callback(self.clear)
 
 
 class _Forward:
-    """The forward of a streamed block. It is an object, not a function, so that a copied model calls its own blocks."""
+    """The forward of a streamed block.
+
+    It is an object, not a closure, so that a deep copy of the model calls its own blocks.
+    """
 
     def __init__(self, stream: _Stream, number: int, forward: Callable[..., Any]) -> None:
         self._stream, self._number, self.forward = stream, number, forward
@@ -246,7 +251,7 @@ class _Forward:
 
 
 def _on_the_way(home: Tensor, copy: Tensor, stream: _Stream) -> Tensor:
-    """Return the copy, connected to its parameter by autograd, so that the gradient flows to the parameter's home."""
+    """Return the copy, connected to its home by autograd, so that the gradient flows there."""
     passage = _Passage(stream, home.device)
     left = _Leave.apply(home, passage)  # type: ignore[no-untyped-call]
     arrived: Tensor = _Arrive.apply(left, copy, passage)  # type: ignore[no-untyped-call]
@@ -258,9 +263,10 @@ def _on_the_way(home: Tensor, copy: Tensor, stream: _Stream) -> Tensor:
 
 @dataclass
 class _Passage:
-    """The copy of one gradient to its home, which involves two autograd threads.
+    """The transfer of one gradient to its home, which involves two autograd threads.
 
-    The device's thread continues at once. The thread that called backward waits for the copy, and accumulates it.
+    The device's thread starts it and continues at once. The thread that called backward waits for it, and accumulates
+    the gradient.
     """
 
     stream: _Stream
@@ -302,7 +308,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Ref(NamedTuple):
-    """A reference that autograd saves for backward instead of a copy or its view; the block is then copied again."""
+    """A reference that autograd saves instead of a copy or a view of a copy. In backward, the block is copied again."""
 
     stream: _Stream
     block: int
@@ -336,7 +342,7 @@ def _hooks(stream: _Stream, block: int, copies: Sequence[Tensor]) -> AbstractCon
 
 
 class _Outer(NamedTuple):
-    """A saved tensor as packed by outer hooks, and their function to unpack it."""
+    """A saved tensor that outer hooks have packed, and their function that unpacks it."""
 
     unpack: Callable[[Any], Tensor]
     packed: Any
@@ -352,7 +358,7 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def _hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """Return the active saved-tensor hooks, if any; this is private in torch, and ``None`` if a version lacks it."""
+    """Return the active saved-tensor hooks; ``None`` without hooks, or if torch lacks this private function."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(True)
 

@@ -1,4 +1,4 @@
-"""The interface of techniques, and the facts about a training that a technique needs to offer its choices."""
+"""The interface of techniques, and the facts about a training from which a technique derives its choices."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ OfRows = Callable[[Workload, Any], str | None]
 
 @dataclass(frozen=True)
 class Setting:
-    """The facts about a training, besides its workload, that a technique needs.
+    """The facts about a training, in addition to its workload, that a technique needs.
 
     Attributes:
         device: the kind of device that computes.
-        batch_size: samples per batch on this rank.
-        trace: of the training without techniques, except for pinned ones.
-        precision: as set in the job; ``auto`` leaves it to the plan.
-        allow: lossy techniques that the user allows.
+        batch_size: number of samples per batch on this rank.
+        trace: a trace of the training without techniques other than pinned ones, if there is one.
+        precision: the precision that the job sets; ``auto`` leaves it to the plan.
+        allow: the names that the user allows, such as lossy techniques.
         lengths_vary: whether samples of one batch differ in length.
-        sequence_length: tokens of the longest sample, if known.
-        num_ranks: ranks that train together.
+        sequence_length: number of tokens of the longest sample, if known.
+        num_ranks: number of ranks that train together.
         ask_rows: calls a function with a few real samples, and undoes its effects; ``None`` if there are no samples.
     """
 
@@ -91,12 +91,12 @@ Export = Callable[[Choice, Literal["cpu", "cuda"]], Exported | None]
 
 
 def by_deepspeed(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
-    """Return the `Export` to Accelerate that delegates to DeepSpeed."""
+    """Return the settings of Accelerate that delegate to DeepSpeed."""
     return Exported({"distributed_type": "DEEPSPEED"})
 
 
 class Technique(ABC):
-    """A way to need less memory: a module of this package, or an entry point `plimsoll.techniques` of another package.
+    """A way to reduce memory or time: a module of this package, or an entry point `plimsoll.techniques` elsewhere.
 
     A subclass must define ``name``, ``numerics``, ``summary``, `choices` and `install`. The defaults of all other
     fields are safe: the technique is planned, run and reported, and exports list it as missing from other tools.
@@ -104,14 +104,14 @@ class Technique(ABC):
 
     # Identity.
     name: ClassVar[str]  # key of the registry, word on the command line, page in docs/techniques, id of its tests
-    numerics: ClassVar[Numerics]  # its effect on the numbers
+    numerics: ClassVar[Numerics]  # its effect on the results of the training
     summary: ClassVar[str]  # its effect, as a phrase
     may_be_allowed: ClassVar[bool] = False  # a job may list it under ``allow`` although it is not lossy
 
     # Effects.
     modifies: ClassVar[frozenset[Part]] = frozenset()  # parts of the training that it changes
     moves: ClassVar[frozenset[Moved]] = frozenset()  # data that it moves off the device
-    reaches: ClassVar[frozenset[Category]] = frozenset()  # memory it can reduce; not tried if the peak has none
+    reaches: ClassVar[frozenset[Category]] = frozenset()  # memory that it reduces; not tried if the peak has none of it
     only_in: ClassVar[frozenset[Phase]] = frozenset()  # the phases in which it changes something; empty: all of them
     is_for_the_run: ClassVar[bool] = False  # changes the trained model, so all fallbacks of a plan have it
 
@@ -134,7 +134,7 @@ class Technique(ABC):
 
     # Work that a dry run may skip.
     is_traced: ClassVar[bool] = True  # False: changes how memory is allocated but no op, so a given trace is replayed
-    keeps_state_between_passes: ClassVar[bool] = True  # False: one pass stands for all passes on equal values
+    keeps_state_between_passes: ClassVar[bool] = True  # False: a dry run runs one of all passes with equal input values
     spans_blocks: ClassVar[bool] = False  # starts work in one block that ends in the next, so equal blocks may differ
 
     # Equivalents elsewhere.
@@ -148,7 +148,7 @@ class Technique(ABC):
 
     @abstractmethod
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return the possible choices, from weakest to strongest, or a sentence why the technique is impossible.
+        """Return the possible choices, from weakest to strongest, or the reason, a sentence, why no choice is possible.
 
         The workload may be on the meta device: read modules and shapes, run nothing.
         """
@@ -156,7 +156,7 @@ class Technique(ABC):
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
         """Return the reason why a choice cannot be combined with others, or ``None``.
 
-        It is also called without others, to find out whether the workload itself rules the choice out.
+        It is also called without other choices, to find out whether the workload itself rules the choice out.
         """
         return self.excluded(others)
 
@@ -169,7 +169,7 @@ class Technique(ABC):
         return None
 
     def gradient_steps(self, choice: Choice, num_steps: int) -> int | None:
-        """Return how many steps gradients reach back at most in a sequence of ``num_steps``; ``None``: to its start."""
+        """Return over how many of ``num_steps`` steps gradients reach back at most; ``None``: over all steps."""
         return None
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
@@ -198,7 +198,7 @@ class Technique(ABC):
 
     @abstractmethod
     def install(self, workload: Workload, choice: Choice) -> AbstractContextManager[None]:
-        """Install the technique on a live (or fake) training; the exit restores everything exactly.
+        """Install the technique on a real training or a dry run; the exit restores the workload exactly.
 
         Installation is atomic: if it fails, the workload is unchanged.
         """

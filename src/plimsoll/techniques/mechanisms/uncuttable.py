@@ -1,11 +1,12 @@
 """Reasons to keep a batch whole: modules whose results would change if a batch or a sequence were split.
 
-BatchNorm computes statistics of a pass; a user may allow statistics of a micro-batch (``recut_batch_norm``). An
-embedding with ``scale_grad_by_freq`` divides a row's gradient by the row's count in the pass. In a micro-batch the
-count differs, as in ordinary gradient accumulation, and this cannot be corrected afterwards. So it is refused.
+BatchNorm computes statistics of all samples of a pass; a user may allow statistics of a micro-batch
+(``recut_batch_norm``). An embedding with ``scale_grad_by_freq`` divides a row's gradient by the row's count in the
+pass. In a micro-batch the count differs, as in ordinary gradient accumulation, and this cannot be corrected afterwards.
+So it is refused.
 
-A loss that is not the sum of its parts' losses keeps a batch whole, too. `plimsoll.step.losses.additive` finds that by
-computing it, and records it in ``workload.kept_whole``.
+A loss that does not add up over micro-batches keeps a batch whole, too. `plimsoll.step.losses.additive` tests this by
+computing the loss, and records the reason in ``workload.kept_whole``.
 
 Not detected: calls of ``functional.embedding`` with ``scale_grad_by_freq``.
 """
@@ -27,7 +28,7 @@ _COUNTED_ROWS = Reason(
 
 
 class WholeBatch:
-    """Reasons of a training to keep its batches whole.
+    """The reasons why the batches of a training must not be split, if any.
 
     Args:
         workload: the training.
@@ -44,7 +45,7 @@ class WholeBatch:
         """Return the reason to keep a batch whole, if any.
 
         Args:
-            also_idle: also consider modules that are in evaluation mode now.
+            also_idle: whether to consider also modules that are in evaluation mode now.
         """
         if any(module.training or also_idle for module in self._batch_norms):
             return _BATCH_NORM
