@@ -71,7 +71,7 @@ _FACTORIES = {
     aten.triu_indices.default,
 }
 _ALMOST_ONE = 1 - 2**-8  # also in bfloat16
-_LIFTS = {aten.lift_fresh.default, aten.lift.default}  # the op of `torch.tensor` for numbers
+_LIFTS = {aten.lift_fresh.default, aten.lift.default}  # the ops that `torch.tensor` runs on numbers
 
 KEEPS_ALL = "was assumed to keep every element"
 """Part of the text of an assumption about a result whose length depends on unknown values."""
@@ -99,7 +99,7 @@ class KnownValues:
 
     Args:
         mode: the mode of the fake tensors.
-        where: describes the place in the training that asks for a value; ``None`` if no assumption should be recorded.
+        where: returns a description of the code that requests a value; ``None`` if no assumption should be recorded.
         keeps_all: whether a result of unknown length keeps all elements, or only one.
     """
 
@@ -221,7 +221,7 @@ class KnownValues:
         return results[0] if len(results) == 1 else tuple(results)
 
     def _adopted(self, value: Any) -> Any:
-        """Return the fake tensor of a real tensor from outside the training, always the same for the same tensor."""
+        """Return the fake tensor that always represents this real tensor, which comes from outside the training."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         if id(value) not in self._of_outside:

@@ -33,7 +33,7 @@ _FREE_LAYOUT = {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}  # depen
 
 
 class _Kind(NamedTuple):
-    """The kind of an op. ``place`` and ``argument`` identify the tensor that it writes to and returns."""
+    """The kind of an op, and the position and name of the argument that it writes to and returns."""
 
     name: Literal["view", "new", "writes", "other"]
     place: int = -1
@@ -50,7 +50,7 @@ class _Layout(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """The result of an op: the layouts of distinct tensors, and a structure with their numbers."""
+    """The layouts of an op's distinct result tensors, and the result with indices of layouts in place of tensors."""
 
     layouts: tuple[_Layout, ...]
     result: Any

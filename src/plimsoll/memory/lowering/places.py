@@ -87,7 +87,7 @@ class Places(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Interpret the device of a call, and run the call on the CPU."""
+        """Track the memory that the device of a call refers to, and run the call on the CPU."""
         kwargs = kwargs or {}
         if func not in _UNDERSTOOD or (func is Tensor.__deepcopy__ and not isinstance(args[0], FakeTensor)):
             return func(*args, **_on_cpu(kwargs))
@@ -146,7 +146,7 @@ def _is_device(value: Any) -> bool:
 
 
 def _known_device(value: Any) -> Any:
-    """Return a device that this build of torch has, in place of CUDA, which may also be given as a number."""
+    """Return a device that this build of torch supports in place of a CUDA device, which may be given as a number."""
     return _CPU if isinstance(value, int) or torch.device(value).type == "cuda" else value
 
 
