@@ -200,7 +200,7 @@ class Counted:
         )
 
     def timeline(self) -> MemoryTimeline:
-        """Return the columns, reduced to the peaks and, for each interval, to the rows with the most and the fewest bytes."""
+        """Return the columns, reduced to the peaks and to each interval's rows with the most and the fewest bytes."""
         rows = _thinned(self.live.total, self.peak_row, int(self.reserved.argmax()) if len(self.reserved) else -1)
         ops = [self.trace.event_op[event] for event in self.live.event[rows].tolist()]
         table, texts = self.trace.ops, self.trace.texts
