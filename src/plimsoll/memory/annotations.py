@@ -8,8 +8,8 @@
     copied.note_wait(by_processor=False)
 
 A dry run has no streams and performs each copy at once. The annotations record which copies would overlap with later
-ops, and the op that waits for each. `plimsoll.planning.search.stream_timeline` predicts step time from them. Ops of a
-graph have no launch overhead, and allocate from a private pool. Without a recorder, annotations have no effect.
+ops, and which op waits for each copy. `plimsoll.planning.search.stream_timeline` predicts step time from them. Ops of a
+CUDA graph have no launch overhead, and allocate from a private pool. Without a recorder, annotations have no effect.
 """
 
 from __future__ import annotations

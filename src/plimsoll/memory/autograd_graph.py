@@ -65,7 +65,7 @@ def graph_size(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> Gra
         without: tensors whose storages do not count, such as the parameters.
 
     Returns:
-        Its size; ``None`` if it has more than `MOST_NODES` operations.
+        The size of the graph; ``None`` if it has more than `MOST_NODES` operations.
     """
     nodes = {tensor.grad_fn for tensor in tensors if has_graph(tensor)}
     waiting: list[Any] = list(nodes)
@@ -101,7 +101,7 @@ def _saved_bytes(nodes: Iterable[Any], without: Iterable[Tensor]) -> int | None:
 
 
 def _raw_saved(node: Any) -> Iterator[Any]:
-    """Yield the raw saved tensors of a node. Each attribute contains one or a tuple of them."""
+    """Yield the raw saved tensors of a node. Each ``_raw_saved_*`` attribute has one such tensor or a tuple."""
     for name in dir(type(node)):
         if name.startswith(_RAW):
             try:
@@ -129,7 +129,7 @@ class Graphs:
 
     Nodes of a forward pass live until the following backward pass ends. Nodes of a recomputation are made inside a node
     of a backward pass, and live until that pass continues with another node. Not covered: graphs kept for a second
-    backward pass, and graphs without a backward pass (these count until the next one).
+    backward pass, and graphs without a backward pass (these count as alive until the next backward pass ends).
     """
 
     def __init__(self) -> None:

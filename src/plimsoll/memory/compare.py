@@ -3,8 +3,8 @@
     comparison = compare(predicted, measured)
     calibrate(Calibration(), comparison).save(path)
 
-The peak counts live bytes of storages on the device, as the recorder sees them. Scratch memory of kernels exists only
-in a prediction, and is ignored. The overhead of the allocator is known only from its counters.
+The peak counts live bytes of storages on the device, as the recorder sees them. Only a prediction contains scratch
+memory of kernels, so this memory is ignored. The overhead of the allocator is known only from its counters.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _peak(trace: Trace) -> tuple[Side, Counter[_Key]]:
 
 
 def _differences(predicted: Trace, measured: Trace) -> Iterator[Difference]:
-    """Yield ops, in order, that allocate or free differently in the two traces, or exist in only one of them."""
+    """Yield ops, in order, that allocate or free differently in the two traces, or exist in only one trace."""
     events, other_events = _events_by_op(predicted), _events_by_op(measured)
     for row, other_row in align(predicted, measured):
         born, died = events.get(row, _NOTHING)

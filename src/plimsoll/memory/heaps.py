@@ -1,8 +1,8 @@
 """Replays of traces in heaps of the C library, event by event.
 
-A plan evaluates each trace in several heaps, and some of them repeatedly. The heap calls of a trace are therefore
-listed once, and replays are cached. A heap that would behave the same at every call is not replayed. For example,
-mapping blocks from 32 MiB on and never mapping are equivalent if all blocks are smaller.
+A plan evaluates each trace in several heaps, in some of them repeatedly. The heap calls of a trace are therefore listed
+once, and replays are cached. A heap that would behave the same at every call is not replayed. For example, mapping
+blocks from 32 MiB on and never mapping are equivalent if all blocks are smaller.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plimsoll.memory.live import Column, Live, live_bytes
 from plimsoll.records.allocator import HeapRules
 from plimsoll.records.trace import Trace
 
-_MOST_LATER_STEPS, _MOST_LATER_EVENTS = 8, 40_000  # the heap hardly grows after these
+_MOST_LATER_STEPS, _MOST_LATER_EVENTS = 8, 40_000  # the heap hardly grows after these steps and events
 
 
 class InHeap(NamedTuple):

@@ -100,7 +100,7 @@ class KnownValues:
     Args:
         mode: the mode of the fake tensors.
         where: returns a description of the code that requests a value; ``None`` if no assumption should be recorded.
-        keeps_all: whether a result of unknown length keeps all elements, or only one.
+        keeps_all: whether a result of unknown length keeps all elements, or only a single element.
     """
 
     def __init__(self, mode: FakeTensorMode, where: Callable[[], str | None], keeps_all: bool = True) -> None:
@@ -211,7 +211,7 @@ class KnownValues:
         return _zero(tensor.dtype)
 
     def _unknown_length(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the results of an op that may drop elements: with all elements, or with one."""
+        """Return the results of an op that may drop elements: with all elements, or with a single element."""
         self.assume(f"{op} {KEEPS_ALL}{self._where() or ''}")
         results = []
         for (length, *rest), dtype in _UNKNOWN_LENGTH[op](*args, **kwargs):
@@ -263,7 +263,7 @@ def _zero(dtype: torch.dtype) -> bool | int | float | complex:
 
 
 def _below_modes(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Return a context in which ops on plain tensors bypass all dispatch modes; subclasses need a slower one."""
+    """Return a context in which ops bypass all dispatch modes; for tensor subclasses, the context is slower."""
     if all(type(one) is Tensor for one in tensors):
         guard: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
         return guard

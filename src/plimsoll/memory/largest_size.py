@@ -47,7 +47,8 @@ def largest_that_fits(
         most: the largest size to try.
         precision: largest relative gap between the answer and the first size that does not fit.
         growing_bytes: returns, for the result of ``start``, the bytes that grow with the size; 0 if unknown.
-        suppose: called with a size that is likely to be tried later, before the size from the first line is tried.
+        suppose: called before the size from the first line is tried, with another size that is likely to be tried after
+            it.
     """
     beyond_bytes: dict[int, int] = {}
     best: T | None = None

@@ -3,7 +3,7 @@
 torch computes the result of an op on fake tensors by a Python rule or a cache lookup, which takes some 100 µs. An
 unrolled recurrent net has a million ops of a few hundred kinds. The layout of a new result follows from the layouts of
 the input tensors and from the other arguments. If these are known, a tensor with the cached layout is enough for a
-trace. An op that writes to a tensor and returns it then has nothing to do. A view shares memory, so the op itself runs,
+trace. An op that only writes to a tensor and returns it is then skipped. A view shares memory, so the op itself runs,
 on shapes alone.
 
 Covers torch's ``aten`` ops on dense fake tensors of one mode. Other ops run in torch each time, as does an op whose

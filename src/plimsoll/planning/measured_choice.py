@@ -153,7 +153,7 @@ def _changed_bytes(step: TrainStep) -> int:
 
 @dataclass
 class _Found:
-    """Result of trying one candidate. Without ``measured_seconds`` it cannot be chosen."""
+    """Result of trying one candidate, which cannot be chosen without ``measured_seconds``."""
 
     candidate: Candidate
     outcome: str
@@ -199,7 +199,7 @@ class _Tries:
         self._is_torn = False  # some state was not restored
 
     def settled(self) -> Plan:
-        """Try all candidates, and put the fastest in force."""
+        """Try all candidates, and install the fastest."""
         plan = self._plan
         first = Candidate(
             configuration=plan.fallbacks[0],
@@ -272,7 +272,7 @@ class _Tries:
         return self._struck_if_near(found)
 
     def _timed_alone(self, configuration: Configuration, num_left: int) -> tuple[float, float] | OomEvent | str:
-        """Put a candidate in force, time it and undo it; or return the out-of-memory event or the reason against it."""
+        """Install a candidate, time and undo it; return seconds and noise, an out-of-memory event, or a reason."""
         step = self._step
 
         def work() -> tuple[float, float] | OomEvent | str:
@@ -355,7 +355,7 @@ class _Tries:
 
     def _timed(self, configuration: Configuration, num_left: int) -> tuple[float, float] | OomEvent:
         """Return the seconds of a whole step, extrapolated from a few passes, and their noise in seconds."""
-        # The warm-up is one micro-batch with its update. One or a few more are timed.
+        # The warm-up is one micro-batch with its update. One or a few more micro-batches are timed.
         num_micro_batches = -(-self._batch_size // configuration.micro_batch)
         warm = self._seconds_of(configuration, 1, is_first=True)
         for _ in range(_MOST_REPEATS):  # until the passes are replayed as a CUDA graph, if they will be
@@ -414,7 +414,7 @@ class _Tries:
     ) -> float | OomEvent:
         """Run a step on the first micro-batches, and return its seconds.
 
-        The state to restore is the one before the first of these steps.
+        The state to restore later is the state before the first of these steps.
         """
         step, backend = self._step, self._step.backend
         num_samples = min(num_micro_batches * configuration.micro_batch, self._batch_size)

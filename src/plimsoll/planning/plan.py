@@ -368,7 +368,7 @@ class Planner:
         )
 
     def _off_device(self, counted: Counted, micro_batch: int) -> OffDevice | None:
-        """Return the memory that a combination uses outside its budget, or ``None`` if it is negligible.
+        """Return the memory that a combination uses outside its budget; ``None`` if this memory is negligible.
 
         On a CPU, the result includes the disk's speed if the offloaded files do not fit in memory.
         """

@@ -152,7 +152,7 @@ def _pinned_on(device: str, job: Job) -> Choices:
 
 @dataclass
 class _Traces:
-    """The traces of one job and its variants, each made once."""
+    """The traces of one job and its variants (other lengths and batch sizes), each made once."""
 
     job: Job
     texts: TextSketch
@@ -190,7 +190,7 @@ def _asked(micro_batch: int, lowering: Lowering, pinned: Choices) -> Asked:
 
 @dataclass(frozen=True)
 class _Forecast:
-    """Predictions of one job and its variants on one target, with the job's pins."""
+    """Predictions of one job and its variants (other lengths and batch sizes) on one target, with the job's pins."""
 
     traces: _Traces
     target: Target

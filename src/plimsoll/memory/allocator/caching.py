@@ -82,7 +82,7 @@ class _Block:
         block.after = self
 
     def cut(self, num_bytes: int) -> _Block:
-        """Shorten this block to its first ``num_bytes`` and return a new block with the rest."""
+        """Shorten this block to its first ``num_bytes``, and return a new block with the remaining bytes."""
         rest = _Block(self.pool, self.address + num_bytes, self.num_bytes - num_bytes, self.is_mapped)
         self.num_bytes = num_bytes
         rest.insert_after(self)
@@ -235,7 +235,7 @@ class CachingAllocator:
             return None
         block = pool.free[place][2]
         if self.rules.expandable_segments:
-            # An expandable block is ranked by the size that it can grow to, so that other blocks are used first.
+            # An expandable block is ranked by the size that it can grow to, so that blocks with less growth come first.
             while place + 1 < len(pool.free) and _grown_bytes(pool.free[place + 1][2]) < _grown_bytes(block):
                 place += 1
                 block = pool.free[place][2]
@@ -310,7 +310,7 @@ class CachingAllocator:
         self.reserved_bytes -= block.num_bytes
 
     def _release_oversize(self, pool: _Pool, size_bytes: int) -> bool:
-        """Release one oversize block of sufficient size, or several (`release_available_cached_blocks`)."""
+        """Release one large enough oversize block, or else several of them (`release_available_cached_blocks`)."""
         oversize_bytes = self.rules.max_split_bytes
         if oversize_bytes is None or self.rules.expandable_segments:
             return False

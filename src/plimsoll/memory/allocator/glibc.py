@@ -245,7 +245,7 @@ class _Heap:
             if end == _NOWHERE:
                 return self._from_top(wanted_bytes)
             start = start_of[end]
-        if len(unsorted) > 1:  # `end` is one of them
+        if len(unsorted) > 1:  # `end` is itself in `unsorted`
             self._forget_before(end)
         rest = start + wanted_bytes
         del end_of[start]
@@ -280,7 +280,7 @@ class _Heap:
         self._rest_start = self._rest_end = 0
 
     def _forget_before(self, end: int) -> None:
-        """Remove the chunks before ``end`` from the unsorted ones: a search that ended early has sorted them."""
+        """Remove the chunks before ``end`` from the unsorted chunks: a search that ended early has sorted them."""
         for before in list(self._unsorted):
             if before == end:
                 return
@@ -344,7 +344,8 @@ class _Heap:
     def _map_blocks_from(self, num_bytes: int) -> None:
         """Set the mapping threshold and stop its automatic increase, as ``mallopt(M_MMAP_THRESHOLD)``.
 
-        Free chunks and the trim threshold do not change: if it is set late, free blocks of the heap are still used.
+        Free chunks and the trim threshold do not change: if the mapping threshold is set late, free heap blocks are
+        still used.
         """
         self._join_fast()
         self._map_from_bytes, self._is_dynamic = num_bytes, False

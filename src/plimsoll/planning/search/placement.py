@@ -158,7 +158,7 @@ class Placer:
         return [self._guess(rows) for rows in self._rows]
 
     def best(self, guesses: Sequence[Guess]) -> Guess | None:
-        """Return the fitting guess with the most rows a second, or ``None``. Of nearly equal ones, fewer rows win."""
+        """Return the fitting guess with the most rows a second, or ``None``. If nearly equal, prefer fewer rows."""
         fitting = [guess for guess in guesses if self.holds(guess)]
         if not fitting:
             return None

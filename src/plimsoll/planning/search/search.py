@@ -267,7 +267,7 @@ class _Search:
         return evaluation.seconds * (1 + SAME_SECONDS) < self._reference.seconds
 
     def _learn_each(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Trace several choices, each on top of the base, and return the useful ones."""
+        """Trace several choices, each on top of the base, and return the useful choices."""
         sizes = [(choice, self._samples_to_learn(choice)) for choice in choices]
         self._expect([whole((*self._available.base, choice), size) for choice, size in sizes if size is not None])
         self._suppose((combination, False) for combination in self._pairs(choices))
@@ -403,7 +403,7 @@ class _Search:
         )
 
     def _simpler(self, evaluation: Evaluation, limit_bytes: int) -> Choices | None:
-        """Return the choices without one of them, if this is untraced and may be as fast despite a slower guess."""
+        """Return choices with one left out, if they are untraced and may be as fast despite a slower guess."""
         shorter = [
             combination
             for combination in self._known.combinations()
@@ -479,7 +479,7 @@ class _Search:
                 yield evaluation
 
     def _least_after(self, evaluation: Evaluation, combination: Choices) -> Evaluation:
-        """Trace a combination at the smallest micro-batch. Return the leanest that can follow ``evaluation``."""
+        """Trace a combination at the smallest micro-batch. Return the leanest successor of ``evaluation``."""
         if combination != evaluation.combination:
             self._suppose(self._likely(whole(combination, self._available.sizes[-1])))
             self._evaluate(combination, self._available.sizes[-1])

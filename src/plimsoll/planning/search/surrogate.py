@@ -199,7 +199,7 @@ class Surrogate:
             )
 
     def suppose(self, choice: Choice, strong: Choice, may_be_faster: bool) -> None:
-        """Suppose that a weaker option saves as much as a stronger one in less time.
+        """Suppose that a weaker option saves as much memory as a stronger one, in less time.
 
         This holds until a combination with the weaker option is traced.
         """
@@ -323,7 +323,7 @@ class Surrogate:
         return seconds
 
     def _plain_seconds(self, micro_batches: Column) -> Any:
-        """Return the time of all passes. The time of one pass is interpolated linearly between the traced sizes."""
+        """Return the time of all passes; one pass is interpolated linearly between traced micro-batches."""
         passes = self._passes(micro_batches)
         samples, smallest = self._batch_size / passes, self._batch_size / self._passes(self._smallest)
         of_smallest = self._pass_seconds.at(smallest)

@@ -76,7 +76,7 @@ def step_duration(
         micro_batch: number of samples in one pass.
         dry_run_samples: number of samples in a step of the trace.
         learned: ratio of measured to predicted seconds, from similar runs (`learned_ratio`).
-        step: number of the step in the trace; by default the last one.
+        step: number of the step in the trace; by default the last step.
         exchange: speed of collectives, if the trace is for one of several ranks.
     """
     passes, once = _stretches(counted, speed, step, exchange)
@@ -200,7 +200,7 @@ def _set_name(techniques: Iterable[str]) -> str:
 
 
 def _of_all(passes: Sequence[float], num_micro_batches: int, ends_smaller: bool) -> float:
-    """Extrapolate the sum over all micro-batches from the traced ones.
+    """Extrapolate the seconds of all micro-batches together from the traced micro-batches.
 
     The first pass has no gradients to add to. All later passes do, and only the last pass may be smaller.
     """
