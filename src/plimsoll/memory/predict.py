@@ -66,8 +66,8 @@ class Counted:
         holes_bytes: bytes by which heap holes may be smaller and larger than simulated, if the heap keeps large blocks.
         gives_back: whether freed memory is returned to the system, so that its pages are new when it is allocated
             again.
-        workspaces_bytes: cuBLAS workspaces. torch counts them as allocated; here they belong to the context from the
-            start.
+        workspaces_bytes: bytes of cuBLAS workspaces. torch counts workspaces as allocated; here they belong to the
+            context from the start.
         most_in_use_bytes: peak of torch's counter of allocated bytes, which may occur before all workspaces exist.
     """
 
@@ -166,7 +166,7 @@ class Counted:
         return self.moment(int(self.live.event[self.peak_row]))
 
     def oom_moment(self) -> Moment | None:
-        """Return the moment at which the allocator ran out of memory; ``None`` if it did not."""
+        """Return the step, phase, op and code location at which the allocator ran out of memory, or ``None``."""
         return None if self.oom_row is None else self.moment(int(self.live.event[self.oom_row]))
 
     def largest(self) -> tuple[Holding, ...]:
@@ -299,7 +299,8 @@ def count_on_cpu(  # noqa: PLR0917 -- the last three are given by name
         has_limit: whether the training runs inside `plimsoll.device.cpu.data_limit`, which also counts memory that is
             never written.
         is_long: whether to simulate steps after the traced ones, if the heap keeps large blocks.
-        heaps: earlier replays to reuse, if a trace is counted in several heaps; this replay is added to them.
+        heaps: cache of earlier replays, for a trace that is counted in several heaps; this replay is added to the
+            cache.
     """
     replayed = (heaps or Heaps()).replay(trace, rules, is_long)
     written, live, resident = replayed.written, replayed.live, replayed.resident

@@ -31,7 +31,7 @@ def stands_for(num_passes: int) -> Iterator[None]:
     """Record the ops of the block ``num_passes`` times in every active recorder.
 
     For a technique that repeats the same ops on slices of one size: it needs the time of all slices, but the memory of
-    one. Does NOT repeat storages: the caller allocates the results of all passes.
+    one slice. Does NOT repeat storages: the caller allocates the results of all passes.
     """
     recorders = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]
     begins = [recorder.op_row + 1 for recorder in recorders]
@@ -201,7 +201,7 @@ class Stretch:
         return [group if group[0][1] else sorted(group) for group in groups]
 
     def again(self, ended: Sequence[int] = (), renamed: Renamed | None = None) -> list[Tensor]:
-        """Record the section once more, and return new tensors in place of those that it made.
+        """Record the section once more, and return new tensors in place of the tensors in ``made``.
 
         Args:
             ended: rows of the older storages that the repetition frees.

@@ -149,7 +149,7 @@ class DryRun:
         return memo
 
     def _fake(self, real: Tensor, category: Category = "parameters") -> Tensor:
-        """Return a fake tensor, outside the device if the device is the CPU and the real one is memory-mapped."""
+        """Return a fake tensor, outside the device if the device is the CPU and the real tensor is memory-mapped."""
         if self._lowering.kind != "cpu" or not self._files.stays_in_file(real):
             return self.known.fake(real)
         with outside_the_device():

@@ -207,7 +207,7 @@ def _attention_flops(args: tuple[Any, ...]) -> int:
 
 
 def rnn_flops(num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, num_gates: int) -> int:
-    """Return the operations of the matrix products of one recurrent layer in one direction, forward."""
+    """Return the operations of the matrix products in the forward pass of one recurrent layer in one direction."""
     return 2 * num_steps * batch_size * num_gates * hidden_size * (num_inputs + hidden_size)
 
 
@@ -218,9 +218,9 @@ def _mkldnn_flops(args: tuple[Any, ...]) -> int:
     """
     num_steps, batch_size, num_inputs = args[0].shape
     num_rows, hidden_size = args[2].shape
-    # Each step reads all weights again, which takes about as long as the products of one more sample. Measured with 128
-    # and 512 units, relative to the rate of large batches: 0.42 and 0.53 for a batch of 1, 0.70 and 0.77 for 2, 1.0 and
-    # 0.86 for 8.
+    # Each time step reads all weights again, which takes about as long as the products of one more sample. Measured
+    # with 128 and 512 units, relative to the rate of large batches: 0.42 and 0.53 for a batch of 1, 0.70 and 0.77 for
+    # 2, 1.0 and 0.86 for 8.
     return rnn_flops(num_steps, batch_size + 1, num_inputs, hidden_size, num_rows // hidden_size)
 
 

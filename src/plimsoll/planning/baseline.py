@@ -5,9 +5,9 @@
         started.wait()
 
 A prediction on the CPU starts from the baseline. It is measured in a process that has only loaded the libraries of the
-training process and started the same threads. This process is a fork of the current process, made before that computes
-anything, or a new process. `plimsoll.training.baseline` loads these libraries. A caller that may fork passes it as
-``load_training``.
+training process and started the same threads. This process is a fork of the current process, made before the current
+process computes anything, or a new process. `plimsoll.training.baseline` loads these libraries. A caller that may fork
+passes its function ``load_training``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def baseline_for(job: Job, device: str | None, load_training: LoadTraining | Non
     """Load the libraries of the training, and measure them in a fork of this process while the block runs.
 
     Call this before anything else is loaded, so that this process resembles the training process. If this process
-    cannot be forked, a new one is started. If the answer is cached, nothing is loaded.
+    cannot be forked, a new process is started. If the answer is cached, nothing is loaded.
 
     Args:
         job: the job of the training.

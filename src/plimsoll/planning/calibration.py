@@ -28,7 +28,7 @@ def calibration_file() -> Path:
 
 
 def known_calibration() -> Calibration:
-    """Read the calibration. If there is no file, or it is damaged, return an empty one."""
+    """Read the calibration. If the file is missing or damaged, return an empty calibration."""
     try:
         return Calibration.load(calibration_file())
     except RecordError:
@@ -40,7 +40,7 @@ def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine]
 
     Args:
         calibration: the previous calibration.
-        plan: the plan in force.
+        plan: the plan of the run.
         steps: the steps of the run.
         begun_at: number of steps before the last process of the run began. These steps may have had another plan, and
             have been counted already.

@@ -208,7 +208,7 @@ class _Search:
         return best, options[high]
 
     def _evaluate_with(self, choice: Choice) -> Evaluation | None:
-        """Evaluate the choices in force with one choice added or replaced; ``None`` if they are incompatible."""
+        """Evaluate the choices in force with one choice added or replaced; ``None`` if they cannot be used."""
         rest = tuple(one for one in self.before.choices if one.technique != choice.technique)
         choices = in_order((*rest, choice))
         planner = self.planner

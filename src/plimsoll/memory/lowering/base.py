@@ -1,4 +1,4 @@
-"""Interface of a lowering, which makes a training run on fake CPU tensors use the target's ops.
+"""Interface of a lowering: training code on fake CPU tensors runs the target's ops.
 
 torch selects kernels by device. On CUDA, it uses other kernels for attention and dropout, cuDNN's recurrent layers,
 `foreach` optimizers, and other autocast lists. A fake CUDA tensor cannot be trained on a CPU build of torch: autograd

@@ -114,7 +114,7 @@ class _Call(NamedTuple):
         return like.new_empty(workspace_bytes(self.shape).likely, dtype=torch.uint8)
 
     def note_products(self, like: Tensor) -> None:
-        """Record the matrix products of a call: each weight is used for every step and sample, and read once a step."""
+        """Record the matrix products of a call: each weight is used for each token, and read once per time step."""
         shape = self.shape
         flops = 2 * shape.num_steps * shape.batch * shape.weight_elements
         add_work(flops, shape.num_steps * shape.weight_elements * like.element_size())

@@ -104,7 +104,7 @@ def workspace_bytes(shape: RnnShape) -> SizeRange:
 
     ``es * (matrices + rows * ((n-1)*H + I) + m*B*H) + 8 MiB * L * D``, where ``es`` is the bytes of an element, and n
     and m are the multiples of H for each row and each sample (`_values_of_h`). One of the n is as wide as the input
-    instead. In layers with few units, n is larger by 13 to 16.
+    instead of H. Small layers have an n that is larger by 13 to 16.
     """
     num_rows, of_sample = _values_of_h(shape)
     rows, inputs = shape.num_rows, shape.num_steps * shape.batch * shape.num_inputs

@@ -25,7 +25,7 @@ _PAGE_BYTES, _LINE_BYTES = 4096, 64
 
 
 class _Parts(NamedTuple):
-    """Size in bytes of each part of a workspace; ``states`` and ``cells`` are for two layers."""
+    """Size in bytes of each part of a workspace. All parts except ``gates`` and ``hidden`` are for two layers."""
 
     gates: int
     hidden: int

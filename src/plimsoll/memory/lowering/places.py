@@ -108,7 +108,7 @@ class Places(TorchFunctionMode):
         return args[0] if self.on_host(args[0]) else self._copied(args[0], to_host=True)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device; one already there stays the same object, to which optimizers may refer."""
+        """Return the tensor on the device. If it is already there, keep the object, to which optimizers may refer."""
         return self._copied(tensor, to_host=False) if self.on_host(tensor) else tensor
 
     def _copied(self, tensor: Tensor, to_host: bool) -> Tensor:

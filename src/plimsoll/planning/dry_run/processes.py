@@ -103,7 +103,7 @@ class Tracers:
         self._ask(self._supposed, list(islice(asked, self.number)))
 
     def take(self, asked: Asked) -> tuple[Trace, bool] | None:
-        """Wait for a trace that was begun. Return it and whether it was cached, or ``None`` if it was not begun."""
+        """Wait for a begun trace; return the trace and whether it was cached, or ``None`` if no worker began it."""
         with self._changed:
             for waiting in (self._expected, self._supposed):
                 waiting[:] = [one for one in waiting if one.key != asked.key]

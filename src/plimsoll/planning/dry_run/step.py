@@ -287,7 +287,7 @@ def _stage(lowering: Lowering, position: Position, keeps_all: bool, folds_blocks
 def _dry_run(  # noqa: PLR0917 -- one call
     stage: DryRun, step: TrainStep, choices: Choices, batches: list[Any], held_out: Any | None, has_states: bool
 ) -> None:
-    """Run a step on each batch, and the evaluation after the second or, without optimizer states, the last one."""
+    """Run a step on each batch, and the evaluation after the second step or, without optimizer states, the last."""
     if passes_repeat(step.workload, choices):
         may_fold = stage.folds_blocks and not any(technique_of(choice.technique).spans_blocks for choice in choices)
         blocks = FoldedBlocks(stage.recorder, step.workload.model) if may_fold else None
