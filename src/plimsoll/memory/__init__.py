@@ -1,1 +1,1 @@
-"""Prediction and measurement of the memory of a training."""
+"""Prediction and measurement of the memory of a training run."""

@@ -1,4 +1,4 @@
-"""Annotations of ops by the running training: replayed by a CUDA graph, or copied asynchronously.
+"""Annotations that running training code adds to ops: "replayed by a CUDA graph" or "copied asynchronously".
 
     with as_captured():
         loss.backward()
@@ -8,8 +8,8 @@
     copied.note_wait(by_processor=False)
 
 A dry run has no streams and performs each copy at once. The annotations record which copies would overlap with later
-ops, and the op that waits for each. `plimsoll.planning.search.stream_timeline` predicts step time from them. Ops of a
-graph have no launch overhead, and allocate from a private pool. Without a recorder, annotations have no effect.
+ops, and which op waits for each copy. `plimsoll.planning.search.stream_timeline` predicts step time from them. Ops of a
+CUDA graph have no launch overhead, and allocate from a private pool. Without a recorder, annotations have no effect.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def stretches(are_captured: Sequence[bool]) -> tuple[tuple[int, int], ...]:
 
 
 def captured_rows(trace: Trace) -> Column:
-    """Return a boolean column that tells for each op whether a CUDA graph replays it."""
+    """Return a boolean column with a row for each op: whether a CUDA graph replays it."""
     rows = np.zeros(len(trace.ops.name), dtype=bool)
     for begin, end in trace.captured:
         rows[begin:end] = True
@@ -75,7 +75,7 @@ def captured_rows(trace: Trace) -> Column:
 
 
 def private_storages(trace: Trace) -> set[int]:
-    """Return the storages in the private pool of a CUDA graph, that is, storages that its ops allocate."""
+    """Return the ids of the storages in the private pool of a CUDA graph, that is, storages that its ops allocate."""
     if not trace.captured:
         return set()
     born = np.asarray(trace.storages.born, dtype=np.int64)
@@ -116,7 +116,7 @@ class Beside:
             self.note_shifted(copies, waits, shift)
 
     def noted(self, begin_copy: int, begin_wait: int) -> tuple[list[Copy], list[Wait]]:
-        """Return the copies and waits after these positions."""
+        """Return the copies from index ``begin_copy`` on, and the waits from index ``begin_wait`` on."""
         return self.copies[begin_copy:], self.waits[begin_wait:]
 
     def note_shifted(self, copies: list[Copy], waits: list[Wait], shift: int) -> None:
@@ -126,7 +126,7 @@ class Beside:
 
 
 class Copied:
-    """The last row of a group of copies, in each active record."""
+    """A group of copies: each active record, with the row of the last copy in it."""
 
     def __init__(self, rows: list[tuple[Beside, int]]) -> None:
         self._rows = rows

@@ -1,9 +1,9 @@
-"""Size of autograd's graph behind tensors, and the number of its nodes that are alive during a training.
+"""Size of autograd's graph behind tensors, and the number of its nodes that are alive during a training run.
 
 Size: after a backward pass, the nodes live as long as a tensor refers to them, but their saved tensors are freed. A
-graph without a backward pass keeps its saved tensors. ``_raw_saved_*`` of a node and ``SavedTensor.data`` unpack
-nothing (``_saved_*`` would call the hooks of offloading). If torch has no ``data``, the bytes are unknown. Not seen:
-memory of C++ nodes, and tensors replaced by hooks (these are not on the device).
+graph without a backward pass keeps its saved tensors. Reading ``_raw_saved_*`` of a node and ``SavedTensor.data``
+unpacks nothing (``_saved_*`` would call the hooks of offloading). If torch has no ``data``, the bytes are unknown. Not
+seen: memory of C++ nodes, and tensors replaced by hooks (these are not on the device).
 
 Nodes: a node with its saved variables, edges and tensor objects of views takes small blocks of host memory
 (`heap_calls.NODE_OBJECTS_BYTES`). A transformer has some 10^3 nodes. An unrolled recurrent net has some 10 for each
@@ -65,7 +65,7 @@ def graph_size(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> Gra
         without: tensors whose storages do not count, such as the parameters.
 
     Returns:
-        Its size; ``None`` if it has more than `MOST_NODES` operations.
+        The size of the graph; ``None`` if it has more than `MOST_NODES` operations.
     """
     nodes = {tensor.grad_fn for tensor in tensors if has_graph(tensor)}
     waiting: list[Any] = list(nodes)
@@ -101,7 +101,7 @@ def _saved_bytes(nodes: Iterable[Any], without: Iterable[Tensor]) -> int | None:
 
 
 def _raw_saved(node: Any) -> Iterator[Any]:
-    """Yield the raw saved tensors of a node. Each attribute contains one or a tuple of them."""
+    """Yield the raw saved tensors of a node. Each ``_raw_saved_*`` attribute has one such tensor or a tuple."""
     for name in dir(type(node)):
         if name.startswith(_RAW):
             try:
@@ -118,7 +118,7 @@ _Place = tuple[int, int]  # a backward pass and its running node, both -1 outsid
 
 
 class NotedNodes(NamedTuple):
-    """Nodes recorded since some position; ``is_running`` tells whether a backward pass is running."""
+    """Records of new nodes, as ``(row of birth, row of death, number)``, and whether a backward pass is running."""
 
     nodes: list[tuple[int, int, int]]
     is_running: bool
@@ -127,15 +127,15 @@ class NotedNodes(NamedTuple):
 class Graphs:
     """Tracker of live autograd nodes, based on private counters of torch. `see` is called as each op begins.
 
-    Nodes of a forward pass live until the following backward pass ends. Nodes of a recomputation run inside a node of a
-    backward pass, and live until that pass continues with another node. Not covered: graphs kept for a second backward
-    pass, and graphs without a backward pass (these count until the next one).
+    Nodes of a forward pass live until the following backward pass ends. Nodes of a recomputation are made inside a node
+    of a backward pass, and live until that pass continues with another node. Not covered: graphs kept for a second
+    backward pass, and graphs without a backward pass (these count as alive until the next backward pass ends).
     """
 
     def __init__(self) -> None:
         self._num_made = torch._C._autograd._get_sequence_nr()
         self._pass = _OUTSIDE
-        self._open: dict[_Place, list[int]] = {}  # by the position at which they were made: rows of `_nodes`
+        self._open: dict[_Place, list[int]] = {}  # rows of `_nodes`, by the place where the nodes were made
         self._nodes: list[list[int]] = []
 
     def see(self, op_row: int) -> None:
@@ -164,7 +164,7 @@ class Graphs:
         return len(self._nodes)
 
     def noted(self, begin: int) -> NotedNodes:
-        """Return the nodes recorded since there were ``begin`` records."""
+        """Return the records of nodes from index ``begin`` on."""
         return NotedNodes([(made, gone, num) for made, gone, num in self._nodes[begin:]], self._pass != _OUTSIDE)
 
     def note_again(self, noted: NotedNodes, begin: int, shift: int) -> None:
@@ -186,7 +186,7 @@ class Graphs:
             self._pass = _AGAIN if noted.is_running else _OUTSIDE
 
     def nodes(self) -> tuple[tuple[int, int, int], ...]:
-        """Return ``(row of birth, row of death, number)`` of all nodes; the row of death is -1 for live nodes."""
+        """Return all records as ``(row of birth, row of death, number)``; the row of death is -1 for live nodes."""
         return tuple((made, gone, number) for made, gone, number in self._nodes)
 
     def _end(self, op_row: int, places: list[_Place]) -> None:

@@ -3,8 +3,8 @@
     comparison = compare(predicted, measured)
     calibrate(Calibration(), comparison).save(path)
 
-The peak counts live bytes of storages on the device, as the recorder sees them. Scratch memory of kernels exists only
-in a prediction, and is ignored. The overhead of the allocator is known only from its counters.
+The peak counts live bytes of storages on the device, as the recorder sees them. Only a prediction contains scratch
+memory of kernels, so this memory is ignored. The overhead of the allocator is known only from its counters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Key = tuple[str, str, Category]  # op, module, category
 
 
 def compare(predicted: Trace, measured: Trace, counters: Counters | None = None) -> Comparison:
-    """Compare two traces of the same training.
+    """Compare a predicted and a measured trace of the same training.
 
     Args:
         predicted: the trace on fake tensors.
@@ -86,7 +86,7 @@ def _without_scratch(trace: Trace) -> Trace:
 
 
 def with_run(old: Learned | None, value: float) -> Learned:
-    """Return the statistics of a number, updated with one more run."""
+    """Return learned statistics of a ratio, updated with its value in one more run."""
     return Learned(num_runs=1, mean=value, low=value, high=value) if old is None else old.with_run(value)
 
 
@@ -119,7 +119,7 @@ def _peak(trace: Trace) -> tuple[Side, Counter[_Key]]:
 
 
 def _differences(predicted: Trace, measured: Trace) -> Iterator[Difference]:
-    """Yield ops, in order, that allocate or free differently in the two traces, or exist in only one of them."""
+    """Yield ops, in order, that allocate or free differently in the two traces, or exist in only one trace."""
     events, other_events = _events_by_op(predicted), _events_by_op(measured)
     for row, other_row in align(predicted, measured):
         born, died = events.get(row, _NOTHING)
@@ -145,7 +145,7 @@ _NOTHING: tuple[_Sizes, _Sizes] = ([], [])
 
 
 def _events_by_op(trace: Trace) -> dict[int | None, tuple[_Sizes, _Sizes]]:
-    """Return the storages that were born and that died in each op, or between it and the next one."""
+    """Return, for each op, the storages that were born and those that died in it or before the next op."""
     found: dict[int | None, tuple[_Sizes, _Sizes]] = {}
     storages, texts = trace.storages, trace.texts
     for signed, op_row in zip(trace.events, trace.event_op, strict=True):
@@ -229,7 +229,7 @@ def _places_by_next_names(names: list[str], end: int) -> dict[tuple[str, ...], l
 def _next_alike(
     a: list[str], places: dict[tuple[str, ...], list[int]], start: tuple[int, int], end: tuple[int, int]
 ) -> tuple[int, int]:
-    """Return the next positions where several names agree, with the fewest skipped; the ends if none is near."""
+    """Return the next positions where three names in a row agree, with the fewest skipped; ``end`` if none is near."""
     best, num_skipped = end, _MOST_SKIPPED
     for i in range(start[0], min(end[0], start[0] + _MOST_SKIPPED)):
         if i - start[0] >= num_skipped:

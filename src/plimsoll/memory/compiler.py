@@ -1,7 +1,7 @@
 """Deferred loading of torch's compiler (`torch._dynamo`), which tracing and training do not need.
 
 Fake tensors, optimizers, checkpoints and transformers import the compiler although nothing is compiled. Together with
-inductor and distributed tensors, this takes a second and most of 60 MiB. `Deferring` loads the package and its module
+inductor and distributed tensors, this takes a second and up to 60 MiB. `Deferring` loads the package and its module
 ``source`` empty. The few attributes that tracing and training use have equivalent stand-ins, even if the process
 compiles later. Any other attribute, for example for `torch.compile`, runs the real modules, which then replace the
 empty ones.
@@ -34,7 +34,7 @@ class _Deferred(ModuleType):
     __compiler__: Deferring
 
     def __getattr__(self, name: str) -> Any:
-        """Return a stand-in or the real attribute. Only the package has a ``__path__``, for its submodules."""
+        """Return a stand-in or the real attribute. Only the package has a ``__path__``, which locates submodules."""
         is_plain = name.startswith("__") and (name != "__path__" or self.__name__ != COMPILER)
         if is_plain or "__compiler__" not in vars(self):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -91,7 +91,7 @@ class Deferring(Loader):
         return ModuleType.__getattribute__(module, name)
 
     def _need(self) -> ModuleType:
-        """Run the deferred modules, the package first. The package requests the other module, which then runs."""
+        """Run the deferred modules, and return the package. It runs first, and imports the other module."""
         compiler = sys.modules[COMPILER]
         with self._lock:
             if not self._is_needed:
@@ -138,7 +138,7 @@ class Deferring(Loader):
             self._need().graph_break(*args, **kwargs)
 
     def _mark(self, mark: str, function: Any) -> Any:
-        """Return the function, and mark it for the compiler now or when the compiler runs."""
+        """Apply the compiler's decorator named ``mark`` to a function, now or when the compiler is loaded."""
         if self._is_needed:
             return getattr(self._need(), mark)(function)
         self._marked.append((mark, function))

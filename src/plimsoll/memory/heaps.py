@@ -1,8 +1,8 @@
 """Replays of traces in heaps of the C library, event by event.
 
-A plan evaluates each trace in several heaps, and some of them repeatedly. The heap calls of a trace are therefore
-listed once, and replays are cached. A heap that would behave the same at every call is not replayed. For example,
-mapping blocks from 32 MiB on and never mapping are equivalent if all blocks are smaller.
+A plan evaluates each trace in several heaps, in some of them repeatedly. The heap calls of a trace are therefore listed
+once, and replays are cached. A heap that would behave the same at every call is not replayed. For example, mapping
+blocks from 32 MiB on and never mapping are equivalent if all blocks are smaller.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from plimsoll.memory.live import Column, Live, live_bytes
 from plimsoll.records.allocator import HeapRules
 from plimsoll.records.trace import Trace
 
-_MOST_LATER_STEPS, _MOST_LATER_EVENTS = 8, 40_000  # the heap hardly grows after these
+_MOST_LATER_STEPS, _MOST_LATER_EVENTS = 8, 40_000  # the heap hardly grows after these steps and events
 
 
 class InHeap(NamedTuple):
-    """A trace in a heap: the trace without unwritten memory, its live bytes, and columns with an entry for each row.
+    """A trace in a heap: the trace without unwritten memory, its live bytes, and columns of bytes by row of ``live``.
 
-    If a row is repeated in later steps, its entry is the maximum.
+    ``resident`` are the resident bytes of the heap. If a row is repeated in later steps, its entry is the maximum.
     """
 
     written: Trace
@@ -38,15 +38,15 @@ class Heaps:
     """Cache of heap replays by trace. It keeps the traces alive."""
 
     def __init__(self) -> None:
-        self._of: dict[int, _Traced] = {}  # by the identity of a trace
+        self._of: dict[int, _Traced] = {}  # by the id of a trace
 
     def replay(self, trace: Trace, rules: HeapRules, is_long: bool = False) -> InHeap:
         """Return the replay of a trace in a heap.
 
         Args:
-            trace: lowered to the CPU.
+            trace: the trace, lowered to the CPU.
             rules: configuration of the heap.
-            is_long: whether to simulate steps after the traced ones, if the heap keeps large blocks.
+            is_long: whether to simulate further steps after the traced ones, if the heap keeps large blocks.
         """
         if id(trace) not in self._of:
             self._of[id(trace)] = _Traced(trace)
@@ -92,7 +92,7 @@ class _Traced:
 
 
 class _Steps(NamedTuple):
-    """Steps after the traced ones: the rows of one step, changes of nodes before rows, and the number of steps."""
+    """Steps after the traced ones: the rows of one step, node count changes by row, and the number of steps."""
 
     rows: Column
     nodes: dict[int, int]
@@ -162,7 +162,7 @@ def _as_written(trace: Trace) -> Trace:
 
 
 def _node_changes(trace: Trace, live: Live) -> dict[int, int]:
-    """Return the net change in the number of autograd nodes before each row, if it is not 0."""
+    """Return, by row, the net change in the number of autograd nodes before the row, where it is not 0."""
     made, gone, numbers = np.asarray(trace.nodes, dtype=np.int64).reshape(-1, 3).T
     ops = np.asarray(trace.event_op, dtype=np.int64)[live.event]
     changes = np.zeros(len(ops) + 1, dtype=np.int64)

@@ -37,7 +37,7 @@ MOST_NODES = 20_000
 
 @dataclass(frozen=True)
 class Piece:
-    """One storage: its category, the tensor that shows it, and the op that made the tensor ("" if unknown)."""
+    """One storage, with the shape and type of a tensor that uses it, and the op that made the tensor (or "")."""
 
     category: str
     num_bytes: int
@@ -86,7 +86,7 @@ class Inventory:
         return set(self._seen)
 
     def saved_by_graphs(self) -> set[int]:
-        """Return the keys of the storages that graphs save; empty once the rest is claimed."""
+        """Return the keys of the storages that graphs save; empty after `claim_rest`."""
         return {key for one in self._saved if (key := storage_key(one)) is not None}
 
     def bytes_of(self, category: str) -> int:

@@ -71,7 +71,7 @@ _FACTORIES = {
     aten.triu_indices.default,
 }
 _ALMOST_ONE = 1 - 2**-8  # also in bfloat16
-_LIFTS = {aten.lift_fresh.default, aten.lift.default}  # the op of `torch.tensor` for numbers
+_LIFTS = {aten.lift_fresh.default, aten.lift.default}  # the ops that `torch.tensor` runs on numbers
 
 KEEPS_ALL = "was assumed to keep every element"
 """Part of the text of an assumption about a result whose length depends on unknown values."""
@@ -99,8 +99,8 @@ class KnownValues:
 
     Args:
         mode: the mode of the fake tensors.
-        where: describes the place in the training that asks for a value; ``None`` if no assumption should be recorded.
-        keeps_all: whether a result of unknown length keeps all elements, or only one.
+        where: returns a description of the code that requests a value; ``None`` if no assumption should be recorded.
+        keeps_all: whether a result of unknown length keeps all elements, or only a single element.
     """
 
     def __init__(self, mode: FakeTensorMode, where: Callable[[], str | None], keeps_all: bool = True) -> None:
@@ -211,7 +211,7 @@ class KnownValues:
         return _zero(tensor.dtype)
 
     def _unknown_length(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the results of an op that may drop elements: with all elements, or with one."""
+        """Return the results of an op that may drop elements: with all elements, or with a single element."""
         self.assume(f"{op} {KEEPS_ALL}{self._where() or ''}")
         results = []
         for (length, *rest), dtype in _UNKNOWN_LENGTH[op](*args, **kwargs):
@@ -221,7 +221,7 @@ class KnownValues:
         return results[0] if len(results) == 1 else tuple(results)
 
     def _adopted(self, value: Any) -> Any:
-        """Return the fake tensor of a real tensor from outside the training, always the same for the same tensor."""
+        """Return the fake tensor that always represents this real tensor, which comes from outside the training."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         if id(value) not in self._of_outside:
@@ -263,7 +263,7 @@ def _zero(dtype: torch.dtype) -> bool | int | float | complex:
 
 
 def _below_modes(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Return a context in which ops on plain tensors bypass all dispatch modes; subclasses need a slower one."""
+    """Return a context in which ops bypass all dispatch modes; for tensor subclasses, the context is slower."""
     if all(type(one) is Tensor for one in tensors):
         guard: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
         return guard

@@ -21,7 +21,7 @@ _MOST_TRACES = 16  # lines need 3 to 5 traces; steps and squares up to 15
 
 @dataclass(frozen=True)
 class Found(Generic[T]):
-    """The largest size that fits, with its result from ``try_size``; ``None`` if not even the smallest fits."""
+    """The largest size that fits, and the result of ``try_size`` for it; ``None`` for both if no size fits."""
 
     value: int | None
     said: T | None
@@ -46,8 +46,9 @@ def largest_that_fits(
         start: the first size to try.
         most: the largest size to try.
         precision: largest relative gap between the answer and the first size that does not fit.
-        growing_bytes: returns the bytes of the first size that grow with the size; 0 if unknown.
-        suppose: called with a size that is likely to be tried later, before the size from the first line is tried.
+        growing_bytes: returns, for the result of ``start``, the bytes that grow with the size; 0 if unknown.
+        suppose: called before the size from the first line is tried, with another size that is likely to be tried after
+            it.
     """
     beyond_bytes: dict[int, int] = {}
     best: T | None = None

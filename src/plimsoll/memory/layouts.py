@@ -3,7 +3,7 @@
 torch computes the result of an op on fake tensors by a Python rule or a cache lookup, which takes some 100 µs. An
 unrolled recurrent net has a million ops of a few hundred kinds. The layout of a new result follows from the layouts of
 the input tensors and from the other arguments. If these are known, a tensor with the cached layout is enough for a
-trace. An op that writes to a tensor and returns it then has nothing to do. A view shares memory, so the op itself runs,
+trace. An op that only writes to a tensor and returns it is then skipped. A view shares memory, so the op itself runs,
 on shapes alone.
 
 Covers torch's ``aten`` ops on dense fake tensors of one mode. Other ops run in torch each time, as does an op whose
@@ -33,7 +33,7 @@ _FREE_LAYOUT = {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}  # depen
 
 
 class _Kind(NamedTuple):
-    """The kind of an op. ``place`` and ``argument`` identify the tensor that it writes to and returns."""
+    """The kind of an op, and the position and name of the argument that it writes to and returns."""
 
     name: Literal["view", "new", "writes", "other"]
     place: int = -1
@@ -50,7 +50,7 @@ class _Layout(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """The result of an op: the layouts of distinct tensors, and a structure with their numbers."""
+    """The layouts of an op's distinct result tensors, and the result with indices of layouts in place of tensors."""
 
     layouts: tuple[_Layout, ...]
     result: Any

@@ -34,7 +34,7 @@ def deltas_with_workspaces(
     """Yield ``(storage, bytes)`` on the device in order, with cuBLAS's workspaces as additional storages.
 
     Args:
-        trace: a training on CUDA.
+        trace: the trace of a training run on CUDA.
         workspace_bytes: workspace of each handle; 0 if workspaces exist already or are outside the allocator.
         lt_bytes: additional workspace of a linear layer with a bias.
         returns_lt: whether that workspace is freed after each call, as up to torch 2.6.

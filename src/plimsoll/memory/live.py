@@ -1,4 +1,4 @@
-"""Live bytes of a trace after every event, by category. They are sums over births and deaths, without any model."""
+"""Live bytes of a trace after every event, by category. They are sums over births and deaths of storages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Column = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Live:
-    """Live bytes on the device or the host; the columns have a row for each event there.
+    """Live bytes on the device or in host memory; the columns have a row for each event in that memory.
 
     Attributes:
         event: index of the event in the trace.
-        storage: the storage that is born or dies.
-        delta: its bytes, negative for a death.
-        total: live bytes after the event.
+        storage: id of the storage that is born or dies.
+        delta: bytes of that storage, negative for a death.
+        total: live bytes of all storages after the event.
         by_category: live bytes of each category that occurs; they add up to ``total``.
     """
 
@@ -41,7 +41,7 @@ class Live:
         return int(self.total[self.peak_row]) if len(self.total) else 0
 
     def alive_at(self, row: int) -> list[int]:
-        """Return the storages that are alive after an event, largest first."""
+        """Return the ids of the storages that are alive after the event of a row, largest first."""
         born = self.storage[: row + 1][self.delta[: row + 1] > 0]
         dead = self.storage[: row + 1][self.delta[: row + 1] < 0]
         alive = np.setdiff1d(born, dead)

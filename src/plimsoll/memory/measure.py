@@ -1,4 +1,4 @@
-"""Measurement of a real training: a trace from the same recorder as predictions, and memory counters of the device.
+"""Measurement of a real training run: a trace from the recorder that predictions use, and the device's memory counters.
 
     with measuring("cuda") as run:
         train_three_steps()
@@ -33,7 +33,7 @@ _SAMPLE_SECONDS = 0.02
 
 
 class Measurement:
-    """A training that is being recorded or has been recorded; created by `measuring`."""
+    """A training run that is being recorded or has been recorded; created by `measuring`."""
 
     def __init__(self, device: str, backend: Backend) -> None:
         is_elsewhere = device != "cpu"
@@ -48,7 +48,7 @@ class Measurement:
 
     @property
     def counters(self) -> Counters:
-        """Counters of the device in the block, or until now."""
+        """Memory counters of the device for the whole block, or until now while the block runs."""
         return self._counters or self._read()
 
     def know_batch(self, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Prediction of the memory that a training needs on a target, from its trace and a model of the target's allocator.
+"""Prediction of the memory that a training run needs on a target, from its trace and a model of the target's allocator.
 
 On CUDA, the prediction is the device memory of the process. It consists of the segments that torch's allocator
 reserves, simulated over all steps in order and within the limit, and the CUDA context. On the CPU, it is private
@@ -35,14 +35,14 @@ MOST_ROWS = 4000
 _NUM_LARGEST = 10
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
-# The remaining difference between prediction and measurement. On CUDA it is at most 0.7 % of allocated memory, and 2 %
-# of reserved memory in 98 of 100 runs (benchmarks/predict_gpu_recordings.py). On the CPU it is 1.3 %, and 4.4 % inside
-# a budget (benchmarks/predict_cpu_rss.py).
+# The remaining error of predictions. On CUDA it is at most 0.7 % of allocated memory, and 2 % of reserved memory in 98
+# of 100 runs (benchmarks/predict_gpu_recordings.py). On the CPU it is 1.3 %, and 4.4 % inside a budget
+# (benchmarks/predict_cpu_rss.py).
 _CUDA_SPREAD = 0.02
 _CPU_SPREAD = 0.06
-# A heap that keeps large blocks has large holes in places that depend on chance. In 12 to 60 steps of five models, the
-# heap took up to 6 of the largest block more than in two simulated steps. Compared with nine simulated steps, it took
-# up to 2.4 of them less (docs/LOG.md).
+# A heap that keeps large blocks has large holes, whose positions depend on chance. In 12 to 60 steps of five models,
+# the heap took up to 6 times the largest block more than in two simulated steps. Compared with nine simulated steps, it
+# took up to 2.4 times that block less (docs/LOG.md).
 _HOLES_LESS, _HOLES_MORE = 3, 5
 _UNKNOWN_CONTEXT_BYTES = (200 << 20, 816 << 20)  # range over the measured cards of the table
 
@@ -66,8 +66,8 @@ class Counted:
         holes_bytes: bytes by which heap holes may be smaller and larger than simulated, if the heap keeps large blocks.
         gives_back: whether freed memory is returned to the system, so that its pages are new when it is allocated
             again.
-        workspaces_bytes: cuBLAS workspaces. torch counts them as allocated; here they belong to the context from the
-            start.
+        workspaces_bytes: bytes of cuBLAS workspaces. torch counts workspaces as allocated; here they belong to the
+            context from the start.
         most_in_use_bytes: peak of torch's counter of allocated bytes, which may occur before all workspaces exist.
     """
 
@@ -87,7 +87,7 @@ class Counted:
 
     @cached_property
     def fresh_bytes(self) -> dict[int, int]:
-        """Bytes by which the process grows at each op of every step, by the op's row.
+        """Bytes by which the process grows at an op in every step, by the op's row.
 
         Empty if the process returns nothing to the system: it then stops growing after its first steps.
         """
@@ -111,7 +111,7 @@ class Counted:
 
     @cached_property
     def most_reserved(self) -> Estimate:
-        """Peak of the allocator, workspaces included. On CUDA it predicts torch's counter of reserved bytes."""
+        """Peak of the allocator's memory, with workspaces. On CUDA it predicts torch's counter of reserved bytes."""
         own_bytes = int(self.reserved.max(initial=0)) - sum(self._standing_bytes.values())
         traced_bytes = min(int(self.live.total[self.peak_row]), own_bytes)
         own = Estimate(
@@ -149,7 +149,7 @@ class Counted:
         return sizes | ({"context": sizes["context"] + self.workspaces_bytes} if self.workspaces_bytes else {})
 
     def parts(self) -> dict[Category, int]:
-        """Return the bytes of each category at the peak of live bytes; the rest is fragmentation."""
+        """Return the bytes of each category at the peak of live bytes; other bytes count as fragmentation."""
         row = self.peak_row
         parts = {name: int(column[row]) for name, column in self.live.by_category.items() if column[row]}
         for name, num_bytes in self._standing_bytes.items():
@@ -166,7 +166,7 @@ class Counted:
         return self.moment(int(self.live.event[self.peak_row]))
 
     def oom_moment(self) -> Moment | None:
-        """Return the moment at which the allocator ran out of memory; ``None`` if it did not."""
+        """Return the step, phase, op and code location at which the allocator ran out of memory, or ``None``."""
         return None if self.oom_row is None else self.moment(int(self.live.event[self.oom_row]))
 
     def largest(self) -> tuple[Holding, ...]:
@@ -200,7 +200,7 @@ class Counted:
         )
 
     def timeline(self) -> MemoryTimeline:
-        """Return the columns, reduced to the peaks and to the highest and lowest row of each interval."""
+        """Return the columns, reduced to the peaks and to each interval's rows with the most and the fewest bytes."""
         rows = _thinned(self.live.total, self.peak_row, int(self.reserved.argmax()) if len(self.reserved) else -1)
         ops = [self.trace.event_op[event] for event in self.live.event[rows].tolist()]
         table, texts = self.trace.ops, self.trace.texts
@@ -242,11 +242,11 @@ def count_on_cuda(
     """Simulate torch's caching allocator and add the CUDA context.
 
     Args:
-        trace: lowered to the card's architecture.
+        trace: the trace, lowered to the card's architecture.
         spec: the card.
         limit_bytes: device memory that the process may use, context included; ``None`` for no limit.
         rules: configuration of the allocator; ``None`` for torch's defaults.
-        beside: device memory that libraries use outside the allocator, in addition to the context.
+        beside: device memory in bytes that libraries use outside the allocator, in addition to the context.
     """
     context = context_of(spec) if beside is None else context_of(spec) + beside
     live = live_bytes(trace)
@@ -293,13 +293,14 @@ def count_on_cpu(  # noqa: PLR0917 -- the last three are given by name
     """Simulate the heap of the C library and add the process.
 
     Args:
-        trace: lowered to the CPU.
+        trace: the trace, lowered to the CPU.
         baseline: the interpreter and the libraries, with the memory of their threads.
         rules: configuration of the heap.
         has_limit: whether the training runs inside `plimsoll.device.cpu.data_limit`, which also counts memory that is
             never written.
         is_long: whether to simulate steps after the traced ones, if the heap keeps large blocks.
-        heaps: earlier replays to reuse, if a trace is counted in several heaps; this replay is added to them.
+        heaps: cache of earlier replays, for a trace that is counted in several heaps; this replay is added to the
+            cache.
     """
     replayed = (heaps or Heaps()).replay(trace, rules, is_long)
     written, live, resident = replayed.written, replayed.live, replayed.resident

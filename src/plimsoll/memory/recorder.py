@@ -1,4 +1,4 @@
-"""Recorder of all allocations of a training: every op, and every storage with its birth, death and category.
+"""Recorder of all allocations of a training run: every op, and every storage with its birth, death and category.
 
 A `Recorder` intercepts each op below autograd. It works on fake tensors, for a prediction that allocates nothing, and
 on real tensors, for a measurement. The two records can be compared op by op.
@@ -241,7 +241,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def describe_place(self) -> str:
-        """Return the current source line or module as a suffix for a message; empty if unknown."""
+        """Return the current source line or module as a suffix for a message; "" if unknown."""
         texts = list(self._texts)
         module, line = (column[-1] for column in self._ops[1:3]) if self._phases else (0, 0)
         return f" at {texts[line]}" if line else f" in {texts[module]}" if module else ""
@@ -269,7 +269,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phases.extend(self._phases[begin:] * num_times)
 
     def text(self, text: str) -> int:
-        """Return the number of a text, and add the text if it is new."""
+        """Return the number of a text in the record's table of texts, and add the text if it is new."""
         return self._texts.setdefault(text, len(self._texts))
 
     def on_host(self, tensor: Tensor) -> bool:
@@ -405,13 +405,13 @@ class _Storages:
         self.take(tensor, self._add(num_bytes, None, _shape_text(tensor), self._recorder.on_host(tensor)))
 
     def take(self, tensor: Tensor, row: int) -> None:
-        """Assign a row to a tensor's storage until the storage dies."""
+        """Use an existing row for a tensor's storage until the storage dies."""
         storage = tensor.untyped_storage()
         self._row_of[storage._cdata] = row
         self._watch[weakref.ref(storage, self._dies)] = (storage._cdata, row)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """End the row of a storage that was resized in place, and add a row with the new size."""
+        """Record the death of a storage that was resized in place, and add a row with the new size."""
         address, num_bytes = storage._cdata, storage.nbytes()
         row = self._row_of.get(address)
         if row is None or num_bytes == (self._num_bytes[row] if self._died[row] < 0 else 0):

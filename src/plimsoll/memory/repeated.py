@@ -30,8 +30,8 @@ from plimsoll.memory.recorder import Recorder
 def stands_for(num_passes: int) -> Iterator[None]:
     """Record the ops of the block ``num_passes`` times in every active recorder.
 
-    For a technique that repeats the same ops on slices of one size. It needs the memory of one slice and the time of
-    all. Does NOT repeat storages: the caller makes the results of all passes.
+    For a technique that repeats the same ops on slices of one size: it needs the time of all slices, but the memory of
+    one slice. Does NOT repeat storages: the caller allocates the results of all passes.
     """
     recorders = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]
     begins = [recorder.op_row + 1 for recorder in recorders]
@@ -68,7 +68,7 @@ def place_of(recorder: Recorder) -> Place:
 
 
 def row_of(recorder: Recorder, tensor: Tensor) -> int:
-    """Return the row of a tensor's storage; -1 if it has none."""
+    """Return the recorder's row for the storage of a tensor; -1 if it is not recorded."""
     return recorder._storages._row_of.get(tensor.untyped_storage()._cdata, -1)
 
 
@@ -85,7 +85,7 @@ def ended_since(recorder: Recorder, begin: Place) -> list[int]:
 
 
 def end_alike(recorder: Recorder, begin: Place, twins: Mapping[int, Sequence[int]]) -> None:
-    """Record that twins of storages are freed in the same op as the storage itself, the last twin first.
+    """Record that the twins of a storage, its repetitions, are freed in the same op as the storage, last twin first.
 
     Args:
         recorder: the record.
@@ -110,7 +110,7 @@ def end_alike(recorder: Recorder, begin: Place, twins: Mapping[int, Sequence[int
 class Stretch:
     """A recorded section that can be repeated, event by event, with all its storages.
 
-    A repetition can free other older storages, and can use other module names.
+    A repetition can free different older storages, and can use different module names.
 
     Args:
         recorder: the record.
@@ -131,7 +131,7 @@ class Stretch:
 
     @property
     def is_closed(self) -> bool:
-        """True if only known tensors are left of the section, and only the known older storages were freed in it.
+        """True if the section left only the tensors in ``made`` alive, and freed only the older storages in ``ended``.
 
         Also False if a CUDA graph is replayed, because a dry run executes every replay.
         """
@@ -140,7 +140,7 @@ class Stretch:
 
     @property
     def is_plain(self) -> bool:
-        """True if known tensors are plain, and the section neither waits for an older copy nor replays a graph."""
+        """True if the tensors in ``made`` are plain, and the section waits for no older copy and replays no graph."""
         begin_op = self._begin.op
         waits_for_older = any(copy < begin_op for _, copy, _ in self._waits)
         is_replayed = any(self._recorder._ops[-1][begin_op:])
@@ -148,7 +148,7 @@ class Stretch:
 
     @property
     def left(self) -> list[int]:
-        """Rows of storages that were made in the section, are still alive, and belong to no known tensor."""
+        """Rows of storages that were made in the section, are still alive, and belong to no tensor in ``made``."""
         known = {one.row for one in self._made}
         rows = enumerate(self._died, start=self._begin.storage)
         return [row for row, died in rows if died < 0 and row not in known]
@@ -201,7 +201,7 @@ class Stretch:
         return [group if group[0][1] else sorted(group) for group in groups]
 
     def again(self, ended: Sequence[int] = (), renamed: Renamed | None = None) -> list[Tensor]:
-        """Record the section once more, and return new tensors in place of those that it made.
+        """Record the section once more, and return new tensors in place of the tensors in ``made``.
 
         Args:
             ended: rows of the older storages that the repetition frees.

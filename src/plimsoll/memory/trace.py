@@ -1,10 +1,10 @@
-"""Tracing of a training on fake tensors: nothing is computed or allocated, but every allocation is recorded.
+"""Tracing of a training run on fake tensors: nothing is computed or allocated, but every allocation is recorded.
 
     trace = trace_training(train_three_steps, CudaLowering((8, 6)))
 
 The function builds the model, or gets a copy from `fake_model`, and trains it for a few steps with plain PyTorch code.
 The code runs unchanged, on torch's fake tensors. While it runs, ops that differ on the target are replaced (see
-`lowering.base`). Values that decide something are either known or recorded as assumptions (see `known_values`).
+`lowering.base`). Tensor values that the code reads are either known or recorded as assumptions (see `known_values`).
 
 Supports every module and training function whose ops have a fake version. Among them are Hugging Face models, packed
 sequences, checkpointing and custom autograd functions.
@@ -65,7 +65,7 @@ _EXPECTED_WARNINGS = (
 
 
 class DryRun:
-    """A recorded run of a training on fake tensors, created by `dry_run`.
+    """A recorded training run on fake tensors, created by `dry_run`.
 
     Attributes:
         recorder: the recorder, whose phase and step the caller may set if they cannot be inferred.
@@ -149,7 +149,7 @@ class DryRun:
         return memo
 
     def _fake(self, real: Tensor, category: Category = "parameters") -> Tensor:
-        """Return a fake tensor, outside the device if the device is the CPU and the real one is memory-mapped."""
+        """Return a fake tensor, outside the device if the device is the CPU and the real tensor is memory-mapped."""
         if self._lowering.kind != "cpu" or not self._files.stays_in_file(real):
             return self.known.fake(real)
         with outside_the_device():
@@ -162,7 +162,7 @@ class DryRun:
 
     @staticmethod
     def _arrived(model: nn.Module) -> nn.Module:
-        """Apply the other effect of ``model.to(device)``: cuDNN's recurrent layers flatten their weights."""
+        """Flatten the weights of cuDNN's recurrent layers, as ``model.to(device)`` does, and return the model."""
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
@@ -213,7 +213,7 @@ def trace_training(train: Callable[[DryRun], Any], lowering: Lowering, name: str
     """Trace a function that trains. Every ``optimizer.step()`` ends a step.
 
     Args:
-        train: trains for a few steps; from the third on, all are alike. It runs twice if lengths are unknown.
+        train: trains for a few steps; from the third on, all steps are alike. It runs twice if lengths are unknown.
         lowering: the target.
         name: the name of the function in messages.
 
@@ -249,7 +249,7 @@ def with_unknown_lengths(trace_with: Callable[[bool], Trace]) -> Trace:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence expected warnings, and the log of torch that repeats the error which follows."""
+    """Silence expected warnings, and torch's log message that repeats an error which is raised anyway."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -263,7 +263,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Disable collections of the oldest generation: a traversal of all objects of the libraries takes 0.3 s."""
+    """Disable garbage collection of the oldest generation: traversing all objects of the libraries takes 0.3 s."""
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, 1 << 30)
     try:

@@ -30,7 +30,7 @@ _MOVE_NOTHING = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_", "resize_",
     "lift_fresh", "detach", "_local_scalar_dense", "sym_size", "record_stream",
 }  # fmt: skip
-# Arguments that are written or only inspected, but not read in full.
+# Arguments that an op writes or only inspects, but does not read in full.
 _FIRST, _SECOND = frozenset({0}), frozenset({1})
 _NOT_READ = {
     **dict.fromkeys(
@@ -42,7 +42,8 @@ _NOT_READ = {
     **dict.fromkeys(("index_put_", "index_add_", "scatter_", "scatter_add_", "_index_put_impl_"), _FIRST),
     **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _SECOND),
 }
-# A result is read once more from the source (selected rows); arguments that are written only at some positions.
+# Ops that read as many bytes of the source as they return (selected rows), and ops that write some positions of an
+# argument.
 _READS_AS_IT_WRITES = {"embedding", "index_select", "gather", "index"}
 _WRITES_IN_PLACES = {"index_put_", "index_add_", "scatter_", "scatter_add_", "_index_put_impl_"}
 
@@ -91,7 +92,7 @@ NO_WORK = Work(0, 0, 0, "")
 
 
 class _Kind(NamedTuple):
-    """Properties that are the same for all calls of an op."""
+    """Properties of an op that are the same for all its calls."""
 
     moves: bool
     not_read: frozenset[int]
@@ -199,14 +200,14 @@ def _flops_of(op: Any, name: str) -> Flops | None:
 
 
 def _attention_flops(args: tuple[Any, ...]) -> int:
-    """Return the operations of query, key and value, in which several query heads may share the keys of one head."""
+    """Return the operations of attention for query, key and value; several query heads may share a key head."""
     (*batch, queries, width), (keys, value_width) = args[0].shape, args[2].shape[-2:]
     flops: int = 2 * torch.Size(batch).numel() * queries * keys * (width + value_width)
     return flops
 
 
 def rnn_flops(num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, num_gates: int) -> int:
-    """Return the operations of the matrix products of one recurrent layer in one direction, forward."""
+    """Return the operations of the matrix products in the forward pass of one recurrent layer in one direction."""
     return 2 * num_steps * batch_size * num_gates * hidden_size * (num_inputs + hidden_size)
 
 
@@ -217,9 +218,9 @@ def _mkldnn_flops(args: tuple[Any, ...]) -> int:
     """
     num_steps, batch_size, num_inputs = args[0].shape
     num_rows, hidden_size = args[2].shape
-    # Each step reads all weights again, which takes about as long as the products of one more sample. Measured with 128
-    # and 512 units, relative to the rate of large batches: 0.42 and 0.53 for a batch of 1, 0.70 and 0.77 for 2, 1.0 and
-    # 0.86 for 8.
+    # Each time step reads all weights again, which takes about as long as the products of one more sample. Measured
+    # with 128 and 512 units, relative to the rate of large batches: 0.42 and 0.53 for a batch of 1, 0.70 and 0.77 for
+    # 2, 1.0 and 0.86 for 8.
     return rnn_flops(num_steps, batch_size + 1, num_inputs, hidden_size, num_rows // hidden_size)
 
 

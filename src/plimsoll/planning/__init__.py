@@ -1,1 +1,1 @@
-"""Prediction of a training's memory, and the choice of the fastest techniques that fit a budget."""
+"""Prediction of the memory of a training run, and choice of the fastest techniques that fit a budget."""

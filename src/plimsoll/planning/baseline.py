@@ -4,10 +4,10 @@
         ...                                                     # meanwhile
         started.wait()
 
-A prediction on the CPU starts from the baseline. It is measured in a process that has loaded the libraries of the
-training process and started its threads, and nothing else. This process is a fork of the current one before it does any
-work, or a new one. `plimsoll.training.baseline` loads these libraries. A caller that may fork passes it as
-``load_training``.
+A prediction on the CPU starts from the baseline. It is measured in a process that has only loaded the libraries of the
+training process and started the same threads. This process is a fork of the current process, made before the current
+process computes anything, or a new process. `plimsoll.training.baseline` loads these libraries. A caller that may fork
+passes its function ``load_training``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from plimsoll.records.prediction import Estimate
 LoadTraining = Callable[[Job], None]
 """Loads everything that a training process of a job loads before the model."""
 
-_BASELINE_SPREAD = 0.03  # of the process before a model exists: libraries load code and start threads on demand
+_BASELINE_SPREAD = 0.03  # relative error of a baseline: libraries load code and start threads on demand
 
 
 def job_baseline(job: Job) -> Estimate:
-    """Measure the baseline of a job's training process in a process that is started for it.
+    """Measure the baseline of a job's training process in a new process.
 
     Raises:
-        DeviceError: if it cannot be started.
+        DeviceError: if the process cannot be started.
     """
     with cached_baseline(job, lambda: StartedBaseline(job)) as started:
         return started.wait()
@@ -54,13 +54,13 @@ def baseline_for(job: Job, device: str | None, load_training: LoadTraining | Non
     """Load the libraries of the training, and measure them in a fork of this process while the block runs.
 
     Call this before anything else is loaded, so that this process resembles the training process. If this process
-    cannot be forked, a new one is started. If the answer is cached, nothing is loaded.
+    cannot be forked, a new process is started. If the answer is cached, nothing is loaded.
 
     Args:
         job: the job of the training.
         device: see `plimsoll.planning.plan.plan_job`. For a GPU, nothing is loaded or measured, and ``None`` is
             yielded.
-        load_training: loads the libraries before the fork. ``None`` always starts a new process.
+        load_training: loads the libraries before the fork; with ``None``, a new process is started without a fork.
 
     Raises:
         JobError: if there is no such model.
@@ -91,7 +91,7 @@ def _is_cpu(job: Job, device: str | None) -> bool:
 
 @final
 class ForkedBaseline:
-    """`Baseline`: measured in a fork of this process, which has loaded the libraries and not computed yet."""
+    """`Baseline`: measured in a fork of this process, which has loaded the libraries but has computed nothing yet."""
 
     def __init__(self, job: Job) -> None:
         context = get_context("fork")
@@ -186,7 +186,7 @@ def _not_started(exit_code: int | None, why: str) -> DeviceError:
 
 
 def load_model_code(job: Job) -> None:
-    """Import the code of the model, including a user's function. It may import more when it is called.
+    """Import the code of the model, including a user's function, which may import more modules when it is called.
 
     Raises:
         JobError: if there is no such model.
@@ -239,7 +239,7 @@ def load_libraries(job: Job) -> None:
 
     from plimsoll.models.build import import_library_of
 
-    if job.data.on_the_fly:  # for reading texts during evaluation, and for training without worker processes
+    if job.data.on_the_fly:  # used to read texts during evaluation, and in training without worker processes
         import pyarrow  # noqa: F401
         import tokenizers  # noqa: F401
     import_library_of(job)

@@ -2,8 +2,8 @@
 
     plan, is_kept = plan_of(job, limit_bytes=1 << 30)
 
-They depend on the facts of `plimsoll.planning.cached_traces`, on measured speeds and on the calibration. Reading an
-answer imports torch only if this machine may have a GPU.
+Predictions and plans depend on the facts of `plimsoll.planning.cached_traces`, on measured speeds and on the
+calibration. Reading an answer imports torch only if this machine may have a GPU.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     with cached_baseline(job, lambda: StartedBaseline(job)) as baseline:
         baseline.wait()
 
-An entry depends on the surroundings and on the fields of the job that decide its imports, not on its data, sizes or
-budget.
+An entry depends on the surroundings and on the fields of the job that determine its imports. It does not depend on the
+job's data, sizes or budget.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Baseline(Protocol):
 
         Raises:
             InputError: if the process refused its input.
-            DeviceError: if it could not be started.
+            DeviceError: if the process could not be started.
         """
         ...
 
@@ -42,7 +42,7 @@ class Baseline(Protocol):
 @contextmanager
 def cached_baseline(job: Job, start: Callable[[], AbstractContextManager[Baseline]]) -> Iterator[Baseline]:
     """Yield the cached baseline, or start a measurement and cache its result."""
-    # Only these fields of the data decide imports: the reader of texts, and the user's code.
+    # Only these fields of the data determine imports: the reader of texts, and the user's code.
     imported = {"on_the_fly": job.data.on_the_fly, "augment": job.data.augment}
     data = DataSource(train="any").model_copy(update=imported)
     of = job.model_copy(update=_NOT_OF_A_BASELINE | {"data": data})

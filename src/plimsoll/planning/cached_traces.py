@@ -77,14 +77,15 @@ def kept_or_made(
     make: Callable[[], Kept],
     late: Callable[[], dict[str, Any]] = dict,
 ) -> tuple[Kept, bool]:
-    """Return the cached answer for some facts, or make and cache it.
+    """Return the cached answer that depends on the given facts, or make and cache it.
 
     Args:
-        kind: of the answer.
-        record: class of the answer.
-        facts: the facts that it depends on. ``None`` makes it without caching.
+        kind: kind of answer, which names its part of the cache.
+        record: record class of the answer.
+        facts: the facts that the answer depends on. ``None`` makes the answer without caching.
         make: makes the answer.
-        late: returns further facts, which are read again after the answer is made, such as a speed measured for it.
+        late: returns further facts that making the answer may change, such as a measured speed. They are read again
+            afterwards.
 
     Returns:
         the answer, and whether it was cached.
@@ -100,7 +101,7 @@ def kept_or_made(
 
 
 def facts_of(job: Job, texts: TextSketch | None, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return all facts that an answer depends on except the machine's speed, or ``None`` if they are unknown.
+    """Return all facts that an answer depends on, except the machine's speed; ``None`` if they are unknown.
 
     They are unknown in a program that calls Plimsoll, which may have changed the code of models.
     """
@@ -143,7 +144,7 @@ def _plain(value: Any) -> Any:
 
 
 def _by_content(value: Any, name: str = "") -> Any:
-    """Return the fields of a job with the state of files in place of their paths."""
+    """Return the fields of a job, with the state of each file in place of its path."""
     if isinstance(value, dict):
         return {key: _by_content(inner, f"{name}.{key}".lstrip(".")) for key, inner in value.items()}
     if isinstance(value, list):
@@ -158,13 +159,13 @@ def _by_content(value: Any, name: str = "") -> Any:
 
 
 def _named(text: str) -> Iterator[str]:
-    """Yield a text as a path, and the file that contains it if it is a path into an archive."""
+    """Yield the path that a text names; if the path leads into an archive, also the path of the archive."""
     yield text
     yield from (str(one) for one in Path(text).parents if os.path.isfile(one))
 
 
 def _state_of(path: str) -> list[list[Any]]:
-    """Return the relative name, size, times and a sample of the content of each file under a path."""
+    """Return, for each file under a path, its relative name, size and times, and a sample of its content."""
     names = [path] if os.path.isfile(path) else sorted(_files_below(path))
     stats = [(name, os.stat(name)) for name in names]
     files = [_File(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
@@ -187,7 +188,7 @@ def _files_below(path: str) -> Iterator[str]:
 
 
 def _gpu_here(job: Job, device: str | None) -> dict[str, Any] | None:
-    """Return the GPU of this machine and its driver, or ``None`` if the answer is for the CPU or for a GPU by name."""
+    """Return the specification and versions of this machine's GPU; ``None`` for the CPU or a GPU given by name."""
     name = (device or job.device).lower()
     if not (name in {"auto", "local"} or name.partition(":")[0] == "cuda") or not may_have_gpu():
         return None

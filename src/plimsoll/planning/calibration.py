@@ -1,9 +1,9 @@
-"""Calibration: correction factors for the next plan, learned from planned runs and their trials.
+"""Calibration: correction factors for later plans, learned from planned runs and their trials.
 
-They are the ratios of measured to predicted peaks and step times. A finished run adds to one file in the cache folder
-(`plimsoll.records.base.cache_folder`), which the next plan reads. Only steps with the plan's first configuration count,
-from the third on, because the first steps import, allocate and create states. A ratio above 3 or below a third is
-ignored, because another program was active or the plan is for another machine.
+The factors are the ratios of measured to predicted peaks and step times. A finished run adds to one file in the cache
+folder (`plimsoll.records.base.cache_folder`), which the next plan reads. Only steps with the plan's first configuration
+count, from the third on, because the first steps import, allocate and create states. A ratio above 3 or below a third
+is ignored, because another program was active or the plan is for another machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def calibration_file() -> Path:
 
 
 def known_calibration() -> Calibration:
-    """Read the calibration. If there is no file, or it is damaged, return an empty one."""
+    """Read the calibration. If the file is missing or damaged, return an empty calibration."""
     try:
         return Calibration.load(calibration_file())
     except RecordError:
@@ -40,10 +40,10 @@ def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine]
 
     Args:
         calibration: the previous calibration.
-        plan: the plan in force.
+        plan: the plan of the run.
         steps: the steps of the run.
-        begun_at: number of steps before the last process of the run began. They may have had another plan, and have
-            been counted already.
+        begun_at: number of steps before the last process of the run began. These steps may have had another plan, and
+            have been counted already.
     """
     from plimsoll.planning.search.time_model import learn_peak, learn_time
 
@@ -63,7 +63,7 @@ def learned_from(calibration: Calibration, plan: Plan, steps: Sequence[StepLine]
 
 
 def learned_from_trial(calibration: Calibration, plan: Plan) -> Calibration:
-    """Return the calibration after a trial: the time of each measured candidate."""
+    """Return the calibration updated with a trial, that is, with the step time of each measured candidate."""
     from plimsoll.planning.search.time_model import learn_time
 
     target = plan.made_for.get("target")

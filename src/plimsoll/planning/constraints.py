@@ -1,6 +1,6 @@
 """The user's constraints on a plan: pins from the job or the command line, and forbidden techniques.
 
-They are merged, and impossible ones are refused before anything is prepared. Choices are made elsewhere, in
+They are merged, and impossible constraints are refused before data are prepared. Choices are made elsewhere, in
 `plimsoll.planning.plan`.
 """
 
@@ -66,11 +66,11 @@ def require_known(pins: Sequence[Pin], forbids: Sequence[str]) -> None:
 
 
 def setting_of(planning_input: PlanningInput, device: str) -> Setting:
-    """Return the facts, besides the workload, that techniques depend on."""
+    """Return the facts that techniques depend on in addition to the workload."""
     return Setting(
         device="cpu" if device == "cpu" else "cuda",
         batch_size=planning_input.batch_size,
-        precision=planning_input.precision,  # type: ignore[arg-type]  # it is one of them
+        precision=planning_input.precision,  # type: ignore[arg-type]  # a precision that `Setting` allows
         allow=planning_input.allow,
         lengths_vary=planning_input.lengths_vary,
         sequence_length=planning_input.sequence_length,

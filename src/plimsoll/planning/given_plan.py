@@ -19,7 +19,8 @@ def require_that_fits(plan: Plan) -> None:
     """Check that a plan fits its budget.
 
     Raises:
-        BudgetError: if it does not fit; it names the smallest budget, and lossy techniques that would help.
+        BudgetError: if the plan does not fit; the message names the smallest budget, and lossy techniques that would
+            help.
     """
     if plan.fits:
         return
@@ -37,12 +38,13 @@ def require_that_fits(plan: Plan) -> None:
 
 
 def require_same(plan: Plan, job: Job, source: str) -> Job:
-    """Check that a plan is for a job, and return the job, with the plan's budget if it has none.
+    """Check that a plan is for a job. Return the job, with the plan's budget if the job has no budget.
 
-    Its texts need not be prepared yet: `plimsoll.planning.plan_validity.require_prepared_for` follows.
+    The job's texts need not be prepared yet; `plimsoll.planning.plan_validity.require_prepared_for` checks them later.
 
     Raises:
-        InputError: if the plan is for other code, data, another device or a larger budget; it names the differences.
+        InputError: if the plan is for other code, other data, another device or a larger budget; the message names the
+            differences.
     """
     different = _differences(plan, job, sketch_texts(job))
     if different:
@@ -70,7 +72,7 @@ def without_trial(plan: Plan) -> Plan:
 def reasons_against(plan: Plan, job: Job, texts: TextSketch) -> list[str]:
     """Return the differences between a resumed run and its plan. A plan for a smaller budget is still valid.
 
-    The original texts may be gone: ``texts`` are the facts of the prepared ones.
+    The original texts may have been deleted: ``texts`` are the facts of the prepared texts.
     """
     needs_bytes, has_bytes = plan.budget.device_bytes, job.budget.device_bytes
     if needs_bytes is not None and has_bytes is not None and has_bytes < needs_bytes:

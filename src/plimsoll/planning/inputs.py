@@ -46,7 +46,7 @@ from plimsoll.step.recovery import samples_of_rank
 from plimsoll.techniques import TECHNIQUES, Choices
 from plimsoll.techniques.mechanisms.technique import OfRows
 
-_MOST_BUILT_BYTES = 1 << 30  # of a model that planning builds to check its loss
+_MOST_BUILT_BYTES = 1 << 30  # size limit of a model that planning builds to check its loss
 
 
 def allowed(names: Iterable[str]) -> frozenset[str]:
@@ -66,12 +66,13 @@ def allowed(names: Iterable[str]) -> frozenset[str]:
 
 
 class PlanningInput(Protocol):
-    """A training to plan. ``precision`` may be ``auto``; ``workload`` is not changed.
+    """A training run to plan. ``precision`` may be ``auto``; planning does not change ``workload``.
 
     Attributes:
-        evaluates_between_steps: a step after an evaluation may need more memory than other steps.
-        tokenizer_bytes: peak of training the tokenizer; ``None`` if none is trained.
-        num_traces: number of traces that were made and not cached.
+        evaluates_between_steps: whether the training evaluates between steps. A step after an evaluation may need more
+            memory than other steps.
+        tokenizer_bytes: peak memory in bytes of training the tokenizer; ``None`` if no tokenizer is trained.
+        num_traces: number of traces that were made because they were not cached.
         ask_rows: see `plimsoll.techniques.Setting`.
     """
 
@@ -118,8 +119,8 @@ class JobInput:
 
     Args:
         job: the job.
-        started: a running measurement of the baseline, for a plan for the CPU.
-        texts: facts of the prepared data; by default they are sketched.
+        started: a running measurement of the baseline, needed if the plan is for the CPU.
+        texts: facts of the prepared data; by default they are sketched from the files.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
@@ -166,7 +167,7 @@ class JobInput:
         return trace
 
     def loss_check(self) -> LossCheck:
-        """Check whether the batches may be cut. The model is built if that is necessary."""
+        """Check whether batches may be split into micro-batches without changing the loss. May build the model."""
         job, workload = self._job, self.workload
         found = loss_check_of(workload, None, backend_for("cpu"), "recut_loss" in job.allow, never_cut=False)
         if found.verdict != "not computed":
@@ -215,7 +216,7 @@ class JobInput:
 class StepInput:
     """`PlanningInput`: an existing model, optimizer and batch. The fields are arguments of `TrainStep`.
 
-    ``checked`` is an earlier result of the check whether the batch may be cut.
+    ``checked`` is an earlier result of the check whether the batch may be split into micro-batches.
     """
 
     model: nn.Module
@@ -276,7 +277,7 @@ class StepInput:
         )
 
     def loss_check(self) -> LossCheck:
-        """Check whether the batches may be cut, with some samples of the batch."""
+        """Check with some samples whether the batch may be split into micro-batches without changing the loss."""
         if self.checked is not None:
             return self.checked
         backend = backend_for("cpu" if self.workload.device.type == "meta" else str(self.workload.device))

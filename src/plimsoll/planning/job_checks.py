@@ -51,11 +51,11 @@ def require_sound(
         limit_bytes: see `device`.
         pins: pins of the plan, in addition to the job's.
         forbids: names of techniques.
-        has_data: whether the texts, tokenizer and vectors must exist. False for a job that a program makes up, or whose
-            data have been prepared.
+        has_data: whether the texts, tokenizer and vectors must exist. False for a job that a program builds itself, or
+            whose data have been prepared.
 
     Raises:
-        InputError: of the fault's type if there is one fault, else a `JobError` with a line for each.
+        InputError: for one fault, an error of its type; for several, a `JobError` with a line for each fault.
     """
     names = [*(pin.technique for pin in (*pins, *map(parse_pin, job.pin))), *forbids]
     checks = [
@@ -81,7 +81,7 @@ def require_micro_batch(micro_batch: int | None, job: Job) -> None:
     """Check that a micro-batch is at most the batch of a rank.
 
     Raises:
-        InputError: if it is not; it names the valid range.
+        InputError: if the micro-batch is larger; the message names the valid range.
     """
     most = samples_of_rank(job)
     if micro_batch is not None and not 1 <= micro_batch <= most:
@@ -96,7 +96,7 @@ def require_teacher_folder(job: Job) -> None:
     """Check that the folder of a job's teacher exists, if it has one.
 
     Raises:
-        JobError: if it does not.
+        JobError: if the folder does not exist.
     """
     if job.distill is not None and not (Path(job.distill.teacher) / "config.json").is_file():
         raise JobError(
@@ -125,7 +125,7 @@ def _checks_of_data(job: Job) -> Iterator[Callable[[], object]]:
 def _require_texts(job: Job) -> None:
     require_files(job)
     num_labels = labels_seen(job, by_heads=True)
-    if job.is_labelled and job.data.label is None and job.task == "classification":  # all folders have been seen
+    if job.is_labelled and job.data.label is None and job.task == "classification":  # all folders have been read
         require_labels(job.task, num_labels)
 
 

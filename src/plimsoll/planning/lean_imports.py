@@ -2,12 +2,12 @@
 
     leave_out_unused(job)  # before torch is imported
 
-Transformers imports torch's compiler (`torch._dynamo`, with sympy, inductor and distributed tensors). If they are
-installed, it also imports accelerate, scipy and torchao. Together they take a third of the import time and 60 MiB of a
-budget. The compiler is loaded on demand (`plimsoll.memory.compiler`).
+Transformers imports torch's compiler (`torch._dynamo`, with sympy, inductor and distributed tensors). It also imports
+accelerate, scipy and torchao if these are installed. Together, these imports take a third of the import time and 60 MiB
+of a budget. The compiler is loaded on demand (`plimsoll.memory.compiler`).
 
-If the layout of torch or transformers changes, more is imported. Programs that import Plimsoll are unchanged, and so
-are jobs with unknown imports (see `leave_out_unused`).
+If the structure of torch or transformers changes, more modules are imported. Programs that import Plimsoll are
+unchanged, and so are jobs with unknown imports (see `leave_out_unused`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _HIDDEN = ("accelerate", "scipy", "sklearn", "torchao")
 def leave_out_unused(job: Job, is_own: bool | None = None) -> None:
     """Make a Plimsoll command import only the modules that the training of a job uses.
 
-    Nothing changes for a job with user code, a quantized model, a teacher, several ranks, or allowed techniques. Memory
-    is counted from the state before the training, so all their imports must happen before.
+    Nothing changes for a job with user code, a quantized model, a teacher, several ranks, or allowed techniques. The
+    memory of such a job is counted from the state before the training, so all its imports must happen earlier.
 
     Args:
         job: the job whose model will be built. Call this before torch is imported, because loaded modules stay.
@@ -80,14 +80,14 @@ def _has_known_imports(job: Job) -> bool:
 
 
 def _is_quantized(folder: Path) -> bool:
-    """Return whether a checkpoint is quantized. An unreadable one counts as not quantized, and loading it will fail."""
+    """Return whether a checkpoint is quantized. If it is unreadable, return False: loading the model will fail."""
     with suppress(OSError, ValueError):
         return "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return False
 
 
 class _Finder(MetaPathFinder):
-    """Import hook for the two modules that are loaded differently."""
+    """Import hook for the compiler and for the module in which transformers checks for installed packages."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the spec of a module with the loader replaced."""
@@ -140,7 +140,7 @@ def _from_the_end(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _ask(module: ModuleType, question: str) -> None:
     function = getattr(module, question, None)
-    # An answer that is not cached would change later, after half of the modules have relied on it.
+    # Without a cache, the answer would change later, when some modules already rely on it.
     if function is not None and hasattr(function, "cache_info"):
         function()
 

@@ -2,12 +2,12 @@
 
     plan = try_plan(step, plan, batch)
 
-The time model has a spread. Plans within this spread (``plan.candidates``) are run inside the limit on a real batch, if
-the target device is present. The batch is not consumed from the data loader. When `try_plan` returns, the fastest plan
-is in force. Other candidates that need less memory become fallbacks. A model with state that cannot be restored is not
-tried.
+Predicted step times have an error margin. The plans within this margin of the fastest (``plan.candidates``) are run
+inside the limit on a real batch, if the target device is present. The batch is not consumed from the data loader. When
+`try_plan` returns, the fastest plan is installed. Other candidates that need less memory become fallbacks. A model with
+state that cannot be restored is not tried.
 
-Does not cover several ranks, data loading, evaluation, or memory that only later steps need.
+Does not cover several ranks, the time of data loading and evaluation, or memory that only later steps need.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from plimsoll.step.update.scratch import Scratch
 from plimsoll.step.update.undo import ChunkCopy, Learned, Memory, WholeCopy
 
 _MOST_SECONDS = {"cpu": 10.0, "cuda": 5.0}
-_MOST_STEPS = 2  # of the plan, on a CPU, where steps take longer
-_LEAST_GAIN = 0.05  # of a step: the median difference between plans of about the same predicted speed, see docs/LOG.md
+_MOST_STEPS = 2  # duration of a trial on a CPU, in steps of the plan, if that is longer
+_LEAST_GAIN = 0.05  # share of a step: the median difference between plans of similar predicted speed, see docs/LOG.md
 # Expected cost of one candidate: a maximum number of steps, and the seconds to find the state that its techniques
 # change.
 _STEPS_OF_A_TRIAL, _SECONDS_OF_A_TRIAL = 4, 0.5
-_MOST_COPIED_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # copying and restoring so much takes a second or two
+_MOST_COPIED_BYTES = {"cpu": 2 << 30, "cuda": 8 << 30}  # copying and restoring this takes a second or two
 _MOST_CHUNKS = 4  # in a timed part of a step, if the whole step is not timed
 _MOST_REPEATS = 3
-_SAME_SECONDS = 0.01  # of a step: a smaller gain counts as no gain
+_SAME_SECONDS = 0.01  # share of a step: a smaller gain counts as no gain
 _MOST_NOISE = 0.25  # upper bound for the differences between repeated passes, as a share of a step
-_HOLDS_SHARE = 0.97  # of the limit: a plan that may exceed the limit in a long run must have a measured peak below this
+_HOLDS_SHARE = 0.97  # of the limit: the measured peak of a plan that may exceed the limit in a long run must be below
 _SHORT_OF_MEMORY = frozenset({"ran out", "struck", "too near"})
 
 Progress = Callable[[str], None]
@@ -81,16 +81,16 @@ def try_plan(
     Args:
         step: the training step, made with ``plan.fallbacks``.
         plan: the plan with its candidates.
-        batch: a real batch of the usual size. It is not trained on.
-        num_steps: number of steps of the training. If they are too few to repay a trial, nothing is tried. ``None``
-            always tries.
+        batch: a real batch of the usual size. The training does not learn from it.
+        num_steps: number of steps of the training. If these are too few to repay a trial, no candidate is tried. With
+            ``None``, the candidates are always tried.
         progress: called with a message for each stage of the work.
 
     Returns:
-        the plan now in force, with the measurements in ``trial``.
+        the plan that is now installed, with the measurements in ``trial``.
 
     Raises:
-        InputError: if the step was made with fallbacks that change the training in another way.
+        InputError: if the fallbacks of the step change the training in a different way than the plan.
         TornStepError: if a pass could not be undone, because memory ran out twice or it changed state that cannot be
             restored.
     """
@@ -147,13 +147,13 @@ def _most_seconds(plan: Plan, kind: str) -> float:
 
 
 def _changed_bytes(step: TrainStep) -> int:
-    """Count the bytes that an update changes."""
+    """Return the bytes of the parameters and states that an update changes."""
     return sum(one.nbytes for one in updated_by(step.workload.optimizer))
 
 
 @dataclass
 class _Found:
-    """Result of trying one candidate. Without ``measured_seconds`` it cannot be chosen."""
+    """Result of trying one candidate, which cannot be chosen without ``measured_seconds``."""
 
     candidate: Candidate
     outcome: str
@@ -182,16 +182,16 @@ class _Found:
 
 
 class _Tries:
-    """The trial of one plan on one live training."""
+    """The trial of one plan on one running training."""
 
     def __init__(self, step: TrainStep, plan: Plan, batch: Any, progress: Progress) -> None:
         self._step, self._plan, self._batch, self._progress = step, plan, batch, progress
         self._batch_size = batch_size_of(batch)
         self._copier = copier_for(step.backend.kind)
         self._began = time.perf_counter()
-        # Set after the first pass, whose warm-up the training would have to pay for as well.
+        # The deadline, set after the first pass: the training would need the same warm-up anyway.
         self._ends: float | None = None
-        self._least_seconds = 0.0  # of a candidate
+        self._least_seconds = 0.0  # duration of the shortest trial of a candidate
         self._most_bytes = math.inf  # upper bound for the predicted need of a plan that fits
         self._doubt: str | None = None
         self._kept: TrialCopies | None = None  # copies of state that an update does not change
@@ -199,7 +199,7 @@ class _Tries:
         self._is_torn = False  # some state was not restored
 
     def settled(self) -> Plan:
-        """Try all candidates, and put the fastest in force."""
+        """Try all candidates, and install the fastest."""
         plan = self._plan
         first = Candidate(
             configuration=plan.fallbacks[0],
@@ -242,8 +242,8 @@ class _Tries:
         self._step.backend.release()
         self._step.backend.reset_peak()
         self._step.replays.reset()
-        # A fault of one candidate must not end a training that can continue without it. A fault of the plan is raised
-        # again by the training.
+        # An error of one candidate must not end a training that can continue without this candidate. An error of the
+        # plan itself is raised again by the training.
         timed = without_fail(partial(self._timed_alone, candidate.configuration, num_left), TornStepError)
         if self._is_torn:
             raise TornStepError(
@@ -253,7 +253,7 @@ class _Tries:
         if isinstance(timed, str):
             return _Found(candidate, "failed", why=timed)
         if isinstance(timed, OomEvent):
-            # Exclude other candidates that would not fit either, if their predictions are too low by the same share.
+            # Exclude other candidates that would not fit either if their predicted peaks are too low by the same share.
             if (ran_out := ran_out_of(timed)) is not None and candidate.configuration.peak is not None:
                 self._most_bytes = min(self._most_bytes, ran_out.most_bytes(_needed_bytes(candidate.configuration)))
             return _Found(candidate, "ran out", why=f"memory ran out in the {timed.phase} phase ({timed.shortage})")
@@ -272,7 +272,7 @@ class _Tries:
         return self._struck_if_near(found)
 
     def _timed_alone(self, configuration: Configuration, num_left: int) -> tuple[float, float] | OomEvent | str:
-        """Put a candidate in force, time it and undo it; or return the out-of-memory event or the reason against it."""
+        """Install a candidate, time and undo it; return seconds and noise, an out-of-memory event, or a reason."""
         step = self._step
 
         def work() -> tuple[float, float] | OomEvent | str:
@@ -292,7 +292,7 @@ class _Tries:
             return str(error)
 
     def _struck_if_near(self, found: _Found) -> _Found:
-        """Reject a candidate that is predicted to exceed the limit, unless its measured peak is clearly below."""
+        """Reject a candidate that is predicted to exceed the limit, unless its measured peak is clearly below it."""
         limit_bytes, peak = self._plan.limit_bytes, found.candidate.configuration.peak
         if limit_bytes is None or peak is None or peak.high_bytes <= limit_bytes:
             return found
@@ -355,7 +355,7 @@ class _Tries:
 
     def _timed(self, configuration: Configuration, num_left: int) -> tuple[float, float] | OomEvent:
         """Return the seconds of a whole step, extrapolated from a few passes, and their noise in seconds."""
-        # The warm-up is one micro-batch with its update. One or a few more are timed.
+        # The warm-up is one micro-batch with its update. One or a few more micro-batches are timed.
         num_micro_batches = -(-self._batch_size // configuration.micro_batch)
         warm = self._seconds_of(configuration, 1, is_first=True)
         for _ in range(_MOST_REPEATS):  # until the passes are replayed as a CUDA graph, if they will be
@@ -367,7 +367,7 @@ class _Tries:
         one = warm if isinstance(warm, OomEvent) else self._seconds_of(configuration, 1)
         if isinstance(one, OomEvent):
             return one
-        num_in_time = (ends - time.perf_counter()) / one  # one micro-batch with its update is the slowest kind
+        num_in_time = (ends - time.perf_counter()) / one  # a micro-batch with an update is the slowest kind
         most = (
             num_micro_batches
             if num_in_time >= num_micro_batches
@@ -414,7 +414,7 @@ class _Tries:
     ) -> float | OomEvent:
         """Run a step on the first micro-batches, and return its seconds.
 
-        The state to restore is the one before the first of these steps.
+        The state to restore later is the state before the first of these steps.
         """
         step, backend = self._step, self._step.backend
         num_samples = min(num_micro_batches * configuration.micro_batch, self._batch_size)
@@ -426,7 +426,7 @@ class _Tries:
         began = time.perf_counter()
         try:
             outcome = step._run(batch, size, shape, shape) if is_first else self._again(batch, size.samples, shape)
-        except NonFiniteLossError:  # the same batch again after an update, which the training never does
+        except NonFiniteLossError:  # training on the same batch again, as the training never does, may diverge
             if is_first:
                 raise
             step._put_back_own()
@@ -495,20 +495,20 @@ class _Tries:
 
 
 def _of_all_chunks(num_micro_batches: int, most: int, seconds: float, one_seconds: float) -> float:
-    """Return the seconds of a whole step, from the seconds of its first micro-batches and of a single one.
+    """Return the seconds of a whole step, from the seconds of its first ``most`` micro-batches and of one micro-batch.
 
     Both measurements include an update.
     """
     if most == num_micro_batches:
         return seconds
     chunk_seconds = (seconds - one_seconds) / (most - 1)
-    if chunk_seconds <= 0:  # another process used the CPU: assume that each part has an update of its own
+    if chunk_seconds <= 0:  # another process used the CPU: assume time proportional to the micro-batches
         return seconds * num_micro_batches / most
     return seconds + (num_micro_batches - most) * chunk_seconds
 
 
 def _fastest(found: Sequence[_Found]) -> _Found | None:
-    """Return the first candidate that fits, unless a later one is faster by more than the noise."""
+    """Return the first candidate that fits, unless a later candidate is faster by more than the measurement noise."""
     best: tuple[_Found, float] | None = None
     for one in found:
         seconds = one.measured_seconds

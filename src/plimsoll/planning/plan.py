@@ -82,11 +82,11 @@ from plimsoll.techniques import TECHNIQUES, Choices, in_order, technique_of
 
 Progress = Callable[[str], None]
 
-# On the CPU. The positions of freed blocks differ from step to step. Measured in six steps of small GPT-2, BERT and
-# LSTM models with micro-batches of 1 to 11 samples: the highest peak was up to 17 % above the peak of a short dry run,
-# see docs/LOG.md.
+# On the CPU. The positions of freed blocks in the heap differ from step to step. Measured in six steps of small GPT-2,
+# BERT and LSTM models with micro-batches of 1 to 11 samples: the highest peak was up to 17 % above the peak of a short
+# dry run, see docs/LOG.md.
 _LONG_RUN_SPREAD = 0.15
-_SHORT_DRY_RUN_OFF_SHARE = 0.005  # how much a short dry run may underestimate the peak
+_SHORT_DRY_RUN_OFF_SHARE = 0.005  # share by which a short dry run may underestimate the peak
 _LEAST_OFF_BYTES = 64 << 20
 _MOST_ROUNDS = 3  # of searching again, if a plan needs more at full length than in a short dry run
 
@@ -115,7 +115,7 @@ def plan_job(
         calibration: correction factors learned from measured runs (`plimsoll.planning.calibration`).
         progress: called with a message for each stage of the work.
         started: a running measurement of the process's baseline, to share among several plans for the CPU. ``None``
-            starts one.
+            starts a measurement.
         texts: facts of the prepared data (`plimsoll.data.quick_facts.texts_of`), so that the plan is for exactly the
             training that is built. ``None`` sketches them from the files.
 
@@ -182,7 +182,7 @@ def plan_step(
     forbids: Sequence[str] = (),
     calibration: Calibration | None = None,
 ) -> Plan:
-    """Find the fastest combination of techniques for a training with `TrainStep` in a user's program.
+    """Find the fastest combination of techniques for training with `TrainStep` in a user's program.
 
         plan = plan_step(model, optimizer, batch, units="next-tokens", budget="2GiB")
         step = TrainStep(model, optimizer, units="next-tokens", fallbacks=plan.fallbacks)
@@ -191,15 +191,16 @@ def plan_step(
         model: the model. It is not changed, and its parameters need no memory (they may be on the meta device).
         optimizer: the optimizer of the model.
         batch: one batch of the largest size that the training will use, on the CPU.
-        loss: see `TrainStep`, also for the next three. ``precision="auto"`` leaves the precision to the plan.
+        loss: see `TrainStep`, also for ``units``, ``clip_norm`` and ``precision``. ``precision="auto"`` leaves the
+            precision to the plan.
         budget: device memory that the process may use, such as ``"2GiB"``.
         units: see `loss`.
         clip_norm: see `loss`.
         precision: see `loss`.
         allow: names of lossy techniques that the plan may use. ``"recut_loss"`` allows micro-batches even if the loss
             is not shown to be the sum of the losses of its micro-batches.
-        never_cut: keep the batch whole.
-        loss_check: an earlier result of the check whether the batch may be cut (``step.additivity.found``).
+        never_cut: never split the batch into micro-batches.
+        loss_check: an earlier result of the check whether the batch may be split (``step.additivity.found``).
         device: ``"cpu"``; ``"local"``, the GPU of this machine or else its CPU; ``"cuda"``; or a GPU's name.
         pins: choices that the plan must use, such as ``"checkpointing=all"``.
         forbids: names of techniques that the plan must not use.
@@ -224,9 +225,9 @@ def plan_step(
 
 
 class Planner:
-    """Evaluator of combinations for one training on one target. Each combination is traced once.
+    """Evaluator of combinations for one training run on one target. Each combination is traced once.
 
-    ``planning_input`` is the training, and ``setting`` the facts about it that techniques see.
+    ``planning_input`` describes the training, and ``setting`` the facts about it that techniques depend on.
     """
 
     def __init__(  # noqa: PLR0917 -- called here only
@@ -262,7 +263,7 @@ class Planner:
         return self.planning_input.baseline()
 
     def plan(self) -> Plan:
-        """Return the fastest plan that fits, or else the leanest one and the smallest budget that fits one."""
+        """Return the fastest plan that fits; if none fits, the leanest plan with the smallest sufficient budget."""
         found, chosen = self._found()
         if self._has_grown():
             found, chosen = self._found()
@@ -270,9 +271,9 @@ class Planner:
         return self._record(found, (chosen, *found.fallbacks), smallest_bytes)
 
     def _has_grown(self) -> bool:
-        """Return whether this process has grown since its baseline was read, by imports and caches of the planning.
+        """Return whether imports and caches of the planner have enlarged this process since its baseline was read.
 
-        It matters only if this process is going to train.
+        This matters only if this process will run the training.
         """
         if self._target.baseline is None:
             return False
@@ -282,7 +283,7 @@ class Planner:
         return grown_bytes > 0
 
     def _trace_plainly(self, lowering: Lowering) -> Trace:
-        """Trace the whole batch, and begin a trace of the smallest micro-batch, which comes next if memory is tight."""
+        """Trace the whole batch, and begin a trace of the smallest micro-batch, needed next if memory is tight."""
         whole = self.plain_choices
         if (_seen_in_trace(whole), True) not in self._traced:
             smallest = in_order((micro_batch_choice(1), *without_micro_batch(whole)))
@@ -291,7 +292,7 @@ class Planner:
 
     @property
     def limit_bytes(self) -> int:
-        """Upper bound in bytes for the need of a combination."""
+        """Upper bound for the budget in bytes that a combination needs."""
         return self._target.limit_bytes
 
     def problem(self, limit_bytes: int) -> Problem:
@@ -304,7 +305,8 @@ class Planner:
     def _found(self) -> tuple[Found, Evaluation]:
         """Search, and verify the result at full length.
 
-        If the result exceeds the limit, search again with a lower limit, and finally take a fallback that fits.
+        If the result exceeds the limit, search again with a lower limit. If every search fails, take a fallback that
+        fits.
         """
         limit_bytes = int(self._target.limit_bytes * (1 - _SHORT_DRY_RUN_OFF_SHARE))
         for _ in range(_MOST_ROUNDS):
@@ -325,7 +327,7 @@ class Planner:
         return replace(found, fits=chosen.fits and over_bytes <= 0), chosen
 
     def _smallest_bytes(self, need_bytes: int) -> int:
-        """Return the smallest limit known to work, starting from ``need_bytes``.
+        """Return the smallest limit in bytes for which a search found a plan, starting from ``need_bytes``.
 
         The search is repeated, because a different limit can lead it to a different combination.
         """
@@ -342,7 +344,7 @@ class Planner:
         return need_bytes
 
     def evaluate_at_length(self, choices: Choices) -> Evaluation:
-        """Evaluate a combination with as many steps as it takes to include everything that the training does."""
+        """Evaluate a combination over enough steps to include everything that the training does."""
         return self.evaluate(choices, self._is_short, is_long=True)
 
     def evaluate(self, choices: Choices, is_short: bool, is_long: bool = False) -> Evaluation:
@@ -366,9 +368,9 @@ class Planner:
         )
 
     def _off_device(self, counted: Counted, micro_batch: int) -> OffDevice | None:
-        """Return the memory that a combination uses outside its budget, or ``None`` if it is negligible.
+        """Return the memory that a combination uses outside its budget; ``None`` if this memory is negligible.
 
-        On a CPU, it includes the disk's speed if the offloaded files do not fit in memory.
+        On a CPU, the result includes the disk's speed if the offloaded files do not fit in memory.
         """
         kept_bytes = live_bytes(counted.trace, on_host=True).peak_bytes
         if kept_bytes < _LEAST_OFF_BYTES:
@@ -395,7 +397,7 @@ class Planner:
     def plain_choices(self) -> Choices:
         """The choices for the whole batch with all pins.
 
-        Pins are included because some trainings cannot run without them, such as sequences too long for cuDNN.
+        Pins are included because some models cannot train without them, for example on sequences too long for cuDNN.
         """
         return in_order(
             (*without_micro_batch(self._decided.pinned), micro_batch_choice(self.planning_input.batch_size))
@@ -412,13 +414,13 @@ class Planner:
         self.planning_input.tracers.expect(list(self._untraced((choices, False) for choices in combinations))[1:])
 
     def _suppose(self, combinations: Iterable[Likely]) -> None:
-        """Begin traces that may be requested, one for each idle process."""
+        """Begin traces that may be requested, one trace for each idle worker process."""
         self.planning_input.tracers.suppose(self._untraced(combinations))
 
     def _untraced(self, combinations: Iterable[Likely]) -> Iterator[Asked]:
         for choices, at_length in combinations:
             asked = Asked(self._target.lowering(), _seen_in_trace(choices), is_short=not at_length)
-            is_shown = at_length and self._is_short  # the short trace shows it already
+            is_shown = at_length and self._is_short  # without evaluations, a short trace is enough
             if not is_shown and (asked.choices, asked.is_short) not in self._traced:
                 yield asked
 
@@ -470,7 +472,7 @@ class Planner:
         )
 
     def _near(self, found: Found, chosen: Evaluation) -> Iterator[Evaluation]:
-        """Yield the candidates that probably fit, evaluated at the full length of the plan."""
+        """Yield the candidates that probably fit, evaluated over as many steps as the plan."""
         for one in found.candidates:
             evaluation = self.evaluate(one.choices, is_short=True, is_long=True)
             if (
@@ -524,7 +526,7 @@ def _seen_in_trace(choices: Choices) -> Choices:
 
 
 def _fallback_schedule(in_order: Sequence[Evaluation]) -> tuple[Configuration, ...]:
-    """Return the configurations, without those that need as much as the one before them."""
+    """Return the configurations of evaluations, without configurations that need as much as their predecessor."""
     kept = [
         in_order[0],
         *(evaluation for before, evaluation in pairwise(in_order) if evaluation.need_bytes < before.need_bytes),

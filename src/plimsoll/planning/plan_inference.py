@@ -1,12 +1,12 @@
-"""The planner for inference: the rows of a pass and the placement of weights, for a device that need not be present.
+"""The planner for inference: it chooses the rows of a pass and the placement of weights, for any known device.
 
     plan = plan_inference(folder, "score", longest_tokens=256, limit_bytes=1 << 30)
     with placed_model(folder, plan) as model: ...
 
 The pass of the task is dry-run on fake tensors (`plimsoll.inference.dry_run`). A model of the target's allocators
-predicts the peak, and the time model the seconds. `plimsoll.planning.search.placement` searches. The disk's read rate
-is measured on the files of the checkpoint when the plan is made. For a GPU of this machine, the host's free memory is
-read as well.
+predicts the peak, and the time model the seconds. `plimsoll.planning.search.placement` searches for the placement. The
+disk's read rate is measured on the files of the checkpoint when the plan is made. For a GPU of this machine, the host's
+free memory is read as well.
 
 Not handled: quantized weights, several devices, and texts of different lengths. Every row has the maximum length.
 """
@@ -60,15 +60,15 @@ def plan_inference(
     """Find the placement and micro-batch with the most rows a second inside a budget.
 
     Args:
-        folder: a checkpoint.
-        task: one of `plimsoll.models.inference`.
-        longest_tokens: tokens of a row, 1 or more.
-        new_tokens: tokens that ``generate`` adds to each row.
+        folder: folder of a checkpoint.
+        task: a task of `plimsoll.models.inference`.
+        longest_tokens: number of tokens in a row, 1 or more.
+        new_tokens: number of tokens that ``generate`` adds to each row.
         limit_bytes: device memory in bytes that the process may use; ``None`` is the whole device.
         device: ``"cpu"``, ``"local"`` or ``"cuda"`` for a device of this machine, or the name of a GPU. ``None`` is
             ``"local"``.
-        dtype: of the weights; ``None`` keeps the stored dtype.
-        most_rows: maximum rows of a pass, 1 or more.
+        dtype: data type of the weights; ``None`` keeps the stored type.
+        most_rows: maximum number of rows in a pass, 1 or more.
         progress: called with a message for each stage of the work.
 
     Returns:
@@ -128,7 +128,7 @@ class _Planner:
             self._reading = Reading(_host_free_bytes(device), link_bytes_per_second=rate)
 
     def plan(self) -> InferencePlan:
-        """Return the best plan that fits, or else the leanest one with the budget that it needs."""
+        """Return the best plan that fits, or else the leanest plan with the budget that it needs."""
         applied, limit_bytes = self._applied, self._target.limit_bytes
         placer = Placer(
             applied.parts,
@@ -148,16 +148,16 @@ class _Planner:
         resident = placer.least()
         least = self.evaluate(1, resident)
         chosen = placer.measured(1, resident, least)
-        fits = least.fits and placer.holds(chosen)  # a guess may need more than its trace
+        fits = least.fits and placer.holds(chosen)  # a guess may need more memory than its trace
         return self._record(chosen, guesses, None if fits else self._smallest_bytes(least))
 
     def _always(self) -> frozenset[str]:
-        """Return the parts that are always on the device: on a GPU, all parts except the blocks."""
+        """Return the names of the model parts that are always on the device: on a GPU, all parts except the blocks."""
         kinds = ("rest",) if self._is_cpu else ("rest", "tables", "output")
         return frozenset(part.name for part in self._applied.parts if part.kind in kinds)
 
     def evaluate(self, rows: int, resident: frozenset[str]) -> Evaluation:
-        """Trace a pass with the given resident parts."""
+        """Trace and evaluate a pass with the given rows and resident parts."""
         key = rows, resident
         if key not in self._evaluations:
             self._progress(f"tracing: {rows} rows with {len(resident)} of {len(self._applied.parts)} parts resident")
@@ -241,12 +241,12 @@ class _Planner:
 
 
 def _free_bytes() -> int:
-    """Return the machine's memory in bytes for the inference process and for its page cache."""
+    """Return the bytes available to the inference process and its page cache, including those this process uses."""
     return cache_free_bytes() + private_bytes()
 
 
 def _host_free_bytes(device: str) -> int | None:
-    """Return the host memory in bytes for weights, or ``None`` for a GPU by name, whose host is not present."""
+    """Return the host memory in bytes for weights; ``None`` for a GPU given by name, whose host is not present."""
     is_here = device == "cuda" or device.startswith("cuda:")
     return max(_free_bytes() - CUDA_HOST_BYTES[1], 0) if is_here else None
 

@@ -1,9 +1,9 @@
 """The facts that a plan depends on. A plan is valid only while they are unchanged.
 
-The facts are the versions of libraries that affect memory, the target, and the job except its budget and length. They
-also include the tensors of a batch, the times of evaluations, and the source of a model that is a user's function. Not
-covered: modules that this function imports, and the true lengths of samples. A plan is made for the longest possible
-sample.
+The facts are the versions of libraries that affect memory, the target, and the job without, for example, its budget and
+number of steps. They also include which tensors a batch has, whether evaluations run between steps, and the source of a
+model that is a user's function. Not covered: modules that this function imports, and the true lengths of samples. A
+plan is made for the longest possible sample.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def facts_of(job: Job, texts: TextSketch, target: str) -> dict[str, str]:
     }
     facts |= facts_of_texts(texts) | {"target": target}
     facts |= _facts_of_data(job)
-    if job.distill is not None:  # regardless of the path of its folder
+    if job.distill is not None:  # without the path of the teacher's folder
         facts["distill"] = json.dumps(job.distill.model_dump(mode="json", exclude={"teacher"}), sort_keys=True)
         facts["configuration of the teacher"] = _hash_of((Path(job.distill.teacher) / "config.json").read_bytes())
     if is_own_function(job.model):
@@ -62,7 +62,7 @@ def facts_of_texts(texts: TextSketch) -> dict[str, str]:
 
 
 def _facts_of_data(job: Job) -> dict[str, str]:
-    """Return the facts about data and evaluations that change the allocations of a step, except usual values."""
+    """Return facts about data and evaluations that change the allocations of a step, without usual settings."""
     data, facts = job.data, {}
     # An evaluation after the last step runs without optimizer states; between two steps they are in memory.
     facts["evaluates"] = "between steps" if data.validation and job.evaluate_every else str(bool(data.validation))
@@ -87,7 +87,7 @@ def facts_of_model(model: nn.Module, optimizer: torch.optim.Optimizer, target: s
 
 
 def differences(made_for: dict[str, str], now: dict[str, str], guessed: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield a sentence for each fact that invalidates a plan. A guessed fact is skipped if it may be right."""
+    """Yield a sentence for each fact that invalidates a plan. A guessed fact is skipped if the guess may be right."""
     for name in dict.fromkeys((*made_for, *now)):
         before, after = made_for.get(name, "not known"), now.get(name, "not known")
         if name in _AT_MOST:
@@ -104,7 +104,7 @@ def require_prepared_for(plan: Plan, texts: TextSketch) -> None:
     """Check that a plan matches the prepared texts. Before preparation, some facts were guesses.
 
     Raises:
-        InputError: if not; it names the differences.
+        InputError: if the plan does not match; the message names the differences.
     """
     now = facts_of_texts(texts)
     different = list(differences({name: fact for name, fact in plan.made_for.items() if name in now}, now))

@@ -1,4 +1,4 @@
-"""The prediction of a job's peak memory, and of sizes that would fit, from dry runs and models of the allocators.
+"""Prediction of a job's peak memory, and of the largest sizes that fit, from dry runs and models of the allocators.
 
     prediction = predict_job(job, device="rtx3060")
 
@@ -70,16 +70,16 @@ def predict_job(
         device: ``"cpu"``, ``"local"`` or ``"cuda"`` for a device of this machine, or the name of a GPU. ``None`` uses
             the job's device.
         limit_bytes: budget in bytes. ``None`` uses the job's budget, or the whole device if the job has no budget.
-        micro_batch: samples of one forward and backward pass; ``None`` is the whole batch.
+        micro_batch: number of samples in one forward and backward pass; ``None`` is the whole batch.
         search: find the largest micro-batch, the longest sequence and the smallest GPU that fit.
-        what_if: predict other micro-batches and lengths too.
-        lengths: tokens of the texts, for tasks with labels, whose batches are padded to their longest text. The peak is
-            predicted for the longest possible batch after other batches, which fragment the allocator's memory.
+        what_if: also predict the peak for half and double the micro-batch and the sequence length.
+        lengths: token count of each text, for tasks with labels, whose batches are padded to their longest text. The
+            peak is predicted for the longest possible batch after other batches, which fragment the allocator's memory.
         calibration: correction factors learned from measured runs, which widen the range
             (`plimsoll.memory.compare.calibrate`).
         progress: called with a message for each stage of the work.
-        started: a running measurement of the baseline, for a prediction for this CPU; ``None`` starts one.
-        texts: facts of the texts; ``None`` sketches them.
+        started: a running measurement of the baseline, for a prediction for this CPU; ``None`` starts a measurement.
+        texts: facts of the texts; ``None`` sketches them from the files.
 
     Raises:
         JobError: if the model or the optimizer cannot be built.
@@ -94,7 +94,7 @@ def predict_job(
             raise InputError(f"a micro-batch of {size} is not a part of a batch of {most}: give 1 to {most}")
         checked = _checked(lengths, job)
         texts = _texts_of_model(job, texts)
-        # The worker processes trace only the job as it is, not batches of other lengths.
+        # The worker processes trace only the job as given, not batches of other lengths.
         tracers = Tracers() if checked else stack.enter_context(Tracers.started(job, texts))
         traces = _Traces(job, texts, checked, tracers, said)
         target = _target(traces, device, limit_bytes, size, started)
@@ -119,7 +119,7 @@ def _predicted(forecast: _Forecast, micro_batch: int, search: bool, what_if: boo
 
 
 def _texts_of_model(job: Job, known: TextSketch | None) -> TextSketch:
-    """Load the code of the model, and return the facts of its texts."""
+    """Load the code of the model, and return the facts of the texts that the model depends on."""
     require_vectors(job)
     load_model_code(job)  # transformers must not be imported during the dry run
     texts = known or sketch_texts(job)
@@ -152,7 +152,7 @@ def _pinned_on(device: str, job: Job) -> Choices:
 
 @dataclass
 class _Traces:
-    """The traces of one job and its variants, each made once."""
+    """The traces of one job and its variants (other lengths and batch sizes), each made once."""
 
     job: Job
     texts: TextSketch
@@ -179,7 +179,7 @@ class _Traces:
             self.tracers.suppose([_asked(micro_batch, lowering, pinned)])
 
     def _varied(self, micro_batch: int, sequence_length: int) -> Job:
-        """Return the job with another length, and a batch that is at least as large as the micro-batch."""
+        """Return the job with another sequence length, and a batch that is at least as large as the micro-batch."""
         batch_size = max(micro_batch * self.job.ranks, self.job.batch_size)
         return self.job.model_copy(update={"sequence_length": sequence_length, "batch_size": batch_size})
 
@@ -190,7 +190,7 @@ def _asked(micro_batch: int, lowering: Lowering, pinned: Choices) -> Asked:
 
 @dataclass(frozen=True)
 class _Forecast:
-    """Predictions of one job and its variants on one target, with the job's pins."""
+    """Predictions of one job and its variants (other lengths and batch sizes) on one target, with the job's pins."""
 
     traces: _Traces
     target: Target
@@ -201,7 +201,7 @@ class _Forecast:
         return self.traces.job
 
     def predict(self, micro_batch: int) -> Prediction:
-        """Predict the job as it is."""
+        """Predict the job with a micro-batch, without other changes."""
         job = self.job
         counted = self._count(micro_batch, job.sequence_length, self.target)
         return self.target.predict(
@@ -238,7 +238,7 @@ class _Forecast:
         return Answer(question="smallest device", value=None, peak=None)
 
     def what_ifs(self, micro_batch: int) -> tuple[WhatIf, ...]:
-        """Predict half and double the micro-batch and the length."""
+        """Predict the peak for half and double the micro-batch and the sequence length."""
         lengths = sorted({max(2, int(self.job.sequence_length * factor)) for factor in _FACTORS})
         sizes = sorted({max(1, int(micro_batch * factor)) for factor in _FACTORS})
         found = []
@@ -300,7 +300,7 @@ def _growing_bytes(counted: Counted) -> int:
 
 
 def batch_lengths(lengths: Sequence[int], job: Job) -> tuple[int, ...]:
-    """Return the padded lengths of four batches: two random ones, each followed by the longest possible one."""
+    """Return the padded token counts of four batches: two random batches, each before the longest possible batch."""
     random = Random(job.seed)
     usual = [min(max(random.choices(lengths, k=samples_of_rank(job))), job.sequence_length) for _ in range(2)]
     longest = min(max(lengths), job.sequence_length)

@@ -1,12 +1,12 @@
-"""Prediction of the peak memory of a training in a user's program, before it runs.
+"""Prediction of the peak memory of training in a user's program, before it runs.
 
     plimsoll.predict(model, optimizer, batch, units="next-tokens", device="rtx3060")     # a training with TrainStep
     plimsoll.predict_function(train, device="rtx3060")                                   # any training
 
 The model may be on any device, including the meta device, because only copies of its shapes are traced. A function is
-run unchanged on tensors without memory, and should do three steps. See `plimsoll.memory.trace` for code that cannot be
-traced. `plimsoll.planning.predict_job` predicts jobs. Prediction replaces torch's kernels temporarily, so no other
-thread may compute meanwhile.
+run unchanged on tensors without memory, and should run three training steps. See `plimsoll.memory.trace` for code that
+cannot be traced. `plimsoll.planning.predict_job` predicts jobs. Prediction replaces torch's kernels temporarily, so no
+other thread may compute meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def predict(
         model: the model. It is not changed, and its parameters need no memory (they may be on the meta device).
         optimizer: the optimizer of the model.
         batch: one batch of the largest size that the training will use, on the CPU.
-        loss: see `TrainStep`, also for the next four.
+        loss: see `TrainStep`, also for ``units``, ``micro_batch``, ``clip_norm`` and ``precision``.
         units: see `loss`.
         micro_batch: see `loss`.
         clip_norm: see `loss`.
@@ -59,8 +59,8 @@ def predict(
         budget: memory that the training may use, such as ``"8GiB"``; ``None`` is the whole device.
 
     Raises:
-        InputError: if the model fails, cannot be traced, or the batch cannot be cut; with the place in the model's
-            code.
+        InputError: if the model fails or cannot be traced, or the batch cannot be split. The message names the line of
+            the model's code.
         DeviceError: if there is no such device.
     """
     num_samples = batch_size_of(batch)
@@ -119,7 +119,7 @@ def predict_function(train: Callable[[], Any], *, device: str = "local", budget:
 
 
 def model_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Count the host memory of a model and its optimizer states, without tensors in memory-mapped files."""
+    """Return the host memory in bytes of a model and its optimizer states, without memory-mapped tensors."""
     in_memory = {t.untyped_storage()._cdata: t for t in _tensors_of(model, optimizer) if t.device.type == "cpu"}
     files = FileMappings()
     return sum(files.private_bytes(one) for one in in_memory.values() if not files.stays_in_file(one))

@@ -1,8 +1,8 @@
-"""Remedies: changes that would free memory in a training, each with its saving, its cost and whether it fits.
+"""Remedies: changes that would reduce the memory of a training run, each with its saving, its cost and whether it fits.
 
     found = find_remedies(job, limit_bytes=2 << 30)
 
-Each technique that is possible for the job is added alone to the choices in force. The whole training is then traced
+Each technique that is possible for the job is added alone to the choices in force, and the whole training is traced
 again. The traces and the plan are shared with the planner (`plimsoll.planning.plan`). The weakest option that fits is
 reported, or else the strongest. The planner's plan is the combined remedy.
 
@@ -32,16 +32,16 @@ from plimsoll.records.units import format_bytes
 from plimsoll.step.fallbacks import samples_of
 from plimsoll.techniques import TECHNIQUES, Choices, Setting, Technique, conflict_among, in_order, technique_of
 
-_MOST_SECONDS = 180.0  # for single techniques; the plan is always made
+_MOST_SECONDS = 180.0  # time limit for trying single techniques; the plan is always made
 _MIB = 1 << 20
-_WORTH_SAYING = 0.01  # of the peak
-_LEAST_PART = 0.02  # of a peak: techniques that reach less are not tried, as in the planner's search
+_WORTH_SAYING = 0.01  # share of the peak
+_LEAST_PART = 0.02  # share of a peak: techniques that reach less are not tried, as in the planner's search
 
 
 class Remedies(NamedTuple):
-    """The prediction of a training and its remedies. ``notes`` are sentences about the search.
+    """The prediction for a job, and its remedies. ``notes`` are sentences about the search.
 
-    ``vocab_size`` is the model's, which can be larger than the tokenizer's.
+    ``vocab_size`` is the vocabulary size of the model, which can be larger than the tokenizer's.
     """
 
     prediction: Prediction
@@ -74,7 +74,8 @@ def find_remedies(
         texts: see `plimsoll.planning.plan.plan_job`.
 
     Returns:
-        the remedies. The order is: first those that fit, then those that keep the training unchanged, then the fastest.
+        the remedies, sorted: remedies that fit come first, then remedies that keep the training unchanged, then faster
+        ones.
 
     Raises:
         JobError: see `plan_job`.
@@ -113,7 +114,7 @@ def _rank(remedy: Remedy) -> tuple[bool, bool, float, int]:
 
 
 def _distinct(remedies: Sequence[Remedy]) -> Iterator[Remedy]:
-    """Yield the first of the remedies with the same choices."""
+    """Yield the remedies, but of several with the same choices only the first."""
     seen: set[frozenset[Choice]] = set()
     for remedy in remedies:
         if (choices := frozenset(remedy.choices)) not in seen:
@@ -169,7 +170,7 @@ class _Search:
             self.notes.append(f"There was no time left to try {', '.join(left_out)}.")
 
     def _offered(self) -> Iterator[Choices]:
-        """Yield the options of each technique that reaches a relevant part of the peak, weakest first."""
+        """Yield the options, weakest first, of each technique that can reduce a relevant part of the peak."""
         problem = self.planner.problem(self.planner.limit_bytes)
         available, setting = available_choices(problem), self._open_setting(problem.setting)
         in_force = {choice.technique for choice in self.before.choices}
@@ -207,7 +208,7 @@ class _Search:
         return best, options[high]
 
     def _evaluate_with(self, choice: Choice) -> Evaluation | None:
-        """Evaluate the choices in force with one choice added or replaced; return ``None`` if that is impossible."""
+        """Evaluate the choices in force with one choice added or replaced; ``None`` if they cannot be used."""
         rest = tuple(one for one in self.before.choices if one.technique != choice.technique)
         choices = in_order((*rest, choice))
         planner = self.planner
@@ -223,14 +224,14 @@ class _Search:
         return evaluation.fits and evaluation.need_bytes <= self.planner.limit_bytes
 
     def _budget(self) -> dict[str, Any]:
-        """Return the job's settings for a budget that differs from the job's."""
+        """Return the job fields that set the requested budget; empty if the job's own budget is used."""
         num_bytes = self.limit_bytes
         if num_bytes is None:
             return {}
         return {"budget.device": num_bytes if num_bytes % _MIB else f"{num_bytes // _MIB}MiB"}
 
     def _settings(self, choices: Choices) -> dict[str, Any]:
-        """Return the job's settings for a plan with these choices: pins, and allowed techniques."""
+        """Return the job fields that make a plan use these choices: pins, and allowed techniques."""
         lossy = [one.technique for one in choices if TECHNIQUES[one.technique].numerics == "lossy"]
         closed = [name for name in lossy if name not in self.job.allow]
         settings = self._budget()
@@ -246,7 +247,7 @@ class _Search:
     def _remedy(
         self, evaluation: Evaluation, choices: Choices, text: str, settings: dict[str, Any]
     ) -> Iterator[Remedy]:
-        """Yield the remedy of a change, if it saves a relevant amount."""
+        """Yield the remedy for a change, if it saves a relevant share of the peak."""
         before, after = self.before.peak, evaluation.peak
         saving = _differences(before, after)
         if saving[0] < _WORTH_SAYING * before.likely_bytes:
@@ -270,7 +271,7 @@ def _sets_precision(technique: Technique) -> bool:
 
 
 def _differences(before: Estimate, after: Estimate) -> tuple[int, int, int]:
-    """Return the savings of the likely, low and high values. Their errors are correlated, as they share a model."""
+    """Return the bytes saved in the likely, low and high peak. The errors of both peaks are correlated."""
     return (
         before.likely_bytes - after.likely_bytes,
         before.low_bytes - after.low_bytes,

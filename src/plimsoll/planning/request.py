@@ -36,19 +36,19 @@ class PlanRequest:
 
     Args:
         input_path: a job file; with ``inference`` also a model folder or a run directory.
-        device: device to plan for; ``None`` uses the job's.
-        limit_bytes: budget in bytes; ``None`` uses the job's, or the whole device.
-        changes: changes ``a.b=c`` to fields of the job.
+        device: device to plan for; ``None`` uses the job's device.
+        limit_bytes: budget in bytes; ``None`` uses the job's budget, or the whole device.
+        changes: overrides of job fields, such as ``a.b=c``.
         pins: choices that the plan must use, in the syntax of `plimsoll.records.plan.parse_pin`.
         forbids: names of techniques that the plan must not use.
-        compare: compare fine-tuning strategies instead.
-        calibration: a file with a calibration record; ``None`` uses this machine's.
-        train: a training plan is requested explicitly.
-        inference: an inference plan is requested.
-        task: of the model; ``None`` uses the task it was trained for.
-        max_length: tokens of the longest text; ``None`` means 256.
-        max_new_tokens: tokens that ``generate`` adds to each text.
-        dtype: of the weights; ``None`` keeps the stored dtype.
+        compare: whether to compare fine-tuning strategies instead.
+        calibration: a file with a calibration record; ``None`` uses this machine's calibration.
+        train: whether a training plan is requested explicitly.
+        inference: whether an inference plan is requested.
+        task: task of the model; ``None`` uses the task that the model was trained for.
+        max_length: number of tokens in the longest text; ``None`` means 256.
+        max_new_tokens: number of tokens that ``generate`` adds to each text.
+        dtype: data type of the weights; ``None`` keeps the stored type.
     """
 
     input_path: Path
@@ -70,7 +70,7 @@ class PlanRequest:
         """Check that all options belong to the same kind of plan.
 
         Raises:
-            InputError: if not; it names the options.
+            InputError: if they do not; the message names the options.
         """
         if self.train and self.inference:
             raise InputError(
@@ -117,7 +117,7 @@ class PlanRequest:
 def plan_as_asked(
     request: PlanRequest, progress: Say, say: Say, load_training: LoadTraining
 ) -> tuple[Plan | Strategies | InferencePlan, str]:
-    """Make the requested plan, and a sentence that sums it up.
+    """Return the requested plan, and a sentence that sums it up.
 
     Args:
         request: the checked request.
@@ -213,7 +213,7 @@ def _plan_inference(request: PlanRequest, progress: Say) -> tuple[InferencePlan,
 
 
 def _model_folder(input_path: Path) -> Path:
-    """Return the folder of the weights: the input itself, the model of a run directory, or the model of a job."""
+    """Return the folder of the weights: the input itself, or the model folder of a run directory or job."""
     from plimsoll.inference.model import model_folder
 
     if not input_path.is_file():

@@ -3,9 +3,9 @@
     rows = plimsoll.rows_by_length(model, optimizer, batch, lengths=[32, 64, 128, 256, 512], budget="8GiB")
     loader = Loader(samples, Buckets(rows_for=rows), seed=0)  # of plimsoll.data.batches
 
-Each entry is found by predictions of whole steps, the last one at the entry itself. So it includes size-dependent
-effects of kernels and allocators. Not covered: samples longer than those in ``batch``, and (B, T) fields other than
-those that `plimsoll.techniques.mechanisms.lengths` knows to have a time dimension.
+Each entry is found by predictions of whole steps, the last of which has the returned number of samples. It therefore
+includes size-dependent effects of kernels and allocators. Not covered: samples longer than those in ``batch``, and (B,
+T) fields other than those that `plimsoll.techniques.mechanisms.lengths` knows to have a time dimension.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ def rows_by_length(
     Args:
         model: see `plimsoll.predict`, also for other arguments without a description.
         optimizer: see ``model``.
-        batch: some samples of the greatest length, with an ``attention_mask`` of shape (B, T), on the CPU.
+        batch: a batch of some samples of the greatest length, with an ``attention_mask`` of shape (B, T), on the CPU.
         loss: see ``model``.
-        lengths: in tokens, at most the length of ``batch``.
+        lengths: sample lengths in tokens, at most the length of ``batch``.
         budget: memory that the training may use. The upper end of each prediction's range stays below it.
-        most_rows: upper bound for the search.
+        most_rows: largest number of samples to consider.
         units: see ``model``.
         clip_norm: see ``model``.
         precision: see ``model``.
         device: see ``model``.
 
     Returns:
-        the number of samples for each length.
+        the maximum number of samples, by length.
 
     Raises:
         BudgetError: if not even one sample of some length fits.
-        InputError: if a length exceeds the batch's, or as `plimsoll.predict`.
+        InputError: if a length exceeds the length of the batch, or for the reasons given at `plimsoll.predict`.
         DeviceError: if there is no such device.
     """
     _refuse_unknown_lengths(batch, lengths)

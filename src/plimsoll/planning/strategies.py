@@ -3,8 +3,8 @@
     strategies = compare_strategies(job, device="cpu", limit_bytes=2 << 30)
 
 Each strategy is planned as by `plimsoll plan`, with its techniques pinned and allowed. The reported peak and step time
-belong to the fastest combination found, dry-run as a whole. The cost of a strategy in quality is not predicted:
-measure it on the data.
+are from a dry run of the fastest combination found. The cost of a strategy in quality is not predicted: measure it on
+the data.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def compare_strategies(
                 plans.append(plan)
                 strategy = _strategy(wanted, plan)
             except InputError as error:
-                if type(error) is not InputError or not wanted.pins:  # a fault of the job affects every strategy
+                if type(error) is not InputError or not wanted.pins:  # an error in the job affects every strategy
                     raise
                 strategy = _impossible(wanted, error)
             strategies.append(strategy)

@@ -1,7 +1,7 @@
-"""The device that a training will run on, with its memory limit: this machine's CPU or GPU, or a GPU by name.
+"""The device that a training will use, with its memory limit: this machine's CPU or GPU, or a GPU given by name.
 
 On the CPU, a prediction starts from the memory of the process without a model. For a job, a short-lived training
-process measures it. In a user's program, it is measured in the program itself.
+process measures this memory. In a user's program, it is measured in the program itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from plimsoll.records.units import format_bytes
 from plimsoll.techniques import Choices
 from plimsoll.techniques.mechanisms.allocators import allocator_rules, rules_in_force
 
-_WORTH_SAYING = 0.01  # of the peak
+_WORTH_SAYING = 0.01  # share of the peak
 _WHOLE_MACHINE = "all that this process may use of the machine"
 # Resident bytes of the host process that uses CUDA: the lower end is torch and transformers without CUDA, the upper end
 # includes all kernels (pytorch#113326 reports 0.44 and 2.06 GB). Not measured here.
@@ -47,7 +47,7 @@ CUDA_HOST_BYTES = (420 << 20, 1965 << 20)
 class Target:
     """A device with its limit. A CPU has a ``baseline``, and a GPU a ``spec``.
 
-    ``limit_bytes`` is the budget without ``kept_back_bytes``.
+    ``limit_bytes`` is the budget minus ``kept_back_bytes``.
     """
 
     name: str
@@ -73,11 +73,11 @@ class Target:
     def count(
         self, trace: Trace, choices: Choices = (), is_long: bool = False, heap: HeapRules | None = None
     ) -> Counted:
-        """Count a trace that was lowered for this target.
+        """Predict the memory of a trace that was lowered for this target.
 
         Args:
             trace: the trace.
-            choices: the choices in force, for those that set up the heap or the allocator without changing an op.
+            choices: the choices in force; only choices that configure the heap or the allocator matter here.
             is_long: see `count_on_cpu`.
             heap: the rules of the host's heap; ``None`` uses the rules that the choices set.
         """
@@ -112,7 +112,7 @@ class Target:
         batch_size: int | None = None,
         num_ranks: int = 1,
     ) -> Prediction:
-        """Return the prediction record for a counted trace."""
+        """Return the prediction record for the counted memory of a trace."""
         kind: Literal["cpu", "cuda"] = "cpu" if self.spec is None else "cuda"
         exchanged = kept_by_exchanges(counted.trace, kind)
         return Prediction(
@@ -163,7 +163,7 @@ def find_target(device: str, budget_bytes: int | None, baseline: Callable[[], Es
 
 
 def device_here(device: str | None) -> str:
-    """Return the device's name on this machine: ``local`` and ``None`` are the GPU if there is one, or else the CPU."""
+    """Return the device's name on this machine: ``local`` and ``None`` are the GPU if present, or else the CPU."""
     import torch
 
     name = (device or "local").lower()
@@ -190,7 +190,7 @@ def require_budget(job: Job) -> None:
     """Check that this machine has the budget of a job, before its data are prepared.
 
     Raises:
-        BudgetError: if the device or, with a GPU, the host has less than the budget.
+        BudgetError: if the budget exceeds the memory of the device or, with a GPU, of the host.
         DeviceError: if the device is not present.
     """
     name = choose_device(job)
@@ -204,12 +204,12 @@ def require_budget(job: Job) -> None:
 
 
 def private_budget_bytes(job: Job) -> int | None:
-    """Return the job's budget in bytes for the private memory of a process, or ``None``."""
+    """Return the job's budget in bytes for private memory of a process; ``None`` if the job sets none."""
     return job.budget.device_bytes if choose_device(job) == "cpu" else job.budget.host_bytes
 
 
 def own_baseline(traced_bytes: int) -> Estimate:
-    """Measure the memory of this process, minus the ``traced_bytes`` of it that a trace counts again."""
+    """Measure the memory of this process, without the ``traced_bytes`` that the prediction counts separately."""
     backend = backend_for("cpu")
     backend.baseline_bytes()  # starts the thread pools
     return measured(max(0, backend.use().used_bytes - traced_bytes))
@@ -226,7 +226,7 @@ def _assumptions(counted: Counted) -> tuple[Assumption, ...]:
 
 
 def _host(trace: Trace) -> Estimate:
-    """Return the host memory of a training on a GPU: the process, and data on the way to the device."""
+    """Return the host memory of training on a GPU: the process, and data on the way to the device."""
     traced_bytes = live_bytes(trace, on_host=True).peak_bytes
     low_bytes, high_bytes = CUDA_HOST_BYTES
     likely_bytes = (low_bytes + high_bytes) // 2

@@ -1,9 +1,9 @@
 """The loss of a job with a teacher, for runs, dry runs and planning.
 
-The teacher's weights are in device memory (``memory``), in memory-mapped files (``mapped``, on the CPU), or int8 codes
-(``int8``). A budget of private memory does not count mapped files. With ``int8``, the weights of linear layers are
-dequantized while the layer computes (`plimsoll.techniques.mechanisms.codes`). This includes `nn.Linear` and the
-``Conv1D`` of GPT-2, but not the output over the vocabulary, nor weights shared by two layers.
+The teacher's weights are in device memory (``memory``), in memory-mapped files (``mapped``, on the CPU), or in memory
+as int8 codes (``int8``). A budget of private memory does not count mapped files. With ``int8``, the weights of linear
+layers are dequantized while the layer computes (`plimsoll.techniques.mechanisms.codes`). This includes `nn.Linear` and
+the ``Conv1D`` of GPT-2, but not the output over the vocabulary, nor weights shared by two layers.
 
 A run and its dry run both use this module, so their decisions agree. Not covered: streaming a teacher to a GPU layer by
 layer.
@@ -45,22 +45,22 @@ class Texts(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the tokenizer."""
+        """Number of tokens in the tokenizer's vocabulary."""
         ...
 
     @property
     def num_labels(self) -> int | None:
-        """Labels of a labelled task."""
+        """Number of labels of a labelled task; ``None`` for other tasks."""
         ...
 
     @property
     def end_id(self) -> int:
-        """The token that ends a text."""
+        """Id of the token that ends a text."""
         ...
 
     @property
     def pad_id(self) -> int:
-        """The token that pads shorter texts."""
+        """Id of the token that pads shorter texts."""
         ...
 
 
@@ -68,7 +68,7 @@ def form_of(job: Job, device: str | None = None) -> Form:
     """Return the form of the weights of a job's teacher.
 
     Raises:
-        JobError: if the device does not support it.
+        JobError: if the device does not support this form.
     """
     assert job.distill is not None
     is_cpu = (device or choose_device(job)).partition(":")[0] == "cpu"
@@ -98,7 +98,7 @@ def loss_for(job: Job, texts: Texts, device: str) -> LossFunction:
 
 
 def sketched_loss(job: Job, texts: Texts, model: nn.Module) -> LossFunction:
-    """Return the loss of a job for planning, with a teacher that has no memory.
+    """Return the loss of a job for planning, with a teacher whose weights take no memory.
 
     Args:
         job: the job.
@@ -128,15 +128,15 @@ def require_folder(job: Job) -> None:
 
 
 def require_teacher(job: Job, texts: Texts, label_names: tuple[str, ...] = ()) -> nn.Module:
-    """Check that the teacher of a job fits it, and return it without memory.
+    """Check that the teacher of a job fits the job, and return the teacher without memory for its weights.
 
     Args:
         job: the job, with ``distill``.
         texts: the facts of the data that a model depends on.
-        label_names: labels of the data, if they are known.
+        label_names: names of the labels in the data, if they are known.
 
     Raises:
-        JobError: if it does not; it names the field and the reason.
+        JobError: if the teacher does not fit; the message names the field and the reason.
     """
     assert job.distill is not None
     folder = Path(job.distill.teacher)
@@ -165,10 +165,10 @@ def require_tokens(job: Job, tokenizer: Path) -> None:
 
 
 def require_alike(job: Job, model: nn.Module, teacher: nn.Module) -> None:
-    """Check that hidden states of a model can be compared with its teacher's.
+    """Check that hidden states of a model can be compared with those in its teacher.
 
     Raises:
-        JobError: if not.
+        JobError: if they cannot be compared.
     """
     if job.distill is None or not job.distill.hidden:
         return
@@ -228,7 +228,7 @@ def _is_fake(model: nn.Module) -> bool:
 
 
 def _to_int8(teacher: nn.Module, device: str) -> None:
-    """Convert the linear layers of a teacher to int8 codes, one after the other, and move the rest to the device."""
+    """Convert the linear layers of a teacher to int8 codes, one by one, and move all other tensors to the device."""
     from transformers.pytorch_utils import Conv1D
 
     named = dict(teacher.named_modules())

@@ -1,9 +1,9 @@
 """Copies of all state that the passes of a trial may change, made before the first pass and outside the device.
 
-A training can observe one step and copy the state that it changed. A trial must undo many passes at once. Some tensors
-are written only every few passes, such as a target network or a codebook. So all reachable state is copied in advance,
-except for tensors that an update writes, which have separate copies (`plimsoll.step.update.undo`). References are
-restored by the undo (`plimsoll.step.undo.step_state`).
+A training step can be observed, so that only the state that it changed is copied. A trial must undo many passes at
+once. Some tensors are written only every few passes, such as a target network or a codebook. So all reachable state is
+copied in advance, except for tensors that an update writes, which have separate copies (`plimsoll.step.update.undo`).
+References are restored by the undo (`plimsoll.step.undo.step_state`).
 
 Unreachable state (`plimsoll.step.undo.find_state`) is not copied. For it, the undo restores changes of the first pass
 only.
@@ -35,7 +35,7 @@ class TrialCopies:
 
     Attributes:
         names: names of the reachable tensors.
-        num_bytes: bytes to copy.
+        num_bytes: number of bytes to copy.
     """
 
     def __init__(self, remembered: Sequence[Before], updated: Iterable[Tensor]) -> None:
@@ -56,7 +56,7 @@ class TrialCopies:
         self.num_bytes = sum(one.nbytes() for one in self._owners)
 
     def reason_against(self, most_bytes: int) -> str | None:
-        """Return the reason why the state cannot be restored or exceeds ``most_bytes``, or ``None``."""
+        """Return the reason not to copy (state cannot be restored, or exceeds ``most_bytes``), or ``None``."""
         if self._iterators:
             return said_of_iterators(self._iterators)
         if self._large:

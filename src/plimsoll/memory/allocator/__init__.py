@@ -1,1 +1,1 @@
-"""Simulations of allocators: the memory that they take from the system for the requests of tensors."""
+"""Simulations of allocators: the memory that an allocator requests from the system to store tensors."""

@@ -55,7 +55,7 @@ class SimulatedOutOfMemory(Exception):
 
 @final
 class _Block:
-    """Range of a segment. ``before`` and ``after`` are its neighbors; a block without neighbors is a whole segment."""
+    """An address range in a segment. ``before`` and ``after`` are its neighbors; without any, it is a whole segment."""
 
     __slots__ = ("address", "after", "before", "born", "is_free", "is_mapped", "num_bytes", "pool", "requested_bytes")
 
@@ -82,7 +82,7 @@ class _Block:
         block.after = self
 
     def cut(self, num_bytes: int) -> _Block:
-        """Shorten this block to its first ``num_bytes`` and return a new block with the rest."""
+        """Shorten this block to its first ``num_bytes``, and return a new block with the remaining bytes."""
         rest = _Block(self.pool, self.address + num_bytes, self.num_bytes - num_bytes, self.is_mapped)
         self.num_bytes = num_bytes
         rest.insert_after(self)
@@ -113,7 +113,7 @@ class _Pool:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
     def merge(self, block: _Block) -> None:
-        """Merge a block that is not in the pool with its free neighbors, which are (`try_merge_blocks`)."""
+        """Merge a block outside the pool with its free neighbors, which leave the pool (`try_merge_blocks`)."""
         before, after = block.before, block.after
         if before is not None and before.is_free and before.is_mapped == block.is_mapped:
             self.remove(before)
@@ -161,7 +161,7 @@ class CachingAllocator:
         Args:
             num_bytes: the size of the request.
             is_private: whether to allocate from the private pool of a captured graph. The first such request empties
-                the cache, as code that captures a graph does.
+                the cache, because training code empties it before a capture.
 
         Raises:
             SimulatedOutOfMemory: if the request does not fit even after cached segments were released.
@@ -235,7 +235,7 @@ class CachingAllocator:
             return None
         block = pool.free[place][2]
         if self.rules.expandable_segments:
-            # An expandable block is ranked by the size that it can grow to, so that other blocks are used first.
+            # An expandable block is ranked by the size that it can grow to, so that blocks with less growth come first.
             while place + 1 < len(pool.free) and _grown_bytes(pool.free[place + 1][2]) < _grown_bytes(block):
                 place += 1
                 block = pool.free[place][2]
@@ -257,7 +257,7 @@ class CachingAllocator:
         return block.num_bytes < size_bytes + self.rules.max_non_split_rounding_bytes
 
     def _is_split_for(self, block: _Block, size_bytes: int) -> bool:
-        """Return whether the unused rest of a block becomes a separate block (`should_split`)."""
+        """Return whether the bytes of a block that a request does not use become a separate block (`should_split`)."""
         rest_bytes = block.num_bytes - size_bytes
         if block.pool.is_small or self.rules.expandable_segments:
             return rest_bytes >= self.rules.rounding_bytes
@@ -265,7 +265,7 @@ class CachingAllocator:
         return not is_oversize and rest_bytes > self.rules.small_bytes
 
     def _from_driver(self, pool: _Pool, size_bytes: int, num_bytes: int) -> _Block:
-        """Request memory from the driver, and release ever more of the cache until it fits (`malloc`, second half)."""
+        """Reserve memory from the driver; if it does not fit, release cached memory first (`malloc`, second half)."""
         self._collect_garbage()
         block = self._new_block(pool, size_bytes)
         if block is None and self._release_oversize(pool, size_bytes):
@@ -310,7 +310,7 @@ class CachingAllocator:
         self.reserved_bytes -= block.num_bytes
 
     def _release_oversize(self, pool: _Pool, size_bytes: int) -> bool:
-        """Release one oversize block of sufficient size, or several (`release_available_cached_blocks`)."""
+        """Release one large enough oversize block, or else several of them (`release_available_cached_blocks`)."""
         oversize_bytes = self.rules.max_split_bytes
         if oversize_bytes is None or self.rules.expandable_segments:
             return False
@@ -442,8 +442,8 @@ def replay(
     """Replay allocations and frees through an allocator, in order.
 
     Args:
-        deltas: events ``(storage id, bytes)``. A negative number frees the storage. A storage of 0 bytes is freed by
-            its second event. An id may be reused after its storage was freed.
+        deltas: events ``(storage id, bytes)``. Negative bytes free the storage. A storage of 0 bytes is freed by its
+            second event. An id may be reused after its storage was freed.
         allocator: the allocator; its state changes.
         live: storages allocated earlier (`Replay.live` of a previous call); not changed.
         private: ids of the storages in the private pool of a CUDA graph.

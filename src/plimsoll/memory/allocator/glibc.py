@@ -2,8 +2,9 @@
 
 Source: malloc/malloc.c of glibc 2.36 (``_int_malloc``, ``_int_memalign``, ``_int_free``, ``sysmalloc``, ``systrim``,
 ``mtrim``), the main arena. For a process without other allocations, the simulation is exact to a few pages. In a
-training, the rest depends on small blocks between the tensors. Small blocks of tensors and autograd are simulated
-(`plimsoll.memory.allocator.heap_calls`). A simpler simulation in ``tests/plain_heap.py`` agrees after every event.
+training run, the remaining error depends on small blocks between the tensors. Small blocks of tensors and autograd are
+simulated (`plimsoll.memory.allocator.heap_calls`). A simpler simulation in ``tests/plain_heap.py`` agrees after every
+event.
 
 Not covered: small blocks of Python; other arenas, that is, allocations of other threads (torch's backward on a CPU runs
 in the calling thread); glibc from 2.38 on, whose memalign searches for an aligned block first; transparent huge pages;
@@ -37,7 +38,7 @@ _NOWHERE = -1 << 62  # the start of a block that is a separate memory mapping
 
 @dataclass(frozen=True)
 class HeapReplay:
-    """The effect of a list of calls on a heap. The columns have an entry for each ``ROW`` of the calls."""
+    """The effect of a list of calls on a heap. The arrays have an entry for each ``ROW`` in `HeapCalls`."""
 
     resident_bytes: NDArray[np.int64]
     address_bytes: NDArray[np.int64]
@@ -75,7 +76,7 @@ def replay(calls: HeapCalls, rules: HeapRules, start_bytes: int = 0) -> HeapRepl
 
 
 class _Heap:
-    """The main arena. Blocks have the numbers of the calls; chunks are identified by their start and end addresses."""
+    """The main arena. Blocks are numbered as in the calls; chunks are identified by their start and end addresses."""
 
     __slots__ = (  # with this number of attributes, lookups without slots are slow
         "_alignment_bytes", "_bytes_of", "_cached", "_calls", "_end", "_end_of", "_fast", "_given_back", "_has_fast",
@@ -101,8 +102,9 @@ class _Heap:
         self._cached: list[list[int]] = [[] for _ in range(0, _CACHED_BYTES + 1, _CHUNK_ALIGNMENT_BYTES)]
         self._fast: list[list[int]] = [[] for _ in range(0, _FAST_BYTES + 1, _CHUNK_ALIGNMENT_BYTES)]
         self._has_fast = False
-        # All other free chunks, by their ends. Those freed since the last search are in order, the others in lists by
-        # size. When a chunk of a list is merged with another, its end stays in the list and is skipped later.
+        # All other free chunks, by their ends. Chunks freed since the last search are kept in the order of their frees,
+        # older ones in lists by size. When a chunk of a list is merged with another, its end stays in the list and is
+        # skipped later.
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         self._unsorted: dict[int, None] = {}
@@ -243,7 +245,7 @@ class _Heap:
             if end == _NOWHERE:
                 return self._from_top(wanted_bytes)
             start = start_of[end]
-        if len(unsorted) > 1:  # `end` is one of them
+        if len(unsorted) > 1:  # `end` is itself in `unsorted`
             self._forget_before(end)
         rest = start + wanted_bytes
         del end_of[start]
@@ -278,7 +280,7 @@ class _Heap:
         self._rest_start = self._rest_end = 0
 
     def _forget_before(self, end: int) -> None:
-        """Remove the chunks before ``end`` from the unsorted ones: a search that ended early has sorted them."""
+        """Remove the chunks before ``end`` from the unsorted chunks: a search that ended early has sorted them."""
         for before in list(self._unsorted):
             if before == end:
                 return
@@ -342,7 +344,8 @@ class _Heap:
     def _map_blocks_from(self, num_bytes: int) -> None:
         """Set the mapping threshold and stop its automatic increase, as ``mallopt(M_MMAP_THRESHOLD)``.
 
-        Free chunks and the trim threshold do not change: if it is set late, free blocks of the heap are still used.
+        Free chunks and the trim threshold do not change: if the mapping threshold is set late, free heap blocks are
+        still used.
         """
         self._join_fast()
         self._map_from_bytes, self._is_dynamic = num_bytes, False
@@ -358,7 +361,7 @@ class _Heap:
             self._trim_top()
 
     def _join(self, starts: Iterable[int], chunk_bytes: int) -> int:
-        """Merge chunks of one size with free neighbors, and return the size of the last merged chunk."""
+        """Merge chunks of one size with free neighbors, and return the bytes of the last merged chunk."""
         if self._rest_end:
             self._file_rest()
         end_of, start_of, unsorted = self._end_of, self._start_of, self._unsorted
@@ -458,13 +461,13 @@ class _Intervals:
 
 
 def _chunk_bytes(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the chunk sizes of blocks."""
+    """Return the chunk size in bytes of each block, from its requested bytes."""
     padded_bytes = -(-(num_bytes + _HEADER_BYTES) // _CHUNK_ALIGNMENT_BYTES) * _CHUNK_ALIGNMENT_BYTES
     return np.maximum(padded_bytes, _LEAST_CHUNK_BYTES)
 
 
 def _lead_bytes(start: int, alignment_bytes: int) -> int:
-    """Return the size of the chunk that is cut off before the aligned one."""
+    """Return the size in bytes of the chunk that is cut off before the aligned chunk."""
     lead_bytes = -(start + _CHUNK_ALIGNMENT_BYTES) % alignment_bytes
     return lead_bytes + alignment_bytes if 0 < lead_bytes < _LEAST_CHUNK_BYTES else lead_bytes
 

@@ -1,7 +1,7 @@
-"""Calls of a training to the C library's heap, derived from the births and deaths of storages in a trace.
+"""The calls that a training run makes to the C library's heap, derived from births and deaths of storages in a trace.
 
-A tensor is more than its data: torch allocates small blocks for each tensor, and autograd some for each graph node. The
-calls do not depend on the configuration of the heap. One list serves every heap in which a trace is replayed.
+A tensor is more than its data: torch allocates small blocks for each tensor, and autograd for each graph node. The
+calls do not depend on the configuration of the heap. One list therefore serves every heap in which a trace is replayed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class HeapCalls(NamedTuple):
 
     Attributes:
         kinds: kind of each call.
-        values: block allocated by ``MALLOC`` or ``MEMALIGN``, block freed by ``FREE``, or new threshold of
-            ``MAP_FROM``.
+        values: number of the block that ``MALLOC`` or ``MEMALIGN`` allocates or ``FREE`` frees; for ``MAP_FROM``, the
+            new threshold in bytes.
         block_bytes: requested bytes of each block.
     """
 
@@ -63,7 +63,7 @@ def heap_calls(
     nodes_before: Mapping[int, int] | None = None,
     thresholds_before: Mapping[int, int] | None = None,
 ) -> HeapCalls:
-    """List the heap calls of a training.
+    """List the heap calls of a training run.
 
     Args:
         deltas: ``(storage id, bytes to allocate)`` in order, with negative bytes to free the storage. An id may be
@@ -72,7 +72,7 @@ def heap_calls(
         trims_before: indices of the deltas before which free pages are released.
         nodes_before: by the index of a delta, the number of nodes (see `NODE_OBJECTS_BYTES`) allocated before it, or if
             negative, freed before it, newest first.
-        thresholds_before: by the index of a delta, the size from which blocks are memory-mapped from then on.
+        thresholds_before: by the index of a delta, the size in bytes from which later blocks are memory-mapped.
 
     Raises:
         KeyError: if a storage is freed that is not alive.
@@ -95,7 +95,7 @@ def heap_calls(
 
 
 class _Asked:
-    """Builder of a list of calls, with the blocks that are alive."""
+    """Builder of a list of calls; it tracks which blocks are alive."""
 
     def __init__(self, beside_bytes: tuple[int, ...]) -> None:
         self._kinds = bytearray()

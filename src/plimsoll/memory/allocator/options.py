@@ -1,6 +1,6 @@
 """Parser of ``PYTORCH_CUDA_ALLOC_CONF`` (`plimsoll.device.cuda.allocator_settings.text_of`) into allocator rules.
 
-After ``AcceleratorAllocatorConfig::parseArgs`` and ``CUDAAllocatorConfig::getKeys`` of torch 2.13, with the same keys
+Follows ``AcceleratorAllocatorConfig::parseArgs`` and ``CUDAAllocatorConfig::getKeys`` of torch 2.13, with the same keys
 and bounds. NOT covered: ``backend:cudaMallocAsync``, which is another allocator.
 """
 
@@ -100,7 +100,7 @@ def _number(options: dict[str, str], key: str, default: int, at_least: int) -> i
 
 
 def _share(key: str, text: str) -> float:
-    is_fraction = key == "per_process_memory_fraction"  # may be 0 and 1; the threshold may not
+    is_fraction = key == "per_process_memory_fraction"  # may be 0 or 1, unlike the garbage collection threshold
     try:
         share = float(text)
     except ValueError:

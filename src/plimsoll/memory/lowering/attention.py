@@ -47,7 +47,7 @@ def scaled_dot_product_attention(  # noqa: PLR0917 -- torch's signature
     """Run the attention kernel that CUDA would select on fake tensors, and allocate the same memory.
 
     Args:
-        query: this and the next seven as in `torch.nn.functional.scaled_dot_product_attention`.
+        query: as in `torch.nn.functional.scaled_dot_product_attention`; so are the next seven arguments.
         key: see `query`.
         value: see `query`.
         attn_mask: see `query`.
@@ -92,7 +92,7 @@ def scaled_dot_product_attention(  # noqa: PLR0917 -- torch's signature
 
 
 class How(NamedTuple):
-    """Parameters of all kernels besides the tensors."""
+    """Parameters that every attention kernel takes in addition to tensors."""
 
     trains: bool
     dropout_p: float
@@ -118,7 +118,7 @@ def _apply(kernel: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 def _as_addend(mask: Tensor | None, dtype: torch.dtype, of_masked: float = -math.inf) -> Tensor | None:
-    """Return a boolean mask as a tensor to add to the scores (`convert_boolean_attn_mask`)."""
+    """Return a mask as a tensor to add to the scores; a boolean mask is converted (`convert_boolean_attn_mask`)."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     kept, masked = (torch.scalar_tensor(one, dtype=dtype, device=mask.device) for one in (0.0, of_masked))
@@ -162,8 +162,7 @@ class _Flash(torch.autograd.Function):
         out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
             query, key, value, how.dropout_p, how.is_causal, scale=how.scale
         )
-        # The random state of the fake op is on the meta device. A kernel allocates it on the GPU, with or without
-        # dropout.
+        # The fake op returns a random state on the meta device. A kernel allocates it on the GPU, even without dropout.
         random = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
         ctx.save_for_backward(query, key, value, out, logsumexp, *random)
         ctx.how = how

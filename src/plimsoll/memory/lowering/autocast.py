@@ -1,12 +1,12 @@
 """CUDA's autocast for tensors on the CPU.
 
 On a build without CUDA, `torch.autocast("cuda")` does not affect CPU tensors, and `torch.autocast("cpu")` has other
-lists of ops. Inside `cuda_autocast_lists`, CPU autocast casts as CUDA's does, and queries about "cuda" autocast are
-answered for it.
+lists of ops. Inside `cuda_autocast_lists`, CPU autocast casts as CUDA's does, and queries about "cuda" autocast return
+the state of CPU autocast.
 
-Does NOT know which tensors a program for CUDA would keep on the CPU: it casts them like the others. Functions of torch
-that were imported by name earlier are not replaced, nor is a `torch.autocast("cuda")` object created earlier. The
-dispatch tables belong to the process: nothing else may use CPU autocast meanwhile. A nested context has no effect.
+Does NOT know which tensors a program for CUDA would keep on the CPU, and casts them too. Functions of torch that were
+imported by name earlier are not replaced, nor is a `torch.autocast("cuda")` object created earlier. The dispatch tables
+belong to the process: nothing else may use CPU autocast meanwhile. A nested context has no effect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Interface of a lowering, which makes a training traced on fake CPU tensors run the target's ops.
+"""Interface of a lowering: training code on fake CPU tensors runs the target's ops.
 
 torch selects kernels by device. On CUDA, it uses other kernels for attention and dropout, cuDNN's recurrent layers,
 `foreach` optimizers, and other autocast lists. A fake CUDA tensor cannot be trained on a CPU build of torch: autograd
@@ -47,14 +47,14 @@ Unwritten = Callable[[Any, tuple[Any, ...], Any], tuple[Tensor, int] | None]
 
 
 class Lowering(Protocol):
-    """One kind of target."""
+    """Replacements of traced ops for one kind of target."""
 
     name: str
     kind: Literal["cpu", "cuda"]
-    device: str  # name of the device in a training
+    device: str  # name of the device in training code
 
     def loaded(self, tensor: Tensor) -> Tensor:
-        """Mark a fake tensor as placed in memory where a data loader puts it."""
+        """Mark a fake batch tensor as being in the memory where a data loader puts it, and return it."""
 
     def active(self, note: Note) -> AbstractContextManager[None]:
         """Replace the ops that differ on the target until the context exits."""
@@ -69,7 +69,7 @@ class Lowering(Protocol):
         """Return the tensors among an op's results, in the order in which the target allocates them."""
 
     def unwritten(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-        """Return a result of an op and the number of its bytes that no op ever writes; ``None`` if all are written."""
+        """Return a result of an op and how many of its bytes no op ever writes; ``None`` if all bytes are written."""
 
     def on_host(self, tensor: Tensor) -> bool:
         """Return whether a tensor that an op has just made is in host memory while the training runs on a device."""
@@ -168,7 +168,7 @@ def fake_modules_can_be_converted() -> Iterator[None]:
 
 
 def _exchange(tensor: Tensor, converted: Tensor) -> None:
-    """Replace the memory of a tensor, and delete notes on the old values."""
+    """Give a tensor the memory of its converted copy, and delete Plimsoll's notes on the old memory."""
     if converted is not tensor:
         tensor.data = converted
         for name in [name for name in vars(tensor) if name.startswith("_plimsoll")]:

@@ -74,7 +74,7 @@ class CpuLowering:
         return unwritten_workspace(args, result) if op is _LSTM_LAYER else None
 
     def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
-        """Return the scratch memory of a kernel, as one block."""
+        """Return the scratch memory of an op's kernel as a single block."""
         name = self._names.get(op)
         if name is None:
             name = self._names[op] = str(op)

@@ -1,7 +1,7 @@
 """Corrections for CPU kernels whose results differ in size from torch's fake versions.
 
 Found by running ops in both ways (``benchmarks/predict_live_cpu.py``, torch 2.13); sources are in
-``aten/src/ATen/native``. Other differences are not known; a comparison shows them.
+``aten/src/ATen/native``. No other differences are known; `plimsoll.memory.compare` would show them.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _WITHOUT_BFLOAT16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512
 
 
 class Kept(NamedTuple):
-    """Memory that a library allocates at first use and keeps."""
+    """Memory in bytes that a library allocates at first use and keeps: the likely, smallest and largest amount."""
 
     bytes: int
     least_bytes: int
@@ -59,7 +59,7 @@ KEPT_BYTES: Mapping[str, Kept] = {
 
 
 def kept_by_libraries(op_names: Iterable[str], num_threads: int = 1) -> Estimate:
-    """Return the memory that libraries keep in a training with these ops and threads."""
+    """Return the memory that libraries keep in a training run with these ops and threads."""
     is_recurrent = any(name.startswith("aten.mkldnn_rnn_layer.") for name in op_names)
     kept = [KEPT_BYTES["matmul"], *([KEPT_BYTES["recurrent"]] if is_recurrent else [])]
     times = [num_threads if one.is_per_thread else 1 for one in kept]
@@ -81,7 +81,7 @@ def scratch_bytes(
         op_name: name of the overload, such as ``"aten.convolution.default"``.
         args: positional arguments of the op.
         kwargs: keyword arguments of the op.
-        num_threads: threads of torch.
+        num_threads: number of torch's threads.
     """
     rule = _RULES.get(op_name.removeprefix("aten.").partition(".")[0])
     return rule(args, num_threads) if rule is not None else 0
@@ -110,9 +110,9 @@ def _rnn(args: Sequence[Any], num_threads: int) -> int:
 def _rnn_backward(args: Sequence[Any], num_threads: int) -> int:
     """Return the scratch bytes of the backward of an LSTM layer.
 
-    Both weights and their gradients are stored in oneDNN's layout. In float32, the four gates of every step are added.
-    In half precision, the output's gradient in float32 is added, and those gates if the processor lacks bfloat16. A
-    non-contiguous gradient is copied. The part of the workspace that only backward writes becomes resident.
+    Both weights and their gradients are stored in oneDNN's layout. In float32, the four gates of every step are stored
+    as well. In half precision, the output's gradient is stored in float32, and also those gates if the processor lacks
+    bfloat16. A non-contiguous gradient is copied. The part of the workspace that only backward writes becomes resident.
     """
     output_bytes = _rnn_output_bytes(args)
     copied_bytes = 0 if args[10] is None or args[10].is_contiguous() else output_bytes
@@ -153,7 +153,7 @@ def _flash_tile(num_queries: int, num_keys: int) -> tuple[int, int]:
 
 
 def _convolution(args: Sequence[Any], num_threads: int) -> int:
-    """Return the bytes of the input or the output in oneDNN's layout: the larger, because both never coexist."""
+    """Return the larger of the bytes of input and output in oneDNN's layout, because the two copies never coexist."""
     images, weight = args[0], args[1]
     pixels = 1
     for axis, length in enumerate(images.shape[2:]):

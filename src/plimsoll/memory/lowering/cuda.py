@@ -45,7 +45,8 @@ class CudaLowering:
 
     Args:
         capability: the compute capability, for example ``(8, 6)``.
-        num_sms: number of multiprocessors, on which the scratch memory of some kernels depends; by default, of an H200.
+        num_sms: number of multiprocessors, which determines the scratch memory of some kernels; by default, that number
+            on an H200.
     """
 
     kind: Literal["cpu", "cuda"] = "cuda"
@@ -82,7 +83,7 @@ class CudaLowering:
             yield
 
     def loaded(self, tensor: Tensor) -> Tensor:
-        """Mark a tensor as host memory."""
+        """Mark a batch tensor as being in host memory, where a data loader puts it, and return it."""
         return self._places.put_on_host(tensor)
 
     def run_with(self, run: Run) -> Run:
@@ -102,7 +103,7 @@ class CudaLowering:
         return scratch_bytes(op, args, self._capability, self.num_sms)
 
     def made(self, op: Any, result: Any) -> Iterable[Tensor]:
-        """Return results on the device in order of allocation; `_MADE` lists kernels with a special order."""
+        """Return the results on the device, in order of allocation; `_MADE` lists kernels with a special order."""
         return [result[index] for index in _MADE[op]] if op in _MADE else tensors_of(op, result)
 
 

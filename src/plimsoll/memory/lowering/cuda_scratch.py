@@ -36,8 +36,8 @@ def scratch_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int], n
 def _layer_norm_backward(grad: Tensor, input: Tensor, normalized_shape: list[int], *rest: Any) -> Scratch:
     """Return the sizes of the partial sums for the gradients of weight and bias, if there are many rows.
 
-    After ``LaunchGammaBetaBackwardCUDAKernel`` of aten/src/ATen/native/cuda/layer_norm_kernel.cu: beyond 65,536 rows, a
-    row of sums for every 32 rows, in a grid of at most 32,768 blocks of 32 columns. torch uses this kernel only if
+    Follows ``LaunchGammaBetaBackwardCUDAKernel`` of aten/src/ATen/native/cuda/layer_norm_kernel.cu: beyond 65,536 rows,
+    a row of sums for every 32 rows, in a grid of at most 32,768 blocks of 32 columns. torch uses this kernel only if
     there are few columns for the card's multiprocessors, which is assumed here.
     """
     weight: Tensor | None = rest[2]
@@ -52,9 +52,9 @@ def _layer_norm_backward(grad: Tensor, input: Tensor, normalized_shape: list[int
 def _column_sums(num_sms: int, capability: tuple[int, int], input: Tensor, dim: Sequence[int] | None, *_: Any) -> int:
     """Return the bytes of partial column sums of a matrix, one for each group of rows, as in a bias gradient.
 
-    After `setReduceConfig` and `ReduceConfig::global_memory_size` of aten/src/ATen/native/cuda/Reduce.cuh. A block has
-    32 by 4 threads, each for up to 4 columns. Rows are distributed over blocks if a thread would have 256 or more. Sums
-    over rows (of the last dimension) need only a few values.
+    Follows `setReduceConfig` and `ReduceConfig::global_memory_size` of aten/src/ATen/native/cuda/Reduce.cuh. A block
+    has 32 by 4 threads, each for up to 4 columns. Rows are distributed over several blocks if a thread would otherwise
+    sum 256 rows or more. The scratch memory of sums over the last dimension is small and ignored.
     """
     num_summed = len(dim) if dim else input.dim()
     if num_summed == input.dim() or sorted(axis % input.dim() for axis in dim or ()) != [*range(num_summed)]:
@@ -91,8 +91,8 @@ def _threads_of_sm(capability: tuple[int, int]) -> int:
 def _embedding_backward(grad: Tensor, indices: Tensor, num_weights: int, *_: Any) -> Scratch:
     """Return the scratch sizes of the gradient of an embedding.
 
-    After ``embedding_dense_backward_cuda`` and ``EmbeddingBackwardKernel.cu``: a copy of a non-contiguous gradient, the
-    sorted indices, the offsets of their segments, and sums of up to ten rows each in float32.
+    Follows ``embedding_dense_backward_cuda`` and ``EmbeddingBackwardKernel.cu``: a copy of a non-contiguous gradient,
+    the sorted indices, the offsets of their segments, and sums of up to ten rows each in float32.
     """
     copied = () if grad.is_contiguous() else (grad.numel() * grad.element_size(),)
     count = indices.numel()

@@ -114,7 +114,7 @@ class _Call(NamedTuple):
         return like.new_empty(workspace_bytes(self.shape).likely, dtype=torch.uint8)
 
     def note_products(self, like: Tensor) -> None:
-        """Record the products of a call: each weight is used for each step and sample, and read once per step."""
+        """Record the matrix products of a call: each weight is used for each token, and read once per time step."""
         shape = self.shape
         flops = 2 * shape.num_steps * shape.batch * shape.weight_elements
         add_work(flops, shape.num_steps * shape.weight_elements * like.element_size())
@@ -299,7 +299,7 @@ class _Arguments(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """T; the longest length of a packed batch."""
+        """T, the number of time steps; for a packed batch, the longest length."""
         if self.batch_sizes is not None:
             return self.batch_sizes.shape[0]
         return self.inputs.shape[1 if self.batch_first else 0]
@@ -343,7 +343,7 @@ class CudnnRnn:
 
     Args:
         note: called as ``note(text, less_bytes, more_bytes)`` for every forward call whose sizes are estimates. The
-            call may use that much less or more memory than was traced.
+            call may use up to that many bytes less or more than was traced.
         has_bfloat16: whether the card and cuDNN support bfloat16 in recurrent layers.
     """
 
@@ -373,7 +373,7 @@ class CudnnRnn:
         return _lstm_cell(input, hx, _cell_weights(weights, named))
 
     def gru_cell(self, input: Tensor, hx: Tensor, *weights: Tensor | None, **named: Tensor | None) -> Any:
-        """Replace ``torch.gru_cell``, which is fused likewise."""
+        """Replace ``torch.gru_cell``, which is fused on CUDA regardless of ``torch.backends.cudnn.enabled``."""
         return _gru_cell(input, [hx], _cell_weights(weights, named))[0]
 
     def _layers(self, a: _Arguments) -> Any:

@@ -4,9 +4,9 @@ cuDNN returns the sizes only at run time (``cudnnGetRNNTempSpaceSizes``, in ``ge
 aten/src/ATen/native/cudnn/RNN.cpp) and documents no formula. The formulas here are fitted to measurements on an H200
 with cuDNN 9.19: 480 LSTMs and GRUs of 1 to 3 layers. They have 128, 512 and 1,024 units, float32 and float16, one and
 two directions, with and without dropout. The measurements are the probe ``cudnn_rnn`` in tests/recordings, against
-which test_lowering_cudnn_rnn_sizes.py checks the formulas. Events of two trainings were used, too, one of them packed.
-The reserve is exact. Nine in ten workspaces are within 1 %, all within 6 %. Plain nets, projections, other numbers of
-units and other cards are assumed to behave alike. The ranges are assumptions as well, not bounds.
+which test_lowering_cudnn_rnn_sizes.py checks the formulas. Events of two training runs were used, too, one of them with
+packed sequences. The reserve is exact. Nine in ten workspaces are within 1 %, all within 6 %. Plain nets, projections,
+other numbers of units and other cards are assumed to behave alike. The ranges are assumptions as well, not bounds.
 
 Shapes: T steps, B samples, I input size, H hidden size, P projection size (H without one), L layers, D directions.
 """
@@ -84,9 +84,10 @@ class RnnShape(NamedTuple):
 def reserve_bytes(shape: RnnShape) -> SizeRange:
     """Return the size of the reserve that forward keeps for backward.
 
-    It contains values of every step and layer, the outputs between layers, and a dropout mask. ``es * rows * D * (k*H*L
-    + P*(L-1))`` with k = 5 (LSTM), 6 (GRU) or 1 (plain) is exact for all measurements. A projection adds the state
-    before it. Dropout adds D bits for each value between layers, padding included.
+    It contains k values per unit for every step and layer, the outputs between layers, and a dropout mask. ``es * rows
+    * D * (k*H*L + P*(L-1))`` with k = 5 (LSTM), 6 (GRU) or 1 (plain) is exact for all measurements. ``es`` is the bytes
+    of an element. A projection adds 1 to k, for the state before it. Dropout adds D bits for each value between layers,
+    padding included.
     """
     rows = shape.num_rows * shape.num_directions
     per_value = rows * shape.hidden_size * shape.num_layers
@@ -101,8 +102,9 @@ def reserve_bytes(shape: RnnShape) -> SizeRange:
 def workspace_bytes(shape: RnnShape) -> SizeRange:
     """Return the size of the workspace of one forward or backward call.
 
-    ``es * (matrices + rows * ((n-1)*H + I) + m*B*H) + 8 MiB * L * D``: a copy of the matrices, n values of H for each
-    row (one of them as wide as the input), and m for each sample. Small layers need 14 to 16 more for each row.
+    ``es * (matrices + rows * ((n-1)*H + I) + m*B*H) + 8 MiB * L * D``, where ``es`` is the bytes of an element, and n
+    and m are the multiples of H for each row and each sample (`_values_of_h`). One of the n is as wide as the input
+    instead of H. Small layers have an n that is larger by 13 to 16.
     """
     num_rows, of_sample = _values_of_h(shape)
     rows, inputs = shape.num_rows, shape.num_steps * shape.batch * shape.num_inputs
@@ -119,7 +121,7 @@ def workspace_bytes(shape: RnnShape) -> SizeRange:
 
 
 def _values_of_h(shape: RnnShape) -> tuple[int, int]:
-    """Return the multiples of H in a workspace per row and per sample."""
+    """Return how many times H elements a workspace has for each row and for each sample."""
     num_layers, is_small = shape.num_layers, shape.hidden_size <= _SMALL
     if shape.cell == "lstm" and shape.bidirectional:
         return (31, 18 * num_layers) if is_small else (15, 24 * num_layers)

@@ -5,10 +5,11 @@ The workspace contains the gates and hidden states of every step, and the states
 and layer. Each part begins on a new page. torch calls oneDNN once per layer and direction. The tests check the sizes
 against torch 2.13 on x86-64.
 
-These are allocated bytes. A part of them is never written, so fewer are resident. The left-to-right layer uses its
-input and output in place (``skip_src_layer_copy``, ``skip_dst_layer_copy``), and the other layer copies both. Of the
-cell states of two layers, only one is written; backward likewise. This was measured in pages of the tensor around each
-call, for five shapes in float32 and bfloat16, to 0.2 MiB (AVX-512, oneDNN 3.12).
+These are allocated bytes. Some of these bytes are never written, so fewer are resident. The left-to-right layer uses
+its input and output in place (``skip_src_layer_copy``, ``skip_dst_layer_copy``), and the other layer copies both. The
+workspace has cell states for two layers, of which forward writes only one. Likewise, backward writes the state
+gradients of only one. This was measured in pages of the tensor around each call, for five shapes in float32 and
+bfloat16, to 0.2 MiB (AVX-512, oneDNN 3.12).
 
 Does NOT apply to other libraries (Arm Compute Library).
 """
@@ -24,7 +25,7 @@ _PAGE_BYTES, _LINE_BYTES = 4096, 64
 
 
 class _Parts(NamedTuple):
-    """Size in bytes of each part of a workspace; states and cells are for two layers."""
+    """Size in bytes of each part of a workspace. All parts except ``gates`` and ``hidden`` are for two layers."""
 
     gates: int
     hidden: int

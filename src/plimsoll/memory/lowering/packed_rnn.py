@@ -102,7 +102,7 @@ def _backwards(
 
 
 def _is_onednns(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN trains an LSTM of a dtype, by torch's rule; bfloat16 needs processor support."""
+    """Return whether torch uses oneDNN to train an LSTM of a dtype; bfloat16 needs processor support."""
     return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -150,7 +150,7 @@ def _layer(  # noqa: PLR0917 -- as above
     weights: list[_Weights],
     last_states: list[State],
 ) -> Tensor:
-    """Run one layer in all directions. A separate function, so that temporaries are freed when it returns."""
+    """Run one layer in all directions. This is a separate function so that temporaries are freed when it returns."""
     output, state = _forwards(data, batch_sizes, states[0], weights[0], cell)
     last_states.append(state)
     if len(states) == 1:

@@ -87,7 +87,7 @@ class Places(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Interpret the device of a call, and run the call on the CPU."""
+        """Track the memory that the device of a call refers to, and run the call on the CPU."""
         kwargs = kwargs or {}
         if func not in _UNDERSTOOD or (func is Tensor.__deepcopy__ and not isinstance(args[0], FakeTensor)):
             return func(*args, **_on_cpu(kwargs))
@@ -108,7 +108,7 @@ class Places(TorchFunctionMode):
         return args[0] if self.on_host(args[0]) else self._copied(args[0], to_host=True)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device, unchanged if it is there: optimizers refer to the parameter object."""
+        """Return the tensor on the device. If it is already there, keep the object, to which optimizers may refer."""
         return self._copied(tensor, to_host=False) if self.on_host(tensor) else tensor
 
     def _copied(self, tensor: Tensor, to_host: bool) -> Tensor:
@@ -146,7 +146,7 @@ def _is_device(value: Any) -> bool:
 
 
 def _known_device(value: Any) -> Any:
-    """Return a device that this build of torch has, in place of CUDA, which may also be given as a number."""
+    """Return a device that this build of torch supports in place of a CUDA device, which may be given as a number."""
     return _CPU if isinstance(value, int) or torch.device(value).type == "cuda" else value
 
 

@@ -1,7 +1,7 @@
 """Worker processes that make traces in advance, in parallel with this process.
 
     with Tracers.started(job, texts) as tracers:
-        tracers.expect(asked)       # will be taken in this order: workers begin with the last
+        tracers.expect(asked)       # will be taken in this order; workers trace the last one first
         tracers.suppose(asked)      # may be taken, likeliest first: begun by idle workers
         tracers.take(one)           # waits if it was begun, else returns None
 
@@ -63,7 +63,7 @@ class _Worker(NamedTuple):
 
 
 class Tracers:
-    """Worker processes that trace a job. Without workers, nothing is begun and nothing can be taken."""
+    """Worker processes that trace a job. Without workers, no trace is begun and none can be taken."""
 
     def __init__(self, workers: Sequence[_Worker] = ()) -> None:
         self._workers, self._is_over, self._changed = workers, False, Condition()
@@ -74,7 +74,7 @@ class Tracers:
 
     @property
     def number(self) -> int:
-        """The number of workers that have a core for supposed traces, given the load of other programs."""
+        """The number of workers that have a free core for supposed traces, given the load of other programs."""
         num_working = sum(not future.done() for future in tuple(self._begun.values()))
         num_others = max(_num_running() - 1 - num_working, 0)
         return min(len(self._workers), max(len(os.sched_getaffinity(0)) - 1 - num_others, 0))
@@ -82,7 +82,7 @@ class Tracers:
     @classmethod
     @contextmanager
     def started(cls, job: Job, texts: TextSketch) -> Iterator[Tracers]:
-        """Fork the workers, which end with the block."""
+        """Fork the workers, which are killed when the block ends."""
         number = min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES)
         with ExitStack() as stack:
             with uninterrupted():
@@ -103,7 +103,7 @@ class Tracers:
         self._ask(self._supposed, list(islice(asked, self.number)))
 
     def take(self, asked: Asked) -> tuple[Trace, bool] | None:
-        """Wait for a trace that was begun. Return it and whether it was cached, or ``None`` if it was not begun."""
+        """Wait for a begun trace; return the trace and whether it was cached, or ``None`` if no worker began it."""
         with self._changed:
             for waiting in (self._expected, self._supposed):
                 waiting[:] = [one for one in waiting if one.key != asked.key]
@@ -133,7 +133,7 @@ class Tracers:
                 future.set_result(content)
 
     def _begin(self) -> tuple[Asked, Future[bytes | None]] | None:
-        """Wait for the next trace to make, and return ``None`` at the end."""
+        """Wait for the next requested trace and return it; return ``None`` when the block ends."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._expected or self._supposed)
             if self._is_over:
@@ -174,7 +174,7 @@ def _forked(number: int, job: Job, texts: TextSketch) -> Iterator[_Worker]:
 
 
 def _trace_as_asked(connection: Connection, job: Job, texts: TextSketch, parent: int) -> None:
-    """Make requested traces, and answer failed ones with no content."""
+    """Make requested traces and send them; for a trace that fails, send an empty answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt goes to the parent, which ends this process
     end_with(parent)
     with suppress(EOFError):

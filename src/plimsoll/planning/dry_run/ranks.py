@@ -1,8 +1,8 @@
 """A dry run of one of several ranks, without the other ranks or their machines.
 
-The code is a real rank's. Collectives use torch's fake process group, which returns at once and moves nothing. Sums are
-therefore the values of this rank alone, and gathered values are copies of its value. The tensors of a collective have
-the same shapes as in a real one.
+The code is the code of a real rank. Collectives use torch's fake process group, which returns at once and moves
+nothing. A sum over ranks is therefore the value of this rank alone, and gathered values are copies of its value. The
+tensors of a collective have the same shapes as in a real one.
 
 One process stands for rank 0, which has the most samples of each batch. Not covered: the seconds of a collective, and a
 process that has joined a real process group.
@@ -26,7 +26,7 @@ from plimsoll.errors import InputError
 
 @contextmanager
 def joined_alone() -> Iterator[None]:
-    """Start everything that a rank needs for collectives on the CPU, as the only rank, while the block runs."""
+    """Provide everything that collectives on the CPU need, with this process as the only rank, while the block runs."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.zeros(1), group=dist.new_group(backend="gloo"))

@@ -4,10 +4,10 @@
 cannot diverge. Three steps are dry-run. The first creates the optimizer states, the second reuses them, and the third
 follows an evaluation. A fourth would be like the third.
 
-A batch of many micro-batches is dry-run with two of them and a smaller last one. Only the first has no gradients to add
-to. For a given batch with samples of different lengths, the two micro-batches that need most are used. Repeated work is
-recorded from its first occurrence: passes (`plimsoll.step.folding.passes`), blocks of a pass
-(`plimsoll.step.folding.blocks`) and parts of an update (`plimsoll.step.folding.updates`).
+A batch of many micro-batches is dry-run with two of them and a smaller last one. Only the first micro-batch has no
+gradients to add to. For a given batch with samples of different lengths, the two micro-batches that need most memory
+are used. Repeated ops are recorded from their first occurrence: passes (`plimsoll.step.folding.passes`), blocks of a
+pass (`plimsoll.step.folding.blocks`) and parts of an update (`plimsoll.step.folding.updates`).
 
 Does not read the data. Every sample has the maximum length, unless the lengths of batches are given. Before the texts
 are prepared, this length is ``sequence_length``.
@@ -56,7 +56,7 @@ from plimsoll.techniques.mechanisms.building import builds_outside, put_where_ne
 from plimsoll.techniques.mechanisms.lengths import groups_by_length, lengths_of
 
 _MOST_MICRO_BATCHES = 2
-_FEW, _SHORT = 8, 64  # samples and tokens of made-up batches for real computation
+_FEW, _SHORT = 8, 64  # samples, and tokens of a sample, in made-up batches for real computation
 
 
 class StageBackend:
@@ -104,7 +104,7 @@ class StageBackend:
         return False
 
     def random_state(self) -> dict[str, Any]:
-        """Copy the host's random state, because the copy takes memory in a real step."""
+        """Return a copy of the host's random state, because this copy takes memory in a real step."""
         return copy_host_state()
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ def dry_run_job(
         texts: facts of the data that the model depends on.
         lowering: the target.
         choices: the techniques, including a micro-batch.
-        lengths: padded tokens of each step's batch; by default the longest possible.
+        lengths: padded length in tokens of each step's batch; by default the longest possible.
         is_short: dry-run two steps, the first with one micro-batch. This leaves out the step after an evaluation, and
             extra memory of a first step.
 
@@ -171,7 +171,7 @@ def _train_job(  # noqa: PLR0917 -- one call
     held_out: Any | None,
     ranks: Ranks,
 ) -> TrainStep:
-    """Run a training process's steps on a stage, and return the step."""
+    """Run the steps of a training process in a dry run, and return the step."""
     # On CUDA, these files represent host memory.
     files = MappedPool() if builds_outside(choices, lowering.kind) else None
     with failures_explained("the model of this job", stage):
@@ -267,7 +267,7 @@ def dry_run_step(
 
 
 def _folding_blocks(trace_with: Callable[[bool, bool], Trace]) -> Callable[[bool], Trace]:
-    """Fold blocks that seem alike. If they turn out to differ, trace again with all blocks."""
+    """Return a function that traces with equivalent blocks folded, or with all blocks if the folded blocks differ."""
 
     def traced(keeps_all: bool) -> Trace:
         with suppress(BlocksDiffer):
@@ -287,7 +287,7 @@ def _stage(lowering: Lowering, position: Position, keeps_all: bool, folds_blocks
 def _dry_run(  # noqa: PLR0917 -- one call
     stage: DryRun, step: TrainStep, choices: Choices, batches: list[Any], held_out: Any | None, has_states: bool
 ) -> None:
-    """Run a step on each batch, and the evaluation after the second or, without optimizer states, the last one."""
+    """Run a step on each batch, and the evaluation after the second step or, without optimizer states, the last."""
     if passes_repeat(step.workload, choices):
         may_fold = stage.folds_blocks and not any(technique_of(choice.technique).spans_blocks for choice in choices)
         blocks = FoldedBlocks(stage.recorder, step.workload.model) if may_fold else None
@@ -317,9 +317,9 @@ def _take_steps(stage: DryRun, step: TrainStep, batches: list[Any], held_out: An
 
 
 def dry_run_samples(batch_size: int, micro_batch: int) -> int:
-    """Return the samples of a dry-run batch: at most `_MOST_MICRO_BATCHES` whole micro-batches, and the same remainder.
+    """Return the samples in a dry-run batch: at most `_MOST_MICRO_BATCHES` micro-batches, and the batch's remainder.
 
-    The second micro-batch has gradients to add to. A smaller last one does not need the most.
+    The second micro-batch has gradients to add to. A smaller last micro-batch never needs the most memory.
     """
     return min(batch_size, _MOST_MICRO_BATCHES * micro_batch + batch_size % micro_batch)
 
@@ -332,12 +332,12 @@ def _evaluated_samples(num_samples: int, at_once: Callable[[int], int]) -> int:
 
 
 def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Choices) -> Any:
-    """Return the samples of a batch whose passes need most memory, or the first ones if all need the same.
+    """Return the samples of a batch whose passes need most memory, or the first samples if all passes need the same.
 
-    A pass needs more than another if it has longer samples. With micro-batches sorted by length, each has a separate
-    number of columns. A recurrent layer packs its input by the mask. With sorting, the passes are the one of the
-    longest sample and the one of most tokens. Otherwise they are the two of most tokens, the larger one last, because
-    it has gradients to add to.
+    Passes need different memory in two cases: if micro-batches are sorted by length, each is padded to its own length,
+    and a recurrent layer packs its input by the mask. With sorting, the result has the pass with the longest sample,
+    and the pass with most tokens among the remaining passes. Otherwise it has the two passes with most tokens, the
+    larger one last, because it has gradients to add to.
     """
     num_samples = batch_size_of(batch)
     first = split_batch(batch, dry_run_samples(num_samples, micro_batch))[0]
@@ -373,7 +373,7 @@ def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[s
         of_tokens = (length,) if job.task == "token-classification" else ()
         labels = torch.randint(texts.num_labels, (num_samples, *of_tokens), generator=generator)
         return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "labels": labels}
-    if job.data.pack:  # as rows of two texts
+    if job.data.pack:  # rows that contain two texts each
         position_ids = (torch.arange(length) % -(-length // 2)).expand(num_samples, length).clone()
         return {"input_ids": input_ids, "position_ids": position_ids, "labels": input_ids.clone()}
     if job.data.has_padding:
@@ -398,7 +398,7 @@ def uneven_batch(job: Job, texts: TextSketch) -> dict[str, Tensor]:
 
 
 def _said(job: Job, texts: TextSketch, fields: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the cached teacher outputs of a batch, as zeros."""
+    """Return zeros in place of the cached teacher outputs of a batch."""
     assert job.distill is not None
     if texts.num_labels is not None:
         return {LOG_P: torch.zeros(*fields["labels"].shape, texts.num_labels)}

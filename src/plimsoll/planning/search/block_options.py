@@ -1,8 +1,8 @@
-"""Options for checkpointing some of the blocks, with needs between none and all of them.
+"""Options for checkpointing some of the blocks, with memory needs between checkpointing none and all of them.
 
-The bytes that a block saves are read from the trace of the plain training. The cost to run it again is the work of its
-forward ops. An integer program chooses the blocks (`plimsoll.planning.search.block_subset`). The effects of these
-options are guesses until a combination with one of them is traced.
+The bytes that a block saves are read from the trace of the plain training. The cost of recomputing a block is the work
+of its forward ops. An integer program chooses the blocks (`plimsoll.planning.search.block_subset`). The effects of
+these options are guesses until a combination with one of them is traced.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ BY_BLOCKS = Checkpointing.name
 """The technique whose blocks are chosen here."""
 
 _SHARES = tuple(eighths / 8 for eighths in range(1, 8))  # of the saving from checkpointing every block
-_BYTES_A_FLOP = 0.1  # bytes moved in the time of one operation, to add up both
+_BYTES_A_FLOP = 0.1  # bytes moved in the time of one operation, which converts bytes to operations
 
 
 class SomeBlocks(NamedTuple):
-    """A choice of blocks, with its share of the saving and of the cost of checkpointing all blocks."""
+    """A choice of blocks, with the shares that it has in the saving and the cost of checkpointing all blocks."""
 
     choice: Choice
     bytes_share: float
@@ -34,7 +34,7 @@ class SomeBlocks(NamedTuple):
 
 
 def some_blocks(workload: Workload, trace: Trace) -> tuple[SomeBlocks, ...]:
-    """Return subsets of the blocks, weakest first, without none and all; empty for a model of one block."""
+    """Return proper, non-empty subsets of the blocks, weakest first; empty for a model of one block."""
     names = tuple(name for name, _ in blocks_of(workload.model))
     bytes_of = saved_per_block(trace, names)
     work = _work_of(trace, names)
@@ -52,7 +52,7 @@ def some_blocks(workload: Workload, trace: Trace) -> tuple[SomeBlocks, ...]:
 
 
 def _work_of(trace: Trace, names: tuple[str, ...]) -> list[float]:
-    """Return the work of each block's forward pass in the last step, in floating-point operations."""
+    """Return the work of each block's forward pass in the last step, with moved bytes converted to operations."""
     ops = trace.ops
     last_step = max(ops.step)
     block_of = {

@@ -8,7 +8,7 @@ pass of block b begins, with all activations of b in memory, saved or recomputed
 https://arxiv.org/abs/1910.02653. HiGHS solves it to the optimum through ``scipy.optimize.milp``; a model has tens of
 blocks.
 
-Does not see memory inside a block or outside all blocks (logits). The plan is traced again with the result.
+Does not see memory inside a block or outside all blocks (logits). A combination with the chosen blocks is traced again.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_TIGHTER = 1e-6  # of the free bytes: subtracted if a solution exceeds them by the solver's tolerance
+_TIGHTER = 1e-6  # share of the free bytes, subtracted if a solution exceeds these by the solver's tolerance
 _MOST_TRIES = 8
 
 
 def choose_blocks(
     saved_bytes: Sequence[int], recompute_seconds: Sequence[float], kept_bytes: Sequence[int], free_bytes: int
 ) -> tuple[int, ...] | None:
-    """Return the numbers of the blocks to checkpoint, or ``None`` if even all of them are not enough.
+    """Return the indices of the blocks to checkpoint; ``None`` if checkpointing all blocks does not free enough memory.
 
     Args:
         saved_bytes: bytes that each block saves for backward, in the order of the forward pass.
         recompute_seconds: seconds to run each block forward again, 0 or more.
         kept_bytes: bytes that each block keeps if it is checkpointed.
-        free_bytes: memory for the activations of all blocks.
+        free_bytes: bytes available for the activations of all blocks.
     """
     num_blocks = len(saved_bytes)
     saved, kept = np.asarray(saved_bytes, dtype=np.int64), np.asarray(kept_bytes, dtype=np.int64)

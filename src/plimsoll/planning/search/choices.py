@@ -1,4 +1,4 @@
-"""The search space: the choices that each technique offers for a training, and the reasons of those that offer none."""
+"""The search space: the choices that each technique offers for a training run, or the reason why it offers none."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _NOTHING_DECIDED = Decided((), frozenset(), frozenset())
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem of a search: a training, its limit, and the user's constraints.
+    """The problem of a search: a training run, its limit, and the user's constraints.
 
     Attributes:
-        limit_bytes: upper bound for the need of a combination.
-        margin_bytes: further bytes of the device, a reserve because a short dry run may underestimate the peak.
-        update_seconds: duration of an update without techniques, which bounds the time that they could save.
+        limit_bytes: upper bound for the memory that a combination may need.
+        margin_bytes: bytes of the device beyond ``limit_bytes``, kept because a short dry run may underestimate the
+            peak.
+        update_seconds: duration of an update without techniques, an upper bound for the time that techniques save in
+            it.
     """
 
     workload: Workload
@@ -39,8 +41,9 @@ class Problem:
 class AvailableChoices:
     """The choices to search.
 
-    ``base`` is in every combination. ``options`` are the choices of each other technique, weakest first. ``closed`` are
-    lossy choices that are not allowed. ``rejected`` has the impossible choices with their reasons.
+    ``base`` is in every combination. ``sizes`` are the micro-batches in samples. ``options`` are the choices of each
+    other technique, weakest first. ``closed`` are lossy choices that are not allowed. ``rejected`` has the choices that
+    cannot be used, with their reasons.
     """
 
     base: Choices
@@ -51,7 +54,7 @@ class AvailableChoices:
 
 
 def available_choices(problem: Problem) -> AvailableChoices:
-    """Ask every technique for its choices.
+    """Collect the choices that every technique offers.
 
     Raises:
         InputError: if the pinned choices contradict each other, or the training.
@@ -112,7 +115,7 @@ def _sizes(problem: Problem) -> tuple[int, ...] | str:
 
 
 class Compatibility:
-    """Check of whether choices can be combined. Each pair is checked once."""
+    """Check whether choices can be combined. Each pair of choices is checked once."""
 
     def __init__(self, problem: Problem) -> None:
         self._reason = cache(lambda choices: conflict_among(choices, problem.workload, problem.setting))
@@ -125,7 +128,7 @@ class Compatibility:
 
 
 def lossy_alternatives_of(problem: Problem, available: AvailableChoices, choices: Choices) -> Iterator[Choices]:
-    """Yield each lossy choice that is not allowed, with the given choices that are compatible with it."""
+    """Yield, for each lossy choice that is not allowed, its combination with all given choices that are compatible."""
     size, *others = choices
     for lossy in available.closed:
         allow = problem.setting.allow | {lossy.technique}

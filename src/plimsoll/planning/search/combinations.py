@@ -1,4 +1,4 @@
-"""All combinations of some techniques, and the combination of all of them."""
+"""Construction of combinations: all combinations of known choices, and one with every useful technique."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def combinations_of(
 
 
 def all_on_top(evaluation: Evaluation, available: AvailableChoices, allows: Allows) -> Choices:
-    """Return a combination that can follow another, with every technique added that reaches its peak."""
+    """Return a combination that can follow an evaluated one and adds every technique that can reduce its peak."""
     size, combination = micro_batch_choice(available.sizes[-1]), evaluation.combination
     rest = {name: options[-1] for name, options in available.options.items() if technique_of(name).is_traced}
     reached = {name: sum(evaluation.parts.get(part, 0) for part in technique_of(name).reaches) for name in rest}
@@ -70,7 +70,7 @@ def all_on_top(evaluation: Evaluation, available: AvailableChoices, allows: Allo
 
 
 def least_of(evaluations: Iterable[Evaluation]) -> Evaluation:
-    """Return the leanest evaluation. Among nearly equal needs, the fewest techniques win, then the fastest."""
+    """Return the leanest evaluation. If needs are nearly equal, prefer the fewest techniques, then the fastest."""
     found = list(evaluations)
     bound = about(min(evaluation.need_bytes for evaluation in found))
     return min(
@@ -80,5 +80,5 @@ def least_of(evaluations: Iterable[Evaluation]) -> Evaluation:
 
 
 def about(need_bytes: float) -> float:
-    """Return the upper bound for needs that count as equal. A guessed need may be negative."""
+    """Return the largest need in bytes that counts as equal to a need. A guessed need may be negative."""
     return need_bytes + SAME_BYTES * abs(need_bytes)

@@ -1,4 +1,4 @@
-"""Evaluations: the predicted peak and time of a combination, and the part of each phase that grows with the batch."""
+"""Evaluations: the predicted peak and step time of a combination, and the bytes per phase that grow with the batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of tracing a combination with a micro-batch."""
+    """The result of tracing one combination of techniques at one micro-batch size."""
 
     choices: Choices
     micro_batch: int
@@ -44,12 +44,12 @@ class Evaluation:
 
     @property
     def need_bytes(self) -> int:
-        """The budget in bytes in which the combination is safe: the upper end of the predicted peak."""
+        """The budget in bytes that the combination needs: the upper end of the predicted range of the peak."""
         return self.peak.high_bytes
 
     @property
     def seconds(self) -> float:
-        """The likely step time."""
+        """The likely step time in seconds."""
         return self.step_time.likely_seconds
 
     @property
@@ -67,18 +67,18 @@ Evaluate = Callable[[Choices], Evaluation]
 
 
 def heap_of(choices: Choices) -> Choice | None:
-    """Return the choice that sets up the allocator, or ``None`` for the default of a budget."""
+    """Return the choice that configures the heap or the allocator; ``None`` for the default."""
     return next((choice for choice in choices if not technique_of(choice.technique).is_traced), None)
 
 
 def in_heap(choices: Choices, heap: Choice | None) -> Choices:
-    """Return the same choices with another heap, or with the default heap for ``None``."""
+    """Return the same choices with the given heap; ``None`` is the default heap."""
     rest = tuple(choice for choice in choices if technique_of(choice.technique).is_traced)
     return rest if heap is None else in_order((*rest, heap))
 
 
 def phase_peaks(counted: Counted) -> dict[Phase, PhasePeak]:
-    """Return the peak of each phase, from the first step on, split into fixed and growing bytes."""
+    """Return the peak of each phase after setup, split into fixed bytes and bytes that grow with the micro-batch."""
     ops, live = counted.trace.ops, counted.live
     op_of = np.asarray(counted.trace.event_op, dtype=np.int64)[live.event]
     steps = np.asarray(ops.step, dtype=np.int64)[op_of]
@@ -98,7 +98,7 @@ def phase_peaks(counted: Counted) -> dict[Phase, PhasePeak]:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search. If nothing fits, ``fits`` is False and ``chosen`` is the leanest combination.
+    """The result of a search. If no combination fits, ``fits`` is False and ``chosen`` is the leanest combination.
 
     ``candidates`` are other combinations of about the same predicted speed, for a trial.
     """

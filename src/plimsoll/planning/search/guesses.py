@@ -1,4 +1,4 @@
-"""A table of known and guessed needs and times, with a row for each combination and micro-batch."""
+"""A table of traced or guessed memory needs and step times, with a row for each combination and micro-batch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Guesses:
     """Columns of the table.
 
     Attributes:
-        numbers: index of the combination.
-        sizes: samples of a micro-batch.
-        needs: bytes.
-        seconds: step time.
-        possible: False if a trace ran out of memory.
-        traced: False for a guess.
+        numbers: index of the row's combination in ``combinations``.
+        sizes: micro-batch in samples.
+        needs: memory that the combination needs, in bytes.
+        seconds: step time in seconds.
+        possible: False if the traced combination runs out of memory.
+        traced: True if the row comes from a trace, False for a guess.
     """
 
     combinations: Sequence[Combination]
@@ -46,11 +46,11 @@ class Guesses:
         return (micro_batch_choice(int(self.sizes[row])), *self.combination(row))
 
     def best_of(self, rows: Column) -> Choices | None:
-        """Return the best row: among the nearly fastest, the fewest techniques, then the largest micro-batch."""
+        """Return the choices of the best row: nearly fastest, then fewest techniques, then largest micro-batch."""
         if not len(rows):
             return None
         fastest = self.seconds[rows].min()
-        near = rows[self.seconds[rows] <= fastest + SAME_SECONDS * abs(fastest)]  # a guess may be below 0
+        near = rows[self.seconds[rows] <= fastest + SAME_SECONDS * abs(fastest)]  # a guessed time may be below 0
         ranks = (
             (len(self.combination(row)), -self.sizes[row], self.seconds[row], str(self.combination(row)), row)
             for row in near
@@ -58,7 +58,7 @@ class Guesses:
         return self.choices(min(ranks)[-1])
 
     def leanest(self) -> Choices:
-        """Return the leanest row. Among nearly equal needs, the fewest techniques win."""
+        """Return the choices of the leanest row. If needs are nearly equal, prefer the fewest techniques."""
         rows = np.flatnonzero(self.needs <= about(self.needs.min())).tolist()
         row = min(rows, key=lambda row: (len(self.combination(row)), self.seconds[row], str(self.choices(row))))
         return self.choices(row)
@@ -72,9 +72,9 @@ def guesses_of(
     """Return the table for combinations with each of their micro-batches, from traces if available, else guessed.
 
     Args:
-        combinations: at least one.
-        surrogates: one for each heap.
-        evaluations: the traces.
+        combinations: one combination or more.
+        surrogates: a surrogate for each heap.
+        evaluations: the evaluations of traced combinations.
     """
     numbers = np.repeat(np.arange(len(combinations)), [len(combination.sizes) for combination in combinations])
     starts = np.searchsorted(numbers, np.arange(len(combinations)))

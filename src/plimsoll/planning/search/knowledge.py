@@ -18,11 +18,11 @@ from plimsoll.planning.search.surrogate import Surrogate
 from plimsoll.records.plan import Choice
 from plimsoll.techniques import Choices, technique_of
 
-_GUESSES_OFF = 0.025  # of the limit: a guess that needs more is traced only if nothing else may fit
+_GUESSES_OFF = 0.025  # share of the limit: a guess with less headroom is traced only if no other combination may fit
 
 
 class Known:
-    """Evaluations, a surrogate for each heap, and the options of each technique that may be used.
+    """Evaluations, a surrogate for each heap, and the options of each useful technique.
 
     ``only_guessed`` are options that no trace has shown yet.
     """
@@ -44,7 +44,7 @@ class Known:
         return other
 
     def take_guess(self, choices: Choices) -> None:
-        """Treat choices as traced, with the guess as the result for each heap."""
+        """Treat choices as traced: for each heap, store the guess as if it were the evaluation."""
         for heap, surrogate in self.surrogates.items():
             alike = in_heap(choices, heap)
             if self._allows(alike):
@@ -52,7 +52,7 @@ class Known:
         self.only_guessed.difference_update(choices)
 
     def suppose(self, weaker: Sequence[Choice], strongest: Choice) -> Sequence[Choice]:
-        """Suppose that weaker options save as much in less time, until one is traced in a combination."""
+        """Suppose that weaker options save as much memory as the strongest, in less time, until one is traced."""
         for choice in weaker:
             for surrogate in self.surrogates.values():
                 surrogate.suppose(choice, strongest, technique_of(choice.technique).may_be_faster)
@@ -60,7 +60,7 @@ class Known:
         return weaker
 
     def blocks(self, problem: Problem, every_block: Choice) -> list[Choice]:
-        """Return subsets of the blocks, with effects interpolated from checkpointing all of them."""
+        """Return choices of some blocks to checkpoint, with effects interpolated from checkpointing every block."""
         found = list[Choice]()
         if problem.setting.trace is not None:
             for some in some_blocks(problem.workload, problem.setting.trace):
@@ -70,7 +70,7 @@ class Known:
         return found
 
     def combinations(self) -> list[Combination]:
-        """Return every combination of learned or supposed choices, with its possible micro-batches."""
+        """Return every combination of choices with a learned or supposed effect, with its possible micro-batches."""
         if self._combinations_of != self.learned:
             self._combinations_of = dict(self.learned)
             self._combinations = combinations_of(self._available, self.learned, self._required, self._allows)
@@ -85,15 +85,15 @@ class Known:
         ]
 
     def learned_combinations(self) -> list[Combination]:
-        """Return the combinations in which all choices are learned."""
+        """Return the combinations in which the effects of all choices are learned from traces."""
         return [combination for combination in self.combinations() if self.only_guessed.isdisjoint(combination.choices)]
 
     def guesses(self, combinations: Sequence[Combination]) -> Guesses:
-        """Return the table of needs and times for combinations."""
+        """Return the table of memory needs and step times for combinations."""
         return guesses_of(combinations, self.surrogates, self.evaluations.values())
 
     def best_guess(self, combinations: Sequence[Combination], limit_bytes: int) -> Choices | None:
-        """Return the best choices that fit with headroom, or faster choices that may just fit."""
+        """Return the best choices that are guessed to fit with headroom, or faster choices that may just fit."""
         if not combinations:
             return None
         guesses = self.guesses(combinations)

@@ -1,9 +1,10 @@
 """The candidates of a plan, and the order in which configurations can follow each other when memory runs out.
 
-The time model has a spread. Plans within this spread of the fastest are candidates. If the device is present, they are
-timed (`plimsoll.planning.measured_choice`), and the fastest is taken. A few candidates that differ in micro-batch,
-checkpointing or heap are worth more than many similar ones. The range of a predicted peak is wide if a heap keeps freed
-memory. So a combination that probably fits is a candidate too, and is taken only if its measured peak fits.
+Predicted step times have an error margin. Plans within this margin of the fastest are candidates. If the device is
+present, candidates are timed (`plimsoll.planning.measured_choice`), and the fastest becomes the plan. A few candidates
+that differ in micro-batch, checkpointing or heap are worth more than many similar candidates. The range of a predicted
+peak is wide if a heap keeps freed memory. A combination that probably fits is therefore a candidate too, and becomes
+the plan only if its measured peak fits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ FALLS_SHARE = 0.95
 def can_follow(before: Choices, combination: Choices) -> bool:
     """Return whether a run can switch from one combination to another.
 
-    Techniques that change the training, and techniques that move states, must be the same.
+    Techniques that change the trained model must be the same. Techniques that moved states or parameters must stay,
+    because undoing them takes memory; further such techniques may be added.
     """
     moved = [tuple(one for one in both if _takes_memory_to_undo(one)) for both in (before, combination)]
     return _for_the_run(before) == _for_the_run(combination) and moved[1][: len(moved[0])] == moved[0]
@@ -36,10 +38,10 @@ def candidates_beside(
     """Return the other candidates, fastest first by prediction.
 
     Args:
-        chosen: the plan.
+        chosen: the evaluation of the plan.
         fallbacks: fallbacks of the plan. At least one of them must be able to follow a candidate, too.
-        evaluations: the traced combinations that can be a plan.
-        limit_bytes: upper bound for the need of a plan.
+        evaluations: the evaluations of traced combinations that can be a plan.
+        limit_bytes: upper bound for the memory that a plan may need.
     """
     near = [
         evaluation
@@ -67,9 +69,9 @@ def in_falling_order(
     """Return configurations in the order in which a run can fall back when memory runs out.
 
     Args:
-        first: the configuration in force.
-        fallbacks: smaller configurations in order, left out if they cannot follow their predecessor.
-        others: further configurations, inserted if they need less than their predecessor.
+        first: the configuration in use.
+        fallbacks: configurations in order of falling need. A fallback is left out if it cannot follow its predecessor.
+        others: further configurations, inserted in the order where they need less than their predecessor.
     """
     found = [first]
     for configuration in fallbacks:
@@ -97,7 +99,7 @@ def _can_fall(before: Configuration, after: Configuration) -> bool:
 
 
 def _need_of(configuration: Configuration) -> float:
-    """Return the budget in which a configuration is safe, or 0 if it has no prediction, such as single samples."""
+    """Return the budget in bytes that a configuration needs; 0 without a prediction, as for single samples."""
     return configuration.peak.high_bytes if configuration.peak is not None else 0
 
 

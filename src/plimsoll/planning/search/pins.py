@@ -1,4 +1,4 @@
-"""The user's decisions about a plan (``--pin`` and ``--forbid``), resolved to choices that techniques offer."""
+"""The user's constraints on a plan (``--pin`` and ``--forbid``), resolved to choices that techniques offer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NOT_HERE = "it cannot be used here: "
 
 
 class Decided(NamedTuple):
-    """The user's decisions.
+    """The user's constraints.
 
-    ``pinned`` choices are in every plan. For a ``required`` technique, the plan chooses the options. ``left_out`` has
-    the pins that are impossible with this number of ranks, each with the reason. They return when a run resumes with
-    enough processes.
+    ``pinned`` choices are in every plan. For a ``required`` technique, the planner chooses the options. ``left_out``
+    has the pins that are impossible with this number of ranks, each with the reason. These pins apply again when a run
+    resumes with enough processes.
     """
 
     pinned: Choices
@@ -52,14 +52,14 @@ def decide(pins: Sequence[Pin], forbids: Iterable[str], workload: Workload, sett
             left_out[str(pin)] = reason.partition("; leave it out")[0]
             continue
         if choice is None:
-            required += [pin.technique] if pin.technique != MICRO_BATCH else []  # every plan has one
+            required += [pin.technique] if pin.technique != MICRO_BATCH else []  # every plan has a micro-batch
         elif choice not in pinned:
             pinned.append(choice)
     return Decided(tuple(pinned), frozenset(required), forbidden, left_out)
 
 
 def _is_possible_with_other_ranks(pin: Pin, workload: Workload, setting: Setting) -> bool:
-    """Return whether a pin is impossible only because of the number of ranks."""
+    """Return whether a pin that is impossible here would be possible with another number of ranks."""
     if pin.technique == MICRO_BATCH and workload.kept_whole is not None:
         return False
     whole = setting.batch_size * setting.num_ranks
@@ -72,7 +72,7 @@ def _is_possible_with_other_ranks(pin: Pin, workload: Workload, setting: Setting
 
 
 def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
-    """Return the choice that a pin means, or ``None`` if it leaves several options open."""
+    """Return the choice that a pin determines; ``None`` if the pin leaves several options open."""
     technique = technique_of(pin.technique)
     offered = technique.choices(workload, setting)
     if isinstance(offered, str):
@@ -100,12 +100,12 @@ def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
 
 
 def _as_offered(pin: Pin, name: str, value: Value, offered: Value) -> Value:
-    """Convert a value to the type that the technique offers. A string may look like a number: ``checkpointing=3``."""
+    """Convert a pinned value to the type of the option: ``checkpointing=3`` becomes ``"3"`` for a string option."""
     if isinstance(offered, str):
         return str(value) if isinstance(value, int | float) else value
     if isinstance(value, bool) != isinstance(offered, bool) or not isinstance(value, int):
         kind = "true or false" if isinstance(offered, bool) else "a whole number"
-        # A value without a name belongs to the first option of the technique, which is never a bool.
+        # A pin value without an option name belongs to the first option of the technique, which is never a bool.
         short, whole = f"{pin.technique}={_word(offered)}", f'"{pin.technique}({name}={_word(offered)})"'
         example = whole if isinstance(offered, bool) else short
         raise InputError(f"--pin {pin}: {name} is {_word(value)}: give {kind}, for example --pin {example}")

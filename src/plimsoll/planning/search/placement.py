@@ -1,7 +1,8 @@
-"""The placement of weights and the rows of a pass that give the most rows a second within a limit.
+"""The placement of weights, and the number of rows in a pass, that give the most rows a second within a limit.
 
-Two sizes are traced with as little as possible on the device. For other sizes, memory and time are interpolated
-linearly. This only guides the search. The chosen placement is traced as a whole, and reduced if it does not fit.
+Passes with two numbers of rows are traced, with as few weights as possible on the device. For other numbers of rows,
+memory and time are interpolated linearly. The interpolation only guides the search. The chosen placement is traced as a
+whole, and reduced if it does not fit.
 
 A pass takes its compute time or its read time, whichever is longer. On a CPU, each pass reads the streamed parts that
 the page cache cannot hold. On a GPU, each pass copies all streamed parts over the link. Larger passes read less per
@@ -20,13 +21,13 @@ from plimsoll.records.units import format_bytes
 from plimsoll.techniques.mechanisms.parts import ModelPart
 
 MOST_REJECTED = 8
-_MOST_ROUNDS = 4  # of tracing a smaller placement, if a guess needs more than expected
-_AS_GOOD_SHARE = 0.01  # of rows a second: for a smaller gain, the smaller pass is taken
+_MOST_ROUNDS = 4  # rounds of tracing a smaller placement, if a placement needs more memory than guessed
+_AS_GOOD_SHARE = 0.01  # share of rows a second: for a smaller gain, the smaller pass is taken
 
 
 @dataclass(frozen=True)
 class Guess:
-    """The expected need and time of a number of rows with resident parts."""
+    """The expected memory need and time of a pass with ``rows`` rows, if the ``resident`` parts stay on the device."""
 
     rows: int
     resident: frozenset[str]
@@ -37,12 +38,12 @@ class Guess:
 
     @property
     def seconds(self) -> float:
-        """The time of one pass."""
+        """The time in seconds of one pass."""
         return max(self.compute_seconds, self.read_seconds)
 
     @property
     def rows_per_second(self) -> float:
-        """The rows per second."""
+        """Rows computed per second."""
         return self.rows / self.seconds
 
 
@@ -50,9 +51,9 @@ class Guess:
 class Reading:
     """The source and speed of streamed weights.
 
-    With ``files_bytes_per_second``, they come from files. The page cache holds some of them in the ``free_bytes`` that
-    the process leaves. With ``link_bytes_per_second``, they come from host memory of ``free_bytes``. ``None`` means
-    that the size is unknown.
+    With ``files_bytes_per_second``, the weights come from files. The page cache holds some of these files: it uses the
+    part of ``free_bytes`` that the process does not use. With ``link_bytes_per_second``, the weights come from host
+    memory of ``free_bytes``, where ``None`` is an unknown size.
     """
 
     free_bytes: int | None
@@ -66,27 +67,27 @@ class Reading:
 
     @property
     def bytes_per_second(self) -> float:
-        """The rate at which weights are read."""
+        """The rate at which weights are read, in bytes per second."""
         rate = self.link_bytes_per_second if self.is_linked else self.files_bytes_per_second
         assert rate is not None
         return rate
 
     def read_bytes(self, streamed_bytes: int, used_bytes: int) -> int:
-        """Return the bytes that a pass reads of the streamed parts, if the process uses ``used_bytes``."""
+        """Return how many bytes of the streamed parts a pass reads, if the process uses ``used_bytes`` of memory."""
         if self.is_linked or self.free_bytes is None:
             return streamed_bytes
         return max(streamed_bytes - max(self.free_bytes - used_bytes, 0), 0)
 
     def missing_bytes(self, streamed_bytes: int) -> int:
-        """Return the bytes that do not fit host memory, or 0 if unknown or for files."""
+        """Return the bytes of streamed parts that do not fit in host memory; 0 if its size is unknown, or for files."""
         return max(streamed_bytes - self.free_bytes, 0) if self.is_linked and self.free_bytes is not None else 0
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The traced peak and times of a pass. A pass has one step, or a first and a last one.
+    """The traced peak and times of a pass. ``steps_seconds`` has one step, or the first and the last step.
 
-    ``spread`` is the relative error of the counted memory.
+    ``spread`` is the relative error of the predicted memory.
     """
 
     peak: Estimate
@@ -110,7 +111,7 @@ def candidate_rows(most_rows: int) -> tuple[int, ...]:
 
 
 def spread_out(names: Sequence[str], num_kept: int) -> tuple[str, ...]:
-    """Return names at equal distances, so that as much as possible is computed between two reads.
+    """Return ``num_kept`` names at equal distances, so that resident blocks lie evenly between streamed blocks.
 
     >>> spread_out("abcdef", 2)
     ('c', 'f')
@@ -122,16 +123,16 @@ def spread_out(names: Sequence[str], num_kept: int) -> tuple[str, ...]:
 
 
 class Placer:
-    """Search for the rows and the resident parts with the most rows a second within a limit.
+    """Search for the number of rows and the resident parts that give the most rows a second within a limit.
 
     Args:
-        parts: of the model.
+        parts: parts of the model.
         always: names of the parts that are always on the device.
-        limit_bytes: memory of the device for the process.
-        most_rows: maximum rows of a pass.
-        num_passes: passes of the model for the rows of one pass: one, and one more for each new token.
+        limit_bytes: device memory in bytes that the process may use.
+        most_rows: maximum number of rows in a pass.
+        num_passes: passes through the model for one set of rows: one, and one more for each new token.
         reading: source and speed of streamed weights.
-        evaluate: traces rows with resident parts.
+        evaluate: traces a pass, given the number of rows and the resident parts.
     """
 
     def __init__(  # noqa: PLR0917 -- called in one place
@@ -157,7 +158,7 @@ class Placer:
         return [self._guess(rows) for rows in self._rows]
 
     def best(self, guesses: Sequence[Guess]) -> Guess | None:
-        """Return the fitting guess with the most rows a second, or ``None``. Of nearly equal ones, fewer rows win."""
+        """Return the fitting guess with the most rows a second, or ``None``. If nearly equal, prefer fewer rows."""
         fitting = [guess for guess in guesses if self.holds(guess)]
         if not fitting:
             return None
@@ -170,7 +171,7 @@ class Placer:
         return is_on_host and guess.need.high_bytes <= self._limit_bytes
 
     def least(self) -> frozenset[str]:
-        """Return the minimum on the device: the parts that always are, and blocks that do not fit the host."""
+        """Return the fewest parts that must be on the device: ``always``, and blocks that do not fit in host memory."""
         missing_bytes = self._reading.missing_bytes(self._streamed_bytes(self.always))
         blocks = [part for part in self._parts if part.kind == "block" and part.name not in self.always]
         smallest_bytes = min((part.num_bytes for part in blocks), default=0)
@@ -178,7 +179,7 @@ class Placer:
         return self.always.union(spread_out([part.name for part in blocks], num_kept) if num_kept else ())
 
     def verified(self, guess: Guess) -> tuple[Guess, Evaluation]:
-        """Trace a guess as a whole, with fewer resident parts and rows until it fits."""
+        """Trace the placement of a guess as a whole, and reduce resident parts and rows until it fits."""
         over_bytes = 0
         for _ in range(_MOST_ROUNDS):
             evaluation = self._evaluate(guess.rows, guess.resident)
@@ -195,7 +196,7 @@ class Placer:
         return self.measured(guess.rows, guess.resident, evaluation), evaluation
 
     def measured(self, rows: int, resident: frozenset[str], evaluation: Evaluation) -> Guess:
-        """Return a guess with the traced values."""
+        """Return a guess with the traced memory and times in place of interpolated ones."""
         return self._with_reading(rows, resident, evaluation.peak, evaluation.steps_seconds)
 
     def _guess(self, rows: int, kept_free_bytes: int = 0) -> Guess:
@@ -228,7 +229,7 @@ class Placer:
         return sum(part.num_bytes for part in self._parts if part.is_streamable and part.name not in resident)
 
     def _kept_in(self, free_bytes: int) -> frozenset[str]:
-        """Return the resident parts: all if they fit, else as many as possible of those that every pass reads."""
+        """Return the resident parts: all if they fit, else the output layer and as many blocks as possible."""
         free = [part for part in self._parts if part.name not in self.always]
         if self._with_spread(sum(part.num_bytes for part in free)) <= free_bytes:
             return self.all_names
@@ -243,11 +244,11 @@ class Placer:
         return frozenset(kept.union(spread_out([part.name for part in blocks], num_kept) if num_kept else ()))
 
     def _with_spread(self, num_bytes: int) -> int:
-        """Return the upper end of the range of weights on the device."""
+        """Return the upper end of the range for ``num_bytes`` of weights on the device."""
         return int(num_bytes * (1 + self._ends[0][1].spread))
 
     def _between(self, rows: int) -> tuple[Estimate, tuple[float, ...]]:
-        """Interpolate the need and time for a number of rows with the minimum on the device."""
+        """Interpolate the memory and step times for a number of rows, with only the ``always`` parts on the device."""
         (few, less), (many, more) = self._ends[0], self._ends[-1]
         share = (rows - few) / (many - few) if many > few else 0.0
 
@@ -263,12 +264,12 @@ class Placer:
 def rejected_of(
     guesses: Sequence[Guess], chosen: Guess, limit_bytes: int, resident_bytes: Callable[[Guess], int]
 ) -> tuple[RejectedPlacement, ...]:
-    """Return the reasons against other numbers of rows, for those nearest to the choice.
+    """Return the numbers of rows nearest to the chosen one, each with the reason why it was rejected.
 
     Args:
         guesses: all guesses.
-        chosen: the choice.
-        limit_bytes: of the device.
+        chosen: the guess that was chosen.
+        limit_bytes: device memory in bytes that the process may use.
         resident_bytes: returns the bytes of weights that a guess keeps on the device.
     """
     others = [guess for guess in guesses if guess.rows != chosen.rows]

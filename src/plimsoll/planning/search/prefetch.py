@@ -1,7 +1,7 @@
 """Prediction of the traces that a search needs next, so that idle cores can begin them.
 
-A copy of the search runs with guesses as results, and stops at a combination without a result. A wrong guess costs the
-time of an idle core. It cannot change the plan, because the search itself never sees these guesses.
+A copy of the search uses guesses in place of evaluations, and stops at a combination that was not evaluated. A wrong
+guess costs the time of an idle core. It cannot change the plan, because the search itself never sees these guesses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Suppose = Callable[[Iterable[Likely]], None]
 
 
 class Untraced(Exception):
-    """A copy of the search needs a combination that was not traced."""
+    """A copy of the search requests a combination that was not traced."""
 
     def __init__(self, choices: Choices) -> None:
         super().__init__(choices)
@@ -44,16 +44,16 @@ def not_traced(choices: Choices) -> Evaluation:
 def asked_in_turn(
     go_on: Callable[[], object], guess: Callable[[Choices], None], at_length: Mapping[Choices, Evaluation]
 ) -> Iterator[Likely]:
-    """Yield the requests of a search in order, each with the previous ones answered by guesses.
+    """Yield the combinations that a search requests, in order; a guess answers each request before the next.
 
     Args:
         go_on: runs the search from the beginning until `not_traced` raises.
         guess: stores a guess as the result of a combination.
-        at_length: the combinations that were requested at full length.
+        at_length: evaluations of the combinations that were requested with a full-length dry run.
     """
     asked: Choices | None = ()
     while asked is not None:
-        num_before = len(at_length)  # these are requested again
+        num_before = len(at_length)  # these combinations are requested again
         try:
             go_on()
             asked = None
@@ -66,7 +66,7 @@ def asked_in_turn(
 
 
 def as_guessed(choices: Choices, surrogate: Surrogate, evaluations: Iterable[Evaluation]) -> Evaluation:
-    """Return the expected evaluation of choices: a guessed peak and time, and the rest of the most similar trace."""
+    """Return the expected evaluation of choices: a guessed peak and time; other fields from the most similar trace."""
     combination = without_micro_batch(choices)
     micro_batch = next(int(one.options["samples"]) for one in choices if one.technique == MICRO_BATCH)
     need, seconds = surrogate.guess([combination], np.zeros(1, dtype=int), np.asarray([micro_batch]))

@@ -1,4 +1,4 @@
-"""The reason why an evaluated combination is not the plan, limited to the claims that its numbers support."""
+"""The reason why an evaluated combination is not the plan. It claims only differences that predictions can resolve."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rejected(evaluation: Evaluation, chosen: Evaluation, problem: Problem) -> Re
 
 
 def untried(one: Rejected) -> Rejected:
-    """Return the record with the reason "not tried", for a trial that the plan has lost."""
+    """Return the record with the reason "not tried", for use after a trial replaced the plan by a candidate."""
     if not one.is_compared or one.step_time is None:
         return one
     reason = f"not tried: {_written(one.step_time.likely_seconds)} a step predicted"
@@ -44,7 +44,7 @@ def untried(one: Rejected) -> Rejected:
 
 
 def _pace(seconds: float, chosen_seconds: float) -> str:
-    """Compare a step time with the plan's, without claiming a difference that predictions cannot tell."""
+    """Compare a step time with the plan's in words, without claiming a difference that predictions cannot resolve."""
     text, chosen_text = _written(seconds), _written(chosen_seconds)
     if seconds > (1 + SAME_SECONDS) * chosen_seconds:
         return f"slower: {text} a step against {chosen_text}"
@@ -58,7 +58,7 @@ def _written(seconds: float) -> str:
 
 
 def told_of(names: Iterable[str], is_whole: bool) -> tuple[dict[str, str], dict[str, Numerics]]:
-    """Return the descriptions and the numerics of techniques, for a batch of one micro-batch or of several."""
+    """Return the descriptions and the numerics of techniques, by name; ``is_whole`` if the batch is one micro-batch."""
     about = {name: TECHNIQUES[name].summary for name in sorted(names)}
     numerics = {name: TECHNIQUES[name].numerics for name in sorted(names)}
     if is_whole:

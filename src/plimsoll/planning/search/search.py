@@ -44,17 +44,17 @@ from plimsoll.records.plan import Choice, micro_batch_choice
 from plimsoll.records.trace import Phase
 from plimsoll.techniques import Choices, in_order, technique_of
 
-_MOST_EVALUATIONS = 8  # of combinations, for the plan
+_MOST_EVALUATIONS = 8  # number of combinations that are evaluated for the plan
 _MOST_LEANEST_EVALUATIONS = 2  # to find the leanest combination, after a descent
-_SLOW = 1.1  # relative to the time of the whole batch: passes are too small beyond that
-_MAY_BE_AS_FAST = 1.1  # relative to the time of the fastest: guesses beyond that are taken as slower
-# Guesses for many techniques at once are up to a third too high. So a combination is also traced if its guessed need is
-# below _FAR_OFF times the limit and its guessed time below _MUCH_FASTER times the plan's. This ends after _MOST_MISSED
-# traces in a row without success.
+_SLOW = 1.1  # relative to the time of the whole batch: if a step is slower, its passes are too small
+_MAY_BE_AS_FAST = 1.1  # relative to the time of the fastest: a combination with a higher guess counts as slower
+# Guesses for many techniques at once are up to a third too high. A combination is also traced if its guessed need is
+# below _FAR_OFF times the limit and its guessed time below _MUCH_FASTER times the plan's time. These traces end after
+# _MOST_MISSED failures in a row.
 _FAR_OFF, _MUCH_FASTER, _MOST_MISSED = 1.25, 0.95, 3
-_NEAR_SHARE = 0.5  # of the limit: a plan that needs less is not traced with more techniques for its fallbacks
-# Relative to the need of the plan. They are close to the plan if it needs most of the limit, because most out-of-memory
-# failures lack little. The leanest fallback is for larger excesses.
+_NEAR_SHARE = 0.5  # share of the limit: if a plan needs less, no further techniques are traced for its fallbacks
+# Needs of fallbacks, as shares of the plan's need. The first shares are close to 1, because most out-of-memory failures
+# lack little memory. The leanest fallback is for larger shortages.
 _FALLBACK_SHARES = (0.9, 0.75, 0.6)
 
 
@@ -68,11 +68,11 @@ def search(
     """Find the fastest combination that fits.
 
     Args:
-        problem: the training, the limit, and the user's constraints.
+        problem: the training run, the limit, and the user's constraints.
         evaluate: traces and evaluates a combination.
         expect: called with combinations that are certain to be traced, so that they can be traced in parallel.
-        at_length: evaluates a combination at full length, with all that the training does. The chosen combination also
-            fits at full length.
+        at_length: evaluates a combination over enough steps to include everything that the training does. The chosen
+            combination also fits there.
         suppose: called with combinations that may be traced next, so that idle processes can begin them.
 
     Raises:
@@ -93,7 +93,7 @@ class _Search:
         self._usual_heap = heap_of(self._available.base)
         self._reference: Evaluation
         self._asked: set[str] = set()
-        self._num_missed = 0  # consecutive evaluations
+        self._num_missed = 0  # consecutive evaluations that did not give a better plan
 
     def found(self) -> Found:
         """Run the search."""
@@ -108,7 +108,7 @@ class _Search:
         return self._result(chosen, fallbacks, plain, fits=True, lossy_alternatives=())
 
     def _around(self, chosen: Evaluation) -> tuple[Evaluation, tuple[Evaluation, ...]]:
-        """Return the combination to use, which may be better than the fastest guess, and its fallbacks."""
+        """Return the combination to use, which may be better than ``chosen``, and its fallbacks."""
         limit_bytes = self._problem.limit_bytes
         chosen = self._stretched(chosen, limit_bytes)
         self._evaluate_beside(chosen)
@@ -118,7 +118,7 @@ class _Search:
         return chosen, tuple(self._fallbacks(chosen))
 
     def _needed_to_run(self) -> Choices:
-        """Return the pinned choices without which the training cannot run: sequences too long for cuDNN."""
+        """Return the pinned choices that sequences too long for cuDNN need, without which the training cannot run."""
         setting = self._problem.setting
         if setting.device != "cuda" or (setting.sequence_length or 0) <= MOST_STEPS:
             return ()
@@ -148,7 +148,7 @@ class _Search:
         yield from asked_in_turn(ahead._go_on, known.take_guess, at_length)
 
     def _go_on(self) -> None:
-        """Continue the search from the point after which all techniques are learned."""
+        """Continue the search from the point where the effects of all techniques are learned."""
         chosen = self._best_within(self._problem.limit_bytes)
         if chosen is None:
             self._leanest()
@@ -166,10 +166,10 @@ class _Search:
         return self._known.evaluations[choices]
 
     def _plain_line(self, limit_bytes: int) -> None:
-        """Trace the base at a few micro-batches. The one just below the limit becomes the reference for techniques."""
+        """Trace the base at a few micro-batches. The smallest, chosen to fit, becomes the reference for techniques."""
         base, sizes = self._available.base, self._available.sizes
         large = self._evaluate(base, sizes[0])
-        # The growing part takes a proportional share of the memory that the allocator holds beyond it.
+        # The bytes that grow with the batch get a proportional share of the allocator's fragmentation.
         alive_bytes = large.need_bytes - large.parts.get("fragmentation", 0)
         growing_bytes = large.largest_phase.growing_bytes * large.need_bytes / max(alive_bytes, 1)
         fitting_share = (limit_bytes - large.need_bytes + growing_bytes) / max(growing_bytes, 1)  # of the whole batch
@@ -226,7 +226,7 @@ class _Search:
             self._learn_pairs([self._available.options[name][-1] for name in wanted if name in self._known.learned])
 
     def _learn_pairs(self, choices: Sequence[Choice]) -> None:
-        """Trace pairs of choices that save the same category, since their savings may overlap."""
+        """Trace pairs of choices that save memory of the same category, because their savings may overlap."""
         self._expect(list(self._pairs(choices)))
         self._suppose(self._likely())
         for first, second in _alike(choices):
@@ -236,7 +236,7 @@ class _Search:
                     surrogate.learn_pair(first, second, self._evaluate_choices(combination))
 
     def _pairs(self, choices: Sequence[Choice]) -> Iterator[Choices]:
-        """Yield the traced combination of each pair of choices that save the same category."""
+        """Yield the combination to trace for each pair of choices that save memory of the same category."""
         combinations = (whole((*self._available.base, *pair), self._learned_at) for pair in _alike(choices))
         return filter(self._compatibility.allows, combinations)
 
@@ -257,17 +257,17 @@ class _Search:
         return is_wanted and name not in self._asked
 
     def _is_peak_of(self, phases: frozenset[Phase]) -> bool:
-        """Return whether the reference may exceed the limit in some phases, even if it needs little in them."""
+        """Return whether the reference may exceed the limit in the given phases."""
         most = {phase: peak.fixed_bytes + peak.growing_bytes for phase, peak in self._reference.phases.items()}
         share = max((most[phase] for phase in phases & most.keys()), default=0) / max(most.values())
         return share * self._reference.need_bytes > self._problem.limit_bytes
 
     def _is_faster(self, evaluation: Evaluation) -> bool:
-        """Return whether micro-batches larger than the reference's are worth a technique that makes them fit."""
+        """Return whether an evaluation with a larger micro-batch is faster than the reference."""
         return evaluation.seconds * (1 + SAME_SECONDS) < self._reference.seconds
 
     def _learn_each(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Trace several choices, each on top of the base, and return the useful ones."""
+        """Trace several choices, each on top of the base, and return the useful choices."""
         sizes = [(choice, self._samples_to_learn(choice)) for choice in choices]
         self._expect([whole((*self._available.base, choice), size) for choice, size in sizes if size is not None])
         self._suppose((combination, False) for combination in self._pairs(choices))
@@ -286,7 +286,7 @@ class _Search:
             without = self._evaluate(base, size)
             left_bytes = without.need_bytes - sum(without.parts.get(category, 0) for category in reaches)
             if size not in nearer and left_bytes > self._problem.limit_bytes:
-                continue  # the whole batch would not fit even without all that the choice can save
+                continue  # the whole batch would not fit even if the choice saved all bytes that it can reduce
             if self._compatibility.allows(whole((*base, choice), size)):
                 return size
         return None
@@ -302,11 +302,11 @@ class _Search:
         return is_useful
 
     def _descend(self, limit_bytes: int) -> bool:
-        """Add techniques to the leanest guess, one by one, until it fits or none helps.
+        """Add techniques to the leanest guess, one by one, until the combination fits or no technique helps.
 
-        Return whether a combination fits. A guess does not know the effect of a technique on top of others that move
-        the peak to another phase. So this is traced before the search gives up. The whole batch is tried as well,
-        because some techniques work with nothing else.
+        Return whether a combination fits. A guess does not know the effect of a technique if other techniques move the
+        peak to another phase. Such combinations are therefore traced before the search gives up. The whole batch is
+        tried as well, because some techniques do not work with micro-batches.
         """
         strongest = {name: options[-1] for name, options in self._available.options.items()}
         for size in dict.fromkeys((self._reference.micro_batch, self._available.sizes[0])):
@@ -382,7 +382,7 @@ class _Search:
         return chosen
 
     def _holds(self, choices: Choices) -> bool:
-        """Return whether a combination fits at full length; if not, keep its evaluation at full length."""
+        """Return whether a combination fits in a full-length dry run; if not, store the evaluation of that dry run."""
         at_length = self._known.evaluations[choices] if self._at_length is None else self._at_length(choices)
         if at_length.fits and at_length.need_bytes <= self._problem.limit_bytes + self._problem.margin_bytes:
             return True
@@ -403,7 +403,7 @@ class _Search:
         )
 
     def _simpler(self, evaluation: Evaluation, limit_bytes: int) -> Choices | None:
-        """Return the choices less one, if they are untraced and may be as fast despite a slower guess."""
+        """Return choices with one left out, if they are untraced and may be as fast despite a slower guess."""
         shorter = [
             combination
             for combination in self._known.combinations()
@@ -435,7 +435,7 @@ class _Search:
         return has_size and has_all and (after is None or can_follow(after, evaluation.combination))
 
     def _evaluate_beside(self, chosen: Evaluation) -> None:
-        """Trace a combination of similar speed with another micro-batch that probably fits, for a trial."""
+        """Trace a similarly fast combination with another micro-batch that probably fits, as a trial candidate."""
         most_seconds, combinations = (1 + SAME_SECONDS) * chosen.seconds, self._known.learned_combinations()
         guesses = self._known.guesses(combinations)
         alike = {
@@ -454,10 +454,10 @@ class _Search:
     # -- fallbacks and alternatives ------------------------------------------------------------------------------------
 
     def _fallbacks(self, chosen: Evaluation) -> Iterator[Evaluation]:
-        """Yield the fallbacks: the fastest known within shares of the plan's need, then the leanest.
+        """Yield the fallbacks: the fastest known combination within each share of the plan's need, then the leanest.
 
-        They need not be optimal, so the traces that were made for the plan are used. One more trace, with all remaining
-        techniques together, shows how far the need can fall.
+        Fallbacks need not be optimal, so the traces that were made for the plan are used. One more trace, with all
+        remaining techniques together, shows how far the need can fall.
         """
         last, is_near = chosen, chosen.need_bytes > _NEAR_SHARE * self._problem.limit_bytes
         for share in _FALLBACK_SHARES if is_near else _FALLBACK_SHARES[-1:]:
@@ -479,7 +479,7 @@ class _Search:
                 yield evaluation
 
     def _least_after(self, evaluation: Evaluation, combination: Choices) -> Evaluation:
-        """Trace ``combination`` with the smallest micro-batch, and return the leanest evaluation that can follow."""
+        """Trace a combination at the smallest micro-batch. Return the leanest successor of ``evaluation``."""
         if combination != evaluation.combination:
             self._suppose(self._likely(whole(combination, self._available.sizes[-1])))
             self._evaluate(combination, self._available.sizes[-1])
@@ -488,7 +488,7 @@ class _Search:
         )
 
     def _leanest(self) -> Evaluation:
-        """Return the leanest combination, traced. Among nearly equal needs, fewer techniques win."""
+        """Return the leanest combination, traced. If needs are nearly equal, prefer fewer techniques."""
         combinations = self._known.learned_combinations()
         for _ in range(_MOST_LEANEST_EVALUATIONS if combinations else 0):
             guesses = self._known.guesses(combinations)
@@ -499,7 +499,7 @@ class _Search:
         return least_of(evaluation for evaluation in self._known.evaluations.values() if self._can_be(evaluation, None))
 
     def _lossy_alternatives(self, leanest: Evaluation) -> tuple[Evaluation, ...]:
-        """Return the lossy alternatives that need less than the leanest combination, with its compatible choices."""
+        """Return the lossy alternatives to the leanest combination that need less, with its compatible choices."""
         evaluations = map(self._evaluator, lossy_alternatives_of(self._problem, self._available, leanest.choices))
         return tuple(
             evaluation for evaluation in evaluations if evaluation.need_bytes < (1 - SAME_BYTES) * leanest.need_bytes
@@ -532,7 +532,7 @@ class _Search:
 
 
 def _alike(choices: Sequence[Choice]) -> Iterator[tuple[Choice, Choice]]:
-    """Yield the pairs of choices that reach one and the same category."""
+    """Yield the pairs of choices that can reduce only one category, the same for both."""
     for first, second in combinations(choices, 2):
         reaches = technique_of(first.technique).reaches
         if len(reaches) == 1 and reaches == technique_of(second.technique).reaches:

@@ -1,4 +1,4 @@
-"""A simulated timeline of part of a training step: overlapping work of processor, device and link, and waits.
+"""A simulated timeline of part of a training step: overlapping ops of processor, device and link, and waits.
 
     timeline = StreamTimeline(overlaps=True)
     timeline.run(call_seconds, kernel_seconds)                         # a kernel, or a copy in the device's queue
@@ -19,8 +19,8 @@ class StreamTimeline:
     """The seconds at which processor, device and link become idle, relative to the start.
 
     ``waited`` is the time in which ranks add up gradients after a pass. ``fetched`` is the time of a pass's exchanges
-    with other ranks, parallel to its kernels. If nothing overlaps, the processor does all work, and copies are ordinary
-    ops.
+    with other ranks, which run in parallel with its kernels. ``arrivals`` are the times at which copies end, by row. If
+    nothing overlaps, the processor does all work, and copies are ordinary ops.
     """
 
     overlaps: bool
@@ -33,7 +33,7 @@ class StreamTimeline:
     arrivals: dict[int, float] = field(default_factory=dict)
 
     def run(self, call_seconds: float, seconds: float) -> None:
-        """Add a device op with the time of its call and of its kernel."""
+        """Add a device op: ``call_seconds`` on the processor, then ``seconds`` of its kernel on the device."""
         self.processor += call_seconds
         if not self.overlaps:
             self.processor += seconds
@@ -49,9 +49,9 @@ class StreamTimeline:
         self.link[to_device] = self.arrivals[row] = begin + seconds
 
     def wait(self, row: int, *, by_processor: bool, in_backward: bool = False) -> None:
-        """Delay the following work until a copy has ended: on the device, and optionally on the processor.
+        """Delay later ops until a copy has ended: on the device and, with ``by_processor``, on the processor.
 
-        In backward, only the thread that adds up gradients waits, and the device continues.
+        If the processor waits in backward, only the thread that adds up gradients waits, and the device continues.
         """
         arrival = self.arrivals.get(row, 0.0)
         if by_processor and in_backward:
@@ -62,7 +62,7 @@ class StreamTimeline:
             self.processor = max(self.processor, arrival)
 
     def work(self, seconds: float, *, adds_up: bool) -> None:
-        """Add work of the processor in host memory. Adding up gradients has a thread of its own."""
+        """Add work of the processor in host memory. If ops overlap, ``adds_up`` puts it on the gradient thread."""
         if adds_up and self.overlaps:
             self.adding += seconds
         else:
@@ -70,7 +70,7 @@ class StreamTimeline:
 
     @property
     def seconds(self) -> float:
-        """The time at which all work is done."""
+        """The time in seconds at which all work is done."""
         if not self.overlaps:
             return self.processor + self.fetched + self.waited
         timeline = (self.processor, self.adding, self.device, self.fetched, *self.link.values())

@@ -3,12 +3,13 @@
 It learns from traces of the plain training and of single techniques on top of it.
 
 Memory is guessed for each phase separately. The effects of the choices on the fixed part are added up. For the part
-that grows with the micro-batch, each choice leaves a share. If two choices save the same category, only the better
-share counts, and the slower choice has less left to move. The need is the need of the largest phase. Memory beyond it
-(process, fragmentation) changes in proportion.
+that grows with the micro-batch, each choice leaves a share. If two choices save memory of the same category, only the
+better share counts, and the slower choice moves fewer bytes. The combination needs as much as its largest phase. Memory
+beyond live tensors (process, fragmentation) changes in proportion.
 
-Time is interpolated between the traced passes of the plain training. The time that a choice adds grows with the time of
-the passes. Depending on its categories, it may also be added once per pass or once per step.
+The time of a pass is interpolated between the traced passes of the plain training. The time that a choice adds grows
+with the time of the passes. Depending on the categories that the choice moves, this time may also be added once per
+pass or once per step.
 
 A traced combination corrects the guesses of similar combinations. The plan itself is never a guess, because every
 chosen combination is traced as a whole.
@@ -32,11 +33,11 @@ from plimsoll.techniques import Choices
 
 Column = NDArray[Any]
 
-_WORTH_SHARE = 0.01  # of the time or the need
-_FASTER_SHARE = 0.05  # of the time: how much a weaker option may save
-_WEAKER_SECONDS = 0.5  # of the time that the strongest option of a technique adds
+_WORTH_SHARE = 0.01  # share of the time or the memory need
+_FASTER_SHARE = 0.05  # share of the time that a weaker option may save
+_WEAKER_SECONDS = 0.5  # share of the time that the strongest option of a technique adds
 _OF_AN_UPDATE: frozenset[Category] = frozenset({"gradients", "optimizer states"})
-_OF_A_PASS = _OF_AN_UPDATE | {"parameters"}  # moved once in each pass, of any size
+_OF_A_PASS = _OF_AN_UPDATE | {"parameters"}  # moved once in each pass, small or large
 _OF_A_PAIR: frozenset[Category] = frozenset({"activations", "gradients"})  # not the categories of an update
 _ALIKE = 4  # a combination corrects guesses for combinations that differ in at most this number of choices
 
@@ -62,13 +63,13 @@ class _Effect:
     """The effect of one choice.
 
     Attributes:
-        fixed_bytes: bytes added to each phase.
-        shares_left: share of the growing bytes that is left in each phase.
-        beyond_share: share left of the memory beyond the live tensors.
+        fixed_bytes: bytes added to the fixed part of each phase.
+        shares_left: share of the growing bytes that is left in each phase, by phase.
+        beyond_share: share of the memory beyond the live tensors that is left.
         beyond_bytes: bytes added to the memory beyond the live tensors.
-        saved_bytes: the most bytes saved in the need or in a phase.
-        seconds: added to a step of ``passes`` passes, which take ``passes_seconds`` without the choice.
-        reaches: categories that the technique can reduce.
+        saved_bytes: the most bytes saved, either in the whole need or in a phase.
+        seconds: seconds added to a step of ``passes`` passes, which take ``passes_seconds`` without the choice.
+        reaches: memory categories that the technique can reduce.
     """
 
     fixed_bytes: dict[Phase, float]
@@ -92,14 +93,15 @@ class _Difference(NamedTuple):
     seconds: float
 
 
-_Known = tuple[Column, _Effect]  # the combinations that have a choice, and its effect
+_Known = tuple[Column, _Effect]  # a mask of the combinations that have a choice, and the effect of the choice
 
 
 class Surrogate:
-    """Model of the need in bytes and the step time in seconds of combinations.
+    """Model of the memory need in bytes and the step time in seconds of combinations.
 
     Args:
-        plain: evaluations of the training without the techniques to learn, at one or more micro-batches.
+        plain: evaluations of the plain training, that is, without the techniques to learn, at one or more
+            micro-batches.
     """
 
     def __init__(self, plain: Sequence[Evaluation]) -> None:
@@ -124,7 +126,7 @@ class Surrogate:
         ]
         self._pass_seconds = _Curve(points)
         self._effects: dict[Choice, _Effect] = {}
-        self._supposed: dict[Choice, Choice] = {}  # with the stronger option it was supposed from
+        self._supposed: dict[Choice, Choice] = {}  # and the stronger option whose effect was supposed for it
         self._pairs: dict[tuple[Choice, Choice], _Effect] = {}
         self._reference = plain[0]
         self._off: dict[Choices, dict[int, tuple[float, float]]] = {}  # errors (bytes, s) by combination and size
@@ -143,9 +145,9 @@ class Surrogate:
 
         Args:
             choice: the choice.
-            evaluation: the trace with it.
-            without: the trace without it.
-            reaches: categories that its technique can reduce.
+            evaluation: the evaluation with the choice.
+            without: the evaluation without the choice.
+            reaches: memory categories that the technique of the choice can reduce.
         """
         fixed, shares = dict[Phase, float](), dict[Phase, float]()
         phases = [phase for phase in self._alive if phase in evaluation.phases and phase in without.phases]
@@ -174,7 +176,7 @@ class Surrogate:
         self._reference = without
 
     def learn_pair(self, first: Choice, second: Choice, evaluation: Evaluation) -> None:
-        """Learn the joint effect of two choices beyond their separate effects, from a trace with both."""
+        """Learn, from a trace with two choices, how much their joint effect differs from their separate effects."""
         self._pairs[first, second] = _Effect(
             **self._difference(evaluation)._asdict(),
             saved_bytes=0.0,
@@ -184,7 +186,7 @@ class Surrogate:
         )
 
     def interpolate(self, choice: Choice, strong: Choice, bytes_share: float, seconds_share: float) -> None:
-        """Give a choice a share of the known effect of a stronger option."""
+        """Set the effect of a choice to shares (bytes and seconds) of the known effect of a stronger option."""
         effect = self._effects.get(strong)
         if effect is not None:
             self._effects[choice] = replace(
@@ -197,7 +199,7 @@ class Surrogate:
             )
 
     def suppose(self, choice: Choice, strong: Choice, may_be_faster: bool) -> None:
-        """Suppose that a weaker option saves as much as a stronger one in less time.
+        """Suppose that a weaker option saves as much memory as a stronger one, in less time.
 
         This holds until a combination with the weaker option is traced.
         """
@@ -212,7 +214,7 @@ class Surrogate:
             self._supposed[choice] = strong
 
     def correct(self, evaluation: Evaluation) -> None:
-        """Learn from a traced combination, after replacing the supposed effects of its choices."""
+        """Learn from a traced combination. The supposed effects of its choices are replaced first."""
         size = np.asarray([evaluation.micro_batch])
         for choice in [one for one in evaluation.combination if one in self._supposed]:
             self._put_right(choice, self._supposed.pop(choice), evaluation)
@@ -225,7 +227,7 @@ class Surrogate:
         points[evaluation.micro_batch] = (need_off, seconds_off)
 
     def _put_right(self, choice: Choice, strong: Choice, evaluation: Evaluation) -> None:
-        """Attribute the error of a guess to one choice, which is taken to be no slower than the stronger option."""
+        """Attribute the error of a guess to one choice, which cannot become slower than the stronger option."""
         effect = self._effects[choice]
         asked = [evaluation.combination], np.zeros(1, dtype=int), np.asarray([evaluation.micro_batch])
         seconds, off = float(self.guess(*asked)[1][0]), self._difference(evaluation)
@@ -264,12 +266,12 @@ class Surrogate:
         """Guess the needs in bytes and the step times in seconds of combinations.
 
         Args:
-            combinations: without micro-batches.
+            combinations: the combinations, without micro-batches.
             numbers: (N,) int64, the index of the combination for each guess.
             micro_batches: (N,) int64, the samples of a micro-batch for each guess.
 
         Returns:
-            needs and seconds, each of shape (N,).
+            memory needs (N,) and step times (N,).
         """
         members = _Members(combinations)
         known = self._known(members)
@@ -315,17 +317,17 @@ class Surrogate:
                 seconds += added * passes / effect.passes
             else:
                 seconds += added * plain / effect.passes_seconds
-            if len(effect.reaches) == 1:  # a cheaper choice of the same category leaves less to do
+            if len(effect.reaches) == 1:  # a cheaper choice of the same category leaves fewer bytes to move
                 share = min(1.0, effect.shares_left.get(self._largest_phase, 1.0))
                 left[effect.reaches] = left[effect.reaches] * np.where(has, share, 1.0)
         return seconds
 
     def _plain_seconds(self, micro_batches: Column) -> Any:
-        """Return the time of all passes. The time of one pass is interpolated linearly between the traced sizes."""
+        """Return the time of all passes; one pass is interpolated linearly between traced micro-batches."""
         passes = self._passes(micro_batches)
         samples, smallest = self._batch_size / passes, self._batch_size / self._passes(self._smallest)
         of_smallest = self._pass_seconds.at(smallest)
-        # A smaller pass takes at least its share of the smallest traced pass, and at most the whole of it.
+        # A smaller pass takes at least its share of the time of the smallest traced pass, and at most all that time.
         below = np.clip(self._pass_seconds.at(samples), of_smallest * np.minimum(samples / smallest, 1), of_smallest)
         return passes * np.where(samples < smallest, below, self._pass_seconds.at(samples))
 
@@ -334,7 +336,7 @@ class Surrogate:
 
     @staticmethod
     def _share_left(known: Sequence[_Known], phase: Phase, num_combinations: int) -> Column:
-        """Return the share of the growing bytes that is left. Savings in the same category count once."""
+        """Return the share of the growing bytes that is left in a phase. Savings in the same category count once."""
         left, least = np.ones(num_combinations), dict[frozenset[Category], Column]()
         for has, effect in known:
             share = effect.shares_left.get(phase, 1.0)
@@ -358,9 +360,9 @@ class Surrogate:
         return self._effects[choice].seconds <= _WORTH_SHARE * self._reference.seconds
 
     def _off_of(self, members: _Members, numbers: Column, micro_batches: Column) -> tuple[Column, Column]:
-        """Return the corrections in bytes and seconds, from the nearest combination that was traced.
+        """Return corrections to guesses in bytes and seconds, from the most similar combination that was traced.
 
-        Between the traced micro-batches of this combination, they are interpolated.
+        Between the traced micro-batches of this combination, corrections are interpolated.
         """
         off_bytes, off_seconds = np.zeros(len(numbers)), np.zeros(len(numbers))
         known = sorted((combination for combination, points in self._off.items() if points), key=str)
@@ -376,7 +378,7 @@ class Surrogate:
 
 
 class _Members:
-    """A membership table: which combinations contain which choices."""
+    """A membership table of combinations: which choices each of them contains."""
 
     def __init__(self, combinations: Sequence[Choices]) -> None:
         self._places: dict[Choice, int] = {}
@@ -398,7 +400,7 @@ class _Members:
         return found
 
     def distances(self, combination: Choices) -> Column:
-        """Return the number of choices in which each combination differs from another."""
+        """Return the number of choices in which each combination of the table differs from ``combination``."""
         places = [self._places[choice] for choice in combination if choice in self]
         found: Column = self._has.sum(axis=1) + len(combination) - 2 * self._has[:, places].sum(axis=1)
         return found
@@ -415,10 +417,10 @@ def _growing(evaluation: Evaluation, phase: Phase) -> float:
 
 
 def _share(after: float, before: float) -> float:
-    """Return the share that is left, at most 1."""
+    """Return the share of ``before`` that is left, at most 1."""
     return min(max(after, 0.0) / before, 1.0) if before > 0 else 1.0
 
 
 def _beyond(evaluation: Evaluation) -> float:
-    """Return the bytes beyond live tensors: process, context, fragmentation, the upper half of the range."""
+    """Return the bytes of the need beyond live tensors: process, context, fragmentation, error margin."""
     return evaluation.need_bytes - max((_alive(evaluation, phase) for phase in evaluation.phases), default=0.0)

@@ -3,8 +3,8 @@
     duration = step_duration(counted, speed, batch_size=64, micro_batch=8, dry_run_samples=16)
 
 Each op takes the time of its floating-point operations or of its bytes at the device's rates, whichever is longer (a
-roofline), plus its call. `plimsoll.planning.search.stream_timeline` models the overlap. A dry run has at most two
-micro-batches, and the time of the real step is extrapolated from them.
+roofline), plus its call. `plimsoll.planning.search.stream_timeline` models the overlap of processor, device and link. A
+dry run has at most two micro-batches, and the time of the real step is extrapolated from them.
 
 The goal is that the faster of two plans is also predicted to be faster. `benchmarks/plan_time_model.py` checks this
 with measured steps of a processor, and `benchmarks/plan_time_gpu.py` with recorded steps of a GPU. Not covered: reading
@@ -27,13 +27,13 @@ from plimsoll.records.trace import Phase, Trace
 
 _OF_A_MICRO_BATCH: frozenset[Phase] = frozenset({"copy", "forward", "loss", "backward"})
 _NOT_COUNTED: frozenset[Phase] = frozenset({"setup", "evaluation"})
-# A call from Python (a forward, a recomputation) costs more than a call by autograd. A call in these phases costs
+# A call from Python (a forward, a recomputation) costs more than a call by autograd. A call in the phases below costs
 # least.
 _CALLED_BARE: frozenset[Phase] = frozenset({"copy", "clip", "optimizer"})
 _REPLAY_CALLS = 20  # the inputs, the start of backward, and the launch of the graph itself
-_CAST_BELOW = frozenset({"_to_copy"})  # mostly called by autocast, not from Python
+_CAST_BELOW = frozenset({"_to_copy"})  # called mostly by autocast, not from Python
 
-# For ops with products, bytes hardly ever matter. Ops without an entry are of the kind "plain".
+# For ops with matrix products, moved bytes hardly ever matter. Ops without an entry are of the kind "plain".
 _KIND_NAMES: dict[MovingKind, str] = {
     "strided": "clone copy_ _to_copy tril triu sum mean constant_pad_nd",
     "transcendental": (
@@ -70,13 +70,13 @@ def step_duration(
     """Compute the seconds of one optimizer step, or of one inference pass.
 
     Args:
-        counted: a dry run of one or two micro-batches a step and a smaller last one, counted for its target.
-        speed: of the device that the trace was lowered to.
-        batch_size: samples of a real step.
-        micro_batch: samples of one pass.
-        dry_run_samples: samples of a step of the trace.
+        counted: the counted memory of a dry run with one or two micro-batches a step and a smaller last one.
+        speed: speed of the device that the trace was lowered to.
+        batch_size: number of samples in a real step.
+        micro_batch: number of samples in one pass.
+        dry_run_samples: number of samples in a step of the trace.
         learned: ratio of measured to predicted seconds, from similar runs (`learned_ratio`).
-        step: number of the step in the trace; by default the last one.
+        step: number of the step in the trace; by default the last step.
         exchange: speed of collectives, if the trace is for one of several ranks.
     """
     passes, once = _stretches(counted, speed, step, exchange)
@@ -93,7 +93,7 @@ def step_duration(
 
 
 def update_seconds(counted: Counted, speed: Speed, exchange: ExchangeSpeed | None = None) -> float:
-    """Compute the seconds of the work that one optimizer step does once. For the arguments see `step_duration`."""
+    """Compute the seconds of a step's ops outside its micro-batches, mainly the update; see `step_duration`."""
     return _stretches(counted, speed, None, exchange)[1]
 
 
@@ -121,8 +121,9 @@ def moved_outside(counted: Counted, *, batch_size: int, micro_batch: int, dry_ru
 def with_disk(duration: Duration, moved_bytes: int, disk_bytes_per_second: float) -> Duration:
     """Add the time in which a step waits for a disk, if the machine's memory cannot hold the offloaded files.
 
-    Passes go through all bytes in order, so the bytes needed next were evicted longest ago. Each moved byte is then
-    read from or written to the disk. The lower end of the range assumes that half of the bytes stay in memory.
+    Passes use all offloaded bytes in order, so the bytes needed next were evicted from memory longest ago. Each moved
+    byte is therefore read from or written to the disk. The lower end of the range assumes that half of the bytes stay
+    in memory.
     """
     seconds = moved_bytes / disk_bytes_per_second
     return Duration(
@@ -135,7 +136,7 @@ def with_disk(duration: Duration, moved_bytes: int, disk_bytes_per_second: float
 def learned_ratio(calibration: Calibration, lowered_to: str, techniques: Iterable[str]) -> Learned | None:
     """Return the learned time ratio for a set of techniques; for an unknown set, the average over known sets.
 
-    Otherwise, an untried set would seem faster than sets whose runs were slower than predicted.
+    Without the average, an untried set would seem faster than sets whose runs were slower than predicted.
     """
     target = calibration.targets.get(lowered_to)
     if target is None or not target.step_ratios:
@@ -168,8 +169,8 @@ def learn_time(
         calibration: the previous calibration.
         lowered_to: name of the target in traces.
         techniques: names of the techniques in force.
-        predicted_seconds: of a step, without calibration.
-        measured_seconds: of a step, the median of the run.
+        predicted_seconds: predicted seconds of a step, without calibration.
+        measured_seconds: measured seconds of a step, the median over the run.
     """
     target = calibration.targets.get(lowered_to, Target())
     ratios = _with_run(target.step_ratios, _set_name(techniques), measured_seconds / predicted_seconds)
@@ -199,9 +200,9 @@ def _set_name(techniques: Iterable[str]) -> str:
 
 
 def _of_all(passes: Sequence[float], num_micro_batches: int, ends_smaller: bool) -> float:
-    """Extrapolate the sum over all micro-batches from the traced ones.
+    """Extrapolate the seconds of all micro-batches together from the traced micro-batches.
 
-    The first pass has no gradients to add to. The others do, and only the last one may be smaller.
+    The first pass has no gradients to add to. All later passes do, and only the last pass may be smaller.
     """
     if not passes:
         return 0.0
@@ -215,7 +216,7 @@ def _of_all(passes: Sequence[float], num_micro_batches: int, ends_smaller: bool)
 def _stretches(
     counted: Counted, speed: Speed, step: int | None, exchange: ExchangeSpeed | None
 ) -> tuple[list[float], float]:
-    """Return the seconds of each micro-batch of a step, and of the work that a step does once."""
+    """Return the seconds of each micro-batch of a step, and the seconds of its ops outside micro-batches."""
     trace, fresh_bytes = counted.trace, counted.fresh_bytes
     ops = trace.ops
     names = [_plain_name(text) for text in trace.texts]
@@ -240,7 +241,7 @@ def _stretches(
         if exchange is not None and name in _EXCHANGES:
             kind = _EXCHANGES[name]
             seconds = exchange.seconds_of(kind, ops.moved_bytes[row])
-            if kind == "all_reduce":  # of gradients, after the last micro-batch
+            if kind == "all_reduce":  # gradients are reduced after the last micro-batch
                 once.waited += seconds
             else:
                 stretch.fetched += seconds
@@ -270,7 +271,7 @@ def _waits_by_row(trace: Trace) -> dict[int, list[tuple[int, bool]]]:
 
 
 def _host_seconds(trace: Trace, row: int, name: str, speed: Speed) -> tuple[float, float, float]:
-    """Return the seconds of an op's call, of its copy over the link, and of its work in host memory."""
+    """Return the seconds of an op's call, of its copy over the link, and of reading and writing host memory."""
     ops = trace.ops
     moved_bytes, outside_bytes = ops.moved_bytes[row], ops.outside_bytes[row]
     call_seconds = _call_seconds(ops.phase[row], ops.by_autograd[row] or name in _CAST_BELOW, speed)
