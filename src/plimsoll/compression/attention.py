@@ -52,7 +52,10 @@ class Attention:
         return self.num_groups * self.heads_per_group
 
     def rows(self, role: str, groups: Tensor) -> Tensor:
-        """Return the indices of the layer's outputs (for the role ``reader``: inputs) that belong to ``groups``."""
+        """Return the indices of the outputs that belong to ``groups``, of the layer with the given role.
+
+        For ``reader``, they are indices of inputs.
+        """
         heads = _spread(groups, self.heads_per_group)
         queries, keys = _spread(heads, self.head_width), _spread(groups, self.head_width)
         if role in {"query", "reader"}:

@@ -88,7 +88,7 @@ class Shrinker(ABC):
     reads_corpus: ClassVar[bool] = False
 
     def choices(self, bundle: Bundle) -> Choices | str:
-        """Return the choices that are worth trying, mildest first, or a sentence on why no choice is.
+        """Return the choices that are worth trying, mildest first, or a sentence on why there are no such choices.
 
         The sentence names the modules that were searched for. A user may still ask for other choices, which `refusal`
         checks.
@@ -102,7 +102,7 @@ class Shrinker(ABC):
         return possible or str(faults[self.easiest])
 
     def worth_trying(self, bundle: Bundle) -> tuple[Options, ...] | str:
-        """Return the options that are worth trying, or a sentence on why none are.
+        """Return the options that are worth trying, mildest first, or a sentence on why there are no such options.
 
         By default this is ``tried``. Methods whose options depend on the model override it.
         """
@@ -129,5 +129,5 @@ class Shrinker(ABC):
         """Make the bundle smaller, in place. Equal arguments give bitwise equal results.
 
         Call this only if `refusal` returns ``None``. The model may be on the meta device, if only sizes are needed.
-        ``calibration`` then has no batches, and the method keeps arbitrary rows, but the right number of them.
+        The method then reads no batches, and keeps arbitrary rows, but the right number of them.
         """

@@ -61,7 +61,7 @@ def train_again(  # noqa: PLR0917 -- called once
         arguments = [str(place / "job.yaml"), "--cache", str(cache), "--force"]
         arguments += [] if budget_bytes is not None else ["--no-plan"]
     command = [sys.executable, "-m", "plimsoll", "train", *arguments, "--out", str(run), "--json"]
-    # If this process ends, the training must end too: it would block the next command.
+    # If this process ends, the training process must end too: it would block the next command.
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=ending_with_this())
     if done.returncode:
         raise InputError(f"{source.folder} cannot be trained ({_why(done.stdout)}): correct this, or set --recover 0")

@@ -43,7 +43,7 @@ class ShrinkRequest(Record):
 
 
 class Offer(Frozen):
-    """The choices of a method that are worth trying on a model, mildest first, or the reason why no choice is.
+    """The choices of a method that are worth trying on a model, mildest first, or the reason why it has no choices.
 
     ``saves`` is a sentence on the savings of the method.
     """

@@ -57,7 +57,7 @@ class FaultList:
         """Add a fault if the file has fewer or more words than its header states.
 
         Raises:
-            EmbeddingError: as for `add`.
+            EmbeddingError: for this fault, in strict mode.
         """
         promised = self._opened.vectors.num_promised
         if promised is not None and self.num_entries < promised and "truncated" not in self._counts:
@@ -66,10 +66,10 @@ class FaultList:
             self._add("header", f"it states {promised:,} words, but the file has {self.num_entries:,}")
 
     def add_again(self, words: Iterable[bytes]) -> None:
-        """Count words that occurred in the file before.
+        """Count words that had already occurred in the file.
 
         Raises:
-            EmbeddingError: as for `add`.
+            EmbeddingError: for the first of these words, in strict mode.
         """
         for word in words:
             if self._strict:

@@ -47,7 +47,7 @@ def load(
         an embedding with a weight of (rows, dimension).
 
     Raises:
-        EmbeddingError: as for `plimsoll.embeddings.subset`, or if a vocabulary is missing or not allowed.
+        EmbeddingError: if the file or the words cannot be used, or if ``vocabulary`` is missing or not allowed.
         OutputError: if the cache cannot be written.
     """
     dtype = None if dtype is None else floating_type(dtype, EmbeddingError)

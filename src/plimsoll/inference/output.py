@@ -87,7 +87,7 @@ class PartFile:
         """Rename the complete part file to the output.
 
         Raises:
-            OutputError: if it cannot be renamed.
+            OutputError: if the part file cannot be renamed.
         """
         with _said(self._out):
             _part_of(self._out).replace(self._out)
@@ -187,7 +187,7 @@ def _read_state(out: Path) -> dict[str, Any] | None:
     """Return the content of the state file; ``None`` if it does not exist.
 
     Raises:
-        OutputError: if it is invalid, or of another version.
+        OutputError: if the state file is invalid, or of another version.
     """
     path = _state_of(out)
     try:

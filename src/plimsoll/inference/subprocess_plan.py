@@ -23,7 +23,7 @@ _LEAST_TOKENS = 64
 
 
 def length_to_plan(longest_seen_tokens: int, longest_tokens: int | None) -> int:
-    """Return the row length to plan for, in tokens: the next power of two, from 64 up to the truncation length.
+    """Return the row length to plan for, in tokens: the next power of two from 64, at most the truncation length.
 
     Args:
         longest_seen_tokens: tokens of the longest text that was read.

@@ -114,7 +114,7 @@ def _plain(
         (name, False): len(one.rows(role, everything)) for one in attentions for role, name in one.writers.items()
     }
     wanted |= {(one.reader, True): len(one.rows("reader", everything)) for one in attentions}
-    # The twin gives only the number of rows to keep: in joined layers, they are not the first ones.
+    # Only the number of rows to keep is compared with the twin: the kept rows of a joined layer are not contiguous.
     found = {side_of(model, cut): cut.num_kept for cut in cuts}
     return (fields, twin, cuts) if found == wanted else None
 
