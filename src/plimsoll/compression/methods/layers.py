@@ -89,8 +89,8 @@ def _num_kept(choice: Choice, num_layers: int) -> int:
 def _kept_evenly(num_layers: int, num_kept: int) -> list[int]:
     """Return the indices of the first and last layer, and of layers at nearly equal distances between them.
 
-    DistilBERT selects layers in this way (Sanh et al. 2019, arXiv:1910.01108). It needs no data, and the norm of its
-    weights is a poor measure of a layer.
+    DistilBERT selects layers in this way (Sanh et al. 2019, arXiv:1910.01108). It needs no data. The norm of a layer's
+    weights needs none either, but is a poor measure of importance.
 
     >>> _kept_evenly(12, 6), _kept_evenly(6, 2), _kept_evenly(4, 1)
     ([0, 2, 4, 7, 9, 11], [0, 5], [0])

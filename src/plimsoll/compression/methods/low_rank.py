@@ -155,7 +155,7 @@ def _factor(model: nn.Module, group: Group, rank: int, second_moment: Tensor | N
 
 
 def _second_moments(model: nn.Module, groups: list[Group], calibration: Calibration) -> dict[str, Tensor]:
-    """Return for each group the sum of ``x xᵀ`` over the inputs x of its layers, (in, in), by its first name.
+    """Return the sum of ``x xᵀ`` over the inputs x of each group's layers, (in, in), by the name of its first layer.
 
     Padding does not count.
     """
