@@ -1,1 +1,1 @@
-"""Smaller models: one module per method, the search for a target size, and the training that recovers quality."""
+"""Smaller models: one module per compression method, the search for a target size, and recovery training."""

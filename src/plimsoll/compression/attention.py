@@ -1,9 +1,9 @@
 """The linear layers of the attention of each block: query, key and value layers, and the layer that reads the heads.
 
-The first are known by the last part of their names (`_ROLES`): architectures use only a few. The reader is the only
-other linear layer next to them. A joined layer has queries, keys and values one after the other (``c_attn``,
-``qkv_proj``) or, in ``query_key_value``, head by head. Sizes are checked against the configuration, so an unknown
-layout is refused, not guessed.
+Query, key and value layers are found by the last part of their names: architectures use only the few in `_ROLES`. The
+layer that reads the heads is the only other linear layer next to them. The outputs of a joined layer are all queries,
+then all keys, then all values (``c_attn``, ``qkv_proj``), or all three head by head (``query_key_value``). Sizes are
+checked against the configuration, so an unknown layout is refused, not guessed.
 
 Not handled: attention whose weights are not linear layers, and encoder-decoders.
 """
@@ -34,7 +34,9 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
 class Attention:
     """The attention of one block.
 
-    A group is removed as a whole: a head, or several query heads that share keys and values.
+    ``parent`` is the name of the module that holds the query, key and value layers. ``writers`` are the names of these
+    layers by role (the keys of `_ROLES`), and ``reader`` is the name of the layer that reads the heads. A group is
+    removed as a whole: a head, or several query heads that share keys and values.
     """
 
     parent: str
@@ -50,7 +52,10 @@ class Attention:
         return self.num_groups * self.heads_per_group
 
     def rows(self, role: str, groups: Tensor) -> Tensor:
-        """Return the outputs of a layer that belong to some groups; for ``reader``, the inputs."""
+        """Return the indices of the outputs that belong to ``groups``, of the layer with the given role.
+
+        For ``reader``, they are indices of inputs.
+        """
         heads = _spread(groups, self.heads_per_group)
         queries, keys = _spread(heads, self.head_width), _spread(groups, self.head_width)
         if role in {"query", "reader"}:
@@ -75,7 +80,7 @@ class Attention:
 
 
 def _spread(numbers: Tensor, width: int) -> Tensor:
-    """Return the indices of all parts of the numbered wholes, if each whole has ``width`` parts.
+    """Return the indices of the elements in the numbered groups, if each group has ``width`` consecutive elements.
 
     >>> _spread(torch.tensor([0, 2]), 2).tolist()
     [0, 1, 4, 5]
@@ -84,7 +89,7 @@ def _spread(numbers: Tensor, width: int) -> Tensor:
 
 
 def attentions_of(model: nn.Module) -> list[Attention] | str:
-    """Return the attention of each block, in order, or a sentence with the names that were searched for."""
+    """Return the attention of each block, in order, or a sentence with the reason why it cannot be found."""
     config = getattr(model, "config", None)
     looked_for = ", ".join(name for names in _ROLES.values() for name in names)
     if getattr(config, "is_encoder_decoder", False):
@@ -141,7 +146,7 @@ def _attention(
 
 
 def _nearest_others(parent: str, known: set[str], linear: Sequence[str]) -> list[str]:
-    """Return the other linear layers of the nearest enclosing module with any, inside the block."""
+    """Return the linear layers besides ``known`` in the nearest module around them that has any, inside the block."""
     block = block_of(parent)
     while len(parent) > len(block):
         others = [name for name in linear if name.startswith(f"{parent}.") and name not in known]
@@ -152,7 +157,7 @@ def _nearest_others(parent: str, known: set[str], linear: Sequence[str]) -> list
 
 
 def head_width_of(config: Any) -> int:
-    """Return the features of a head."""
+    """Return the number of features of an attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -163,7 +168,10 @@ def _width(module: Any, dim: int | None) -> int:
 def group_scores(
     model: nn.Module, attentions: Sequence[Attention], importance: str, calibration: Calibration
 ) -> list[Tensor]:
-    """Return the importance of each group of each attention, (groups,), by its values and by its reader."""
+    """Return for each attention the importance of each group, (groups,).
+
+    It is measured on the weights that read the group; for ``magnitude``, also on the weights that write its values.
+    """
     readers = [model.get_submodule(one.reader) for one in attentions]
     widths = [one.heads_per_group * one.head_width for one in attentions]
     rows = [Rows(one, int(input_dim(one) or 0), width) for one, width in zip(readers, widths, strict=True)]

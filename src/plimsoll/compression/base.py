@@ -53,12 +53,12 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Data that a method may read.
+    """The user's data that a method may read.
 
     Attributes:
         batches: yields the keyword arguments of ``model(**batch)``: ``input_ids`` and ``attention_mask``, both (B, T),
             ``labels`` and further fields of the task. Each call yields the same batches in the same order.
-            ``model(**batch).loss`` is a mean.
+            ``model(**batch).loss`` is the mean loss of the batch.
         token_counts: the occurrences of each token id in the corpus, (V,); ``None`` if they were not counted.
     """
 
@@ -88,7 +88,7 @@ class Shrinker(ABC):
     reads_corpus: ClassVar[bool] = False
 
     def choices(self, bundle: Bundle) -> Choices | str:
-        """Return the choices that are worth trying, mildest first, or a sentence with the reason why not.
+        """Return the choices that are worth trying, mildest first, or a sentence on why there are no such choices.
 
         The sentence names the modules that were searched for. A user may still ask for other choices, which `refusal`
         checks.
@@ -102,11 +102,14 @@ class Shrinker(ABC):
         return possible or str(faults[self.easiest])
 
     def worth_trying(self, bundle: Bundle) -> tuple[Options, ...] | str:
-        """Return ``tried``. A method whose options depend on the model returns others, or a reason why it has none."""
+        """Return the options that are worth trying, mildest first, or a sentence on why there are no such options.
+
+        By default this is ``tried``. Methods whose options depend on the model override it.
+        """
         return self.tried
 
     def needs(self, choice: Choice) -> frozenset[Need]:
-        """Return the kinds of data that a choice needs."""
+        """Return which user data a choice reads: batches, gradients of their loss, token counts, or nothing."""
         needs = {_NEEDS[option] for option in options_of(choice).items() if option in _NEEDS}
         return frozenset(needs | {"corpus"} if self.reads_corpus else needs)
 
@@ -116,12 +119,15 @@ class Shrinker(ABC):
 
     @abstractmethod
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return the result of `refusal` for a choice whose options are valid by themselves."""
+        """Return a sentence on why this model does not support the choice; ``None`` if it does.
+
+        The options of the choice are valid: `refusal` has checked them.
+        """
 
     @abstractmethod
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
         """Make the bundle smaller, in place. Equal arguments give bitwise equal results.
 
-        The choice must not be refused. A bundle may be on the meta device, to compute sizes only. There are then no
-        batches, and the method keeps an arbitrary set of parts of the right size.
+        Call this only if `refusal` returns ``None``. The model may be on the meta device, if only sizes are needed.
+        The method then reads no batches, and keeps arbitrary rows, but the right number of them.
         """

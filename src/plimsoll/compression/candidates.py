@@ -1,8 +1,8 @@
 """Creation and evaluation of smaller models, in the processes that ``plimsoll shrink`` starts.
 
 `Workshop` makes models. For each, it loads the original again, applies a chain of methods
-(`plimsoll.compression.methods`), evaluates the result and writes a folder. `measured` runs inference in a separate
-process, so that the peak belongs to the model alone. `plimsoll.compression.search`, which holds no tensors, calls both.
+(`plimsoll.compression.methods`), evaluates the result and writes a folder. `measured` measures inference in a separate
+process, so that the peak includes no other model. `plimsoll.compression.search`, which holds no tensors, calls both.
 
 Does NOT search and does not train.
 """
@@ -83,7 +83,7 @@ class Workshop:
     def check(self, chain: Sequence[Choice]) -> None:
         """Refuse a chain that is impossible for the original, by its configuration alone.
 
-        This reads neither weights nor texts, so a method may still refuse because of their values.
+        This reads neither weights nor texts, so a method may still refuse later because of their content.
 
         Raises:
             WeightsError: if a method refuses its choice; the message gives the reason.
@@ -93,7 +93,10 @@ class Workshop:
             self._apply(bundle, choice, Calibration())
 
     def weight_bytes(self, chain: Sequence[Choice]) -> int | None:
-        """Return the bytes of the weights after a chain, without making it; ``None`` if a method refuses its choice."""
+        """Return the bytes of the weights that a chain would leave; ``None`` if a method refuses its choice.
+
+        The chain is applied on the meta device, so no model is made.
+        """
         bundle, is_stored = self._sketch(), False
         try:
             for choice in chain:
@@ -153,7 +156,12 @@ class Workshop:
             )
 
     def predicted(self, folder: Path, cost: InferenceCost) -> Estimate | None:
-        """Predict the peak of the measured passes; return ``None`` if the model does not support a dry run."""
+        """Predict the peak of the inference passes that `measured` ran; ``None`` if a dry run is not possible.
+
+        Args:
+            folder: the model.
+            cost: the measured cost, which has the shape of the passes and the baseline.
+        """
         target = find_target("cpu", None, lambda: _known(cost.baseline_bytes))
         try:
             model = load_for_inference(folder, self.evidence.head, None, "cpu")
@@ -169,9 +177,13 @@ class Workshop:
         return target.count(trace, heap=TIGHT_HEAP).peak  # `measured` uses the same heap
 
     def predicted_training(self, source: Source, teacher: str | None) -> Estimate | None:
-        """Predict the peak of a training step with the whole batch.
+        """Predict the peak of a training step of ``source`` with the whole batch as one micro-batch.
 
-        Return ``None`` if there is no job to train, or if the model does not support a dry run.
+        Return ``None`` if the evaluation data belong to no job, or if the model does not support a dry run.
+
+        Args:
+            source: the model to train.
+            teacher: the folder of a model to distill from; ``None`` for training on labels only.
         """
         if not isinstance(self.evidence, JobEvidence):
             return None
@@ -189,7 +201,7 @@ class Workshop:
         return target.count(trace).peak
 
     def _sketch(self) -> Bundle:
-        """Return a copy of the original on the meta device. The folder is read once."""
+        """Return a new copy of the original on the meta device. Only the first call reads the folder."""
         if self._sketched is None:
             given = self._bundle(self.folder, None)
             self._sketched = Bundle(_on_meta(given.model), given.tokenizer)
@@ -255,7 +267,10 @@ def evidence_of(request: ShrinkRequest) -> Evidence:
 
 
 def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
-    """Return the functions for `plimsoll.compression.worker.serve`, by name. They take and return JSON values."""
+    """Return the function that answers each question of `plimsoll.compression.worker.ShrinkProcess`, by its name.
+
+    The functions take and return JSON values.
+    """
     workshop = Workshop(Path(request.folder), evidence_of(request))
 
     def chain_of(given: list[dict[str, Any]]) -> tuple[Choice, ...]:
@@ -285,7 +300,7 @@ def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
 
 
 def _measured_apart(request: ShrinkRequest, source: Source) -> InferenceCost:
-    """Measure a model in a new process."""
+    """Measure peak and time of inference with a model in a new process; see `measured`."""
     command = [sys.executable, "-m", "plimsoll", "measure-worker"]
     asked = json.dumps({"request": request.to_json(), "source": source.model_dump()})
     done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, env=ending_with_this())
@@ -300,9 +315,10 @@ def _measured_apart(request: ShrinkRequest, source: Source) -> InferenceCost:
 def measured(folder: Path, evidence: Evidence, tokenizer: Path | None, original: Path) -> InferenceCost:
     """Measure peak and time of inference on the first passes of the evaluation data.
 
-    Call this in a fresh process. The peak is measured with this model alone, in a heap that returns freed memory. In an
-    ordinary heap, the retained memory varies by some 20 MiB. Then the original is loaded as well, and the passes of
-    both are timed alternately, so that other work on the machine slows both. For this the heap keeps freed memory.
+    Call this in a fresh process. The peak is measured with this model alone, in a heap that returns freed memory to the
+    system. An ordinary heap retains some of it, and the amount varies by some 20 MiB. Then the original is loaded as
+    well, and the passes of both are timed alternately, so that other processes slow both. For the timing, the heap
+    keeps freed memory.
 
     Args:
         folder: the model to measure.
@@ -341,7 +357,7 @@ def measured(folder: Path, evidence: Evidence, tokenizer: Path | None, original:
 
 
 def _row_seconds(compute: Compute, model: nn.Module, batch: dict[str, Tensor]) -> float:
-    """Return the seconds of a pass per row: the faster of two passes, since caches may be cold in the first."""
+    """Return the seconds of a pass, divided by its rows, for the faster of two passes: caches may be cold at first."""
     found = []
     for _ in range(2):
         began = time.perf_counter()

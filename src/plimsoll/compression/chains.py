@@ -1,9 +1,9 @@
-"""Selection of the chains to make, by an estimate from the effect of each choice alone.
+"""Selection of the chains of choices to make, by an estimate from the measured effect of each choice alone.
 
-Alone, each choice has multiplied the weight bytes by a factor and raised the loss by a difference. The estimate for a
-chain is the product of the factors and the sum of the differences. It only orders the chains. It is wrong for methods
-that interact: heads and hidden size remove the same weights, and int8 and int4 exclude each other. So every selected
-chain is made and measured. A chain has at most one choice per method, in the order of the registry.
+Each choice alone was measured: it multiplied the weight bytes by a factor, and raised the loss by a difference. The
+estimate for a chain is the product of the factors and the sum of the differences. It only orders the chains. It is
+wrong for methods that interact: heads and hidden size remove the same weights, and int8 and int4 exclude each other. So
+every selected chain is made and measured. A chain has at most one choice per method, in the order of the registry.
 
 Does NOT estimate the effect of recovery training.
 """
@@ -19,16 +19,16 @@ from plimsoll.records.plan import Choice
 
 Chain = tuple[Choice, ...]
 
-_MOST_STRUCTURES = 3  # methods that change shapes, per chain: each makes the estimate worse
-_WRONG_BY = 1.1  # relative error of an estimated share
-_MOST_VALUES = 2  # methods that change the bits of values, per chain: one for embeddings, one for linear layers
+_MOST_STRUCTURES = 3  # methods per chain that change shapes: each makes the estimate worse
+_WRONG_BY = 1.1  # factor by which an estimated share may be too large or too small
+_MOST_VALUES = 2  # methods per chain that change the bits of weights: one for embeddings, one for linear layers
 
 
 class Single(NamedTuple):
     """The effect of one choice on the original.
 
     ``share`` is the remaining share of the weight bytes, and ``lost`` is the increase of the loss. ``order`` is the
-    method's position in a chain. ``is_last`` is true if the choice only changes values.
+    method's position in a chain. ``is_last`` is true if the choice changes only the bits of weights, not their shapes.
     """
 
     choice: Choice
@@ -39,7 +39,7 @@ class Single(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """A chain with its estimated share of the bytes and increase of the loss."""
+    """A chain with its estimated remaining share of the weight bytes, and its estimated increase of the loss."""
 
     chain: Chain
     share: float
@@ -47,22 +47,22 @@ class Guess(NamedTuple):
 
 
 def guesses(singles: Sequence[Single], most_share: float) -> list[Guess]:
-    """Return the chains that may leave at most ``most_share`` of the bytes, the least loss first.
+    """Return the chains that may leave at most ``most_share`` of the weight bytes, by increasing estimated loss.
 
-    Chains that are estimated slightly too large are included. If a chain fits for certain, longer chains that contain
-    it are not.
+    A chain that is estimated up to 10 % too large is included, since it may fit. If a chain fits for certain, longer
+    chains that contain it are left out.
     """
     found = (_guess(parts) for parts in _chains(singles) if _is_least(parts, most_share))
     return sorted(found, key=lambda one: (one.lost, one.share))
 
 
 def smallest(singles: Sequence[Single]) -> list[Guess]:
-    """Return all chains, the smallest estimated share first."""
+    """Return all possible chains of ``singles``, by increasing estimated share of the weight bytes."""
     return sorted((_guess(parts) for parts in _chains(singles)), key=lambda one: (one.share, one.lost))
 
 
 def varied(ordered: Iterable[Guess], most: int, most_alike: int = 2) -> list[Guess]:
-    """Return the first ``most`` chains, with at most ``most_alike`` of the same methods."""
+    """Return the first ``most`` chains, but at most ``most_alike`` that differ only in the options of their methods."""
     taken: list[Guess] = []
     alike: dict[tuple[str, ...], int] = {}
     for one in ordered:
@@ -85,7 +85,7 @@ def _chains(singles: Sequence[Single]) -> Iterator[list[Single]]:
 
 
 def _combinations(singles: Sequence[Single], most: int) -> Iterator[list[Single]]:
-    """Yield choices of up to ``most`` different methods, in the order of a chain; also the empty one."""
+    """Yield every combination of 0 to ``most`` choices of different methods, each in the order of a chain."""
     by_method: dict[int, list[Single]] = {}
     for one in singles:
         by_method.setdefault(one.order, []).append(one)
@@ -95,7 +95,7 @@ def _combinations(singles: Sequence[Single], most: int) -> Iterator[list[Single]
 
 
 def _is_least(parts: Sequence[Single], most_share: float) -> bool:
-    """Return whether a chain may fit, and might not fit without one of its choices."""
+    """Return whether a chain may fit in ``most_share``, and each of its choices may be necessary for this."""
     shares = [one.share for one in parts]
     whole = math.prod(shares)
     return whole <= most_share * _WRONG_BY and all(whole / share > most_share / _WRONG_BY for share in shares)

@@ -1,8 +1,8 @@
 """Changes of a model's sizes by changes of its configuration.
 
 A twin is a model of the same class on the meta device, built from the changed configuration. If a parameter of the twin
-is smaller, the model's parameter must be cut. So this module does not need to know the architectures. The cut model has
-the shapes that its class expects when the folder is loaded again.
+is smaller, the model's parameter must be cut to that size. So this module does not need to know the architectures. The
+cut model has the shapes that its class expects when the folder is loaded again.
 
 Not handled: models whose class is not built from a configuration alone.
 """
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from plimsoll.errors import WeightsError
 from plimsoll.weights.structure import class_for
 
-# Why not Torch-Pruning? 1.6.1 was tried (transformers 5.23, sdpa). GPT-2's Conv1D is not in its graph: its weights
-# cannot be named, and pruning tied embeddings raises KeyError 'lm_head.weight', as for OPT. It removes the wrong rows
-# of GPT-NeoX's fused query, key and value, so the forward pass fails. For a query layer of a two-layer Llama, it found
-# no group in five minutes. Models that build a causal mask cannot be traced on the meta device. It changes neither the
-# configuration nor the numbers that modules store.
+# Torch-Pruning 1.6.1 was tried (transformers 5.23, sdpa) and is not used. Its graph lacks GPT-2's Conv1D layers, so
+# their weights cannot be selected. Pruning tied embeddings of GPT-2 and OPT raises KeyError 'lm_head.weight'. It
+# removes the wrong rows of GPT-NeoX's fused query, key and value, so the forward pass fails. For a query layer of a
+# two-layer Llama, it found no group in five minutes. Models that build a causal mask cannot be traced on the meta
+# device. It changes neither the configuration nor the sizes that modules store as attributes.
 
 _POSITIONS = frozenset({"layer_idx", "layer_id", "layer_number"})
 """Attributes with the index of a layer, for caches and messages."""
 
 
 class Cut(NamedTuple):
-    """A dimension of a parameter that must become smaller."""
+    """A dimension ``dim`` of the parameter ``name`` that must shrink from ``num_rows`` to ``num_kept`` rows."""
 
     name: str
     dim: int
@@ -39,12 +39,12 @@ class Cut(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The name of the module with the parameter."""
+        """The name of the module that holds the parameter."""
         return self.name.rpartition(".")[0]
 
 
 def twin_of(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module | str:
-    """Return the twin for a changed configuration, on the meta device, or a sentence on why it cannot be built."""
+    """Return the twin, built with changed ``fields`` of the configuration, or a sentence on why it cannot be built."""
     from huggingface_hub.errors import StrictDataclassError
 
     config = getattr(model, "config", None)
@@ -62,7 +62,7 @@ def twin_of(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module | str:
 
 
 def changed_config(config: Any, fields: Mapping[str, Any]) -> Any:
-    """Return a copy of a configuration with other values. A configuration of Plimsoll is validated again."""
+    """Return a copy of a configuration with the values of ``fields``. Plimsoll's own configurations are validated."""
     if hasattr(config, "model_dump"):
         return type(config).model_validate(config.model_dump() | dict(fields))
     changed = copy.deepcopy(config)
@@ -95,7 +95,7 @@ def cuts_of(model: nn.Module, twin: nn.Module) -> tuple[Cut, ...] | str:
 
 
 def twin_and_cuts(model: nn.Module, fields: Mapping[str, Any]) -> tuple[nn.Module, tuple[Cut, ...]] | str:
-    """Return the twin for a changed configuration and the cuts, or a sentence on why this is impossible."""
+    """Return the twin for changed ``fields`` and the cuts to it, or a sentence on why cuts cannot produce it."""
     twin = twin_of(model, fields)
     if isinstance(twin, str):
         return twin
@@ -104,25 +104,28 @@ def twin_and_cuts(model: nn.Module, fields: Mapping[str, Any]) -> tuple[nn.Modul
 
 
 def block_of(name: str) -> str:
-    """Return the name up to the first number, such as ``h.1`` for ``h.1.mlp.0``; without a number, the whole name."""
+    """Return the name of a module's block, which ends with the first number: ``h.1`` for ``h.1.mlp.0``.
+
+    A name without a number is returned whole.
+    """
     parts = name.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])
 
 
 def input_dim(module: nn.Module) -> int | None:
-    """Return the input dimension of a linear layer's weight; ``None`` for other modules."""
+    """Return which dimension of a linear layer's weight indexes its inputs; ``None`` for other modules."""
     if isinstance(module, nn.Linear):
         return 1
     return 0 if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
 
 
 def become(model: nn.Module, twin: nn.Module, fields: Mapping[str, Any], kept: Mapping[Cut, Tensor]) -> None:
-    """Turn a model into its twin.
+    """Cut a model's parameters and change its configuration, so that it has the sizes of its twin.
 
     Args:
         model: changed in place. Its modules stay the same objects; cut parameters are new objects.
-        twin: the target.
+        twin: the result of `twin_of` for the same ``fields``.
         fields: the changed fields of the configuration.
         kept: for each cut, the indices of the rows to keep: increasing, on the CPU.
     """
@@ -151,12 +154,12 @@ def _smaller(parameter: nn.Parameter, indices: Mapping[int, Tensor]) -> nn.Param
 
 
 def take_numbers(model: nn.Module, twin: nn.Module) -> None:
-    """Copy the plain numbers of the twin's modules, such as ``num_heads`` and ``normalized_shape``, to the model."""
+    """Copy numeric attributes of the twin's modules, such as ``num_heads`` and ``normalized_shape``, to the model."""
     for name, attribute, value in list(other_numbers(model, twin)):
         module = model.get_submodule(name)
         before = vars(module).get(attribute)
         setattr(module, attribute, value)
-        for buffer in module.buffers(recurse=False):  # Gemma stores its scale as a number and as this
+        for buffer in module.buffers(recurse=False):  # Gemma stores its scale as an attribute and as a buffer
             if (
                 not buffer.is_meta
                 and isinstance(before, float)
@@ -167,7 +170,7 @@ def take_numbers(model: nn.Module, twin: nn.Module) -> None:
 
 
 def other_numbers(model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield plain numbers, and tuples of them, that differ in the twin: module, attribute and the twin's value."""
+    """Yield the numeric and tuple attributes that differ in the twin: names of module and attribute, twin's value."""
     theirs = dict(twin.named_modules())
     for name, module in model.named_modules():
         for attribute, value in vars(theirs[name]).items() if name in theirs else ():
@@ -177,12 +180,12 @@ def other_numbers(model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str,
 
 
 def is_place(attribute: str) -> bool:
-    """Return whether an attribute is only the index of a layer."""
+    """Return whether an attribute is a layer's own index among the layers, such as ``layer_idx``."""
     return attribute in _POSITIONS
 
 
 def take_fields(model: nn.Module, fields: Mapping[str, Any]) -> None:
-    """Write values into the configurations of a model and its modules."""
+    """Write the changed fields into the configuration of a model, and into its modules' copies of it."""
     config: Any = model.config
     if hasattr(config, "model_dump"):
         model.config = changed_config(config, fields)
@@ -196,10 +199,10 @@ def take_fields(model: nn.Module, fields: Mapping[str, Any]) -> None:
 
 
 def checked(found: Any) -> Any:
-    """Return the result, or raise an error if it is a sentence.
+    """Return a result, or raise an error if it is a sentence on why the operation is impossible.
 
     Raises:
-        WeightsError: if ``found`` is a sentence.
+        WeightsError: if ``found`` is a string; the message contains it.
     """
     if isinstance(found, str):
         raise WeightsError(f"{found}; use a choice that `plimsoll shrink` offers for this model")

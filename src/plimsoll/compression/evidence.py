@@ -1,10 +1,10 @@
 """Evaluation data: batches for importance scores, and the quality of a model.
 
-`JobEvidence` uses the data of a job. Quality is the result that ``plimsoll train`` reports on the job's validation
-data. `TextEvidence` uses plain texts, for embedding models. Quality is the cosine between a text's vector and the
-original's. If a method changed the tokenizer, the same texts are tokenized with the new one.
+`JobEvidence` uses the data of a job. Quality is then the result that ``plimsoll train`` reports on the job's validation
+data. `TextEvidence` uses plain texts, for embedding models. Quality is then the mean cosine between a text's vectors
+from the model and from the original. If a method changed the tokenizer, the new tokenizer is applied to the same texts.
 
-Does NOT validate streams as streams: each window is read with an initial state.
+Does NOT carry a recurrent state between the windows of a text: each window starts with the initial state.
 
 Shapes: N texts, B texts of a batch, T tokens, D features.
 """
@@ -58,15 +58,18 @@ class Evidence(Protocol):
 
     @property
     def head(self) -> Head:
-        """The head of the models."""
+        """The head with which models are loaded."""
         ...
 
     def cannot_judge(self, method: str) -> str | None:
-        """Return why models of a method cannot be compared with the original; ``None`` if they can."""
+        """Return why models that a method made cannot be compared with the original; ``None`` if they can."""
         ...
 
     def load(self, folder: Path, tokenizer: Path | None) -> nn.Module:
-        """Load a model for compression: dense, in float32, on the CPU, in evaluation mode."""
+        """Load a model for compression: dense, in float32, on the CPU, in evaluation mode.
+
+        ``tokenizer`` is the folder of the model's tokenizer; ``None`` is the original's tokenizer.
+        """
         ...
 
     def calibration(self, tokenizer: Path | None) -> Calibration:
@@ -74,15 +77,15 @@ class Evidence(Protocol):
         ...
 
     def quality(self, model: nn.Module, tokenizer: Path | None) -> Quality:
-        """Evaluate a model that uses this tokenizer."""
+        """Evaluate a model; ``tokenizer`` is the folder of its tokenizer, ``None`` the original's tokenizer."""
         ...
 
     def inference(self, folder: Path) -> InferenceTask | None:
-        """Return the inference task of the model; ``None`` if no task covers it."""
+        """Return the inference task for the model in ``folder``; ``None`` if no inference task suits the model."""
         ...
 
     def batches(self, tokenizer: Path | None) -> Iterator[dict[str, Tensor]]:
-        """Yield the evaluation batches, without labels."""
+        """Yield the evaluation batches without labels: ``input_ids`` and ``attention_mask``, both (B, T)."""
         ...
 
 
@@ -94,12 +97,13 @@ class _Data(NamedTuple):
 
 @dataclass
 class JobEvidence:
-    """The data of a job.
+    """Evaluation on the data of a job.
 
     Args:
-        job: a job whose ``model`` is a folder.
-        cache: the folder of its tokens.
-        most_samples: the number of texts to evaluate, or of windows for a language model; ``None`` for all.
+        job: a job whose ``model`` is the folder of the original.
+        cache: the cache folder for the tokenized data of the job.
+        most_samples: the maximum number of validation texts to evaluate, or of windows for a language model; ``None``
+            for all.
     """
 
     job: Job
@@ -109,12 +113,12 @@ class JobEvidence:
 
     @property
     def head(self) -> Head:
-        """The head of the models."""
+        """The head with which models are loaded: the job's task."""
         return self.job.task
 
     @property
     def pass_samples(self) -> int:
-        """The samples of an evaluation pass."""
+        """The number of samples in an evaluation pass."""
         return max(1, _TOKENS_PER_PASS // self.job.sequence_length)
 
     def cannot_judge(self, method: str) -> str | None:
@@ -122,7 +126,7 @@ class JobEvidence:
         return None
 
     def job_for(self, folder: Path, tokenizer: Path | None) -> Job:
-        """Return the job that trains another model on the same data."""
+        """Return the job with another model, and with its tokenizer unless this is ``None``."""
         changes: dict[str, Any] = {"model": str(folder)}
         if tokenizer is not None:
             changes["tokenizer"] = TokenizerSource(path=str(tokenizer))
@@ -131,7 +135,7 @@ class JobEvidence:
     def load(self, folder: Path, tokenizer: Path | None) -> nn.Module:
         """See `Evidence.load`."""
         prepared = self._data(tokenizer).prepared
-        # The weights of a quantization-aware training are dense. `int8` rounds them permanently.
+        # Weights from a quantization-aware training run are loaded unrounded. A method such as `int8` rounds them.
         job = self.job_for(folder, tokenizer).model_copy(update={"quantization_aware": None})
         return build_model(job, prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id).eval()
 
@@ -151,7 +155,7 @@ class JobEvidence:
         """See `Evidence.quality`: the loss and scores of ``plimsoll train`` on the validation data."""
         data = self._data(tokenizer)
         loss, units = loss_of(self.job.task)
-        # An optimizer belongs to a workload; this one never steps.
+        # A workload requires an optimizer; this one never steps.
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
         workload = Workload(model, optimizer, loss, units)
         position, windows = Position(), getattr(data.validation, "windows", None)
@@ -204,7 +208,7 @@ class JobEvidence:
             yield Batch(data.validation.batch(chosen), chosen, 0, begin)
 
     def _judged_ids(self, data: _Data) -> NDArray[np.int64]:
-        """Return the samples to evaluate. A selected text has all of its windows, since it is scored as a whole."""
+        """Return the ids of the samples to evaluate: all windows of each selected text, which is scored as a whole."""
         ids = np.arange(len(data.validation))
         texts = self._texts_of(data, ids)
         whole = np.unique(texts)
@@ -224,21 +228,21 @@ class JobEvidence:
         if len(folders) < len(parts):  # tokenized on the fly: counts are unknown before reading
             return None
         total = np.zeros(prepared.vocab_size, np.int64)
-        for folder in dict.fromkeys(folders):  # a held-out share may be in the same folder as the rest
+        for folder in dict.fromkeys(folders):  # training and held-out texts may be in one folder
             total += token_counts(folder, prepared.vocab_size)
         return total
 
 
 @dataclass
 class TextEvidence:
-    """Plain texts, for an embedding model. All texts count as the corpus.
+    """Evaluation of an embedding model on plain texts. Token counts are from all texts, not only evaluated ones.
 
     Args:
         model: the folder of the original.
         data: a file of rows, see `plimsoll.data.input_rows`.
-        columns: the columns with the text.
+        columns: the columns with the text; ``None``: see `plimsoll.data.formats.Reading`.
         has_header: whether the first row of a csv names its columns; ``None``: see `plimsoll.data.formats.Reading`.
-        most_samples: the number of rows to evaluate; ``None`` for all.
+        most_samples: the maximum number of rows to evaluate; ``None`` for all.
     """
 
     model: Path
@@ -250,7 +254,7 @@ class TextEvidence:
     _vectors_ND: Tensor | None = None
 
     def cannot_judge(self, method: str) -> str | None:
-        """Return a reason for ``hidden``: vectors of another size have no cosine with the original's."""
+        """Return the reason for ``hidden``: its vectors are shorter, so they have no cosine; otherwise ``None``."""
         if method != "hidden":
             return None
         return "vectors of another size cannot be compared with the original's, and there is no other quality measure"
@@ -276,7 +280,7 @@ class TextEvidence:
         return Calibration(batches, counts)
 
     def quality(self, model: nn.Module, tokenizer: Path | None) -> Quality:
-        """See `Evidence.quality`: the mean cosine with the vectors of the original."""
+        """See `Evidence.quality`: the mean cosine with the vectors of the original, and as loss one minus this mean."""
         if self._vectors_ND is None:
             self._vectors_ND = self._embedded(self.load(self.model, None), None)
         vectors_ND = self._embedded(model, tokenizer)

@@ -1,4 +1,4 @@
-"""The output folder of ``plimsoll shrink``: ownership checks, work files, and the final model.
+"""The output folder of ``plimsoll shrink``: checks for files of other programs, work files, and the final model.
 
     OUT/  the model files, shrink.json      OUT/.shrink/  work files, removed at the end
 
@@ -29,12 +29,12 @@ _MODEL_FILES = (
 
 
 def opened(out: Path, asked: Any, force: bool) -> Path:
-    """Return the work folder in ``out``: a new one, or the one of the same command.
+    """Return the work folder in ``out``: a new one, or the existing one if the same command was interrupted.
 
     Args:
         out: the folder for the model.
-        asked: JSON values that determine the results. Another command has other values.
-        force: remove previous results.
+        asked: the JSON values that identify the command. Work files of a command with other values are refused.
+        force: remove previous results of ``plimsoll shrink`` first.
 
     Raises:
         OutputError: if ``out`` holds other files or results, or cannot be written.
@@ -65,7 +65,7 @@ def refuse_overlap(out: Path, belongings: Sequence[Path]) -> None:
     """Refuse an output folder that contains an input, since writing the model would remove it.
 
     Raises:
-        OutputError: if ``out`` is, or contains, one of the inputs; the message names it.
+        OutputError: if ``out`` is, or contains, one of the inputs (``belongings``); the message names the input.
     """
     place = out.resolve()
     for path in belongings:
@@ -75,13 +75,13 @@ def refuse_overlap(out: Path, belongings: Sequence[Path]) -> None:
 
 
 def found_until_now(out: Path) -> ShrinkRecord | None:
-    """Return the record of an unfinished search in ``out``, if there is one."""
+    """Return the record of an unfinished search in ``out``; ``None`` if there is no such record."""
     found = out / WORK / SHRINK_RECORD
     return ShrinkRecord.load(found) if found.is_file() else None
 
 
 def drop_if_empty(work: Path) -> None:
-    """Remove the work folder if it has no models, and then also its parent if this is empty."""
+    """Remove the work folder if it has no models, and then the output folder around it if that is empty."""
     if any((work / "models").glob("*/*.json")):
         return
     shutil.rmtree(work, ignore_errors=True)
@@ -109,7 +109,7 @@ def _read(path: Path) -> Any:
 
 
 def take(folder: Path, out: Path) -> None:
-    """Link or copy the files of the selected model to ``out``. The originals stay."""
+    """Link or copy all files of ``folder`` into ``out``, replacing files of the same name. ``folder`` is unchanged."""
     for path in sorted(folder.rglob("*")):
         target = out / path.relative_to(folder)
         if path.is_dir():

@@ -1,11 +1,11 @@
-"""Importance scores of the rows of weights.
+"""Importance scores of the rows of weights. A row is a slice of a weight along one of its dimensions.
 
-- ``magnitude``: the norm of the weights that read a row, and of the weights that write it. It needs no data.
-- ``taylor``: the change of the loss, to first order, if a row were zero. This is the absolute sum of weight times
-  gradient over the row, summed over batches (Molchanov et al. 2019, arXiv:1906.10771). Michel et al. 2019
-  (arXiv:1905.10650) differentiate by a mask, which gives the same number.
-- ``activation``: the mean absolute input of a row times the norm of the weights that read it (Sun et al. 2023,
-  arXiv:2306.11695, over rows). Padding does not count.
+- ``magnitude``: the norm of the weights that read a feature, and of the weights that write it. It needs no data.
+- ``taylor``: the change of the loss, to first order, if a row were zero: for each batch the absolute value of the sum
+  of weight times gradient over the row, summed over batches (Molchanov et al. 2019, arXiv:1906.10771). Michel et al.
+  2019 (arXiv:1905.10650) differentiate by a mask, which gives the same number.
+- ``activation``: the mean absolute value of an input feature, times the norm of the weights that read it (Sun et al.
+  2023, arXiv:2306.11695, with one score per feature in place of one per weight). Padding does not count.
 
 All sums are in float64, in the order of batches and modules, so equal arguments give bitwise equal results.
 """
@@ -26,7 +26,7 @@ Look = Callable[[int, "Tensor | None", Tensor, Any], None]
 
 
 class Rows(NamedTuple):
-    """The rows of a module's ``weight`` along a dimension. ``num_grouped`` neighbours are scored as one."""
+    """The rows of a module's ``weight`` along dimension ``dim``. ``num_grouped`` neighbouring rows share a score."""
 
     module: Any
     dim: int
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
 
 def norms(weight: Tensor, dim: int) -> Tensor:
-    """Return the norm of each row along a dimension, in float64."""
+    """Return the Euclidean norm of each row of a weight along a dimension, (rows,), in float64."""
     rows = weight.detach().double().movedim(dim, 0).reshape(weight.shape[dim], -1)
     size: Tensor = torch.linalg.vector_norm(rows, dim=1)
     return size
@@ -46,14 +46,20 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def best(scores: Tensor | None, num_kept: int) -> Tensor:
-    """Return the indices of the best rows, increasing. Ties go to the first row. Without scores: the first rows."""
+    """Return the indices of the ``num_kept`` rows with the highest scores, in increasing order.
+
+    Of rows with equal scores, the first is kept. If ``scores`` is ``None``, the first rows are kept.
+    """
     if scores is None:
         return torch.arange(num_kept)
     return scores.argsort(descending=True, stable=True)[:num_kept].sort().values
 
 
 def read_scores(model: nn.Module, importance: str, readers: Sequence[Rows], calibration: Calibration) -> list[Tensor]:
-    """Return for each reader the importance of each row that it reads, (rows,)."""
+    """Return for each reader a score per group of its rows, (rows / ``num_grouped``,).
+
+    ``importance`` is ``magnitude``, ``taylor`` or ``activation``; see the module.
+    """
     if importance == "taylor":
         weights = [(reader.module.weight, reader.dim, reader.num_grouped) for reader in readers]
         return first_order(model, weights, calibration)
@@ -67,11 +73,13 @@ def read_scores(model: nn.Module, importance: str, readers: Sequence[Rows], cali
 
 
 def first_order(model: nn.Module, weights: Sequence[tuple[Tensor, int, int]], calibration: Calibration) -> list[Tensor]:
-    """Return for each weight the change of the loss, to first order, if a row were zero, summed over batches.
+    """Return for each weight a score per row: the change of the loss, to first order, if that row were zero.
+
+    The absolute value of the change is summed over batches.
 
     Args:
         model: the model with the weights.
-        weights: each with the dimension of its rows, and the number of neighbours that are scored as one.
+        weights: tuples of a weight, the dimension of its rows, and how many neighbouring rows share a score.
         calibration: the batches.
 
     Raises:
@@ -136,13 +144,14 @@ def activity(model: nn.Module, modules: Sequence[nn.Module], calibration: Calibr
 
 
 def passes(model: nn.Module, modules: Sequence[nn.Module], calibration: Calibration, look: Look) -> None:
-    """Run all batches and pass inputs and outputs of some modules to ``look``.
+    """Run the model on all batches, and call ``look`` with the input and output of each of ``modules``.
 
     Args:
         model: the model to run, without gradients.
         modules: the modules to observe.
         calibration: the batches.
-        look: receives the index of a module, the mask of the batch, the first input and the output.
+        look: called with the index of a module in ``modules``, the attention mask of the batch (B, T) or ``None``, the
+            module's first argument, and its output.
 
     Raises:
         WeightsError: if there are no batches.
@@ -167,7 +176,7 @@ def passes(model: nn.Module, modules: Sequence[nn.Module], calibration: Calibrat
 
 
 def tokens_of(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the features of all tokens except padding, as rows."""
+    """Return the features of all tokens except padding, (tokens, features). Without a mask, all tokens count."""
     hidden = hidden.detach()
     if mask is not None and hidden.dim() > 2 and hidden.shape[:2] == mask.shape:
         return hidden[mask.bool()].flatten(0, -2) if hidden.dim() > 3 else hidden[mask.bool()]

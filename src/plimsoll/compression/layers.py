@@ -12,7 +12,10 @@ from plimsoll.weights.torchao_layers import nothing_found, plain_layers
 
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """Return the name and the list of a model's blocks: the longest `nn.ModuleList` of modules of one class."""
+    """Return the name and the list of a model's blocks: the longest `nn.ModuleList` of modules of one class.
+
+    Return ``None`` if the model has no such list.
+    """
     found: tuple[str, nn.ModuleList] | None = None
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and len({type(one) for one in module}) == 1
@@ -22,7 +25,7 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 
 def linears_of_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the Linear and Conv1D layers inside blocks, in the order of the model."""
+    """Return the names of the linear layers inside blocks, in the order of the model; see `is_linear`."""
     return [
         name
         for name, module in model.named_modules(remove_duplicate=False)
@@ -36,17 +39,17 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linear_weight(module: Any) -> Any:
-    """Return the weight of a linear layer as (out, in)."""
+    """Return the weight of a linear layer as a view (out, in)."""
     return module.weight if isinstance(module, nn.Linear) else module.weight.t()
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model is a transformers model, by its configuration."""
+    """Return whether a model is a transformers model, which its configuration shows."""
     return hasattr(getattr(model, "config", None), "get_text_config")
 
 
 def dense_layers(model: Any) -> dict[str, Any]:
-    """Return the dense linear layers of the base model, by name. Of layers with a shared weight, only the first."""
+    """Return the unquantized linear layers of the base model, by name; of layers with one weight, only the first."""
     found: dict[int, tuple[str, Any]] = {}
     for name, layer in plain_layers(model).items():
         found.setdefault(id(layer.weight), (name, layer))
@@ -54,7 +57,7 @@ def dense_layers(model: Any) -> dict[str, Any]:
 
 
 def why_no_zeros(bundle: Bundle, choice: Choice) -> str | None:
-    """Return why weights cannot be set to zero: not a transformers model, or no linear layer."""
+    """Return why weights cannot be set to zero: no transformers model, or no linear layers; else ``None``."""
     model: Any = bundle.model
     if not hasattr(model, "base_model_prefix"):
         return f"{choice.technique} needs a transformers model, and this is a {type(model).__name__}: leave it out"

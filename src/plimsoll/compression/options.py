@@ -1,4 +1,4 @@
-"""Checks of the options of ``plimsoll shrink``, before anything is loaded. Does not import torch."""
+"""Checks of the options of ``plimsoll shrink``, before the model or data are loaded. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ def require_consistent(  # noqa: PLR0917 -- options of one command
 ) -> None:
     """Refuse options that contradict each other, and numbers out of range.
 
+    The arguments are the values of the options ``--target``, ``--method``, ``--forbid``, ``--recover``, ``--budget``,
+    ``--tries`` and ``--samples``, with ``None`` for an absent option.
+
     Raises:
         InputError: if two options conflict, or a number is out of range; the message names the option to change.
     """
@@ -34,10 +37,10 @@ def require_consistent(  # noqa: PLR0917 -- options of one command
 
 
 def target_bytes_of(target: str | None) -> int | None:
-    """Return the bytes of ``--target``.
+    """Return the size in ``--target`` in bytes; ``None`` if the option is absent.
 
     Raises:
-        InputError: if the text is not a size.
+        InputError: if the text is not a size in bytes.
     """
     try:
         return None if target is None else parse_bytes(target)

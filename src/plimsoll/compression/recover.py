@@ -3,7 +3,7 @@
 The job is the evaluation job, with the smaller model as ``model`` and the original as teacher. It is trained in a
 separate process, inside a budget if there is one, and resumes after an interruption.
 
-Does NOT tune the learning rate. The job's own schedule is used, and ends with the last of these steps.
+Does NOT tune the learning rate. The job's own learning-rate schedule is used, and ends with the last step of recovery.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from plimsoll.records.run import RunRecord
 from plimsoll.records.shrink import TrainingCost
 from plimsoll.training.run_directory import RunDirectory
 
-_CHECKPOINTS = 4  # per training, so that little is repeated after a kill
+_CHECKPOINTS = 4  # per training run: after a kill, at most about a quarter of the steps is repeated
 
 
 class Trained(NamedTuple):
@@ -39,16 +39,16 @@ class Trained(NamedTuple):
 def train_again(  # noqa: PLR0917 -- called once
     job: Job, source: Source, place: Path, cache: Path, num_steps: int, budget_bytes: int | None, teacher: Path | None
 ) -> Trained:
-    """Train a model, or resume its training.
+    """Train a model, or resume an interrupted training run.
 
     Args:
-        job: the data, the task and the optimizer.
+        job: the job with the data, the task and the optimizer.
         source: the model to train.
-        place: the folder for the run.
-        cache: the folder of the job's tokens.
-        num_steps: the total number of steps.
-        budget_bytes: the memory budget, under which the training is planned; ``None`` to train without a plan.
-        teacher: a model folder to distill from; ``None`` for labels only.
+        place: the folder for ``job.yaml`` and the run directory ``run``.
+        cache: the cache folder for the tokenized data of the job.
+        num_steps: the total number of steps, including steps before an interruption.
+        budget_bytes: the memory budget of the training run's plan; ``None`` to train without a plan.
+        teacher: a model folder to distill from; ``None`` to train on labels only.
 
     Raises:
         InputError: if the training fails.
@@ -61,7 +61,7 @@ def train_again(  # noqa: PLR0917 -- called once
         arguments = [str(place / "job.yaml"), "--cache", str(cache), "--force"]
         arguments += [] if budget_bytes is not None else ["--no-plan"]
     command = [sys.executable, "-m", "plimsoll", "train", *arguments, "--out", str(run), "--json"]
-    # If this process ends, the training must end too: it would block the next command.
+    # If this process ends, the training process must end too: it would block the next command.
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=ending_with_this())
     if done.returncode:
         raise InputError(f"{source.folder} cannot be trained ({_why(done.stdout)}): correct this, or set --recover 0")
@@ -69,7 +69,10 @@ def train_again(  # noqa: PLR0917 -- called once
 
 
 def cost_of(record: RunRecord, has_teacher: bool) -> TrainingCost:
-    """Return the cost of a run's steps. The first step creates optimizer states, and is only counted if it is alone."""
+    """Return the peak memory and median step time of a run.
+
+    The first step creates optimizer states, so its time is left out unless it is the only step.
+    """
     seconds = [step.step_seconds for step in record.steps]
     return TrainingCost(
         peak_bytes=record.peak_bytes,

@@ -31,13 +31,14 @@ class ShrinkOptions:
 
     Attributes:
         target_bytes: the limit for the files of weights; ``None``: try every choice alone and select no model.
-        budget_bytes: the memory budget of each training, planned as by ``plimsoll train --budget``.
-        methods: exactly this chain, in this order; empty: search. See `plimsoll.records.shrink.chain_of`.
+        budget_bytes: the memory budget of each training run, planned as by ``plimsoll train --budget``; ``None``: train
+            without a plan.
+        methods: the chain to apply, in this order; empty: search. See `plimsoll.records.shrink.chain_of`.
         forbids: names of methods to leave out.
-        recover_steps: training steps after methods that change shapes; 0 for none.
-        distills: whether this training also distills from the original.
-        most_tries: the number of chains to make under the target.
-        most_samples: the number of samples to evaluate; ``None`` for all.
+        recover_steps: steps of recovery training after methods that change shapes; 0 for no training.
+        distills: whether recovery training also distills from the original.
+        most_tries: the maximum number of chains to make under the target.
+        most_samples: the maximum number of samples to evaluate; ``None`` for all.
     """
 
     target_bytes: int | None = None
@@ -52,10 +53,10 @@ class ShrinkOptions:
 
 @dataclass(frozen=True)
 class ShrinkSource:
-    """A model and its evaluation data: a job whose ``model`` is the folder, or texts for an embedding model.
+    """A model folder and its evaluation data: a job whose ``model`` is the folder, or texts for an embedding model.
 
-    ``cache`` holds the tokens of the job if the model was trained here, and ``trained`` is the record of that run.
-    ``is_to_train`` is true if the user described a training with the job. Its peak is then reported.
+    If the model is from a run directory, ``cache`` is that run's cache of tokenized data, and ``trained`` its record.
+    ``is_to_train`` is true if the user gave a job or a run. The peak of its training is then reported for each model.
     """
 
     folder: Path
@@ -69,14 +70,14 @@ class ShrinkSource:
 
     @property
     def belongings(self) -> tuple[Path, ...]:
-        """The files and folders that are read while smaller models are made."""
+        """The files and folders that are read while smaller models are made, which the output must not overwrite."""
         paths = (self.folder, self.data, self.cache, self.trained)
         sources = [] if self.job is None else [Path(one) for one in self.job.data.sources]
         return (*(path for path in paths if path is not None), *sources)
 
     @property
     def described(self) -> str:
-        """A description of the evaluation data."""
+        """A short description of the evaluation data, for the record."""
         if self.job is None:
             return f"the texts of {self.data}"
         validation = self.job.data.validation
@@ -84,7 +85,10 @@ class ShrinkSource:
 
 
 def decisive(source: ShrinkSource, options: ShrinkOptions) -> dict[str, Any]:
-    """Return the values that determine the model of each chain. The selection of chains does not belong to them."""
+    """Return, as JSON values, the inputs and options on which the model of a chain depends.
+
+    Options that only select chains, such as the target, are not included.
+    """
     model = sorted(path for path in source.folder.iterdir() if path.is_file())
     data = [] if source.data is None else [source.data]
     return {
@@ -109,15 +113,15 @@ def find_source(  # noqa: PLR0917 -- options of one command
     has_header: bool | None = None,
     changes: tuple[str, ...] = (),
 ) -> ShrinkSource:
-    """Return the model and its evaluation data.
+    """Return the model and its evaluation data for the arguments of ``plimsoll shrink``.
 
     Args:
         model: a run directory, a job file, or the folder of a model.
         data: the file of texts, for a model folder.
-        columns: the columns of the texts.
-        label: the column of their labels.
-        has_header: whether the first row of a csv names its columns.
-        changes: changes of the job, as ``field=value``.
+        columns: the columns with the text; ``None``: see `plimsoll.data.formats.Reading`.
+        label: the column with the class labels, for a classifier.
+        has_header: whether the first row of a csv names its columns; ``None``: see `plimsoll.data.formats.Reading`.
+        changes: changes of the job's fields, as ``field=value``.
 
     Raises:
         InputError: if an argument is missing, or contradicts another one.
@@ -214,14 +218,18 @@ def _of_folder(  # noqa: PLR0917 -- options of one command
 
 
 def _ready(job: Job, folder: Path) -> Job:
-    """Return the job with the settings for training and evaluating smaller models."""
+    """Return the job for training and evaluating smaller models of ``folder``.
+
+    Raises:
+        DataError: if the job has no validation data.
+    """
     if not job.data.validation:
         raise DataError(
             f"data.validation is {job.data.validation}, so smaller models cannot be evaluated: set data.validation to "
             "a file, or with --set data.validation=0.1 to a share of the training data"
         )
     changes: dict[str, Any] = {"model": str(folder.resolve()), "embeddings": None, "distill": None}
-    if job.data.order == "streams":  # the original's state does not fit a smaller model
+    if job.data.order == "streams":  # a smaller model cannot use the original's recurrent state
         changes["data"] = job.data.model_copy(update={"order": "shuffle", "reset": None})
     return job.model_copy(update=changes)
 

@@ -1,7 +1,7 @@
 """Saving of a smaller model as a folder that also loads without Plimsoll.
 
-A folder is a Hugging Face folder, or the folder of a recurrent model of Plimsoll (``model.safetensors`` and
-``config.json``), with the tokenizer. The pooling settings of sentence-transformers are copied.
+The result is a Hugging Face folder, or the folder of a recurrent model of Plimsoll (``model.safetensors`` and
+``config.json``), with the tokenizer. The module and pooling settings of sentence-transformers are copied.
 
 Not handled: adapters, which must be merged first, and optimizer states.
 """
@@ -26,7 +26,7 @@ _SENTENCE_FILES = ("sentence_bert_config.json", "config_sentence_transformers.js
 
 
 def form_of(model: nn.Module) -> Form:
-    """Return how a saved model is loaded without Plimsoll."""
+    """Return the way in which a saved model can be loaded if Plimsoll is not installed."""
     if isinstance(model, RecurrentModel):
         return "recurrent"
     config = getattr(model, "config", None)
@@ -41,7 +41,7 @@ def save_bundle(bundle: Bundle, folder: Path, origin: Path | None = None) -> Non
     Args:
         bundle: the model to save.
         folder: an empty folder, or a new one.
-        origin: the folder of the original, with further files to copy.
+        origin: the folder of the original, whose sentence-transformers files are copied; ``None`` to copy no files.
 
     Raises:
         OutputError: if the folder is not empty, cannot be written, or the disk is full.
@@ -61,7 +61,7 @@ def save_bundle(bundle: Bundle, folder: Path, origin: Path | None = None) -> Non
 
 
 def _copy_what_belongs(origin: Path, folder: Path) -> None:
-    """Copy the files of sentence-transformers: its list of modules, and the settings of each."""
+    """Copy the files of sentence-transformers, if the original has them: the list of its modules, and their folders."""
     if not (origin / MODULES_FILE).is_file():
         return
     shutil.copyfile(origin / MODULES_FILE, folder / MODULES_FILE)

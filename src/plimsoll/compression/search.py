@@ -2,12 +2,13 @@
 
     record = shrink(source, out, options)
 
-Every number is measured on a real model, in another process (`plimsoll.compression.candidates`): the files, peak and
-time of inference, and quality on the evaluation data before and after training. Estimates
+Every number is measured on a real model, in another process (`plimsoll.compression.candidates`): the size of the files,
+peak and time of inference, and quality on the evaluation data before and after recovery training. Estimates
 (`plimsoll.compression.chains`) only select the chains to make. Results are kept in ``out/.shrink``, so the same command
 resumes after Ctrl-C or a kill.
 
-This process holds no tensors. Does NOT tune the training, and measures quality only on the evaluation data.
+This process holds no tensors. Does NOT tune the settings of recovery training, and measures quality only on the
+evaluation data.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from plimsoll.training.run_directory import RunDirectory
 from plimsoll.training.supervise import prepare_data
 
 _VOCABULARY = "vocabulary"
-_MOST_GUESSED = 8  # the chains with the smallest expected size, which decide whether a target is reachable
-_SURELY = 1.5  # margin: another chain may be smaller by this factor; for a BERT it was 1.15 (of 150 chains)
-_MOST_SIZED = 400  # estimated chains whose size is computed
+_MOST_GUESSED = 8  # a target is refused if this number of chains, smallest estimate first, miss it by far
+_SURELY = 1.5  # margin: an unseen chain may be smaller by this factor; it was 1.15 for a BERT with 150 chains
+_MOST_SIZED = 400  # the maximum number of estimated chains whose exact size is computed
 _ALONE, _CHAINS = "methods alone", "chains"
 
 
 class RefusedError(Exception):
-    """A process has refused its input and printed the reason to standard error. ``exit_code`` is its exit code."""
+    """A process has refused its input, printed the reason to standard error and exited with ``exit_code``."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -65,17 +66,22 @@ def shrink(
     progress: Progress = silent,
     say: Callable[[str], None] = lambda text: None,
 ) -> ShrinkRecord:
-    """Make the best model under a target, or try every choice alone. A previous run of the same command is resumed.
+    """Make the best model under a target, make the model of a given chain, or try every choice alone.
+
+    If the same command was interrupted, it is resumed.
 
     Args:
         source: the original and its evaluation data.
         out: the folder for the model. ``shrink.json`` is written next to the model's files.
-        options: the target or chain, and how to train and evaluate.
+        options: the target or chain, and the settings of training and evaluation.
         force: start again, and overwrite ``out``.
         keep_all: keep every model in ``out/.shrink``.
         quiet: show no progress while the data are prepared.
-        progress: receives the number of models made.
-        say: receives a line about each model.
+        progress: called with the stage, the number of models tried, and the number of models to try.
+        say: called with a line of text about each model.
+
+    Returns:
+        the record of all models, which is also saved as ``shrink.json``.
 
     Raises:
         InputError: if an input cannot be used, or no chain reaches the target; the message gives a remedy.
@@ -109,7 +115,10 @@ def _made_in(  # noqa: PLR0917 -- the arguments of `shrink`
     progress: Progress,
     say: Callable[[str], None],
 ) -> tuple[ShrinkRecord, Path | None]:
-    """Start the process that makes models, refuse an impossible chain, prepare the data, and search."""
+    """Start the process that makes models, refuse an impossible chain, prepare the data, and search.
+
+    Return the record, and the folder of the selected model; ``None`` if no model is selected.
+    """
     cache = source.cache or work / "data"
     request = ShrinkRequest(
         folder=str(source.folder.absolute()),
@@ -146,7 +155,7 @@ class _Shrinking:
     _failed: list[Unused] = field(default_factory=list)
 
     def run(self) -> tuple[ShrinkRecord, Path | None]:
-        """Try the requested chains; return the record, and the folder of the selected model."""
+        """Try the given chain, or search; return the record, and the folder of the selected model, if any."""
         self.say(f"checking which of {len(METHODS)} methods apply to {self.source.folder}")
         offers = self.process.offers()
         self._offers = tuple(one for one in offers if one.method not in self.options.forbids)
@@ -162,7 +171,7 @@ class _Shrinking:
         return self._record(best), None if best is None else self._place(self._models[best].chain) / "model"
 
     def _record(self, best: int | None, is_complete: bool = True) -> ShrinkRecord:
-        """Return the record of the models so far."""
+        """Return the record of the models made so far. ``best`` is the index of the selected model."""
         return ShrinkRecord(
             model=str(self.source.folder),
             task="embed" if self.source.job is None else self.source.job.task,
@@ -180,8 +189,8 @@ class _Shrinking:
     def _refuse_hopeless(self, target_bytes: int) -> None:
         """Refuse a target far below the reachable size, before any model is made.
 
-        Sizes are computed without making models. The chains to look at are selected by an estimate, hence the margin.
-        Targets near the limit are left to the search.
+        Sizes are computed without making models. Chains are examined in the order of their estimated size, so a smaller
+        one may be missed, hence the margin. A target near the smallest size is left to the search.
         """
         original_bytes = self.process.weight_bytes(())
         assert original_bytes is not None
@@ -213,7 +222,7 @@ class _Shrinking:
         )
 
     def _not_offered(self) -> Iterator[Unused]:
-        """Yield the methods that have no choices for this model; none if the user gave a chain."""
+        """Yield the methods that have no choices for this model. If the user gave a chain, yield nothing."""
         for one in self._offers if not self.options.methods else ():
             if one.reason:
                 yield Unused(method=one.method, reason=one.reason)
@@ -222,10 +231,10 @@ class _Shrinking:
         return {choice.technique for model in self._models for choice in model.chain}
 
     def _original(self) -> Small:
-        """Measure the original, also after training.
+        """Measure the original, before and after recovery training if that is requested.
 
-        It is trained for as many steps as the other models, so that the gain from training alone is not credited to a
-        method.
+        It is trained for as many steps as the smaller models, so that the gain from training alone is not credited to
+        a method.
         """
         if self.options.recover_steps and self.source.job is not None:
             self.say(f"training the original for {self.options.recover_steps} steps, for comparison")
@@ -248,7 +257,7 @@ class _Shrinking:
         chains = [(choice,) for offer in self._offers for choice in offer.choices]
         for number, chain in enumerate(chains):
             self.progress(_ALONE, number, len(chains))
-            # Under a target, only chains are trained: single choices are inputs of the estimate.
+            # Under a target, only the chains selected later are trained. Single choices only serve the estimates.
             self._try(chain, f"{number + 1} of {len(chains)}", recovers=self.options.target_bytes is None)
         self.progress(_ALONE, len(chains), len(chains))
 
@@ -272,7 +281,7 @@ class _Shrinking:
         raise self._unreached(target_bytes, *self._smallest(), more)
 
     def _smallest(self) -> tuple[int, str]:
-        """Return the file bytes and name of the smallest reachable chain."""
+        """Return the file bytes and name of the smallest chain, by estimate, that no method refuses."""
         for guess in smallest(self._singles())[:_MOST_SIZED]:
             num_bytes = self._sized(guess.chain)
             if num_bytes is not None:
@@ -281,7 +290,10 @@ class _Shrinking:
         return least.file_bytes, least.name
 
     def _sized(self, chain: Chain) -> int | None:
-        """Return the file bytes of a chain, without making it: its weights and the original's file overhead."""
+        """Return the file bytes of a chain's model without making it; ``None`` if a method refuses.
+
+        They are the bytes of its weights, plus the bytes in the original's files that are not weights.
+        """
         original, num_bytes = self._models[0], self.process.weight_bytes(chain)
         return None if num_bytes is None else num_bytes + original.file_bytes - original.weight_bytes
 
@@ -292,7 +304,7 @@ class _Shrinking:
         return model.model_copy(update={"rejected": f"{over} over the target"})
 
     def _chains(self, target_bytes: int) -> list[Guess]:
-        """Select the chains to make: the least expected loss first, among chains whose computed file size fits."""
+        """Select the chains to make: by increasing estimated loss, among chains whose computed file size fits."""
         singles, original = self._singles(), self._models[0]
 
         def fits(guess: Guess) -> bool:
@@ -301,11 +313,11 @@ class _Shrinking:
 
         guessed = guesses(singles, target_bytes / original.file_bytes)[:_MOST_SIZED]
         found = varied(filter(fits, guessed), self.options.most_tries)
-        # If no estimate was right, the smallest chain may still fit.
+        # If the estimates rule out every chain that fits, take the chain with the smallest estimate that fits.
         return found or varied(filter(fits, smallest(singles)[:_MOST_SIZED]), 1)
 
     def _singles(self) -> list[Single]:
-        """Return the effects of each choice alone."""
+        """Return the measured effect of each choice alone on the original."""
         original = self._models[0]
         orders = {offer.method: number for number, offer in enumerate(self._offers)}
         return [
@@ -321,7 +333,10 @@ class _Shrinking:
         ]
 
     def _try(self, chain: Chain, where: str, recovers: bool) -> None:
-        """Make and measure a model. If this fails, report the reason, record it and continue."""
+        """Make and measure the model of a chain. If this fails, report and record the reason, and continue.
+
+        ``where`` is the model's number in the search, for messages.
+        """
         try:
             self._add(self._made(chain, recovers), f"{where}, ")
         except InputError as error:
@@ -331,27 +346,30 @@ class _Shrinking:
             self.say(f"{where}, {name}: {error}")
 
     def _add(self, small: Small, where: str = "") -> None:
-        """Add a model to the record, replace an untrained model of the same chain, and report it."""
+        """Add a model to the record, in place of an earlier model of the same chain, and report it."""
         self._models = [*(one for one in self._models if one.chain != small.chain), small]
         self.say(f"{where}{_sentence(small, self._models[0])}")
         self._record(None, is_complete=False).save(self.work / SHRINK_RECORD)
 
     def _can_recover(self, chain: Chain) -> bool:
-        """Return whether training can change the model of a chain: not if the chain only changed the bits of values."""
+        """Return whether the model of a chain can be trained: not if the chain only changes the bits of weights."""
         return self.source.job is not None and not (chain and all(map(self._is_last, chain)))
 
     def _is_last(self, choice: Choice) -> bool:
         return METHODS[choice.technique].stage == "values"
 
     def _made(self, chain: Chain, recovers: bool) -> Small:
-        """Make a model, train it if requested, and measure it; return the stored result if there is one."""
+        """Make the model of a chain, train it if ``recovers`` and possible, and measure it.
+
+        If an interrupted run has stored the result, return that.
+        """
         recovers = recovers and bool(self.options.recover_steps) and self._can_recover(chain)
         place = self._place(chain)
         kept, most_kept = place / f"small-{int(recovers)}.json", place / "small-1.json"
-        for known in (most_kept, kept):  # the record of a trained model also has its untrained quality
+        for known in (most_kept, kept):  # the result of a trained model includes its quality before training
             if known.is_file():
                 return Small.model_validate_json(known.read_text(encoding="utf-8"))
-        (place / "small-0.json").unlink(missing_ok=True)  # its model folder is made again
+        (place / "small-0.json").unlink(missing_ok=True)  # its model folder is about to be overwritten
         source, folder = Source(folder=str(self.source.folder)), place / "model"
         made = self._fresh(source, chain, folder)
         recovered, training = None, None
@@ -380,10 +398,10 @@ class _Shrinking:
         return small
 
     def _comparable(self, quality: Quality, chain: Chain) -> Quality:
-        """Return a language model's loss over all of the original's tokens, if its vocabulary is smaller.
+        """Return a language model's quality with a loss that is comparable with the original's.
 
-        With fewer tokens to divide the probability among, every loss is lower, including the original's. The original's
-        gain is added.
+        With a smaller vocabulary, the probability is divided among fewer tokens, which lowers the loss of every model.
+        So the amount by which it lowers the original's loss is added.
         """
         fewer = tuple(choice for choice in chain if choice.technique == _VOCABULARY)
         if not fewer or not quality.is_language_model:
@@ -392,14 +410,14 @@ class _Shrinking:
         return quality.model_copy(update={"loss": quality.loss + gain})
 
     def _loss_of(self, chain: Chain) -> float:
-        """Return the loss of an untrained chain over the chain's vocabulary; make the model if it does not exist."""
+        """Return the loss of a chain's model before training, over its own vocabulary; make the model if necessary."""
         place = self._place(chain)
         if not (place / "model.json").is_file():
             self._fresh(Source(folder=str(self.source.folder)), chain, place / "model")
         return Made.model_validate_json((place / "model.json").read_text(encoding="utf-8")).quality.loss
 
     def _fresh(self, source: Source, chain: Chain, folder: Path) -> Made:
-        """Make a model, and replace the folder if it exists, since it may be incomplete."""
+        """Apply a chain to ``source``, and save the model in ``folder``. Previous content is removed first."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         made = self.process.make(source, chain, folder)
@@ -407,9 +425,9 @@ class _Shrinking:
         return made
 
     def _recovered(self, chain: Chain, place: Path) -> tuple[Made, TrainingCost]:
-        """Train the model after the choices that change shapes, then apply the choices that change values.
+        """Apply the choices that change shapes, train the model, then apply the choices that change only bits.
 
-        The result is in the folder ``recovered``.
+        The resulting model is in the folder ``recovered`` of ``place``.
         """
         structure = tuple(choice for choice in chain if not self._is_last(choice))
         values = chain[len(structure) :]
@@ -423,9 +441,9 @@ class _Shrinking:
         return made, trained.cost.model_copy(update={"predicted": predicted})
 
     def _teacher(self, structure: Chain, place: Path) -> Path:
-        """Return the folder of the teacher: the original, reduced to the smaller vocabulary if the chain has one.
+        """Return the folder of the teacher: the original, with the smaller vocabulary if the chain reduces it.
 
-        The outputs for the kept tokens are the same.
+        The reduced teacher's logits for the kept tokens are the same.
         """
         first = tuple(choice for choice in structure if choice.technique == _VOCABULARY)
         if not first:
@@ -458,7 +476,7 @@ def _sentence(small: Small, original: Small) -> str:
 
 
 def _prepare(job: Job, work: Path, cache: Path, quiet: bool) -> None:
-    """Prepare the data as a training does, in a separate process that prints its own errors.
+    """Prepare the data as ``plimsoll train`` does, in a separate process that prints its own errors.
 
     Raises:
         RefusedError: if the process refuses; it has printed the reason.

@@ -9,23 +9,23 @@ from plimsoll.records.shrink import SHARE, options_of
 
 
 def share_of(choice: Choice) -> float:
-    """Return the share to remove."""
+    """Return the share (0 to 1) of parts that a choice removes; the default if the choice does not set it."""
     share: Any = options_of(choice)["share"]
     return float(SHARE if share is None else share)
 
 
 def importance_of(choice: Choice) -> str:
-    """Return the importance measure."""
+    """Return the name of a choice's importance measure, such as ``magnitude``."""
     return str(options_of(choice)["importance"])
 
 
 def num_removed(num_parts: int, share: float) -> int:
-    """Return the number of parts to remove, rounded to the nearest integer."""
+    """Return the number of parts (heads, channels, ...) to remove, rounded to the nearest integer."""
     return round(num_parts * share)
 
 
 def removal_fault(what: str, num_parts: int, share: float) -> str | None:
-    """Return a sentence if a share removes no part or all parts; else ``None``. ``what`` names the parts."""
+    """Return a sentence if a share removes no part or all parts; else ``None``. ``what`` is the parts' name in it."""
     removed = num_removed(num_parts, share)
     if 0 < removed < num_parts:
         return None

@@ -1,11 +1,11 @@
 """Selection of the tokens that texts need, and a tokenizer with only these.
 
-It works on the JSON of the ``tokenizers`` library (0.23). If all tokens that occur in a text are kept, the text keeps
-its tokens. Other texts are split into smaller tokens, or contain the unknown token. The single characters of kept
-tokens are kept, and all bytes of byte-level tokenizers.
+It works on the JSON of the ``tokenizers`` library (0.23). If all tokens of a text are kept, the reduced tokenizer
+splits it into the same tokens. Other texts are split into smaller tokens, or contain the unknown token. The single
+characters of kept tokens are kept, and all bytes of byte-level tokenizers.
 
-Not handled: other kinds of models, and added tokens whose ids lie between the model's ids but are not in its
-vocabulary.
+Not handled: tokenizer models that are not in `KINDS`, and added tokens that are not in the model's vocabulary but have
+ids between its ids.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def tokens_needed(tokenizer: Mapping[str, Any], occurring: Iterable[int]) -> set[int]:
-    """Return the ids to keep.
+    """Return the ids of the tokens that a reduced tokenizer needs.
 
     Args:
-        tokenizer: the JSON of the tokenizer.
-        occurring: ids of the tokens that must keep their texts' tokenization.
+        tokenizer: the JSON of the tokenizer, parsed.
+        occurring: ids of the tokens that occur in texts. Texts of only these tokens keep their tokenization.
     """
     model = tokenizer["model"]
     ids = vocabulary_of(model)
@@ -37,18 +37,18 @@ def tokens_needed(tokenizer: Mapping[str, Any], occurring: Iterable[int]) -> set
     if unknown in ids:
         kept.add(ids[unknown])
     kept |= {ids[byte] for byte in _BYTE_TOKENS & ids.keys()} if model.get("byte_fallback") else set()
-    # BPE applies the possible merge of the lowest rank. All merges on the path to a token are kept, with their results.
-    # They are the merges of the token alone, since no merge crosses its ends.
+    # BPE always applies the possible merge with the lowest rank. All merges that lead to a token are kept, with their
+    # results. They are the merges of the token's own characters, since no merge crosses the ends of a token.
     if model["type"] == "BPE":
         return kept | _steps_of_bpe(tokenizer, ids, [words[number] for number in kept if number in words])
-    # Unigram takes the path with the highest score. This path remains, and removing tokens adds no path with a higher
-    # score. The token with the lowest score is kept, since it determines the score of an unknown character.
+    # Unigram splits a text such that the sum of scores is highest. That split remains possible, and removing tokens
+    # adds no better one. The token with the lowest score is kept: it determines the score of an unknown character.
     if model["type"] == "Unigram":
         kept.add(min(range(len(model["vocab"])), key=lambda number: model["vocab"][number][1]))
         kept |= set() if model.get("unk_id") is None else {model["unk_id"]}
-    if model["type"] == "WordLevel":  # whole words only
+    if model["type"] == "WordLevel":  # its tokens are whole words, which are not split
         return kept
-    # WordPiece takes the longest matching token, which is kept.
+    # WordPiece takes the longest matching token. It occurs in the text, so it is kept.
     prefix = model.get("continuing_subword_prefix") or ""
     characters = {character for number in kept for character in words.get(number, "")}
     single = [form for character in characters for form in (character, prefix + character)]
@@ -56,17 +56,17 @@ def tokens_needed(tokenizer: Mapping[str, Any], occurring: Iterable[int]) -> set
 
 
 def vocabulary_of(model: Mapping[str, Any]) -> dict[str, int]:
-    """Return the id of each token of a tokenizer's model."""
+    """Return the id of each token in the vocabulary of a tokenizer's model, the entry ``model`` of its JSON."""
     if model["type"] == "Unigram":
         return {piece: number for number, (piece, _) in enumerate(model["vocab"])}
     return dict(model["vocab"])
 
 
 def with_only(tokenizer: Mapping[str, Any], kept: list[int]) -> str:
-    """Return the JSON of a tokenizer reduced to some tokens. Their new ids are their indices in ``kept``.
+    """Return the JSON of a tokenizer that is reduced to the ids ``kept``. New ids are the indices in ``kept``.
 
     Raises:
-        WeightsError: if added tokens would get other ids.
+        WeightsError: if the ``tokenizers`` library would give an added token another id.
     """
     made: dict[str, Any] = json.loads(json.dumps(tokenizer))
     new = {old: number for number, old in enumerate(kept)}
@@ -102,7 +102,7 @@ def _check_numbers(text: str, before: Mapping[str, Any], kept: list[int]) -> Non
 
 
 def _steps_of_bpe(tokenizer: Mapping[str, Any], ids: Mapping[str, int], kept: list[str]) -> set[int]:
-    """Return the ids of all tokens on the merge path to the kept ones, and of all bytes if it is byte-level."""
+    """Return the ids of all tokens from which BPE merges ``kept``, and of all bytes if the tokenizer is byte-level."""
     model = tokenizer["model"]
     prefix = model.get("continuing_subword_prefix") or ""
     ranks = {_pair(merge): rank for rank, merge in enumerate(model["merges"])}
@@ -117,7 +117,7 @@ def _steps_of_bpe(tokenizer: Mapping[str, Any], ids: Mapping[str, int], kept: li
 
 
 def _parts_on_the_way(word: str, ranks: Mapping[tuple[str, str], int], prefix: str, suffix: str) -> set[str]:
-    """Return all tokens of the merge path from the characters of a token to the token."""
+    """Return the token ``word``, its characters, and all tokens that BPE merges in between."""
     is_last = bool(suffix) and word.endswith(suffix)
     is_inner = bool(prefix) and word.startswith(prefix)
     parts = [*word.removeprefix(prefix if is_inner else "").removesuffix(suffix if is_last else "")]

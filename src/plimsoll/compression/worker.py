@@ -1,7 +1,7 @@
 """The worker process that makes smaller models, and its client. A question and an answer are each one line of JSON.
 
-The worker imports torch and holds the weights. The client does neither, and survives if the worker is killed. Each
-question calls a method of `plimsoll.compression.candidates.Workshop`.
+The worker imports torch and holds the weights. The client does neither, and survives if the worker is killed. A
+question has the name of a function of `plimsoll.compression.candidates.answers_of`, and its arguments.
 
 Does NOT make two models at once.
 """
@@ -43,7 +43,10 @@ class ShrinkRequest(Record):
 
 
 class Offer(Frozen):
-    """The choices of a method that are worth trying on a model, mildest first, or the reason why it has none."""
+    """The choices of a method that are worth trying on a model, mildest first, or the reason why it has no choices.
+
+    ``saves`` is a sentence on the savings of the method.
+    """
 
     method: str
     saves: str
@@ -52,7 +55,10 @@ class Offer(Frozen):
 
 
 class Made(Frozen):
-    """A model that was made and evaluated."""
+    """A model that was made and evaluated.
+
+    ``form`` is the way to load it without Plimsoll, and ``file_bytes`` are the bytes of its weight files.
+    """
 
     form: Form
     file_bytes: int
@@ -72,7 +78,7 @@ class ShrinkProcess:
     """Client of the worker process, as a context manager: entering starts the process, leaving kills it.
 
     Args:
-        request: a file with a `ShrinkRequest`.
+        request: the path of a file with a `ShrinkRequest`.
     """
 
     def __init__(self, request: Path) -> None:
@@ -92,29 +98,36 @@ class ShrinkProcess:
         self._process.communicate()
 
     def offers(self) -> tuple[Offer, ...]:
-        """Return the choices of each method for the original."""
+        """Return for each method its choices for the original, or the reason why it has none."""
         return tuple(Offer.model_validate(one) for one in self._ask("offers"))
 
     def check(self, chain: Chain) -> None:
-        """Refuse a chain that is impossible for the original, by its configuration alone."""
+        """Raise an error if the original's configuration shows that a chain is impossible.
+
+        Raises:
+            WeightsError: if a method refuses its choice.
+        """
         self._ask("check", chain=_plain(chain))
 
     def weight_bytes(self, chain: Chain) -> int | None:
-        """Return the bytes of the weights after a chain; ``None`` if a method refuses."""
+        """Return the bytes of the weights that a chain would leave; ``None`` if a method refuses its choice."""
         found: int | None = self._ask("weight_bytes", chain=_plain(chain))
         return found
 
     def make(self, source: Source, chain: Chain, target: Path) -> Made:
-        """Make and evaluate a model in an empty folder."""
+        """Apply a chain to ``source``, evaluate the model, and save it in the empty folder ``target``."""
         made = self._ask("make", source=source.model_dump(), chain=_plain(chain), target=str(target))
         return Made.model_validate(made)
 
     def measured(self, source: Source) -> InferenceCost:
-        """Measure inference with a model in a separate process, and predict its peak."""
+        """Measure peak and time of inference with a model in a separate process, and predict the peak."""
         return InferenceCost.model_validate(self._ask("measured", source=source.model_dump()))
 
     def predicted_training(self, source: Source, teacher: Path | None = None) -> Estimate | None:
-        """Predict the peak of a training step with the whole batch; return ``None`` if a dry run is not possible."""
+        """Predict the peak of a training step with the whole batch as one micro-batch.
+
+        Return ``None`` if there is no job, or a dry run is not possible.
+        """
         named = None if teacher is None else str(teacher.absolute())
         found = self._ask("predicted_training", source=source.model_dump(), teacher=named)
         return None if found is None else Estimate.model_validate(found)
@@ -146,9 +159,10 @@ class ShrinkProcess:
 
 
 def serve(answers_of: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
-    """Answer questions from standard input until it ends. All other output of the process is sent to standard error.
+    """Answer questions from standard input until it ends. All other output of the process goes to standard error.
 
-    ``answers_of`` is called after standard output was redirected, so it may import libraries that print.
+    ``answers_of`` returns the function that answers each question, by name. It is called after standard output has been
+    redirected, so it may import libraries that print.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print
@@ -167,7 +181,7 @@ def _plain(chain: Chain) -> list[dict[str, Any]]:
 
 
 def _raise(answer: dict[str, Any]) -> NoReturn:
-    """Raise the error of an answer."""
+    """Raise the error that an answer describes, in the same class."""
     kind: Any = getattr(errors, answer["error"], InputError)
     number = (answer["exit_code"] - 128,) if issubclass(kind, KilledError) else ()
     raise kind(answer["message"], *number)

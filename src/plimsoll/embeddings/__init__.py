@@ -6,7 +6,7 @@
     print(plimsoll.render(subset.facts))                              # words that were found and words that were not
     embedding = embeddings.load(subset, trainable=True)               # an nn.Embedding mapped from the cached file
 
-Names are imported when they are first used, so taking a subset needs no torch.
+Names are imported when they are first used, so taking a subset does not import torch.
 """
 
 from importlib import import_module

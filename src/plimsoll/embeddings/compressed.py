@@ -71,7 +71,7 @@ def product_quantized(
     seed: int = 0,
     progress: Progress = silent,
 ) -> tuple[ProductQuantizedEmbedding, CompressionFacts]:
-    """Quantize vectors part by part. The centroids are from k-means over up to 32,768 rows.
+    """Compress vectors by product quantization. The centroids are found by k-means over up to 32,768 sampled rows.
 
     Args:
         vectors: a subset, an embedding, or an array (V, D).
@@ -100,7 +100,7 @@ def product_quantized(
     for part in range(num_parts):
         columns = slice(part * length, (part + 1) * length)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "One of the clusters is empty")  # a centroid may end without rows
+            warnings.filterwarnings("ignore", "One of the clusters is empty")  # a centroid may have no rows
             centroids[part], _ = kmeans2(
                 rows_VD[sample, columns].astype(np.float32), _CENTROIDS, _ITERATIONS, minit="points", rng=generator
             )
@@ -113,7 +113,7 @@ def product_quantized(
 
 
 def low_rank(vectors: Subset | nn.Embedding | NDArray[Any], rank: int) -> tuple[FactorizedEmbedding, CompressionFacts]:
-    """Factorize vectors (V, D) into V x R and R x D numbers, the best approximation of that rank.
+    """Factorize vectors (V, D) into matrices (V, R) and (R, D), whose product is the best approximation of rank R.
 
     Args:
         vectors: a subset, an embedding, or an array (V, D).
@@ -146,7 +146,7 @@ def low_rank(vectors: Subset | nn.Embedding | NDArray[Any], rank: int) -> tuple[
 
 
 def _rows_of(vectors: Subset | nn.Embedding | NDArray[Any]) -> tuple[NDArray[Any], int | None, int]:
-    """Return the vectors, the padding row, and the bytes of the uncompressed vectors."""
+    """Return the vectors (V, D), the index of the padding row if any, and the bytes of the uncompressed vectors."""
     if isinstance(vectors, nn.Embedding):
         rows, padding_idx = vectors.weight.detach().cpu().float().numpy(), vectors.padding_idx
         num_bytes = vectors.weight.nbytes

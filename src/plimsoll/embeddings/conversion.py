@@ -1,10 +1,10 @@
 """Conversion of a file of word vectors to another format: all words, or the rows of a subset.
 
-The suffix of the name selects the format: ``.safetensors`` a table of Plimsoll, ``.npy`` an array with a ``.txt`` file
-of its words, ``.txt`` GloVe text, ``.vec`` word2vec text, ``.bin`` word2vec binary. Numbers are read back bit for bit.
-The result appears under its name when it is complete. Vectors go through a temporary table next to the result, so
-memory holds only the words. If a word occurs twice, its first vector is kept. Text formats cannot store a word with a
-newline, and word2vec formats cannot store a space in a word: both are errors.
+The suffix of the output selects the format: ``.safetensors`` a table of Plimsoll, ``.npy`` an array with a ``.txt``
+file of its words, ``.txt`` GloVe text, ``.vec`` word2vec text, ``.bin`` word2vec binary. Reading the output gives
+bitwise the same numbers. The output gets its name when it is complete. Vectors are first written to a temporary table
+next to the output, so memory holds only the words. If a word occurs twice, its first vector is kept. A word that the
+format cannot store is an error, such as a newline in a text file or a space in word2vec formats.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def convert(
     Args:
         path: the file, in any of the formats of `plimsoll.embeddings.formats`.
         output: the new file. An existing file is replaced when the new one is complete.
-        precision: data type of the numbers; text has the shortest form that is exact in this type.
-        strict: whether the first fault of the file raises an error; otherwise faulty entries are left out.
+        precision: data type of the numbers; text files get the shortest decimals that read back exactly in this type.
+        strict: whether the first fault of the file raises an error; otherwise faulty words are left out.
         progress: called with the stage ``"vectors"``.
 
     Raises:
@@ -89,11 +89,11 @@ def convert(
 def export(table: Table, output: Path) -> None:
     """Write the rows of a table, in the format given by the suffix of ``output``.
 
-    ``.safetensors`` and ``.npy`` keep all rows; text and word2vec binary contain only rows that were found.
+    ``.safetensors`` and ``.npy`` keep all rows. Text and word2vec binary contain only rows with a vector from the file.
 
     Raises:
         EmbeddingError: if a word cannot be stored in that format.
-        OutputError: as for `convert`.
+        OutputError: if the output cannot be written, or its suffix is unknown.
     """
     check_output(output)
     with _beside(output) as folder:
@@ -103,15 +103,15 @@ def export(table: Table, output: Path) -> None:
 
 
 def outputs_of(output: Path) -> list[Path]:
-    """Return the files that are written: for an array, also the file with its words."""
+    """Return the files that are written for an output: for ``.npy``, also the file with its words."""
     return [output, output.with_suffix(".txt")] if output.suffix == ".npy" else [output]
 
 
 def check_output(output: Path, inputs: Iterable[Path] = ()) -> None:
-    """Check that the suffix of a name is known, and that the words of an array do not overwrite an input.
+    """Refuse an output that has an unknown suffix, is a folder, or has a words file that would overwrite an input.
 
     Raises:
-        OutputError: if not. The message names a remedy.
+        OutputError: if the output is refused. The message names a remedy.
     """
     words = outputs_of(output)[-1]
     if output.suffix == ".npy" and any(path.exists() and words.exists() and path.samefile(words) for path in inputs):
@@ -126,7 +126,7 @@ def check_output(output: Path, inputs: Iterable[Path] = ()) -> None:
 
 
 def require_writable(output: Path, force: bool, inputs: Iterable[Path]) -> None:
-    """Check an output as `check_output` does, and that it does not exist and its folder does.
+    """Refuse an output as `check_output` does, and also if it already exists or its folder does not exist.
 
     Args:
         output: the file to write.
@@ -146,7 +146,7 @@ def require_writable(output: Path, force: bool, inputs: Iterable[Path]) -> None:
 
 @contextmanager
 def _beside(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder on the disk of the output, and delete it afterwards."""
+    """Yield a temporary folder next to the output, and delete it afterwards."""
     folder = output.with_name(f".{output.name}.part")
     try:
         shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
@@ -173,7 +173,7 @@ def _write(table: Table, folder: Path, output: Path) -> None:
 
 
 def _rows(table: Table) -> Iterator[tuple[list[bytes], NDArray[Any]]]:
-    """Yield blocks of words and vectors, without rows that have no vector from the file."""
+    """Yield the words and vectors of a table in blocks, without rows that have no vector from the file."""
     words = table.raw_words()
     for begin in range(0, len(words), _BLOCK_ROWS):
         rows = begin + np.flatnonzero(table.found[begin : begin + _BLOCK_ROWS] < MISSING)
@@ -207,7 +207,7 @@ def _write_lines(table: Table, file: IO[bytes], refused: bytes) -> None:
     for words, vectors in _rows(table):
         for word, vector in zip(words, vectors, strict=True):
             _refuse(word, refused)
-            # str gives the shortest text that is read back as the same number in this precision.
+            # `str` of a NumPy number is the shortest text that reads back exactly in its data type.
             file.write(word + b" " + " ".join(map(str, vector)).encode() + b"\n")
 
 

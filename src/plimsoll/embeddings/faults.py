@@ -24,11 +24,11 @@ _NAMES: dict[FaultKind, str] = {
 
 
 class FaultList:
-    """The faults of a file, collected part by part.
+    """The faults of a file, collected part by part. In strict mode, the first fault raises an error.
 
     Attributes:
-        num_entries: number of entries so far, including faulty and duplicate ones.
-        num_duplicates: number of repeated words.
+        num_entries: number of words in the parts read so far, including faulty and repeated ones.
+        num_duplicates: number of words that had already occurred in the file.
     """
 
     def __init__(self, opened: Opened, strict: bool) -> None:
@@ -39,6 +39,11 @@ class FaultList:
 
     def add(self, block: Block, indexes: NDArray[np.int64], rows: Rows) -> None:
         """Add the faults of a part, and the faults of the vectors parsed from it.
+
+        Args:
+            block: the part.
+            indexes: the indexes in ``block.words`` of the parsed vectors.
+            rows: the parsed vectors, with their faults.
 
         Raises:
             EmbeddingError: for the first fault, in strict mode.
@@ -52,7 +57,7 @@ class FaultList:
         """Add a fault if the file has fewer or more words than its header states.
 
         Raises:
-            EmbeddingError: as for `add`.
+            EmbeddingError: for this fault, in strict mode.
         """
         promised = self._opened.vectors.num_promised
         if promised is not None and self.num_entries < promised and "truncated" not in self._counts:
@@ -61,10 +66,10 @@ class FaultList:
             self._add("header", f"it states {promised:,} words, but the file has {self.num_entries:,}")
 
     def add_again(self, words: Iterable[bytes]) -> None:
-        """Count words that occurred in the file before.
+        """Count words that had already occurred in the file.
 
         Raises:
-            EmbeddingError: as for `add`.
+            EmbeddingError: for the first of these words, in strict mode.
         """
         for word in words:
             if self._strict:
@@ -75,7 +80,7 @@ class FaultList:
             self.num_duplicates += 1
 
     def counts(self) -> tuple[FaultCount, ...]:
-        """Return the number of faults of each kind, with examples."""
+        """Return the number of faults of each kind, with up to five examples."""
         return tuple(
             FaultCount(kind=_NAMES[kind], count=count, examples=tuple(self._examples[kind]))
             for kind, count in self._counts.items()
@@ -98,6 +103,6 @@ class FaultList:
 
 
 def _in_part(fault: Fault, block: Block, index: int) -> Fault:
-    """Return the fault of a vector with its position in the part and its word."""
+    """Return the fault of a vector with the position of its word in the part, and with the word in its description."""
     word = block.words[index].decode("utf-8", "replace")
     return fault._replace(at=int(block.places[index]), what=f"{word!r}: {fault.what}")

@@ -31,16 +31,16 @@ from plimsoll.device.dtypes import floating_type
 from plimsoll.embeddings.host_prefetch import prefetched, read_rows
 from plimsoll.errors import InputError, OutputError
 
-_BLOCK_ELEMENTS = 1 << 24  # a multiple of 16: torch draws normal numbers in groups of 16, and blocks must not matter
+_BLOCK_ELEMENTS = 1 << 24  # a multiple of 16, torch's group size for normal numbers: blocks do not change the result
 
 
 class HostEmbedding(nn.Module):
     """An embedding table on the host. Its weight is a parameter on the CPU that ``.to()`` does not move.
 
-    ``.half()``, ``.to(dtype)`` and the like change the type of the output, not of the table. On the CPU, results are
-    bitwise identical to ``nn.Embedding(sparse=True)`` under Adagrad and SparseAdam. The rounding order differs over
-    several micro-batches and on other devices. It also differs under SGD, which adds the parts of a row's gradient one
-    by one.
+    ``.half()``, ``.to(dtype)`` and the like change the data type of the output, not of the table. On the CPU, results
+    are bitwise identical to ``nn.Embedding(sparse=True)`` under Adagrad and SparseAdam. With several micro-batches and
+    on other devices, gradients are summed in another order, which changes the rounding. Under SGD the order differs,
+    too: for ``nn.Embedding``, SGD adds the terms of a row's gradient to the row one by one.
 
     Does NOT support ``max_norm``, ``scale_grad_by_freq``, dense gradients (Adam, AdamW, weight decay), second
     derivatives, ``torch.compile``, or several processes that train one table. ``copy.deepcopy`` copies a mapped table
@@ -49,10 +49,10 @@ class HostEmbedding(nn.Module):
     Args:
         num_embeddings: the number of rows, at least 1.
         embedding_dim: the numbers per row, at least 1.
-        padding_idx: the row that is initialized to zeros and gets no gradient; negative values count from the end.
+        padding_idx: the row that is initialized to zeros and gets no gradient; a negative index counts from the end.
         path: the file for the table. An existing file is opened unchanged. ``None``: keep the table in memory.
         dtype: data type of the table, such as ``torch.float16`` or ``"fp16"``; default: torch's default type.
-        initialize: function that initializes a block of rows in place; not called for an existing file.
+        initialize: function that initializes a block of rows (rows, D) in place; not called for an existing file.
 
     Raises:
         InputError: if a number is out of its range.
@@ -96,10 +96,10 @@ class HostEmbedding(nn.Module):
 
         Args:
             rows: a matrix of floats (N, D), in memory or mapped (``numpy.memmap``).
-            trainable: copy the rows, so that training does not change the original. A frozen table without a ``path``
-                uses the original rows. If these are in a file opened for reading, later writes (by ``load_state_dict``)
-                go to private memory.
-            padding_idx: as in the class.
+            trainable: whether the table is trained. If it is, the rows are copied, so that ``rows`` does not change. A
+                frozen table without a ``path`` shares the memory of ``rows``. If this is a file opened for reading,
+                later writes (by ``load_state_dict``) go to private memory.
+            padding_idx: the row that gets no gradient; a negative index counts from the end.
             path: a new file for a copy of the rows; ``None``: keep them in memory.
 
         Raises:
@@ -136,11 +136,11 @@ class HostEmbedding(nn.Module):
         return rows.to(self.output_dtype)
 
     def prefetch(self, ids: Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Read the rows of ids from the disk into the page cache, and wait until they are there.
+        """Read the rows of ids from the disk into the page cache, and return when they are in memory.
 
         Args:
             ids: integers of any shape.
-            optimizer: also read its states of these rows.
+            optimizer: an optimizer whose states of these rows are read, too.
 
         Raises:
             IndexError: if an id is not a row of the table.
@@ -161,14 +161,14 @@ class HostEmbedding(nn.Module):
         """Yield the batches of a loader while a thread reads the rows of the following batches from the disk.
 
         Rows are read into the page cache and not copied, so a lookup sees the latest update. The loader is used in the
-        calling thread, and is ``ahead`` batches further than the batch yielded. Its errors and its saved position are
-        ahead, too.
+        calling thread, and is ``ahead`` batches further than the batch yielded. So an error of the loader is raised
+        that number of batches too early. A position of the loader that is saved meanwhile is too far by that number.
 
         Args:
             loader: an iterable of batches.
             ids: function that returns the ids that a batch will look up.
             ahead: number of batches to read ahead, at least 1.
-            optimizer: also read its states of these rows.
+            optimizer: an optimizer whose states of these rows are read, too.
 
         Raises:
             InputError: if ``ahead`` is less than 1.
@@ -205,7 +205,7 @@ class HostEmbedding(nn.Module):
 class _Lookup(torch.autograd.Function):
     """A lookup in a table on the CPU, with the result on the device of the ids. The gradient is sparse and on the CPU.
 
-    After `_coalesce_gradient` it is accepted by every optimizer of ``torch.optim`` that takes sparse gradients.
+    Every optimizer of ``torch.optim`` that takes sparse gradients accepts it after `_coalesce_gradient`.
     """
 
     @staticmethod
@@ -239,7 +239,10 @@ def _are_on_one_device(ids: Tensor, weight_ND: Tensor) -> bool:
 
 
 def _rows_at(weight_ND: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distinct ids on the host, and on the device of the ids: each id's index among them, and their rows."""
+    """Return the distinct ids (U,), the index of each id among these, and their rows (U, D).
+
+    The distinct ids are on the host. The indices and rows are on the device of ``ids``.
+    """
     ids_U, positions = torch.unique(ids, return_inverse=True)
     host_ids_U = ids_U.cpu()
     _refuse_outside(host_ids_U, len(weight_ND))
@@ -250,13 +253,13 @@ def _rows_at(weight_ND: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _summed_on_device(positions: Tensor, num_rows: int, gradient_KD: Tensor) -> Tensor:
-    """Return the sum of the gradients of each distinct id, on the host."""
+    """Return the sum of the gradients of each distinct id, (U, D), computed on the device and moved to the host."""
     sums_UD: Tensor = torch.ops.aten.embedding_dense_backward(gradient_KD, positions.flatten(), num_rows, -1, False)
     return sums_UD.cpu()
 
 
 def _coalesce_gradient(weight_ND: Tensor) -> None:
-    """Coalesce the gradient: autograd loses the coalesced flag, or adds a second gradient to it."""
+    """Coalesce the gradient: autograd drops the coalesced flag, and a second gradient adds repeated ids."""
     assert weight_ND.grad is not None
     weight_ND.grad = weight_ND.grad.coalesce()
 
@@ -264,7 +267,7 @@ def _coalesce_gradient(weight_ND: Tensor) -> None:
 def _table(
     path: Path | None, shape: mapped_memory.Shape, dtype: torch.dtype, fill: Callable[[Tensor], object]
 ) -> Tensor:
-    """Return a new table, written by ``fill``, or the table in an existing file."""
+    """Return a new table filled by ``fill``, in memory or in a new file, or the table in an existing file."""
     if path is None:
         weight_ND = torch.empty(shape, dtype=dtype)
         fill(weight_ND)
@@ -273,7 +276,11 @@ def _table(
 
 
 def _matrix(rows: NDArray[Any] | Tensor) -> Tensor:
-    """Return the rows as a tensor on the CPU, without a copy if possible."""
+    """Return the rows as a tensor on the CPU, without a copy if possible.
+
+    Raises:
+        InputError: if the rows are not a matrix of floats.
+    """
     if isinstance(rows, np.ndarray):
         rows = torch.from_numpy(rows if rows.flags.writeable else _writable(rows))
     if rows.dim() != 2 or not rows.is_floating_point():

@@ -2,9 +2,10 @@
 
     optimizer = optimizer_of(model, torch.optim.Adagrad, lr=0.1)
 
-The result is torch's optimizer. It is constructed with one row of each table, so that it allocates nothing of the
-table's size. Then it gets the table, and states with the initial values of that row. The states are in unnamed files
-next to the table's file, or in memory for a table in memory. Loading a state dict writes into these states.
+The result is an instance of torch's optimizer class. It is constructed with one row of each table, so that it allocates
+nothing of the table's size. Then the row is replaced by the table, and its states by states of the table's size with
+the same initial values. The states are in unnamed files next to the table's file, or in memory for a table in memory.
+Loading a state dict writes into these states.
 
 Covers the classes that take sparse gradients, for tables and other parameters at once (SparseAdam: for tables only).
 Does NOT support momentum (torch keeps it in a sparse tensor that grows to the size of the table) or pickling.
@@ -42,8 +43,8 @@ def optimizer_of(
         arguments: arguments of ``kind``, such as ``lr``.
 
     Raises:
-        InputError: if ``kind`` does not take sparse gradients, takes only these but gets other parameters, or if
-            momentum or weight decay is set.
+        InputError: if ``kind`` does not take sparse gradients, or is SparseAdam and gets parameters that are not
+            tables, or if momentum or weight decay is set for a table.
         OutputError: if the disk has too little space for the states.
     """
     if kind not in _KINDS:
@@ -77,7 +78,7 @@ def _with_twins(
     parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
     twin_of: dict[nn.Parameter, nn.Parameter],
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups, with one row in place of each table."""
+    """Return the parameter groups for the optimizer, with each table replaced by its twin, a parameter of one row."""
     if parameters is None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     given: list[Any] = list(parameters)
@@ -95,9 +96,9 @@ def _refuse_momentum(optimizer: torch.optim.Optimizer, table_of: dict[nn.Paramet
 
 
 def _states(optimizer: torch.optim.Optimizer, twin: nn.Parameter, table: HostEmbedding) -> dict[str, Any]:
-    """Return the states of a table, filled with the values of one row's states."""
+    """Return the states of a table, whose rows all have the values of the states of its one-row twin."""
     states = optimizer.state.pop(twin, {})
-    if isinstance(optimizer, torch.optim.SparseAdam):  # it creates its states in the first step
+    if isinstance(optimizer, torch.optim.SparseAdam):  # SparseAdam creates its states in the first step
         states = {"step": 0, "exp_avg": torch.zeros_like(twin), "exp_avg_sq": torch.zeros_like(twin)}
     return {name: _as_large(value, table) if _is_like(value, twin) else value for name, value in states.items()}
 
@@ -118,7 +119,7 @@ def _as_large(state_1D: Tensor, table: HostEmbedding) -> Tensor:
 
 @torch.no_grad()
 def _write_into(kept: dict[nn.Parameter, dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Copy loaded states into the previous states, which are stored where the table is."""
+    """Copy loaded states into the states ``kept`` since construction, which are stored where the table is."""
     for weight, states in kept.items():
         loaded = optimizer.state[weight]
         for name, state in states.items():

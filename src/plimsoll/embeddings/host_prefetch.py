@@ -2,9 +2,9 @@
 
 Rows are only read into the page cache. Updates write to the same pages, so there are no stale copies.
 
-Source: process_madvise(2), which takes a thousand ranges per call. Prefetching 4,096 rows that were in memory took 9 ms
-with one madvise(2) per row, and takes 2 ms now. If the kernel refuses it (Linux before 5.10, some sandboxes), the rows
-are read page by page. Supports Linux only.
+It uses process_madvise(2), which takes about a thousand address ranges per call. For 4,096 rows that are already in
+memory, this takes 2 ms; one madvise(2) per row took 9 ms. If the kernel refuses the call (Linux before 5.10, some
+sandboxes), the rows are read page by page. Supports Linux only.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _PAGE_BYTES = mmap.PAGESIZE
 
 
 def prefetched(loader: Iterable[Any], read: Callable[[Any], None], ahead: int) -> Iterator[Any]:
-    """Yield the batches of ``loader``. A thread calls ``read`` on each, up to ``ahead`` batches in advance.
+    """Yield the batches of ``loader``. A thread calls ``read`` with each batch, up to ``ahead`` batches in advance.
 
-    An error of ``read`` is raised when its batch would be yielded. The thread ends with the iterator.
+    If ``read`` fails for a batch, its error is raised when that batch would be yielded. The thread ends with the
+    iterator.
     """
     waiting: deque[tuple[Any, Future[None]]] = deque()
     pool = ThreadPoolExecutor(1, thread_name_prefix="plimsoll-rows")
@@ -51,10 +52,12 @@ def _next(waiting: deque[tuple[Any, Future[None]]]) -> Any:
 
 
 def read_rows(tables: Iterable[Tensor], ids: Tensor) -> None:
-    """Read the rows of ids, in any order and repeated, in every table. All pages are requested before any is awaited.
+    """Read the rows of ids in every table into the page cache. All pages are requested before any is awaited.
+
+    The ids may be in any order, and repeated.
 
     Raises:
-        IndexError: if an id is not a row.
+        IndexError: if an id is not a row of the tables.
     """
     ids_U = torch.unique(ids)
     contiguous = [table_ND for table_ND in tables if table_ND.is_contiguous()]
@@ -67,11 +70,11 @@ def read_rows(tables: Iterable[Tensor], ids: Tensor) -> None:
 
 
 def _ask_for(weight_ND: Tensor, ids_U: Tensor) -> None:
-    """Ask the kernel to start reading the pages of these rows, which are in ascending order."""
+    """Ask the kernel to start reading the pages of the rows ``ids_U``, which are distinct and in ascending order."""
     row_bytes = weight_ND.shape[1] * weight_ND.element_size()
     begin_U = weight_ND.data_ptr() + ids_U * row_bytes
     first_U, end_U = begin_U // _PAGE_BYTES, (begin_U + row_bytes - 1) // _PAGE_BYTES + 1
-    # As an array of `struct iovec`: address and length.
+    # An array of `struct iovec`: address and length in bytes.
     ranges_U2 = torch.stack([first_U, end_U - first_U], 1) * _PAGE_BYTES
     for begin in range(0, len(ranges_U2), _MOST_RANGES):
         part_U2 = ranges_U2[begin : begin + _MOST_RANGES]
@@ -81,7 +84,7 @@ def _ask_for(weight_ND: Tensor, ids_U: Tensor) -> None:
 def _advise(address: int, num_ranges: int) -> None:
     try:
         process = os.pidfd_open(os.getpid())
-    except OSError:  # in some sandboxes
+    except OSError:  # some sandboxes refuse it
         return
     try:
         place, number, advice = ctypes.c_void_p(address), ctypes.c_size_t(num_ranges), ctypes.c_int(mmap.MADV_WILLNEED)

@@ -21,15 +21,16 @@ _SHOWN_WORDS = 8
 
 
 def every_row(block: Block) -> tuple[NDArray[np.int64], Rows]:
-    """Parse all vectors of a part, and return their indexes and rows."""
+    """Parse all vectors of a part, and return the indexes of their words and the vectors."""
     indexes = np.arange(len(block.words))
     return indexes, block.rows(indexes)
 
 
 def first_usable(block: Block, rows: Rows, seen: set[bytes], faults: FaultList) -> list[int]:
-    """Return the indexes of the valid vectors in a part that are the first of their word. Add these words to ``seen``.
+    """Return the indexes of the words in a part that have a valid vector and are not in ``seen``; add them to ``seen``.
 
-    Duplicates are added to ``faults``. All code that counts the words of a file uses this function.
+    Words with a valid vector that are in ``seen`` are added to ``faults`` as repeated words. All code that counts the
+    words of a file uses this function.
     """
     wrong, kept = {fault.at for fault in rows.faults}, []
     for index, word in enumerate(block.words):
@@ -48,11 +49,11 @@ def look_at(path: str | Path, strict: bool = False, progress: Progress = silent)
 
     Args:
         path: the file, in any of the formats of `plimsoll.embeddings.formats`.
-        strict: whether the first fault raises an error.
+        strict: whether the first fault raises an error; otherwise faults are counted.
         progress: called with the stage ``"vectors"``.
 
     Raises:
-        EmbeddingError: if it cannot be read, has no known format, or, with ``strict``, has a fault.
+        EmbeddingError: if the file cannot be read, has no known format, or, with ``strict``, has a fault.
     """
     start_seconds = time.perf_counter()
     opened = open_file(Path(path))

@@ -2,8 +2,9 @@
 
 The file is mapped copy-on-write. Opening it takes a millisecond, and processes that use the same vectors share its
 pages. A page becomes private memory of a process when it is first written to. Frozen vectors therefore stay in the
-file. If vectors are trained with sparse gradients, only pages with rows that were used become private. ``.to(device)``
-copies directly from the file. A limit on private memory (RLIMIT_DATA) counts the whole mapping nevertheless.
+file. If vectors are trained with sparse gradients, only the pages of rows that were updated become private.
+``.to(device)`` copies directly from the file. Nevertheless, a limit on private memory (RLIMIT_DATA) counts the whole
+mapping.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> nn.Embedding:
-    """Return an ``nn.Embedding`` on the host, in training mode. It moves to a device with its model.
+    """Return word vectors as an ``nn.Embedding`` on the host. It moves to a device with its model.
 
     Args:
         source: a file of word vectors, or a subset of one.
@@ -38,15 +39,15 @@ def load(
             written by Plimsoll, whose rows are used unchanged.
         trainable: whether the vectors get gradients.
         sparse: whether gradients are sparse, for ``SparseAdam``, ``Adagrad`` and ``SGD``.
-        dtype: data type of the weights, such as ``torch.float16`` or ``"fp16"``; ``None``: the type of the rows. Any
-            other type needs a copy in memory.
+        dtype: data type of the weights, such as ``torch.float16`` or ``"fp16"``; ``None``: as in the file. Conversion
+            to another data type needs a copy in memory.
         **options: options of `plimsoll.embeddings.subset`.
 
     Returns:
-        an embedding (rows, dimension).
+        an embedding with a weight of (rows, dimension).
 
     Raises:
-        EmbeddingError: as for `plimsoll.embeddings.subset`, or if a vocabulary is missing or not allowed.
+        EmbeddingError: if the file or the words cannot be used, or if ``vocabulary`` is missing or not allowed.
         OutputError: if the cache cannot be written.
     """
     dtype = None if dtype is None else floating_type(dtype, EmbeddingError)

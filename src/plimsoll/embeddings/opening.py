@@ -75,10 +75,10 @@ def open_file(path: Path) -> Opened:
 
 
 def open_source(source: Source) -> Opened:
-    """Open a source of word vectors.
+    """Open the word vectors of a source.
 
     Raises:
-        EmbeddingError: as for `open_file`.
+        EmbeddingError: if the source is empty, or has no known format.
     """
     head = source.head
     if not head:
@@ -97,14 +97,14 @@ def open_source(source: Source) -> Opened:
 def read_parts(
     vectors: Vectors, wanted: Collection[bytes] | None, read: Callable[[Block], Result]
 ) -> Iterator[tuple[Block, Result, float]]:
-    """Yield the parts of a file in order, each with the result of ``read`` and the share of the file read so far.
+    """Yield the parts of a file in order, each with the result of ``read`` and the share (0 to 1) of the file read.
 
-    Parts are read ahead on all cores: by forked processes if the format splits the file into enough parts, otherwise by
-    threads. A yielded part has only its words and faults; do not call its ``rows``.
+    Parts are read ahead on up to eight cores: by forked processes if the format splits the file into enough parts,
+    otherwise by threads. The vectors of a yielded part have been freed: do not call its ``rows``.
 
     Args:
         vectors: the open file.
-        wanted: the words that matter; ``None``: all words.
+        wanted: the words whose vectors are needed; ``None``: all words.
         read: function that is called with each part, in any thread or process.
     """
 
@@ -148,7 +148,7 @@ def _of_processes(
         begin, end, future = waiting.popleft()
         try:
             done = [work(part) for part in parts[begin:end]] if future is None else future.result()
-        except BrokenProcessPool:  # a process was killed: this process reads the rest
+        except BrokenProcessPool:  # a process was killed, so this process reads the parts
             done = [work(part) for part in parts[begin:end]]
         for place, (block, result) in enumerate(done, begin + 1):
             yield block, result, place / len(parts)
@@ -180,7 +180,7 @@ def _forgotten(indexes: NDArray[np.int64]) -> Rows:
 
 
 def dimension_of(source: VectorSource) -> int:
-    """Return the number of values per vector.
+    """Return the number of values per vector in the file of a job's ``embeddings``.
 
     Raises:
         JobError: if the file cannot be used.

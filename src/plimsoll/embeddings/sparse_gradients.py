@@ -1,4 +1,4 @@
-"""A check that an optimizer of ``torch.optim`` accepts sparse gradients with its settings, before a step fails.
+"""A check, before the first step, that an optimizer of ``torch.optim`` accepts sparse gradients with its settings.
 
 The rules are from torch 2.13; tests compare them with torch. Optimizers outside ``torch.optim`` are NOT checked.
 """
@@ -16,11 +16,12 @@ _TAKE_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
 
 def refuse_wrong_gradients(optimizer: torch.optim.Optimizer, tables: Mapping[Tensor, str]) -> None:
-    """Raise an error if the optimizer's first step would fail because gradients are sparse, or dense.
+    """Raise an error if the optimizer's first step would fail because a gradient is sparse, or is not sparse.
 
     Args:
         optimizer: any optimizer; only those in ``torch.optim`` are checked.
-        tables: names of the parameters with sparse gradients, as in ``nn.Embedding(sparse=True)``.
+        tables: the parameters with sparse gradients, such as the weight of ``nn.Embedding(sparse=True)``, with their
+            names for the message.
 
     Raises:
         InputError: if the step would fail. The message names the parameter and the setting.

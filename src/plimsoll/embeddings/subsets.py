@@ -1,13 +1,13 @@
 """The rows that a vocabulary needs, taken from a file of word vectors and cached.
 
-The file is read once, sequentially, a few MiB at a time. Only lines of wanted words are parsed, directly into the
-mapped result file. So neither the input nor the result occupies memory of the process. The result's name depends on the
-file, the words and the options. If they are the same, the cached rows are used; they are identical to a new result.
-Rows of missing words are zeros, the mean of the rows found, or random. Random rows have a normal distribution with the
-mean and deviation, per dimension, of the rows found.
+The file is read once, sequentially, a few MiB at a time. Only the vectors of wanted words are parsed, directly into the
+mapped result file. So neither the input nor the result occupies private memory of the process. The result's name
+depends on the file, the words and the options. If they are the same, the cached rows are used; they are identical to a
+new result. Rows of missing words are zeros, the mean of the rows found, or random. Random rows have a normal
+distribution with the mean and the standard deviation, per dimension, of the rows found.
 
-Does NOT find phrases that a file writes with underscores, or words that the file splits differently: only upper and
-lower case are varied.
+Does NOT find phrases that a file writes with underscores, or words that are spelled differently in the file: only upper
+and lower case are varied.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Options(NamedTuple):
 
 
 class Subset(NamedTuple):
-    """The rows of a vocabulary in a mapped file, facts about how they were found, and a hash of the whole file."""
+    """The rows of a vocabulary in a mapped file, facts about how they were found, and a hash of the mapped file."""
 
     table: Table
     facts: SubsetFacts
@@ -97,11 +97,12 @@ def take_subset(
         source: a file of word vectors, in any of the formats of `plimsoll.embeddings.formats`. A file in a zip archive
             with several files is named like a file in a folder (``glove.6B.zip/glove.6B.300d.txt``).
         vocabulary: any input of `plimsoll.embeddings.vocabulary.vocabulary_of`: a tokenizer, a file, words, counts.
-        missing: the values of rows of words that are not found, and of rows without a word.
+        missing: how to fill the rows of words that are not found, and rows without a word: ``"normal"`` (random),
+            ``"zeros"`` or ``"mean"``.
         ignore_case: whether a word that is not found as written is searched for in lower case, then capitalised.
         precision: data type of the rows.
         strict: whether faults in the file raise an error; otherwise they are counted.
-        seed: seed of the rows that are drawn.
+        seed: seed of the random rows.
         padding: the word whose row is zero; ``None``: the tokenizer's padding token, if it has one.
         cache: the folder for the result; ``None``: the user's cache folder.
         progress: called with the stage ``"vectors"``.
@@ -163,7 +164,7 @@ def _key(source: Source, words: Vocabulary, options: _Options) -> str:
     for path in (source.path, *source.companions()):
         status = path.stat()
         files.append(_File(str(path.absolute()), status.st_size, status.st_mtime_ns))
-    identity = [[*entry[1:3], entry[3].hex()] for entry in identity_of(files)]  # without the paths
+    identity = [[*entry[1:3], entry[3].hex()] for entry in identity_of(files)]  # the path does not change the rows
     facts = [_RECIPE, identity, source.member, words.key, *options]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
@@ -175,7 +176,7 @@ def _digest(path: Path) -> str:
 
 
 def _sealed(digest: str, facts: Any) -> Facts:
-    """Return the facts that are stored with a file: its digest, the subset's facts, and a hash of both."""
+    """Return the facts to store with a subset: the hash of its file, the subset's own facts, and a hash of both."""
     return {"digest": digest, "subset": facts, "seal": xxhash.xxh3_128_hexdigest(json.dumps([digest, facts]).encode())}
 
 
@@ -212,7 +213,7 @@ def _write(source: Source, words: Vocabulary, options: _Options, progress: Progr
 
 
 def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progress: Progress) -> FaultList:
-    """Read the file into the table, and return its faults."""
+    """Write the vectors of wanted words from the file to the table, and return the faults of the file."""
     vectors = opened.vectors
     faults = FaultList(opened, options.strict)
 
@@ -225,7 +226,7 @@ def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progr
         row_of[indexes] = np.arange(len(indexes))
         row_of[indexes[[fault.at for fault in rows.faults]]] = -1
         pairs = wanted.give(block.words, row_of >= 0)
-        # Faults of other words depend on which part was read first.
+        # Only these faults are counted: other vectors are parsed or not depending on the timing of the threads.
         matter = tuple(fault for fault in rows.faults if int(indexes[fault.at]) in pairs.refused)
         faults.add(block, indexes, rows._replace(faults=matter))
         faults.add_again(pairs.again)
@@ -237,7 +238,7 @@ def _fill(table: Table, wanted: Wanted, opened: Opened, options: _Options, progr
 
 
 def _build(table: Table, wanted: Wanted, words: Vocabulary, vectors: Vectors) -> None:
-    """Build the rows of words that are not in the file, if the format builds vectors from parts of words."""
+    """Fill the rows of words that are not in the file, if the format can build vectors from n-grams."""
     for rows in _blocks(np.flatnonzero(wanted.state == MISSING), vectors.dimension):
         built = vectors.build([str(words.words[row]).encode("utf-8", "surrogatepass") for row in rows.tolist()])
         if built is None:
@@ -248,7 +249,7 @@ def _build(table: Table, wanted: Wanted, words: Vocabulary, vectors: Vectors) ->
 
 
 def _moments(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the mean and the standard deviation, per dimension, of the rows that were found."""
+    """Return the mean and the standard deviation of the rows that were found, (dimension,) each."""
     found = np.flatnonzero(table.found < MISSING)
     total = np.zeros((2, table.vectors.shape[1]))
     blocks = list(_blocks(found, table.vectors.shape[1]))
@@ -261,7 +262,7 @@ def _moments(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def _refuse_no_deviation(table: Table, options: _Options, deviation: NDArray[np.float64], opened: Opened) -> None:
-    """Raise an error if drawn rows would all equal the only vector that was found."""
+    """Raise an error if random rows would all be equal, because all rows that were found have the same vector."""
     num_others = int(((table.found == MISSING) | (table.found == NO_WORD)).sum())
     if options.missing == "normal" and num_others and not deviation.any():
         num_found = int((table.found < MISSING).sum())
@@ -282,14 +283,17 @@ def _fill_missing(table: Table, options: _Options, mean: NDArray[np.float64], de
 
 
 def _blocks(rows: NDArray[np.int64], dimension: int) -> Iterator[NDArray[np.int64]]:
-    """Yield blocks of rows, of about 1 MiB of vectors in double precision."""
+    """Yield the row indexes in blocks, such that the vectors of a block have about 1 MiB in float64."""
     num_rows = max(_BLOCK_BYTES // (8 * dimension), 1)
     for begin in range(0, len(rows), num_rows):
         yield rows[begin : begin + num_rows]
 
 
 def _hits(state: NDArray[np.uint8], words: Vocabulary) -> dict[str, Any]:
-    """Count the words that were found, and list words that were not, most frequent first."""
+    """Return fields of `SubsetFacts`: how many words were found, and the most frequent words that were not.
+
+    ``state`` has the source of each row's vector (`plimsoll.embeddings.wanted`).
+    """
     is_word = (state != NO_WORD) & (state != PADDING)
     missed = np.flatnonzero(state == MISSING)
     counts = words.counts

@@ -1,11 +1,11 @@
 """A table of word vectors: one safetensors file, opened as a memory map.
 
 Tensors: ``vectors`` (words, dimension) in float32 or float16; ``words``, the concatenated UTF-8 bytes of all words;
-``word_ends``, the end of each word; ``found``, the source of each row's vector (`plimsoll.embeddings.wanted`). Any
-program that reads safetensors can read it.
+``word_ends``, the offset of each word's end in ``words``; ``found``, the source of each row's vector
+(`plimsoll.embeddings.wanted`). Any program that reads safetensors can read it.
 
-All offsets are known before the first vector. So a table is filled in place, in a mapped file, and needs no memory that
-the kernel cannot reclaim.
+All offsets are known before the first vector is written. So a table is filled in place, in a mapped file, and needs no
+memory that the kernel cannot reclaim.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Precision = Literal["float32", "float16"]
 Access = Literal["read", "write", "copy"]
 _ACCESS = {"read": mmap.ACCESS_READ, "write": mmap.ACCESS_WRITE, "copy": mmap.ACCESS_COPY}
 _LENGTH_BYTES = 8
-_RESERVED_BYTES = 1024  # for the header: more than its maximum, and aligned
-_NO_WORD = b"\xff"  # never in UTF-8: marks a row without a word
+_RESERVED_BYTES = 1024  # for the header: enough for the longest one, and a multiple of the alignment
+_NO_WORD = b"\xff"  # marks a row without a word; never occurs in UTF-8
 _TYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I64": np.int64}
 _NAMES = {np.dtype(kind).name: name for name, kind in _TYPES.items()}
 
 
 class Table(NamedTuple):
-    """A table of vectors in a mapped file."""
+    """A table of word vectors in a mapped file, with its tensors as arrays; see the module."""
 
     path: Path
     vectors: NDArray[Any]
@@ -47,16 +47,16 @@ class Table(NamedTuple):
 
     @property
     def padding(self) -> int | None:
-        """The row for padding; ``None`` if there is no such row."""
+        """The index of the padding row; ``None`` if the table has no padding row."""
         rows = np.flatnonzero(self.found == PADDING)
         return int(rows[0]) if len(rows) else None
 
     def texts(self) -> list[str | None]:
-        """Return the word of each row. This creates a Python object per word."""
+        """Return the word of each row; ``None`` for a row without a word. This creates a Python object per word."""
         return [None if raw == _NO_WORD else _text(raw) for raw in self.raw_words()]
 
     def raw_words(self) -> list[bytes]:
-        """Return the words as bytes."""
+        """Return the word of each row as UTF-8 bytes; ``b"\\xff"`` for a row without a word."""
         raw, ends = self.words.tobytes(), self.word_ends.tolist()
         return [raw[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=bool(ends))]
 
@@ -69,7 +69,7 @@ def _text(raw: bytes) -> str:
 
 
 def create_table(path: Path, words: Sequence[str | None], dimension: int, precision: Precision) -> Table:
-    """Create the file of a table whose vectors are zero and still to be filled.
+    """Create the file of a table with these words, and map it for writing. All vectors are zero.
 
     Raises:
         OSError: if the disk is full. All blocks are allocated at once.
@@ -88,7 +88,7 @@ def create_table(path: Path, words: Sequence[str | None], dimension: int, precis
 
 
 class TableWriter:
-    """A writer for a table with an unknown number of words. Use it as a context manager.
+    """A context manager that writes a table with an unknown number of words.
 
     Raises:
         OSError: if the disk is full.
@@ -124,7 +124,7 @@ def open_table(path: Path, access: Access = "read") -> Table:
     """Map a table: to read, to write to its file, or to write private changes (``copy``).
 
     Raises:
-        EmbeddingError: if it is incomplete, or not a table of Plimsoll.
+        EmbeddingError: if the file is incomplete, or not a table of Plimsoll.
     """
     with path.open("rb+" if access == "write" else "rb") as file:
         try:
@@ -158,7 +158,7 @@ def _shapes(num_words: int, num_bytes: int, dimension: int, precision: str) -> d
 
 
 def _header(shapes: dict[str, tuple[tuple[int, ...], str]]) -> tuple[bytes, int]:
-    """Return the header of a safetensors file, and the number of bytes after it."""
+    """Return the header of a safetensors file with these tensors, and the number of bytes after the header."""
     entries: dict[str, Any] = {"__metadata__": {"format": KIND}}
     end = 0
     for name, (shape, kind) in shapes.items():
@@ -170,7 +170,7 @@ def _header(shapes: dict[str, tuple[tuple[int, ...], str]]) -> tuple[bytes, int]
 
 
 def _read_header(mapped: mmap.mmap, path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header's entries for the tensors, and the offset of the data."""
+    """Return the header's entry for each tensor, and the offset at which the tensors begin."""
     begin = _LENGTH_BYTES + int.from_bytes(mapped[:_LENGTH_BYTES], "little")
     try:
         entries = json.loads(mapped[_LENGTH_BYTES:begin])

@@ -1,9 +1,9 @@
 """The words of a table of vectors in row order, and how often each word is used.
 
-Sources are a file with a word per line (ignoring a tab and the text after it: BERT's ``vocab.txt``, counts), a
-tokenizer, counted words, or any iterable. In a file, rows are line numbers from 0, and an empty line is a row without a
-word. In a tokenizer, rows are ids. A token that begins a word (``Ġthe``, ``▁the``) stands for that word. A token that
-continues a word (``##ing``) and a special token stand for no word.
+Sources are a file with a word per line, such as BERT's ``vocab.txt``, a tokenizer, counted words, or any iterable of
+words. In a file, rows are line numbers from 0, and an empty line is a row without a word. A tab and the text after it
+are ignored. In a tokenizer, rows are ids. A token that begins a word (``Ġthe``, ``▁the``) stands for that word. A token
+that continues a word (``##ing``) and a special token stand for no word.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from plimsoll.errors import EmbeddingError
 
 PADDING, UNKNOWN = "<pad>", "<unk>"
-_BYTES_BEGIN, _SPACE = "Ġ", "▁"  # the space in byte-level BPE and in SentencePiece
-_MARKED_SHARE = 0.05  # share of tokens that shows the prefix, if the tokenizer does not describe it
+_BYTES_BEGIN, _SPACE = "Ġ", "▁"  # the prefix that stands for a space: in byte-level BPE, in SentencePiece
+_MARKED_SHARE = 0.05  # a prefix of more than this share of tokens marks words, if the tokenizer names no prefix
 _INSIDE = "##"
 _MOST_EMPTY_ROWS = 10_000
 
@@ -37,8 +37,8 @@ class Vocabulary:
         words: the word of each row; ``None`` for a row without a word.
         name: the source of the words, for messages.
         counts: the number of uses of each word; ``None`` if unknown.
-        padding: the row that stays zero, if any.
-        num_other_tokens: uses of words that have no row.
+        padding: the index of the row that stays zero; ``None`` if there is no such row.
+        num_other_tokens: the number of uses of words that have no row.
     """
 
     words: Sequence[str | None]
@@ -52,7 +52,7 @@ class Vocabulary:
 
     @cached_property
     def key(self) -> str:
-        """A hash of all values that determine the rows."""
+        """A hash of the words and the padding row, which determine the rows of a table."""
         return hashlib.sha256(json.dumps([self.padding, *self.words]).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -63,7 +63,8 @@ def vocabulary_of(source: Any, padding: str | None = None) -> Vocabulary:
         source: a path to a file with a word per line or to a ``tokenizer.json``; a tokenizer of ``tokenizers`` or
             ``transformers``; a ``collections.Counter``; a dictionary from words to rows; a `Vocabulary`; or an ordered
             iterable of words.
-        padding: the word whose row is for padding; it must be one of the words.
+        padding: the word whose row is for padding; it must be one of the words. ``None``: the tokenizer's padding
+            token, if ``source`` is a tokenizer that has one.
 
     Raises:
         EmbeddingError: if there are no words, a word occurs twice, the words have no order, or ``padding`` is not one
@@ -87,7 +88,11 @@ def vocabulary_of(source: Any, padding: str | None = None) -> Vocabulary:
 
 
 def _by_row(rows: Mapping[str, Any]) -> list[str | None]:
-    """Return the words in the order of their rows, which are the values."""
+    """Return the words of a dictionary in the order of its values, their row indexes; ``None`` for unused rows.
+
+    Raises:
+        EmbeddingError: if the values are not distinct row indexes, or are much larger than the number of words.
+    """
     numbers = list(rows.values())
     if not all(isinstance(number, int) and number >= 0 for number in numbers) or len({*numbers}) != len(numbers):
         raise EmbeddingError(
@@ -105,13 +110,13 @@ def _by_row(rows: Mapping[str, Any]) -> list[str | None]:
 
 
 def of_counts(counts: Iterable[tuple[str, int]], name: str, max_words: int | None, min_count: int) -> Vocabulary:
-    """Make a vocabulary from counted words: padding, the unknown word, then words by falling count.
+    """Make a vocabulary from counted words: ``<pad>``, ``<unk>``, then the words, most frequent first.
 
     Args:
         counts: words with their counts, most frequent first.
-        name: the source of the words.
+        name: the source of the words, for messages.
         max_words: maximum number of words; ``None``: no maximum.
-        min_count: words used less often count as unknown.
+        min_count: words used less often get no row.
 
     Raises:
         EmbeddingError: if no words remain.
@@ -135,11 +140,11 @@ def of_tokenizer(tokenizer: Any, name: str, padding: str | None = None) -> Vocab
 
     Args:
         tokenizer: a tokenizer of ``tokenizers`` or ``transformers``.
-        name: the source of the tokenizer.
+        name: the source of the tokenizer, for messages.
         padding: the token whose row is for padding; ``None``: the tokenizer's padding token, if it has one.
 
     Raises:
-        EmbeddingError: if it has no tokens, or ``padding`` is not one of them.
+        EmbeddingError: if the tokenizer has no tokens, or ``padding`` is not one of its tokens.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     ids: dict[str, int] = tokenizer.get_vocab()
@@ -162,7 +167,10 @@ def of_tokenizer(tokenizer: Any, name: str, padding: str | None = None) -> Vocab
 
 
 def said_padding(path: Path) -> str | None:
-    """Return the padding token from the configuration files in a tokenizer's folder; ``None`` if not found."""
+    """Return the padding token from the configuration files in a tokenizer's folder; ``None`` if they name no token.
+
+    ``path`` is the folder, or a file in it.
+    """
     folder = path if path.is_dir() else path.parent
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
@@ -175,7 +183,7 @@ def said_padding(path: Path) -> str | None:
 
 
 def _begin_of_words(backend: Any, ids: Mapping[str, int]) -> str | None:
-    """Return the prefix of tokens that begin a word; ``None`` if the tokenizer has no such prefix."""
+    """Return the prefix that marks tokens at the beginning of a word; ``None`` if the tokenizer has no such prefix."""
     parts = [getattr(backend, name, None) for name in ("decoder", "pre_tokenizer", "normalizer")]
     described = " ".join(repr(part) for part in parts if part is not None)
     if described:
@@ -198,7 +206,7 @@ def _word_of(token: str, begin: str | None) -> str | None:
 
 
 def _spelled(token: str) -> str:
-    """Return a token of byte-level BPE as text: GPT-2 writes each byte as a letter."""
+    """Return the text of a token of byte-level BPE, which represents each byte by a letter."""
     from tokenizers.decoders import ByteLevel
 
     spelled: str = ByteLevel().decode([token])

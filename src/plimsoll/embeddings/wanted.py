@@ -1,7 +1,7 @@
-"""The rows of a table that wait for words of a file, and the words they have got so far.
+"""Assignment of the words of a file to the rows of a table.
 
-A row waits for its word as written, in lower case, and capitalised. The first of these forms that the file has is used,
-wherever it is in the file. Of equal words, the first in the file is used.
+A row accepts three forms of its word: as written, in lower case, and capitalised. It takes the first of these forms
+that occurs anywhere in the file. If a form occurs several times, the first one with a valid vector is taken.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 EXACT, LOWER, CAPITALISED, BUILT, MISSING, NO_WORD, PADDING = range(7)
 """The source of a row's vector: a form of its word, parts of the word, or not the file."""
-_FORMS = 3  # the number of forms of a word: the first three above
+_FORMS = 3  # the number of forms of a word: EXACT, LOWER and CAPITALISED
 
 
 class Pairs(NamedTuple):
-    """Rows and the words of a block that they take: ``rows[i]`` takes word ``indexes[i]``.
+    """Rows, and the words of a block that they take: ``rows[i]`` takes the word with the index ``indexes[i]``.
 
-    ``refused`` are the indexes of words that rows would have taken if they had a usable vector. ``again`` are words
-    that occurred before.
+    ``refused`` are the indexes of words that a row would have taken if their vector were valid. ``again`` are words
+    that had already occurred in the file.
     """
 
     rows: NDArray[np.int64]
@@ -31,14 +31,15 @@ class Pairs(NamedTuple):
 
 
 class Wanted:
-    """The rows of a table.
+    """The rows of a table, and the forms of words that they still accept.
 
     Attributes:
-        state: the source of each row's vector, for the part of the file read so far.
+        state: the source of each row's vector so far, such as `EXACT` or `MISSING`, (rows,).
     """
 
     def __init__(self, words: Sequence[str | None], padding: int | None, ignores_case: bool) -> None:
-        self._keys: dict[bytes, int | list[int]] = {}  # row * _FORMS + form of each waiting row
+        # For each form of a word: row * _FORMS + form, or a list of these if several rows accept it.
+        self._keys: dict[bytes, int | list[int]] = {}
         self.state = np.full(len(words), MISSING, np.uint8)
         for row, word in enumerate(words):
             if row == padding:
@@ -60,25 +61,26 @@ class Wanted:
 
     @property
     def words(self) -> Collection[bytes]:
-        """The words to search for in a file, as bytes."""
+        """The words to search for in a file, in all forms, as UTF-8 bytes."""
         return self._keys.keys()
 
     def _takers(self, word: bytes) -> list[tuple[int, int]]:
-        """Return the rows that would take a word, and its form for each row."""
+        """Return the rows that would take a word now, each with the word's form for that row."""
         codes = self._keys.get(word, [])
         pairs = (divmod(code, _FORMS) for code in (codes if isinstance(codes, list) else [codes]))
         return [(row, form) for row, form in pairs if form < self.state[row] < NO_WORD]
 
     def open_words(self, words: Sequence[bytes]) -> NDArray[np.int64]:
-        """Return the indexes of the words that a row would take. Thread-safe during `give`."""
+        """Return the indexes of those words that some row would take now. Other threads may run `give` meanwhile."""
         return np.array([index for index, word in enumerate(words) if self._takers(word)], np.int64)
 
     def give(self, words: Sequence[bytes], is_usable: NDArray[np.bool_]) -> Pairs:
         """Assign the words of a block, in file order, to the rows that take them.
 
         Args:
-            words: words of a block.
-            is_usable: whether each word has a valid vector. If not, a later occurrence of the word is taken.
+            words: the words of the block.
+            is_usable: whether each word has a valid vector, (words,). A word without one is not assigned, so that a
+                later occurrence can be.
         """
         taken: dict[int, int] = {}
         refused, again = set(), []

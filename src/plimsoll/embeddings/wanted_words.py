@@ -21,16 +21,16 @@ from plimsoll.records.job import Job
 
 @dataclass(frozen=True)
 class WantedWords:
-    """The wanted words, given by one of ``vocabulary``, ``tokenizer`` and ``corpus``.
+    """The wanted words, given by exactly one of ``vocabulary``, ``tokenizer`` and ``corpus``.
 
     Args:
         vocabulary: a file with a word per line.
         tokenizer: a tokenizer's file or folder.
         corpus: texts (files, folders, patterns), or a job file. Their words are counted.
-        changes: ``a.b=c`` settings for reading a corpus.
-        min_count: of a corpus, leave out words used less often.
-        max_words: of a corpus, keep at most this number of words, the most frequent ones.
-        padding: the word whose row is zeros.
+        changes: settings for reading a corpus, each as ``field.name=value``.
+        min_count: leave out words of a corpus that are used less often.
+        max_words: keep at most this number of words of a corpus, the most frequent ones; ``None``: all.
+        padding: the word whose row is zeros; ``None``: the tokenizer's padding token, or an added row for a corpus.
     """
 
     vocabulary: Path | None = None
@@ -42,7 +42,7 @@ class WantedWords:
     padding: str | None = None
 
     def vocabulary_in(self, cache: Path | None = None, progress: Progress = silent) -> Vocabulary:
-        """Return the wanted words. The index of a corpus is cached in ``cache``.
+        """Return the wanted words. The index of a corpus is cached in the folder ``cache``; ``None``: the user's cache.
 
         Raises:
             EmbeddingError: if not exactly one source is given.

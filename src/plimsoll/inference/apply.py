@@ -2,8 +2,8 @@
 
 Rows are read in blocks, tokenized, computed in passes of texts of similar length (`plimsoll.inference.passes`),
 restored to their order and written (`plimsoll.inference.output`). Memory does not grow with the file. Block boundaries
-depend on the rows only, so the same command runs the same passes, resumed or not. The result of a row that cannot be
-used has the reason.
+depend on the rows only, so a resumed command runs the same passes as an uninterrupted one. The result of a row that
+cannot be used is the reason, in the field ``error``.
 
 Not handled: several processes or devices, rows appended during the run, and output formats other than JSON lines.
 """
@@ -73,7 +73,7 @@ RESULT_FIELDS = frozenset({
 
 
 class RowProgress(Protocol):
-    """A progress callback: bytes read of the file, and rows and tokens since the start."""
+    """A progress callback: bytes of the file read, bytes of the file, and rows and tokens computed by this process."""
 
     def __call__(self, done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
         """Show the progress."""
@@ -88,17 +88,17 @@ class ApplyOptions:
         task: a task of `plimsoll.models.inference.INFERENCE_TASKS`; ``None``: the task that the model was trained for.
         columns: columns with the text, joined by newlines; ``None``: ``text``, or the only column of strings.
         keep: columns to copy to the results.
-        longest_tokens: texts are truncated to this length; ``None``: to the model's maximum.
-        rows_per_pass: maximum texts per pass; ``None``: limited by ``_TOKENS_PER_PASS`` only.
-        dtype: of the weights.
-        quantize: quantizes linear layers to 8-bit or 4-bit integers; ``None``: not quantized. Quantization is not
-            planned: inside a budget, passes start with the default size.
+        longest_tokens: texts are truncated to this number of tokens; ``None``: to the model's maximum.
+        rows_per_pass: maximum texts per pass; ``None``: at most 256, and fewer if they are long.
+        dtype: data type of the weights.
+        quantize: whether linear layers are quantized to 8-bit or 4-bit integers; ``None``: not quantized. A quantized
+            model is not planned: inside a budget, passes start with the default size.
         device: the device that computes.
-        adapters: folders of LoRA adapters to merge into the weights; they are not planned either.
+        adapters: folders of LoRA adapters to merge into the weights; a model with adapters is not planned either.
         limit_bytes: the budget in bytes; ``None``: no limit.
         has_header: whether the first row of a csv file has column names; ``None``: see `plimsoll.data.formats.Reading`.
-        is_strict: whether the first unusable row is an error.
-        generation: options for the task ``generate``.
+        is_strict: whether the first unusable row raises an error.
+        generation: options for the task ``generate``; ``None`` for other tasks.
     """
 
     task: str | None = None
@@ -130,15 +130,15 @@ def apply_model(
 
     Args:
         model: a Hugging Face folder, the folder of a recurrent model, or a run directory of ``plimsoll train``.
-        data: jsonl, csv, parquet, arrow or text, also compressed.
-        out: the results, one JSON object per row, in the order of the rows.
+        data: the file with the rows: jsonl, csv, parquet, arrow or text, also compressed.
+        out: the file for the results: one JSON object per row, in the order of the rows.
         options: options for applying the model.
         force: start over, and overwrite ``out``.
         progress: called after each pass.
         loading: called with the bytes of weights loaded so far.
 
     Returns:
-        facts about the whole run.
+        facts about the results, including rows written before an interruption.
 
     Raises:
         InputError: if an argument cannot be used; the message has the reason and a remedy.
@@ -166,7 +166,7 @@ def apply_model(
 
 
 class _Read(NamedTuple):
-    """A row with its tokens, which are empty if it has no text."""
+    """A row with the token ids of its text; they are empty if the row cannot be used."""
 
     row: InputRow
     ids: list[int]
@@ -245,7 +245,7 @@ class _Applying:
         )
 
     def _padding_id(self, model: nn.Module) -> int:
-        """Return the padding token of the model or, if it has none, of the tokenizer."""
+        """Return the padding token id of the model; if it has no padding token, of the tokenizer, or else 0."""
         own = getattr(model.config, "pad_token_id", None)
         return int(own if own is not None else self._tokenizer.padding_id or 0)
 
@@ -282,7 +282,7 @@ class _Applying:
         return work
 
     def _blocks(self, first: int) -> Iterator[list[InputRow]]:
-        """Yield the rows in blocks, limited by the number of rows and by the length of their texts."""
+        """Yield the rows from index ``first`` on in blocks, limited by the number of rows and the length of texts."""
         most_bytes = _BLOCK_BYTES_PER_TOKEN * self._tokens_per_pass
         block: list[InputRow] = []
         num_bytes = 0
@@ -299,7 +299,7 @@ class _Applying:
         self._done_bytes = done_bytes
 
     def _compute(self, block: list[InputRow], passes: Passes[dict[str, Any]], part: PartFile) -> None:
-        """Compute a block and write it."""
+        """Compute the results of a block of rows, and append them to the part file."""
         tokens = iter(self._tokenizer.read([row.text for row in block if row.fault is None]))
         read = [_read(row, next(tokens) if row.fault is None else None, self._vocab_size) for row in block]
         usable = [one for one in read if one.row.fault is None]
@@ -372,7 +372,7 @@ class _Applying:
 
 
 def _check(options: ApplyOptions, task: InferenceTask) -> None:
-    """Raise if options contradict each other."""
+    """Raise an error if options contradict each other, the task, or the names of result fields."""
     if (task.name == "generate") != (options.generation is not None):
         what = "needs --max-new-tokens" if task.name == "generate" else "generates nothing"
         raise InputError(f"--task {task.name} {what}: give --task generate with --max-new-tokens, or neither")
@@ -400,7 +400,10 @@ def _has_no_padding_id(model: Any) -> bool:
 def _planned(
     folder: ModelFolder, rows: InputRows, task: InferenceTask, tokenizer: ModelTokenizer, options: ApplyOptions
 ) -> InferencePlan | None:
-    """Plan for texts as long as the first rows; return ``None`` without a budget, or if the model cannot be planned."""
+    """Plan for texts as long as the longest of the first rows.
+
+    Return ``None`` without a budget, or if the model cannot be planned: recurrent, quantized or with adapters.
+    """
     is_recurrent = read_config(folder.path).get("architecture") in RECURRENT
     if options.limit_bytes is None or options.quantize is not None or options.adapters or is_recurrent:
         return None
@@ -418,7 +421,7 @@ def _planned(
 
 
 def _sizes(options: ApplyOptions, tokenizer: ModelTokenizer, plan: InferencePlan | None) -> tuple[int, int]:
-    """Return the tokens and the rows per pass."""
+    """Return the maximum number of tokens, with padding, and of rows per pass."""
     if plan is not None:
         tokens_per_pass = plan.micro_batch * (plan.longest_tokens + plan.new_tokens)
         return tokens_per_pass, min(options.rows_per_pass or _ROWS_PER_PASS, _ROWS_PER_PASS)
@@ -432,7 +435,7 @@ def _sizes(options: ApplyOptions, tokenizer: ModelTokenizer, plan: InferencePlan
 def _made_from(
     folder: ModelFolder, rows: InputRows, task: InferenceTask, tokenizer: ModelTokenizer, options: ApplyOptions
 ) -> dict[str, Any]:
-    """Return the settings that determine the results."""
+    """Return the settings that determine the results, as JSON values by the names that messages show."""
     return {
         "model": identity_of_model(folder.path),
         "data": rows.identity,
@@ -441,13 +444,13 @@ def _made_from(
         "--dtype": options.dtype,
         "--quantize": options.quantize,
         "--adapter": [identity_of_model(folder) for folder in options.adapters],
-        # The place of the cache does not change results.
+        # The option `cache`, where keys and values are kept, does not change results.
         "generation": None if options.generation is None else asdict(replace(options.generation, cache="full")),
     }
 
 
 def _read(row: InputRow, tokens: Tokens | None, vocab_size: int) -> _Read:
-    """Combine a row and its tokens, and detect unusable tokens."""
+    """Combine a row and its tokens; if the tokens cannot be used, set the row's ``fault`` to the reason."""
     if tokens is None:
         return _Read(row, [], is_truncated=False)
     if not tokens.ids:

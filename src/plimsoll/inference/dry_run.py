@@ -3,8 +3,8 @@
     applied = Applied.open(folder, "score", dtype=None, new_tokens=0)
     applied.dry_run(CpuLowering(), rows=8, longest_tokens=256, outside=())
 
-The task's own ``compute`` is traced, with the weights in the places that the plan assigns. Weights on disk, or on the
-host next to a GPU, are counted outside the device.
+The task's own ``compute`` is traced, with each weight where the plan places it: on the device, on the host or on disk.
+Only weights on the device count as device memory.
 
 No weights are read (the model is on the meta device, and only the headers of the checkpoint are read), and no texts:
 every row has the maximum length. Memory for reading from disk is not counted, because file pages are not private
@@ -39,7 +39,11 @@ _LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
 
 @dataclass(frozen=True)
 class Applied:
-    """A model on the meta device, with its task."""
+    """A model on the meta device, with the inference task for which it is traced.
+
+    ``name`` is the name of the task, ``parts`` are the parts that a plan places, and ``files`` are the files of the
+    checkpoint. ``is_converted`` is true if the weights are converted to a given data type when they are loaded.
+    """
 
     name: str
     task: InferenceTask
@@ -55,13 +59,13 @@ class Applied:
 
         Args:
             folder: the checkpoint's folder.
-            task: a task of `plimsoll.models.inference`.
-            dtype: of the weights; ``None``: as stored.
-            new_tokens: tokens to generate for each row.
+            task: the name of a task of `plimsoll.models.inference`.
+            dtype: data type of the weights; ``None``: as stored.
+            new_tokens: number of tokens to generate for each row.
 
         Raises:
-            InputError: if the folder is not a checkpoint, or not suitable for the task (it lacks the head, for
-                example).
+            InputError: if the folder is not a checkpoint, or not suitable for the task, for example because it lacks
+                the head.
         """
         made = inference_task(task, folder)
         if read_config(folder).get("architecture") in RECURRENT:
@@ -85,12 +89,12 @@ class Applied:
 
     @property
     def num_passes(self) -> int:
-        """The number of forward passes per batch: one, and another one for each new token except the first."""
+        """The number of forward passes per batch: one, and a further pass for each new token except the first."""
         return max(self.new_tokens, 1)
 
     @property
     def dtype(self) -> str:
-        """The dtype of most weights, by bytes."""
+        """The name of the data type with the most bytes of weights, such as ``float32``."""
         sizes: dict[str, int] = {}
         for weight in self.model.parameters():
             name = str(weight.dtype).removeprefix("torch.")
@@ -99,18 +103,18 @@ class Applied:
 
     @property
     def described(self) -> str:
-        """A one-line description."""
+        """A one-line description: the model's class and its number of weights."""
         num_weights = sum(weight.numel() for weight in self.model.parameters())
         return f"{type(self.model).__name__}, {num_weights / 1e6:,.1f} M weights"
 
     def require_length(self, longest_tokens: int) -> None:
-        """Raise if rows are longer than the model's positions.
+        """Raise an error if the model has too few positions for the rows.
 
         Args:
-            longest_tokens: tokens of the longest row, without new ones.
+            longest_tokens: tokens of the longest row, without the tokens to generate.
 
         Raises:
-            InputError: if they are longer.
+            InputError: if the row and the tokens to generate need more positions.
         """
         config: Any = getattr(self.model, "config", None)
         most = next((most for name in _LENGTH_FIELDS if (most := getattr(config, name, None)) is not None), None)
@@ -122,7 +126,7 @@ class Applied:
             )
 
     def dry_run(self, lowering: Lowering, rows: int, longest_tokens: int, outside: Collection[str]) -> Trace:
-        """Trace one pass; see `dry_run_inference`."""
+        """Trace one pass of the task with this model; see `dry_run_inference`."""
         return dry_run_inference(
             self.model,
             self.task.compute,
@@ -148,16 +152,17 @@ def dry_run_inference(
     outside: Collection[str] = (),
     new_tokens: int = 0,
 ) -> Trace:
-    """Trace one pass. For a GPU, blocks outside it are copied to it when they compute.
+    """Trace one pass. If the target is a GPU, blocks that are outside it are copied to it when they compute.
 
     Args:
-        model: in the dtype for inference, on the meta device or any other; it is not changed.
-        compute: the task's function.
-        lowering: the target.
+        model: the model, in the data type for inference, on any device, such as meta; it is not changed.
+        compute: the task's function, which is called with the model and a batch.
+        lowering: the lowering for the target device.
         rows: number of rows in the pass.
         longest_tokens: tokens per row.
         outside: names of the parts (`plimsoll.techniques.mechanisms.parts`) that are not on the device.
-        new_tokens: tokens to generate for each row; ``compute`` generates the first.
+        new_tokens: number of tokens to generate for each row. ``compute`` generates the first; if there are more, the
+            pass of the last one is traced as well.
 
     Raises:
         InputError: if the model fails, or cannot be traced.
@@ -174,7 +179,7 @@ def dry_run_inference(
             ):
                 stage.recorder.step = 1
                 compute(fake, stage.fake_batch(_batch(fake, rows, longest_tokens)))
-                if new_tokens > 1:  # two steps: the prefill, and the last token with all keys and values
+                if new_tokens > 1:  # two steps: the prefill, then the last token, for which the cache is largest
                     _last_token(stage, fake, rows, longest_tokens + new_tokens - 1)
             return stage.trace()
 
@@ -182,7 +187,7 @@ def dry_run_inference(
 
 
 def _arrived(stage: DryRun, model: nn.Module, outside: Collection[str]) -> nn.Module:
-    """Return the fake model, with its weights registered in their places."""
+    """Return a fake copy of the model. Its weights are recorded as on the device, except parts in ``outside``."""
     away = [weight for part in parts_of(model) if part.name in outside for weight in part.weights]
     fake = stage.fake_model(model, away).eval().requires_grad_(False)
     stage.recorder.know_model(fake)
@@ -190,7 +195,7 @@ def _arrived(stage: DryRun, model: nn.Module, outside: Collection[str]) -> nn.Mo
 
 
 def _last_token(stage: DryRun, model: nn.Module, rows: int, num_seen: int) -> None:
-    """Trace the pass of the last new token, which attends to the keys and values of all previous tokens."""
+    """Trace the pass that generates the last new token. It attends to ``num_seen`` tokens: itself and all previous."""
     stage.recorder.step = 0
     mask = stage.fake_batch(_batch(model, rows, num_seen))["attention_mask"]
     one = stage.fake_batch(_batch(model, rows, 1))
@@ -202,7 +207,10 @@ def _last_token(stage: DryRun, model: nn.Module, rows: int, num_seen: int) -> No
 
 
 def _fill(layer: Any, num_tokens: int) -> None:
-    """Give a layer of a transformers cache the keys and values of ``num_tokens`` tokens, or as many as it retains."""
+    """Resize the keys and values in a layer of a transformers cache, as after ``num_tokens`` tokens.
+
+    A layer with a sliding window retains fewer tokens.
+    """
     num_kept = min(num_tokens, getattr(layer, "sliding_window", num_tokens + 1) - 1)  # the new token fills the window
     for name in ("keys", "values"):
         kept = getattr(layer, name, None)
@@ -213,7 +221,7 @@ def _fill(layer: Any, num_tokens: int) -> None:
 
 
 def _batch(model: nn.Module, rows: int, longest_tokens: int) -> Batch:
-    """Return rows of maximum length, in the format of the data loader."""
+    """Return a batch of random ids, ``input_ids`` and ``attention_mask`` (rows, longest_tokens), without padding."""
     config: Any = getattr(model, "config", None)
     vocab_size = int(getattr(config, "vocab_size", 2)) if config is not None else 2
     generator = torch.Generator().manual_seed(0)  # a separate generator leaves the caller's random state unchanged

@@ -1,7 +1,7 @@
 """The model for inference: its folder, weights, tokenizer and maximum length.
 
-A run directory of `plimsoll train` refers to the model of the finished run. Model names are not supported: nothing is
-downloaded.
+A run directory of `plimsoll train` stands for the model of the finished run. Names of models on the Hugging Face Hub
+are not supported: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ A tokenizer without a maximum reports 10^30; none is trained with texts of 16 mi
 
 
 class ModelFolder(NamedTuple):
-    """A folder with a model, and the job if `plimsoll train` trained it."""
+    """A folder with a model, and the job if the model is from a run of `plimsoll train`; otherwise ``None``."""
 
     path: Path
     job: Job | None
 
 
 def model_folder(given: Path) -> ModelFolder:
-    """Return the folder of a model: the given folder, or the model folder of a run.
+    """Return the folder of a model: the given folder, or the model folder in a given run directory.
 
     Raises:
         JobError: if there is no such folder, or the run has no model yet.
@@ -82,7 +82,7 @@ def model_folder(given: Path) -> ModelFolder:
 
 
 def identity_of_model(folder: Path) -> dict[str, list[Any]]:
-    """Return a fingerprint of a model: size and a hash of sampled content of each file that determines results."""
+    """Return a fingerprint of a model: for each file that affects results, its size and a hash of sampled content."""
     found = {path for pattern in _MODEL_FILES for path in folder.glob(pattern) if path.is_file()}
     files = [SourceFile(str(path), path.stat().st_size, 0, True) for path in sorted(found)]
     return {
@@ -103,8 +103,8 @@ def load_for_inference(  # noqa: PLR0917 -- as `load_model` has them
     """Load a model in evaluation mode; the arguments are the same as in `load_model`.
 
     Raises:
-        JobError: if it lacks weights of this head, or is a recurrent model of unknown format.
-        WeightsError: if its weights cannot be read.
+        JobError: if the model lacks weights of the head, or is a recurrent model of unknown format.
+        WeightsError: if the weights cannot be read.
     """
     config = read_config(folder)
     if config.get("architecture") in RECURRENT and quantize is None and not adapters:
@@ -117,10 +117,10 @@ def load_for_inference(  # noqa: PLR0917 -- as `load_model` has them
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype of most weights in a folder, by bytes; float32 without weights.
+    """Return the floating-point data type with the most bytes of weights in a folder; float32 if there are no weights.
 
     Raises:
-        WeightsError: if they cannot be read.
+        WeightsError: if the weights cannot be read.
     """
     stored: Counter[torch.dtype] = Counter()
     for entry in open_checkpoint(folder).entries.values():
@@ -130,7 +130,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def import_first(folder: Path, head: Head) -> None:
-    """Import the libraries that a model needs, because under a limit the address space they request would count.
+    """Import the libraries that a model needs. Call it before memory is limited, so that their memory does not count.
 
     Raises:
         WeightsError: if the checkpoint cannot be read.
@@ -140,15 +140,15 @@ def import_first(folder: Path, head: Head) -> None:
 
 
 def require_head(folder: Path, head: Head, missing: Sequence[str]) -> None:
-    """Raise if results would depend on randomly initialized weights.
+    """Raise an error if results would depend on randomly initialized weights.
 
     Args:
         folder: the model's folder.
-        head: the head that computes results; without one, missing weights (a pooler) are not used.
-        missing: see `plimsoll.models.loading.Loaded`.
+        head: the head that computes results; with ``"none"``, missing weights (a pooler's) are not used.
+        missing: names of the weights that the checkpoint lacks; see `plimsoll.models.loading.Loaded`.
 
     Raises:
-        JobError: if weights are missing.
+        JobError: if weights are missing and there is a head.
     """
     if head != "none" and missing:
         names = ", ".join(sorted(missing))
@@ -160,12 +160,14 @@ def tokenizer_of(folder: ModelFolder, longest_tokens: int | None, new_tokens: in
 
     Args:
         folder: the model's folder.
-        longest_tokens: texts are truncated to this length; ``None``: to the model's maximum.
-        new_tokens: tokens to generate for each text. They need positions too, and a truncated text then keeps its end.
+        longest_tokens: texts are truncated to this number of tokens; ``None``: to the model's maximum, or the length
+            with which its job trained it if that is shorter.
+        new_tokens: number of tokens to generate for each text, which need positions, too. If it is not 0, truncation
+            removes the beginning of a text, not its end.
 
     Raises:
         DataError: if there is no tokenizer.
-        JobError: if the model's maximum is less than ``longest_tokens`` and ``new_tokens``.
+        JobError: if the model has fewer positions than ``longest_tokens`` plus ``new_tokens``.
     """
     tokenizer = load_model_tokenizer(folder.path)
     positions = _positions(folder.path)
@@ -179,12 +181,19 @@ def tokenizer_of(folder: ModelFolder, longest_tokens: int | None, new_tokens: in
 
 
 def _keeps_template(job: Job | None) -> bool:
-    """Return whether the model was trained with its tokenizer's special tokens. Jobs without this field were not."""
+    """Return whether texts get the special tokens that the model's tokenizer adds.
+
+    A job without the field ``special_tokens`` is from a run that trained without them.
+    """
     return job is None or "special_tokens" in job.tokenizer.model_fields_set
 
 
 def _positions_left(folder: Path, positions: int, longest_tokens: int | None, new_tokens: int) -> int:
-    """Return the number of positions that remain for a text."""
+    """Return the number of positions that remain for a text if ``new_tokens`` are generated.
+
+    Raises:
+        JobError: if no position remains, or fewer than ``longest_tokens``.
+    """
     left = positions - new_tokens
     if left < 1:
         raise JobError(
@@ -201,7 +210,7 @@ def _positions_left(folder: Path, positions: int, longest_tokens: int | None, ne
 
 
 def _max_seq_length(folder: Path) -> int | None:
-    """Return the length to which sentence-transformers truncates texts, if any."""
+    """Return the number of tokens to which sentence-transformers truncates texts; ``None`` if it is not set."""
     try:
         settings = json.loads((folder / "sentence_bert_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

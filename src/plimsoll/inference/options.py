@@ -1,4 +1,4 @@
-"""Checks of inference options before anything is loaded; torch is not imported unless needed."""
+"""Checks of the options of ``plimsoll apply`` before the model is loaded. Only generation options import torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _OTHER_FORMS = {".csv", ".tsv", ".parquet", ".arrow", ".npy", ".npz", ".txt", ".
 
 
 def require_known(out: Path, dtype: str, quantize: str | None, cache: str) -> None:
-    """Raise if an option has an unknown value.
+    """Raise an error if an option has an unknown value.
 
     Args:
         out: the file for results.
-        dtype: of the weights.
-        quantize: of linear layers.
-        cache: for keys and values.
+        dtype: data type of the weights.
+        quantize: quantization of linear layers; ``None`` for none.
+        cache: where keys and values are kept during generation.
 
     Raises:
-        InputError: if a word is unknown; the message lists the known ones.
+        InputError: if a value is unknown; the message lists the known values.
         OutputError: if the suffix of ``out`` belongs to another format.
     """
     if out.suffix.lower() in _OTHER_FORMS:
@@ -42,10 +42,10 @@ def require_known(out: Path, dtype: str, quantize: str | None, cache: str) -> No
 def generation_of(
     max_new_tokens: int | None, temperature: float | None, top_p: float, seed: int, cache: Cache
 ) -> Generation | None:
-    """Return the options for generating text; ``None`` if no text is generated.
+    """Return the options for generating text; ``None`` if ``max_new_tokens`` is ``None``.
 
     Raises:
-        InputError: if a number is out of range, or is given without new tokens.
+        InputError: if a number is out of range, or ``temperature`` or ``cache`` is set without ``max_new_tokens``.
     """
     if max_new_tokens is None:
         if temperature is not None:

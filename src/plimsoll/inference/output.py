@@ -4,9 +4,9 @@
     y.jsonl.part.json   the settings that determine the results, the valid rows and bytes of the part file, a checksum
 
 A block is appended and synced, then the state file is replaced. So the state always describes data on the disk. If the
-same command runs again, the rest of the part file is truncated and recomputed. The output gets its name only when it is
-complete. Rows of an unfinished block are lost. A change of the part file that preserves its checksum (CRC-32) is not
-detected.
+same command runs again, the part file is truncated to its valid bytes, and the remaining rows are computed. The output
+gets its name only when it is complete. Rows of an unfinished block are lost. A change of the part file that preserves
+its checksum (CRC-32) is not detected.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _READ_BYTES = 1 << 20
 
 
 class PartFile:
-    """The results so far.
+    """The results written so far.
 
     Attributes:
-        num_rows: rows written.
-        counts: statistics of the rows written.
+        num_rows: the number of rows written.
+        counts: statistics of the rows written, by name, such as the number of tokens.
         made_from: the settings that determine the results, as given when the part file was created.
     """
 
@@ -57,7 +57,7 @@ class PartFile:
 
     @property
     def counts(self) -> Counter[str]:
-        """Statistics of the rows written."""
+        """Statistics of the rows written, by name."""
         return Counter(self._state["counts"])
 
     def append(self, lines: bytes, num_rows: int, counts: Mapping[str, int]) -> None:
@@ -66,10 +66,10 @@ class PartFile:
         Args:
             lines: the results as JSON lines.
             num_rows: number of rows in the block.
-            counts: statistics of these rows, which are added up.
+            counts: statistics of these rows, which are added to `counts`.
 
         Raises:
-            OutputError: if the disk is full or cannot be written.
+            OutputError: if the disk is full, or the file cannot be written.
         """
         with _said(self._out):
             _write_all(self._file, lines)
@@ -87,7 +87,7 @@ class PartFile:
         """Rename the complete part file to the output.
 
         Raises:
-            OutputError: if it cannot be renamed.
+            OutputError: if the part file cannot be renamed.
         """
         with _said(self._out):
             _part_of(self._out).replace(self._out)
@@ -100,16 +100,16 @@ def part_file(out: Path, made_from: Mapping[str, Any], force: bool = False) -> I
     """Start the results, or resume them if the same command was interrupted.
 
     Args:
-        out: the output; it must not exist.
-        made_from: JSON values that determine the results, by the name that messages show.
+        out: the output. It must not exist, unless ``force`` is true.
+        made_from: the settings that determine the results, as JSON values by the names that messages show.
         force: start over, and replace an existing output or part file.
 
     Yields:
         the part file; if no row was written, it is deleted at the end.
 
     Raises:
-        OutputError: if the output exists, the part file has other settings, another process is writing it, or it cannot
-            be written.
+        OutputError: if the output exists, if the part file was started with other settings or has been changed, if
+            another process is writing it, or if it cannot be written.
     """
     check_output(out, force)
     with _said(out), _part_of(out).open("a+b", buffering=0) as file:
@@ -132,11 +132,11 @@ def part_file(out: Path, made_from: Mapping[str, Any], force: bool = False) -> I
 
 
 def check_output(out: Path, force: bool, inputs: Sequence[Path] = (), folders: Sequence[Path] = ()) -> None:
-    """Raise if the output would overwrite an input or model file, or exists already and may not be replaced.
+    """Raise an error if the output would overwrite an input or be inside a model folder, or exists already.
 
     Args:
         out: the output.
-        force: whether it may be replaced.
+        force: whether an existing output may be replaced.
         inputs: files that are read.
         folders: folders of the model and its adapters.
 
@@ -170,7 +170,10 @@ def _state_of(out: Path) -> Path:
 
 
 def _write_all(file: RawIOBase, content: bytes) -> None:
-    """Write without a buffer; after an error, closing the file would write a buffer again."""
+    """Write all bytes to an unbuffered file.
+
+    A buffered file would write its buffer again when it is closed after an error.
+    """
     left = memoryview(content)
     while left:
         left = left[file.write(left) or 0 :]
@@ -181,7 +184,11 @@ def _write_state(out: Path, state: dict[str, Any]) -> None:
 
 
 def _read_state(out: Path) -> dict[str, Any] | None:
-    """Return the recorded state; ``None`` if there are no results yet."""
+    """Return the content of the state file; ``None`` if it does not exist.
+
+    Raises:
+        OutputError: if the state file is invalid, or of another version.
+    """
     path = _state_of(out)
     try:
         state: dict[str, Any] = json.loads(path.read_bytes())
@@ -197,7 +204,7 @@ def _read_state(out: Path) -> dict[str, Any] | None:
 
 
 def _check_same(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise if the existing results were computed with other settings."""
+    """Raise an error if the existing results were computed with other settings."""
     changes = ", ".join(_changes("", dict(before), json.loads(json.dumps(now))))
     if changes:
         raise OutputError(
@@ -207,7 +214,7 @@ def _check_same(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 def _changes(name: str, before: Any, now: Any) -> Iterator[str]:
-    """Yield each setting that differs; for nested settings, such as the files of a model, yield the nested entries."""
+    """Yield a description of each setting that differs, with both values. Nested settings are described one by one."""
     if isinstance(before, dict) and isinstance(now, dict):
         for part in {**before, **now}:
             yield from _changes(f"{name}: {part}" if name else part, before.get(part), now.get(part))
@@ -223,7 +230,11 @@ def _shown(value: Any) -> str:
 
 
 def _cut_to(file: RawIOBase, state: Mapping[str, Any], out: Path) -> None:
-    """Verify the data that the state describes, and truncate the rest."""
+    """Verify the checksum of the bytes that the state describes, and truncate the part file after them.
+
+    Raises:
+        OutputError: if these bytes have changed.
+    """
     file.seek(0)
     checksum, left_bytes = 0, state["num_bytes"]
     while left_bytes and (chunk := file.read(min(_READ_BYTES, left_bytes))):
@@ -242,7 +253,7 @@ def _claim(file: RawIOBase, out: Path) -> None:
         is_there = _part_of(out).exists() and os.path.samestat(_part_of(out).stat(), os.fstat(file.fileno()))
     except BlockingIOError:
         is_there = False
-    if not is_there:  # another process has it, or has just deleted it at its end
+    if not is_there:  # another process has locked the file, or has just renamed or deleted it
         raise OutputError(f"another process is writing {out}: wait for it to end, or give another --out")
 
 

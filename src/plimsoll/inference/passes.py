@@ -1,11 +1,12 @@
 """Forward passes over texts of unequal length: as many tokens per pass as fit, and results in the order of the texts.
 
-Texts are sorted from longest to shortest to reduce padding. A pass takes as many texts as keep rows times columns
-within ``tokens_per_pass``. If memory runs out, the pass is freed and its texts are repeated in smaller passes, down to
-single texts. A size that did not fit is not tried again (`plimsoll.step.recovery.FallbackSchedule`, which counts tokens
-here). Without memory errors, passes depend on the texts only, not on the machine.
+Texts are sorted from longest to shortest to reduce padding. A pass takes as many texts as possible, such that rows
+times columns are at most ``tokens_per_pass``. If memory runs out, the tensors of the pass are freed, and its texts are
+repeated in smaller passes, down to single texts. A size that did not fit is not tried again
+(`plimsoll.step.recovery.FallbackSchedule`, with sizes in tokens). If memory does not run out, passes depend on the
+texts only, not on the machine.
 
-Does not determine how many tokens fit, and does not split a text.
+Does not determine in advance how many tokens fit, and does not split a text.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _GROW_AFTER = 50
 
 @dataclass
 class PassCounts:
-    """Statistics: successful passes, their tokens without and with padding, and out-of-memory events."""
+    """Statistics: the number of successful passes, their tokens without and with padding, and out-of-memory events."""
 
     num_passes: int = 0
     num_tokens: int = 0
@@ -48,15 +49,15 @@ class Passes(Generic[Result]):
     """A runner of passes that remembers which sizes fit.
 
     Args:
-        work: computes a batch (``input_ids`` and ``attention_mask`` (B, T) int64, on the device) and returns one result
-            per text; the second argument has the indices of the texts.
-        backend: the device's backend.
-        device: the device for batches.
-        padding_id: the token that pads short rows.
+        work: function that computes a batch and returns one result per text. It gets the batch (``input_ids`` and
+            ``attention_mask``, (B, T) int64, on the device) and the indices of its texts.
+        backend: the backend of the device.
+        device: the device that computes.
+        padding_id: the id of the token that pads short texts.
         tokens_per_pass: maximum rows times columns of a pass; a longer text gets its own pass.
         rows_per_pass: maximum texts per pass, even if they are short.
-        more_tokens: additional tokens per text, such as generated ones.
-        side: the side with the padding.
+        more_tokens: tokens per text that ``work`` adds, such as generated tokens; they count as columns.
+        side: the side on which texts are padded.
     """
 
     def __init__(  # noqa: PLR0917 -- one call
@@ -78,11 +79,11 @@ class Passes(Generic[Result]):
         self.counts = PassCounts()
 
     def run(self, texts: Sequence[Sequence[int]], between: Callable[[], None] = lambda: None) -> list[Result]:
-        """Return the result of each text.
+        """Return the result of each text, in the order of the texts.
 
         Args:
             texts: the token ids of each text.
-            between: called before each pass.
+            between: function that is called before each pass.
 
         Raises:
             OutOfMemoryError: if not even a single text fits.
@@ -104,7 +105,10 @@ class Passes(Generic[Result]):
         return max(1, min(self._fallback_schedule.sizes[fallback].samples // num_columns, self._rows_per_pass))
 
     def _attempted(self, texts: Sequence[Sequence[int]], taken: list[int], fallback: int) -> list[Result] | None:
-        """Return the results of one pass; ``None`` if memory ran out and smaller passes must be tried."""
+        """Return the results of one pass; ``None`` if memory ran out and smaller passes must be tried.
+
+        ``taken`` are the indexes of the texts of the pass, and ``fallback`` is the current index in the schedule.
+        """
         batch = padded([texts[place] for place in taken], self._padding_id, self._side)
         num_tokens = len(taken) * (batch["input_ids"].shape[1] + self._more_tokens)
         self._position.micro_batch = len(taken)
@@ -123,7 +127,7 @@ class Passes(Generic[Result]):
         return None
 
     def _last_resort(self, batch: Batch, taken: list[int], event: OomEvent) -> list[Result]:
-        """Retry a single text after all possible memory has been freed."""
+        """Retry the pass of a single text after all memory that can be freed has been freed; return its result."""
         self._backend.release(last_resort=True)
         self._note(event, "the same text again")
         outcome = attempt(partial(self._pass, batch, taken), self._backend, self._position)
@@ -152,10 +156,10 @@ class Passes(Generic[Result]):
 
 
 def computed_to_the_end(task: InferenceTask, model: Any, batch: Batch, vocab_size: int) -> tuple[Tensor, ...]:
-    """Compute with a model that reads the last non-padding token but has no padding token.
+    """Compute a batch with a model that reads the last token that is not padding, but has no padding token.
 
-    An end token would do for texts that do not contain it. This function uses a token that does not occur in these
-    texts. If all tokens occur, texts are computed one by one, without padding.
+    Any token that does not occur in the texts can pad them. This function sets the lowest such id as the model's
+    padding token. If all ids occur, texts are computed one by one, without padding.
     """
     padding_id = free_id(batch, vocab_size)
     if padding_id is None:
@@ -179,7 +183,7 @@ def free_id(batch: Batch, vocab_size: int) -> int | None:
 
 
 def padded(texts: Sequence[Sequence[int]], padding_id: int, side: Literal["left", "right"] = "right") -> Batch:
-    """Return texts as a batch, padded to the longest."""
+    """Return texts as a batch on the CPU, padded to the longest: ``input_ids`` and ``attention_mask``, (B, T) int64."""
     num_columns = max(map(len, texts))
     ids = torch.full((len(texts), num_columns), padding_id, dtype=torch.long)
     mask = torch.zeros((len(texts), num_columns), dtype=torch.long)

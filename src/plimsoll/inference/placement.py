@@ -1,15 +1,15 @@
-"""Placement of a model by a plan: loading, moving of parts to their places, and streaming while the block lasts.
+"""Placement of a model by a plan: its parts are loaded to the planned places, and streamed from there in every pass.
 
     with placed_model(folder, plan) as model, torch.inference_mode():
         task.compute(model, batch)
 
 On the CPU the whole checkpoint is memory-mapped, and resident parts are copied to private memory, one tensor at a time.
-Pages of other parts are read ahead of their use (`plimsoll.techniques.mechanisms.read_ahead`), and dropped if the plan
-expects that the page cache cannot hold them. With a GPU, blocks that do not fit are in pinned memory, and are copied to
-the device while they compute (`plimsoll.techniques.mechanisms.streamed_layers`). Results do not depend on the
-placement.
+Pages of other parts are read ahead of their use (`plimsoll.techniques.mechanisms.read_ahead`). They are dropped after
+use if the plan expects that the page cache cannot hold them. With a GPU, blocks that do not fit are in pinned memory,
+and are copied to the device when they compute (`plimsoll.techniques.mechanisms.streamed_layers`). Results do not depend
+on the placement.
 
-Does not limit memory (`plimsoll.device.base` does), and does not support changes of the model inside the block.
+Does not limit memory (`plimsoll.device.base` does). The model must not be changed inside the ``with`` block.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from plimsoll.weights.parts import is_made_of_parts, plain_parts
 def placed_model(
     folder: Path, plan: InferencePlan, progress: Progress = silent, device: str | None = None
 ) -> Iterator[nn.Module]:
-    """Load a model as planned; its streaming ends with the block.
+    """Load a model as planned, and yield it. Its parts are streamed only inside the ``with`` block.
 
     Args:
         folder: the checkpoint that the plan was made for.
-        plan: a plan that fits.
-        progress: called with the bytes loaded.
-        device: such as ``cuda:1``; ``None``: the first device of the plan's kind.
+        plan: a plan that fits its budget.
+        progress: called with the bytes of weights loaded so far.
+        device: the device that computes, such as ``cuda:1``; ``None``: the default device of the plan's kind.
 
     Raises:
         InputError: if the plan does not fit its budget, belongs to another model, or the checkpoint lacks the head.
@@ -78,7 +78,7 @@ def placed_model(
 
 @contextmanager
 def _over_page_cache(parts: Sequence[ModelPart], plan: InferencePlan) -> Iterator[None]:
-    """Copy resident parts to private memory, and read other parts ahead of their use (CPU)."""
+    """Copy resident parts to private memory, and inside the block read other parts ahead of their use, on the CPU."""
     resident = plan.names_in("device")
     for part in parts:
         if part.name in resident:
@@ -112,7 +112,7 @@ def _over_link(
 
 
 def _pinned(weight: Tensor, device: torch.device) -> Tensor:
-    """Return a copy in host memory that a GPU can read while it computes."""
+    """Return a copy of a weight in pinned host memory, which a GPU can read while it computes."""
     made = torch.empty_like(weight, device="cpu", pin_memory=device.type == "cuda")
     return made.copy_(weight.detach())
 
@@ -153,7 +153,10 @@ def _require_same(plan: InferencePlan, parts: Sequence[ModelPart]) -> None:
 
 @torch.no_grad()
 def _copy_to_memory(weights: Sequence[nn.Parameter], is_cache_tight: bool) -> None:
-    """Copy weights to private memory, one after another. Weights that share memory in the files still share it."""
+    """Copy mapped weights to private memory, one after another. Weights that share memory share it afterwards, too.
+
+    ``is_cache_tight``: drop the file pages of each copied weight, since the page cache is needed for other parts.
+    """
     copies: dict[tuple[object, ...], Tensor] = {}
     for weight in weights:
         for name, part in plain_parts(weight).items():
@@ -170,7 +173,7 @@ def _copy_to_memory(weights: Sequence[nn.Parameter], is_cache_tight: bool) -> No
 
 
 def _streamed(parts: Sequence[ModelPart], plan: InferencePlan) -> list[StreamedPart]:
-    """Return the parts that every pass reads from disk: blocks, and the output layer, which follows the last block."""
+    """Return the parts that every pass reads from disk: blocks, and the output layer, read after the last block."""
     streamed = plan.names_in("disk", "host")
     kept = _kept_in_cache(parts, streamed, plan)
     found, last = list[StreamedPart](), None
@@ -186,7 +189,7 @@ def _streamed(parts: Sequence[ModelPart], plan: InferencePlan) -> list[StreamedP
 
 
 def _kept_in_cache(parts: Sequence[ModelPart], streamed: frozenset[str], plan: InferencePlan) -> frozenset[str]:
-    """Return the streamed parts that fit in the page cache, first parts first."""
+    """Return the names of the streamed parts that fit in the page cache together; earlier parts have priority."""
     if not plan.read_bytes:
         return streamed
     kept, free_bytes = set(), plan.cached_bytes

@@ -1,7 +1,7 @@
-"""Planning of inference in a subprocess, so that its memory does not count against the budget.
+"""Planning of inference in a subprocess, so that the planner's memory does not count against the budget.
 
 It runs `plimsoll plan --inference`. Recurrent models are not planned, because they are small. The plan only considers
-the text lengths of the first rows. A longer text gets its own pass, which survives an out-of-memory error.
+the text lengths of the first rows. A longer text gets its own pass, and is retried if memory runs out.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LEAST_TOKENS = 64
 
 
 def length_to_plan(longest_seen_tokens: int, longest_tokens: int | None) -> int:
-    """Return the row length to plan for: the next power of two, at most the truncation length.
+    """Return the row length to plan for, in tokens: the next power of two from 64, at most the truncation length.
 
     Args:
         longest_seen_tokens: tokens of the longest text that was read.
-        longest_tokens: tokens to which texts are truncated; ``None``: not truncated.
+        longest_tokens: the number of tokens to which texts are truncated; ``None``: not truncated.
     """
     rounded = max(_LEAST_TOKENS, 1 << max(longest_seen_tokens - 1, 0).bit_length())
     return rounded if longest_tokens is None else min(rounded, longest_tokens)
@@ -36,10 +36,19 @@ def length_to_plan(longest_seen_tokens: int, longest_tokens: int | None) -> int:
 def plan_apart(  # noqa: PLR0917 -- one call
     folder: Path, task: str, length_tokens: int, new_tokens: int, limit_bytes: int, device: str, dtype: str
 ) -> InferencePlan:
-    """Plan inference inside a budget.
+    """Plan inference inside a budget, in a subprocess.
+
+    Args:
+        folder: the folder of the model.
+        task: the name of the inference task.
+        length_tokens: tokens per row, without generated tokens.
+        new_tokens: number of tokens to generate for each row.
+        limit_bytes: the budget in bytes.
+        device: the device that computes.
+        dtype: data type of the weights, as for ``--dtype``.
 
     Raises:
-        BudgetError: if nothing fits; the message has the smallest budget.
+        BudgetError: if even a single row does not fit; the message has the smallest budget.
         InputError: if planning fails.
     """
     with TemporaryDirectory(prefix="plimsoll-") as place:
@@ -63,7 +72,7 @@ def plan_apart(  # noqa: PLR0917 -- one call
 
 
 def _said(done: subprocess.CompletedProcess[str], folder: Path) -> PlimsollError:
-    """Return the error that the process reported, or an error with its last line of output."""
+    """Return the error that the process reported as JSON, or else an error with its last line of standard error."""
     try:
         said = json.loads(done.stdout)
         kind: Any = getattr(errors, said["error"])

@@ -1,9 +1,10 @@
 """All weights and their arithmetic in bfloat16: half the bytes of float32.
 
-The exponent is as wide as in float32; the fraction has 7 instead of 23 bits. ``from_pretrained`` reads the type from
-the configuration. A recurrent model has the type of its file.
+The exponent is as wide as in float32; the fraction has 7 instead of 23 bits. ``from_pretrained`` reads the data type
+from the configuration. A recurrent model of Plimsoll is loaded in the data type of its file.
 
-Not handled: models that are already in 16 bits, and models with quantized weights, which decode to their previous type.
+Not handled: models that are already in 16 bits, and models with quantized weights, which would still be decoded to
+their previous data type.
 """
 
 from __future__ import annotations
@@ -43,5 +44,5 @@ class Bf16(Shrinker):
         """Round all weights to bfloat16."""
         model: Any = bundle.model
         cast_saved(model, torch.bfloat16)
-        if hasattr(model, "base_model_prefix"):  # a recurrent model has the type of its file
+        if hasattr(model, "base_model_prefix"):  # a recurrent model gets the data type of its file
             model.config.dtype = torch.bfloat16

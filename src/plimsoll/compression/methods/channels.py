@@ -1,8 +1,10 @@
-"""Fewer channels in the feed-forward layers: rows of the layer that expands a token, columns of the next layer.
+"""Fewer channels in the feed-forward layers.
 
-These layers follow from the configuration: their shapes change with the width in it
-(`plimsoll.compression.changed_config`). Each block keeps its own most important channels. All keep the same number,
-since the configuration has only one. Fused gates (two halves in one layer) lose the same channels in both halves.
+A channel is a row of the layer that widens a token's vector, and a column of the layer that narrows it again. These
+layers are found by a change of the feed-forward width in the configuration, which changes their shapes
+(`plimsoll.compression.changed_config`). Each block keeps its own most important channels. All blocks keep the same
+number, since the configuration has only one width. Fused gates (two halves in one layer) lose the same channels in both
+halves.
 
 Not handled: experts, whose weights are neither Linear nor Conv1D, and architectures without a width in their
 configuration.
@@ -38,7 +40,7 @@ _WIDTHS = (
 
 @dataclass
 class FeedForward:
-    """The layers of one block that write its channels, and the layer that reads them."""
+    """The cuts of one block: of weights and biases that write its channels, and of the weight that reads them."""
 
     writers: list[Cut] = field(default_factory=list)
     readers: list[Cut] = field(default_factory=list)
@@ -81,7 +83,10 @@ class Channels(Shrinker):
 
 
 def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Module, list[FeedForward]] | str:
-    """Return the changed fields of the configuration, the twin, and the layers to cut; or a sentence on why not."""
+    """Return the changed fields of the configuration, the twin, and the cuts of each block.
+
+    If channels cannot be removed, return a sentence with the reason.
+    """
     widths = widths_of(getattr(model, "config", None))
     if not widths:
         return (
@@ -102,11 +107,11 @@ def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Modu
 
 
 def widths_of(config: Any) -> dict[str, int]:
-    """Return the widths of feed-forward layers in a configuration, by the names of its fields."""
+    """Return the widths of feed-forward layers in a configuration, by field name; empty if it has no such field."""
     if config is None or hasattr(config, "model_dump"):
         return {}
     widths = {name: getattr(config, name) for name in _WIDTHS if isinstance(getattr(config, name, None), int)}
-    if not widths:  # in GPT-2 and GPT-Neo, None means this
+    if not widths:  # in GPT-2 and GPT-Neo, None means 4 * hidden_size
         widths = {name: 4 * config.hidden_size for name in _WIDTHS if getattr(config, name, 0) is None}
     return widths
 
@@ -144,7 +149,7 @@ def _scores(model: nn.Module, parts: list[FeedForward], importance: str, calibra
 
 
 def _written(model: nn.Module, part: FeedForward) -> Tensor:
-    """Return the norm of the weights that write each channel, as a product over these layers, gates included."""
+    """Return for each channel the norm of the weights that write it, multiplied over the layers and gates that do."""
     squares: dict[str, Tensor] = {}
     for cut in part.writers:
         size = norms(model.get_parameter(cut.name), cut.dim).square().reshape(-1, part.width)

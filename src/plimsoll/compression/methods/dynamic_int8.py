@@ -1,10 +1,10 @@
 """Linear layers that compute in 8 bits: weights with a scale per row, inputs with a scale per token.
 
-This is torchao's ``Int8DynamicActivationInt8WeightConfig``, which quantizes inputs in every pass. The products are
-integers, so no layer is decoded. On a CPU without VNNI instructions, such products can overflow. The integers then have
-7 bits (torchao's ``reduce_range``), also in the file. The products are int32, and float32 before they are scaled. To
-limit this memory, rows go through a layer in parts (`plimsoll.weights.coded_layers`). Not handled: the head and
-embeddings.
+This is torchao's ``Int8DynamicActivationInt8WeightConfig``, which quantizes inputs in every pass. Integers are
+multiplied, so no weight is decoded. On a CPU without VNNI instructions, such products can overflow. The integers then
+have 7 bits (torchao's ``reduce_range``), also in the file. The products are int32, and are converted to float32 before
+they are scaled. To limit the memory for this, a layer computes its input rows in parts
+(`plimsoll.weights.coded_layers`). Not handled: the head and embeddings.
 """
 
 from __future__ import annotations

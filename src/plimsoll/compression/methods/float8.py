@@ -1,8 +1,8 @@
 """Linear weights in 8-bit floating point (torchao's ``Float8WeightOnlyConfig``).
 
 With ``dynamic=true``, inputs are in float8 too, and so is the multiplication. This needs a GPU of compute capability
-8.9 (Ada, Hopper). Without it, weights are decoded in every pass, as with ``int8``. Not handled: the head and
-embeddings.
+8.9 or more (Ada, Hopper). With ``dynamic=false``, weights are decoded in every pass, as with ``int8``. Not handled: the
+head and embeddings.
 """
 
 from __future__ import annotations

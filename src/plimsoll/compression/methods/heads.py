@@ -1,9 +1,9 @@
-"""Fewer attention heads: the same number in each block, and the most important heads of each.
+"""Fewer attention heads: each block keeps the same number, namely its own most important heads.
 
-If the configuration has the width of a head (Llama, Qwen, Mistral, Gemma, Phi-3), it expresses the remaining number,
-and plain ``from_pretrained`` loads the folder. If the width follows from the number (BERT, GPT-2, GPT-NeoX, OPT), it
-cannot, and the change is recorded (`plimsoll.weights.structure`). Query heads that share keys and values are removed
-together with them.
+Some configurations have a field for the width of a head (Llama, Qwen, Mistral, Gemma, Phi-3). They can express the
+remaining number of heads, and plain ``from_pretrained`` loads the folder. If the width follows from the number of heads
+(BERT, GPT-2, GPT-NeoX, OPT), the configuration cannot, and the change is recorded (`plimsoll.weights.structure`). Query
+heads that share keys and values are removed together.
 
 Not handled: encoder-decoders, and models in which more than attention depends on the number of heads (ALiBi).
 """
@@ -39,7 +39,7 @@ class Heads(Shrinker):
     tried = ({"share": 0.25}, {"share": 0.5})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why heads cannot be removed, such as a share without a whole group of heads; else ``None``."""
+        """Return why heads cannot be removed, such as a share of less than one group of heads; else ``None``."""
         found = attentions_of(bundle.model)
         if isinstance(found, str):
             return found
@@ -76,7 +76,7 @@ class Heads(Shrinker):
 def kept_groups(
     model: nn.Module, attentions: list[Attention], num_kept: int, importance: str, calibration: Calibration
 ) -> Kept:
-    """Return the rows to keep of each attention layer if ``num_kept`` groups are kept."""
+    """Return the indices of the outputs or inputs that each attention layer keeps, for the best ``num_kept`` groups."""
     scores: list[Tensor | None] = [None] * len(attentions)
     if not is_meta(model):
         scores = [*group_scores(model, attentions, importance, calibration)]
@@ -95,7 +95,10 @@ def _num_kept(attention: Attention, choice: Choice) -> int:
 def _plain(
     model: nn.Module, attentions: list[Attention], num_kept: int
 ) -> tuple[Mapping[str, Any], nn.Module, tuple[Cut, ...]] | None:
-    """Return fields, twin and cuts for ``num_kept`` groups; ``None`` if the configuration cannot express them."""
+    """Return the changed fields of the configuration, the twin and the cuts for ``num_kept`` groups of heads.
+
+    Return ``None`` if the configuration cannot express this number.
+    """
     config: Any = model.config
     if getattr(config, "shrunk", None) and any(one.parent in config.shrunk.get("attributes", ()) for one in attentions):
         return None  # the configuration could not express an earlier removal either
@@ -111,25 +114,28 @@ def _plain(
         (name, False): len(one.rows(role, everything)) for one in attentions for role, name in one.writers.items()
     }
     wanted |= {(one.reader, True): len(one.rows("reader", everything)) for one in attentions}
-    # in joined layers, the kept rows start elsewhere, but their number is the same
+    # Only the number of rows to keep is compared with the twin: the kept rows of a joined layer are not contiguous.
     found = {side_of(model, cut): cut.num_kept for cut in cuts}
     return (fields, twin, cuts) if found == wanted else None
 
 
 def side_of(model: nn.Module, cut: Cut) -> tuple[str, bool]:
-    """Return the layer that is cut, and whether its inputs are cut, not its outputs."""
+    """Return the name of the layer that is cut, and whether its inputs are cut (otherwise its outputs)."""
     return cut.module, cut.name.endswith(".weight") and cut.dim == input_dim(model.get_submodule(cut.module))
 
 
 def _narrower(model: nn.Module, attentions: list[Attention], num_kept: int) -> nn.Module | str:
-    """Return a twin as wide as the kept heads. Only the numbers of its attention modules are used."""
+    """Return a twin whose hidden size equals the width of the kept heads, or a sentence on why it cannot be built.
+
+    Only the numeric attributes of its attention modules are used.
+    """
     num_heads = num_kept * attentions[0].heads_per_group
     fields = {"num_attention_heads": num_heads, "hidden_size": num_heads * attentions[0].head_width}
     return twin_of(model, fields | ({"shrunk": {}} if getattr(model.config, "shrunk", None) else {}))
 
 
 def _outside(model: nn.Module, attentions: list[Attention], num_kept: int) -> str | None:
-    """Return a sentence if more than attention depends on the number of heads."""
+    """Return why removed heads cannot be recorded, such as other modules that depend on their number; else ``None``."""
     if attentions[0].heads_per_group > 1:
         return (
             f"{type(model).__name__} cannot have fewer groups of {attentions[0].heads_per_group} heads, since its "
@@ -151,7 +157,7 @@ def _outside(model: nn.Module, attentions: list[Attention], num_kept: int) -> st
 
 
 def _attributes(model: nn.Module, attentions: list[Attention], num_kept: int) -> dict[str, dict[str, Any]]:
-    """Return the numbers that each attention module stores about its heads, after the removal."""
+    """Return the numeric attributes that each attention module must have after the removal, by its name."""
     twin = checked(_narrower(model, attentions, num_kept))
     numbers: dict[str, dict[str, Any]] = {one.parent: {} for one in attentions}
     for name, attribute, value in _numbers(model, twin):

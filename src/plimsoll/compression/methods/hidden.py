@@ -1,9 +1,9 @@
 """A smaller hidden size: the same dimensions are removed wherever a token's vector is read or written.
 
-If the configuration has the width of a head (Llama, Qwen, Gemma), attention keeps its heads. If this width is the
-hidden size divided by the number of heads (BERT, GPT-2, GPT-NeoX, OPT), whole heads are removed too. The most important
-heads of each block stay, and a share must correspond to whole heads. A norm over fewer dimensions differs, so the
-result is never exact, even if the removed dimensions were zero.
+If the configuration has a field for the width of a head (Llama, Qwen, Gemma), attention keeps its heads. If this width
+is the hidden size divided by the number of heads (BERT, GPT-2, GPT-NeoX, OPT), whole heads are removed too. Each block
+then keeps its most important heads, and the share to remove must correspond to whole heads. A normalization over fewer
+dimensions differs, so the outputs always change, even if the removed dimensions were zero.
 
 Not handled: encoder-decoders, and models whose structure was changed before (`plimsoll.weights.structure`).
 """
@@ -33,9 +33,10 @@ _EQUALS = ("embedding_size", "word_embed_proj_dim", "pooler_hidden_size")
 
 @dataclass(frozen=True)
 class Narrowing:
-    """The changes for a smaller hidden size: fields of the configuration, the twin, and two kinds of cuts.
+    """The changes for a smaller hidden size: changed fields of the configuration, the twin, and two kinds of cuts.
 
-    ``inner`` cuts remove whole heads; ``residual`` cuts remove dimensions of the vectors between the layers.
+    ``inner`` cuts remove whole heads, so that ``num_groups`` groups remain in each block; they are empty if attention
+    keeps its heads. ``residual`` cuts remove dimensions of the vectors between the layers.
     """
 
     fields: Mapping[str, Any]
@@ -56,9 +57,10 @@ class Hidden(Shrinker):
     )
 
     def worth_trying(self, bundle: Bundle) -> tuple[Options, ...]:
-        """Return about an eighth, a quarter and a half, rounded to whole heads if heads are removed too.
+        """Return options that remove about an eighth, a quarter and a half of the dimensions.
 
-        The importance is ``activation``, which lost far less than ``magnitude`` (docs/LOG.md).
+        If heads are removed too, these shares are rounded to whole heads. The importance measure is ``activation``,
+        with which the loss rose far less than with ``magnitude`` (docs/LOG.md).
         """
         shares = [0.125, 0.25, 0.5]
         found = attentions_of(bundle.model)
@@ -68,7 +70,7 @@ class Hidden(Shrinker):
         return tuple({"share": share, "importance": "activation"} for share in shares)
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why the model cannot be narrowed, such as a share without whole heads; else ``None``."""
+        """Return why dimensions cannot be removed, such as a share that is not whole heads; else ``None``."""
         found = _narrowed(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 
@@ -101,13 +103,13 @@ def _narrowed(model: nn.Module, share: float) -> Narrowing | str:
             "size: use hidden before other methods"
         )
     if _has_head_width(model):
-        # Some configurations (Llama) require a multiple of the heads, though the model does not.
+        # Some configurations (Llama) require a multiple of the number of heads, though the model does not.
         step = math.gcd(config.hidden_size, config.num_attention_heads)
         num_steps = config.hidden_size // step
         fault = removal_fault(f"blocks of {step} dimensions", num_steps, share)
         new_width = (num_steps - num_removed(num_steps, share)) * step
         return fault or _plan(model, attentions, new_width, attentions[0].num_groups)
-    # With whole heads, the remaining heads stay exact, and rotary embeddings keep their frequencies.
+    # Only whole heads are removed: the remaining heads keep their width, and rotary embeddings their frequencies.
     whole, width = attentions[0].num_groups, attentions[0].head_width * attentions[0].heads_per_group
     removed = num_removed(whole, share)
     if not 0 < removed < whole or abs(removed / whole - share) > 0.5 / config.hidden_size:
@@ -157,7 +159,10 @@ def _plan(model: nn.Module, attentions: list[Attention], new_width: int, num_gro
 
 
 def _scores(model: nn.Module, cuts: tuple[Cut, ...], importance: str, calibration: Calibration) -> Tensor:
-    """Return the importance of each dimension, over all weights that read or write it. Tied weights count once."""
+    """Return the importance of each dimension, (hidden size,), summed over weights. A tied weight counts once.
+
+    ``activation`` uses the weights that read the dimension; other measures also use the weights that write it.
+    """
     once = {(id(model.get_parameter(cut.name)), cut.dim): cut for cut in cuts}.values()
     if importance == "activation":
         readers = [

@@ -1,9 +1,9 @@
 """Linear weights in 4 bits, with a scale and a zero point per group of a row (``group=32``, 64 or 128).
 
-On the CPU, torchao's prototype computes with them (``PrototypeInt4WeightOnlyConfig``, 0.18; the kernel is torch's).
-They are saved as the tensors of its ``Int4WeightOnlyConfig`` (see `plimsoll.weights.int4` for the reason). The kernel
-is fast in bfloat16 and some fifty times slower in float32, so the whole model is cast to bfloat16. ``compute=fp32``
-prevents this, to reproduce the numbers of training with ``quantization_aware``.
+On the CPU, torchao's prototype computes with these weights (``PrototypeInt4WeightOnlyConfig``, torchao 0.18; the kernel
+is torch's). They are saved as the tensors of torchao's ``Int4WeightOnlyConfig`` (see `plimsoll.weights.int4` for the
+reason). The kernel is fast in bfloat16 and some fifty times slower in float32, so the whole model is cast to bfloat16.
+``compute=fp32`` keeps float32, to reproduce the results of training with ``quantization_aware``.
 
 Not handled: the head, embeddings, and layers with sizes that the kernel does not support. They stay dense.
 """
@@ -47,7 +47,7 @@ class Int4(Shrinker):
     easiest = 0
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why weights cannot be quantized, such as a group that fits no layer; else ``None``."""
+        """Return why weights cannot be quantized, such as a group size that suits no layer; else ``None``."""
         fault = why_not_linear(bundle.model, self.name)
         if fault is not None:
             return fault
@@ -76,7 +76,7 @@ class Int4(Shrinker):
 
 
 def _decodes_to_another(model: nn.Module, choice: Choice) -> str | None:
-    """Return a sentence if an already quantized weight decodes to another type than ``compute``."""
+    """Return a sentence if an already quantized weight is decoded to another data type than ``compute``."""
     wanted = _COMPUTE[_compute(choice)]
     others = {name: one.dtype for name, one in model.named_parameters() if is_made_of_parts(one)}
     for name, dtype in others.items():

@@ -1,7 +1,7 @@
 """Linear weights in 8 bits, with a scale per row (torchao's ``Int8WeightOnlyConfig``). The arithmetic does not change.
 
-Each layer's integers are decoded in every pass. The file and the memory of the weights fall to a quarter; the time does
-not fall. Not handled: the head and embeddings.
+Each layer's integers are decoded in every pass. The file and the memory of these weights fall to a quarter of float32;
+the time of a pass does not fall. Not handled: the head and embeddings.
 """
 
 from __future__ import annotations

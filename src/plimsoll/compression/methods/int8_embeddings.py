@@ -1,8 +1,8 @@
 """The token embedding in 8 bits, with a scale per token (the tensor of torchao's ``Int8WeightOnlyConfig``).
 
-Plain transformers with torchao reads the folder and gives the same numbers. But torchao decodes the whole embedding in
-every pass, so its memory rises by the dense embedding. Loaded by Plimsoll, only the rows of the batch are decoded
-(`plimsoll.weights.coded_layers`).
+Plain transformers with torchao loads the folder, and its results are the same. But torchao decodes the whole embedding
+in every pass, which needs the memory of a dense embedding in addition. In a model loaded by Plimsoll, only the rows of
+the batch are decoded (`plimsoll.weights.coded_layers`).
 
 Not handled: an embedding that is also the output layer, and position embeddings.
 """

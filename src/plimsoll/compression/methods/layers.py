@@ -1,11 +1,12 @@
 """Fewer layers: whole blocks are removed.
 
-``importance=even`` (the default) removes layers evenly. ``magnitude`` is the norm of a layer's weights. ``taylor`` is
-the change of the loss without the layer, to first order. ``activation`` is one minus the cosine between a layer's input
-and output (ShortGPT, Men et al. 2024, arXiv:2403.03853).
+``importance=even`` (the default) keeps layers at equal distances. Other measures keep the layers with the highest
+importance. ``magnitude`` is the norm of a layer's weights. ``taylor`` is the change of the loss without the layer, to
+first order. ``activation`` is one minus the cosine between a layer's input and output (ShortGPT, Men et al. 2024,
+arXiv:2403.03853).
 
 Not handled: layers that share their weights (ALBERT), encoder-decoders, and layers whose computation depends on their
-position.
+position among the layers.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Layers(Shrinker):
         return fault or _other_places(bundle.model, _kept_evenly(num_layers, _num_kept(choice, num_layers)))
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Keep the most important layers."""
+        """Keep the most important layers, or evenly spaced ones with ``importance=even``."""
         model = bundle.model
         lists = checked(_lists(model))
         importance, num_layers = importance_of(choice), len(lists[0][1])
@@ -86,9 +87,10 @@ def _num_kept(choice: Choice, num_layers: int) -> int:
 
 
 def _kept_evenly(num_layers: int, num_kept: int) -> list[int]:
-    """Return the first and last layer, and others at equal distances between, as in DistilBERT (Sanh et al. 2019).
+    """Return the indices of the first and last layer, and of layers at nearly equal distances between them.
 
-    It needs no data, and the norm of weights is a poor measure of a layer (arXiv:1910.01108).
+    DistilBERT selects layers in this way (Sanh et al. 2019, arXiv:1910.01108). It needs no data. The norm of a layer's
+    weights needs none either, but is a poor measure of importance.
 
     >>> _kept_evenly(12, 6), _kept_evenly(6, 2), _kept_evenly(4, 1)
     ([0, 2, 4, 7, 9, 11], [0, 5], [0])
@@ -99,7 +101,10 @@ def _kept_evenly(num_layers: int, num_kept: int) -> list[int]:
 
 
 def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]] | str:
-    """Return the module lists that are shorter with fewer layers, by name; all have the same length."""
+    """Return the names and module lists of the layers, all of the same length, or a sentence if no list is found.
+
+    These lists become shorter if the configuration has fewer layers.
+    """
     config = getattr(model, "config", None)
     number = None if hasattr(config, "model_dump") else getattr(config, "num_hidden_layers", None)
     if not isinstance(number, int) or getattr(config, "is_encoder_decoder", False):
@@ -127,17 +132,17 @@ def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]] | str:
 
 
 def _fields(config: Any, kept: list[int], num_layers: int) -> Mapping[str, Any]:
-    """Return the changed fields of the configuration if only these layers are kept."""
+    """Return the changed fields of the configuration if only the layers with the indices ``kept`` remain."""
     fields: dict[str, Any] = {"num_hidden_layers": len(kept)}
     for name, value in vars(config).items():
-        # A value for each layer, such as `layer_types`.
+        # This field has a value for each layer, such as `layer_types`.
         if isinstance(value, list) and len(value) == num_layers and not name.startswith("_") and "token_id" not in name:
             fields[name] = [value[place] for place in kept]
     return fields
 
 
 def _with_notes(config: Any, kept: list[int], lists: list[tuple[str, nn.ModuleList]]) -> Mapping[str, Any]:
-    """Return the changed fields, including the recorded structures of layers, if only these layers are kept."""
+    """Return the changed fields as `_fields` does, including the recorded changes of layers (``config.shrunk``)."""
     fields = dict(_fields(config, kept, len(lists[0][1])))
     shrunk = getattr(config, "shrunk", None)
     if shrunk:
@@ -148,7 +153,7 @@ def _with_notes(config: Any, kept: list[int], lists: list[tuple[str, nn.ModuleLi
 
 
 def _other_places(model: nn.Module, kept: list[int]) -> str | None:
-    """Return a sentence if a layer would compute something else at its new position."""
+    """Return a sentence if a layer would need other weights or settings at its new position; else ``None``."""
     lists = _lists(model)
     if isinstance(lists, str):
         return lists
@@ -179,7 +184,10 @@ def _scores(model: nn.Module, blocks: list[list[nn.Module]], importance: str, ca
 
 
 def _changes(model: nn.Module, blocks: list[nn.Module], calibration: Calibration) -> Tensor:
-    """Return how much each block changes its input: the mean of one minus the cosine, over tokens except padding."""
+    """Return how much each block changes its input: one minus the cosine between input and output, (blocks,).
+
+    It is the mean over all tokens except padding.
+    """
     changes = torch.zeros(len(blocks), dtype=torch.float64)
     counts = [0] * len(blocks)
 
@@ -194,11 +202,11 @@ def _changes(model: nn.Module, blocks: list[nn.Module], calibration: Calibration
 
 
 def renumber(model: Any, layers: str, kept: list[int]) -> None:
-    """Rename the recorded structures of layers after some layers were removed.
+    """Update the layer names in the recorded changes of a model (``config.shrunk``) after some layers were removed.
 
     Args:
         model: the model whose configuration is changed.
-        layers: the name of the list of layers.
+        layers: the name of the module list of the layers.
         kept: the previous indices of the remaining layers.
     """
     before = getattr(model.config, FIELD, None)
@@ -208,7 +216,7 @@ def renumber(model: Any, layers: str, kept: list[int]) -> None:
 
 
 def renumbered(shrunk: Mapping[str, Any], layers: str, kept: list[int]) -> dict[str, Any]:
-    """Return the recorded structures of layers after some layers were removed; see `renumber`."""
+    """Return recorded changes (``config.shrunk``) with updated layer names; see `renumber`."""
     renamed = functools.partial(_renamed, layers=layers, kept=kept)
     return {kind: _renamed_changes(kind, changes, renamed) for kind, changes in shrunk.items()}
 
@@ -226,7 +234,8 @@ def _renamed_changes(kind: str, changes: Any, renamed: Callable[[str], str | Non
     if kind != "shared":
         return {name: value for old, value in changes.items() if (name := renamed(old)) is not None}
     after: dict[str, str] = {}
-    heirs: dict[str, str] = {}  # if the layer with the parameters was removed, the first remaining one has them
+    # If the layer that owned shared parameters was removed, the first remaining layer of its group owns them.
+    heirs: dict[str, str] = {}
     for old, source in changes.items():
         name = renamed(old)
         if name is not None:

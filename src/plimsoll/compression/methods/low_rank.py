@@ -1,13 +1,14 @@
 """Two factors in place of a linear layer: fewer weights and operations, if the rank is small.
 
-The product of the factors is the matrix of this rank whose outputs differ least, in the sum of squares, on the layer's
-inputs from calibration data: ``W' = U Uᵀ W`` with the first left singular vectors U of ``W L``. ``L Lᵀ`` is the sum of
-``x xᵀ`` over the inputs (SVD-LLM, Wang et al. 2024, arXiv:2403.07378: truncation-aware whitening by Cholesky). A ridge
-gives directions without inputs a small weight. With ``aware=false``, a plain SVD is used. Blocks are factored in order,
-each on the outputs of the factored blocks before it. The sums of one block are in memory at a time.
+The product of the factors is the matrix of this rank whose outputs on calibration data differ least from the layer's,
+in the sum of squares: ``W' = U Uᵀ W`` with the first left singular vectors U of ``W L``. ``L Lᵀ`` is the sum of
+``x xᵀ`` over the layer's inputs x (SVD-LLM, Wang et al. 2024, arXiv:2403.07378: truncation-aware whitening by
+Cholesky). A small ridge is added to this sum, so that directions without inputs have a small weight. With
+``aware=false``, a plain SVD is used. Blocks are factored in order, each with the inputs that the already factored
+blocks produce. The sums for only one block are in memory at a time.
 
 Covers the linear layers of blocks, each by itself. Not handled: layers outside blocks (embedding, output, classifier),
-experts stored as one tensor, and recurrent layers, whose matrices torch's kernels take whole.
+experts stored as one tensor, and recurrent layers, whose kernels in torch need the whole matrix.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from plimsoll.records.shrink import options_of
 from plimsoll.weights.structure import factored, note, put, sizes_of, use_parameters_of
 
 _DEFAULT_SHARE = 0.25
-_RIDGE_SHARE = 1e-6  # times the mean of the diagonal
+_RIDGE_SHARE = 1e-6  # the ridge, as a share of the mean of the diagonal
 
 Group = list[str]
 """Names of layers that have the same weight."""
@@ -45,7 +46,7 @@ class LowRank(Shrinker):
     tried = ({"share": 0.25}, {"share": 0.5})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why this is impossible: no such layers, or no rank that saves weights; else ``None``."""
+        """Return why no layer can be factored: no linear layers in blocks, or a rank too large; else ``None``."""
         model = bundle.model
         names = linears_of_blocks(model)
         if not is_of_transformers(model) or not names:
@@ -62,10 +63,10 @@ class LowRank(Shrinker):
         return None
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Replace layers by factors.
+        """Replace each linear layer of a block by two factors, if these have fewer weights.
 
         Raises:
-            WeightsError: if the choice needs batches and gets none.
+            WeightsError: if ``aware`` is true, but ``calibration`` has no batches.
         """
         model = bundle.model
         is_aware = bool(options_of(choice)["aware"]) and not next(model.parameters()).is_meta
@@ -78,12 +79,12 @@ class LowRank(Shrinker):
 
 
 def best_factors(weight: Tensor, rank: int, second_moment: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the factors (out, rank) and (rank, in) whose product has the least output error.
+    """Return the factors (out, rank) and (rank, in) whose product has the least output error; see the module.
 
     Args:
-        weight: (out, in).
+        weight: the weight to factor, (out, in).
         rank: the rank of the product.
-        second_moment: the sum of ``x xᵀ`` over inputs, (in, in); ``None``: all directions have equal weight.
+        second_moment: the sum of ``x xᵀ`` over the layer's inputs x, (in, in); ``None`` for a plain SVD.
     """
     matrix = weight.detach().double()
     left, _, _ = torch.linalg.svd(_whitened(matrix, second_moment), full_matrices=False)
@@ -106,7 +107,7 @@ def _whitened(matrix: Tensor, second_moment: Tensor | None) -> Tensor:
 
 
 def _rank(module: nn.Module, choice: Choice) -> int:
-    """Return the rank for a layer; 0 if factors would not be smaller."""
+    """Return the rank for a layer; 0 if its factors would not have fewer weights."""
     num_in, num_out = sizes_of(module)
     options: Any = options_of(choice)
     share = options["share"] or _DEFAULT_SHARE
@@ -115,12 +116,15 @@ def _rank(module: nn.Module, choice: Choice) -> int:
 
 
 def rank_for(num_in: int, num_out: int, share: float) -> int:
-    """Return the largest rank whose two factors have fewer weights than the matrix by ``share``."""
+    """Return the largest rank at which the two factors have at most ``1 - share`` of the matrix's weights."""
     return int((1 - share) * num_in * num_out / (num_in + num_out))
 
 
 def _blocks(model: nn.Module) -> Iterator[list[Group]]:
-    """Yield the layers of each block. Layers with the same weight form a group, in the block of the first."""
+    """Yield the groups of linear layers of each block. Layers with the same weight form one group.
+
+    A group belongs to the block of its first layer.
+    """
     by_weight: dict[int, Group] = {}
     for name in linears_of_blocks(model):
         by_weight.setdefault(id(model.get_submodule(name).weight), []).append(name)
@@ -151,7 +155,10 @@ def _factor(model: nn.Module, group: Group, rank: int, second_moment: Tensor | N
 
 
 def _second_moments(model: nn.Module, groups: list[Group], calibration: Calibration) -> dict[str, Tensor]:
-    """Sum ``x xᵀ`` over the inputs of layers, by the first name of a group. Padding does not count."""
+    """Return the sum of ``x xᵀ`` over the inputs x of each group's layers, (in, in), by the name of its first layer.
+
+    Padding does not count.
+    """
     if next(iter(calibration.batches()), None) is None:
         raise WeightsError(
             f"`low_rank` needs the inputs of {len(groups)} layers of each block, but there are no batches: give data, "

@@ -1,8 +1,8 @@
-"""Two factors in place of the token embedding: rows as wide as the rank, and a matrix to the full width.
+"""Two factors in place of the token embedding: rows as wide as the rank, and a matrix that widens them.
 
 The factors come from an SVD of the embedding. ALBERT trains them from the start (Lan et al. 2019, arXiv:1909.11942). An
-output tied to the embedding becomes two factors as well: a matrix, then the same rows, which stay tied. The output has
-its own matrix, so that both can learn. An untied output does not change.
+output layer that is tied to the embedding becomes two factors as well: a matrix, then the same rows, which stay tied.
+Its matrix is separate from the embedding's, so that each can learn. An untied output layer does not change.
 
 Not handled: embeddings that several parts of a model read (encoder-decoders), scaled embeddings (Gemma), and recurrent
 models of Plimsoll, whose configuration has no field for factors.
@@ -36,7 +36,7 @@ class LowRankEmbeddings(Shrinker):
     tried = ({"share": 0.5}, {"share": 0.75})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why this is impossible: no such embedding, or no rank that saves weights; else ``None``."""
+        """Return why the embedding cannot be factored, such as a rank that is too large; else ``None``."""
         model: Any = bundle.model
         if not is_of_transformers(model):
             return (
@@ -58,7 +58,7 @@ class LowRankEmbeddings(Shrinker):
         return None
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Replace the embedding, and an output that is tied to it, by factors."""
+        """Replace the embedding by two factors, and an output layer that is tied to it."""
         model: Any = bundle.model
         table: Any = model.get_input_embeddings()
         rank = _rank(table.num_embeddings, table.embedding_dim, choice)
@@ -97,7 +97,7 @@ def _is_tied(model: Any) -> bool:
 
 
 def _has(module: Any, table: Any) -> bool:
-    """Return whether the embedding's weight is a direct parameter of a module."""
+    """Return whether the weight of the embedding ``table`` is also a direct parameter of ``module``."""
     return any(value is table.weight for value in module._parameters.values())
 
 

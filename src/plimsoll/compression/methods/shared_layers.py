@@ -1,9 +1,9 @@
 """Layers that share their parameters, as in ALBERT: neighbouring layers form a group that is saved once.
 
-The parameters of a group are its first layer's, or the mean of all layers (``start=mean``, which was worse in most
+The parameters of a group are its first layer's, or the mean over its layers (``start=mean``, which was worse in most
 measurements: docs/shrink/shared_layers.md). A model that was trained with separate layers can lose nearly all of its
-quality, and needs further training. Lan et al. 2019 (arXiv:1909.11942) share from the start. The module objects stay
-separate, so caches of keys and values work.
+quality, and needs further training. ALBERT (Lan et al. 2019, arXiv:1909.11942) shares parameters from the start of
+training. The module objects stay separate, so caches of keys and values work.
 
 Does NOT reduce the time or activations of a pass, since the number of computed layers does not change. Not handled:
 models with layers of different sizes, and recurrent layers.
@@ -75,7 +75,7 @@ def _layers_fault(name: str, layers: nn.ModuleList) -> str | None:
 
 
 def _groups(num_layers: int, num_groups: int) -> list[list[int]]:
-    """Return neighbouring layers in groups of nearly equal size; the first groups get the remainder."""
+    """Return the layer indices in groups of neighbours. The first groups are larger by one if there is a remainder."""
     least, more = divmod(num_layers, num_groups)
     begins = [number * least + min(number, more) for number in range(num_groups + 1)]
     return [[*range(begin, end)] for begin, end in itertools.pairwise(begins)]

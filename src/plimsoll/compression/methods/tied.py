@@ -1,10 +1,10 @@
-"""The output over the vocabulary shares the weight of the embedding, which is then saved once.
+"""The output layer over the vocabulary shares the weight of the embedding, which is then saved once.
 
 Many models tie the two from the start (Press and Wolf 2016, arXiv:1608.05859). A model that was trained with two
 weights needs further training, since its output weight is discarded. The result is a plain model: the configuration has
 a field for it (``tie_word_embeddings``, or ``tie_weights`` of a recurrent model of Plimsoll).
 
-Not handled: models without an output over the vocabulary, weights of different sizes, and the adaptive softmax.
+Not handled: models without an output layer over the vocabulary, weights of different sizes, and the adaptive softmax.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _is_recurrent(model: Any) -> bool:
 
 
 def _tables(model: Any) -> tuple[Any, Any]:
-    """Return the token embedding and the output over the vocabulary; ``None`` for a missing module."""
+    """Return the token embedding and the output layer over the vocabulary; ``None`` for a missing module."""
     if _is_recurrent(model):
         is_language_model = model.config.num_labels is None
         return model.embedding, model.head if is_language_model else None

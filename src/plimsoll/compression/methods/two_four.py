@@ -1,8 +1,8 @@
 """2:4 sparsity: the two smallest of every four weights in a row become zero, a pattern that some GPUs multiply faster.
 
-The saved weights stay dense. On a GPU of compute capability 8.0 or more, ``torch.sparse.to_sparse_semi_structured``
-converts such a 16-bit weight to half the bytes. Users call it themselves. Not handled: the head, embeddings and
-recurrent layers.
+The saved weights stay dense. On a GPU of compute capability 8.0 or more, the user can call
+``torch.sparse.to_sparse_semi_structured``, which converts such a 16-bit weight to about half the bytes. Not handled:
+the head, embeddings and recurrent layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TwoFour(Shrinker):
     )
 
     def worth_trying(self, bundle: Bundle) -> str:
-        """Return why the search does not try it."""
+        """Return why the search does not try this method: the zeros alone save nothing."""
         return f"{self.name} saves {self.saves}: ask for {self.name} by name if you want the zeros"
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
@@ -42,7 +42,7 @@ class TwoFour(Shrinker):
         return fault
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Set the two smallest of every four weights to zero."""
+        """Set the two smallest of every four weights to zero, by absolute value."""
         with torch.no_grad():
             for layer in _of_fours(bundle.model).values():
                 if not layer.weight.is_meta:
@@ -54,7 +54,10 @@ def _of_fours(model: Any) -> dict[str, Any]:
 
 
 def _thin_out(weight: Tensor) -> None:
-    """Write zeros into a weight, (out, in). Ties keep the first."""
+    """Set the two smallest of every four weights of each row to zero, in place. Of equal weights, keep the first.
+
+    ``weight`` is (out, in); a row has the weights of one output.
+    """
     fours = weight.reshape(-1, _GROUP)
     smallest = fours.abs().sort(dim=1, stable=True, descending=True).indices[:, _GROUP // 2 :]
     weight.copy_(fours.scatter(1, smallest, 0).view(weight.shape))

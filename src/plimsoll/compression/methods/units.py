@@ -1,9 +1,9 @@
 """Fewer hidden units in the layers of an LSTM, a GRU or a plain RNN: each direction keeps its most important ones.
 
 A unit is a row of each gate, a column of the recurrent weights, and a column of the weights that read the layer: the
-next layer or the output. All layers keep the same number, since the configuration has only one. Importance is measured
-on the weights that read a unit, including the recurrent weights. ``magnitude`` also multiplies by the norm of the
-weights that write it.
+next layer or the output layer. All layers keep the same number of units, since the configuration has only one hidden
+size. Importance is measured on the weights that read a unit, including the recurrent weights. For ``magnitude``, it is
+multiplied by the norm of the weights that write the unit.
 
 Not handled: an adaptive softmax, since the feature sizes of its rare words depend on the hidden size, and recurrent
 layers in models other than Plimsoll's.
@@ -28,14 +28,14 @@ from plimsoll.records.plan import Choice
 
 
 class Direction(NamedTuple):
-    """One layer in one direction, with its units."""
+    """One direction of a recurrent layer: its hidden units are selected by themselves. 0 is forward, 1 is backward."""
 
     layer: int
     direction: int
 
 
 class Reading(NamedTuple):
-    """A weight that reads the units of some directions, side by side in its second dimension."""
+    """The name of a weight, and the directions whose units its second dimension indexes, in this order."""
 
     name: str
     directions: tuple[Direction, ...]
@@ -58,7 +58,7 @@ class Units(Shrinker):
         return found if isinstance(found, str) else None
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Keep the most important units of each layer and direction."""
+        """Keep the most important hidden units of each recurrent layer, selected for each direction separately."""
         model: Any = bundle.model
         fields, twin, cuts = checked(_planned(model, share_of(choice)))
         layers, before = model.recurrent, model.config.hidden_size
@@ -71,14 +71,17 @@ class Units(Shrinker):
         kept: dict[Cut, Tensor] = {}
         for cut in cuts:
             directions = directions_of[cut.name, cut.dim]
-            starts = range(0, cut.num_rows, before)  # gates of one direction, or directions side by side
+            starts = range(0, cut.num_rows, before)  # a start per gate of one direction, or per direction
             sides = directions if len(directions) > 1 else directions * len(starts)
             kept[cut] = torch.cat([units[direction] + start for direction, start in zip(sides, starts, strict=True)])
         become(model, twin, fields, kept)
 
 
 def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Module, tuple[Cut, ...]] | str:
-    """Return the changed fields of the configuration, the twin, and the cuts; or a sentence on why not."""
+    """Return the changed fields of the configuration, the twin, and the cuts.
+
+    If units cannot be removed, return a sentence with the reason.
+    """
     config: Any = getattr(model, "config", None)
     layers = getattr(model, "recurrent", None)
     if not isinstance(layers, nn.RNNBase) or not hasattr(config, "model_dump"):
@@ -115,9 +118,10 @@ def _layer(directions: list[Direction], number: int) -> tuple[Direction, ...]:
 
 
 def _readings(model: Any) -> list[Reading]:
-    """Return the weights that read units.
+    """Return the weights that read hidden units.
 
-    Each direction reads its own units, the next layer the units of both directions, and the output the last layer's.
+    The recurrent weights of a direction read that direction's units. The input weights of the next layer read the units
+    of both directions, and the output layer reads the units of the last layer.
     """
     layers, directions = model.recurrent, _directions(model.recurrent)
     found = [Reading(f"recurrent.weight_hh_{_suffix(direction)}", (direction,)) for direction in directions]
@@ -133,7 +137,7 @@ def _readings(model: Any) -> list[Reading]:
 
 
 def _directions_by_cut(model: Any) -> dict[tuple[str, int], tuple[Direction, ...]]:
-    """Return the directions with units along each dimension of each weight."""
+    """Map each weight and dimension to the recurrent layers and directions whose hidden units index that dimension."""
     found = {(one.name, 1): one.directions for one in _readings(model)}
     for direction in _directions(model.recurrent):
         for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
@@ -147,7 +151,7 @@ def _scores(model: Any, importance: str, calibration: Calibration) -> dict[Direc
     """Return the importance of each unit of each direction, (H,)."""
     width, readings = model.config.hidden_size, _readings(model)
     if model.config.tie_weights:
-        readings.pop()  # it reads the embedding, which is scored as the output's weight
+        readings.pop()  # this weight reads the embedding, whose tied weight is scored as the output layer's
     scores = {direction: torch.zeros(width, dtype=torch.float64) for direction in _directions(model.recurrent)}
     weights = [model.get_parameter(one.name) for one in readings]
     if importance == "taylor":
@@ -164,7 +168,7 @@ def _scores(model: Any, importance: str, calibration: Calibration) -> dict[Direc
 
 
 def _written(model: Any) -> dict[Direction, Tensor]:
-    """Return the norm of the weights that write each unit, over all gates."""
+    """Return for each direction the norm of the weights and biases that write each unit, over all gates, (H,)."""
     width, written = model.config.hidden_size, {}
     for direction in _directions(model.recurrent):
         names = [f"recurrent.{kind}_{_suffix(direction)}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
@@ -174,7 +178,10 @@ def _written(model: Any) -> dict[Direction, Tensor]:
 
 
 def _activity(model: Any, calibration: Calibration) -> dict[Direction, Tensor]:
-    """Return the mean absolute output of each unit; padding does not count if sequences are packed."""
+    """Return for each direction the mean absolute output of each unit in a batch, summed over batches, (H,).
+
+    Padding does not count if sequences are packed.
+    """
     width = model.config.hidden_size
     sums = {direction: torch.zeros(width, dtype=torch.float64) for direction in _directions(model.recurrent)}
     alone = [_single(model.recurrent, number) for number in range(model.recurrent.num_layers)]
@@ -192,7 +199,7 @@ def _activity(model: Any, calibration: Calibration) -> dict[Direction, Tensor]:
 
 
 def _single(layers: Any, number: int) -> nn.Module:
-    """Return one layer of a multi-layer module, with the same weights."""
+    """Return the layer with index ``number`` of a recurrent module, as a module that shares its weights."""
     inward = layers.input_size if number == 0 else layers.hidden_size * (1 + layers.bidirectional)
     options = {"bias": layers.bias, "batch_first": layers.batch_first, "bidirectional": layers.bidirectional}
     with torch.device("meta"):

@@ -2,7 +2,7 @@
 
 Zeros are stored and multiplied like any number. The weights are selected by torch's ``prune.l1_unstructured`` within
 each layer, and zeroed permanently. Not handled: the head, embeddings, recurrent layers, and torch's sparse formats. On
-the CPU, these are slower than dense tensors below some 90 % of zeros.
+the CPU, sparse formats are slower than dense tensors unless some 90 % of the weights are zeros.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Unstructured(Shrinker):
     )
 
     def worth_trying(self, bundle: Bundle) -> str:
-        """Return why the search does not try it."""
+        """Return why the search does not try this method: zeros alone save nothing."""
         return f"{self.name} saves {self.saves}: ask for {self.name}(share=0.5) by name if you want the zeros"
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
@@ -35,7 +35,7 @@ class Unstructured(Shrinker):
         return why_no_zeros(bundle, choice)
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Set the smallest weights of each layer to zero, up to ``share``."""
+        """Set the share ``share`` of each linear layer's weights to zero: the smallest by absolute value."""
         share: Any = options_of(choice)["share"]
         for layer in dense_layers(bundle.model).values():
             if not layer.weight.is_meta:

@@ -1,12 +1,11 @@
 """Only the tokens of a corpus: fewer rows in the embedding and in the output over the vocabulary.
 
-It is exact on that corpus. With the new tokenizer, its texts have the same tokens under other ids (see `token_needs`).
-The logits of the kept tokens are bitwise equal. Perplexity falls, since the probability is divided among fewer tokens.
-This is not a better model.
+The results on that corpus do not change: its texts have the same tokens, under new ids (see `token_needs`), and the
+logits of the kept tokens are bitwise equal. Perplexity falls, since the probability is divided among fewer tokens. The
+model is not better for this.
 
-Not handled: the adaptive softmax, whose clusters are frequency ranks; tables not indexed by one vocabulary (hashed, or
-several); and slow tokenizers. Abdaoui et al. 2020 (arXiv:2010.05609) reduce multilingual BERT to some languages in this
-way.
+Not handled: the adaptive softmax, whose clusters are frequency ranks; hashed embeddings; several vocabularies; and slow
+tokenizers. Abdaoui et al. 2020 (arXiv:2010.05609) reduce multilingual BERT to some languages in this way.
 """
 
 from __future__ import annotations
@@ -58,7 +57,9 @@ class Vocabulary(Shrinker):
         return _refusal_of_model(bundle.model)
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Remove rows and tokens. Without counts, for sizes only, remove only rows without a token.
+        """Remove rare tokens and their rows.
+
+        Without token counts (only sizes are wanted), remove only the rows that no token uses.
 
         Raises:
             WeightsError: if the corpus has token ids that the model does not have.
@@ -126,7 +127,7 @@ def _refusal_of_model(model: Any) -> str | None:
 
 
 def _slots(model: Any) -> Iterator[Slot]:
-    """Yield the tensors with one entry per token: they are larger in a model with one more token."""
+    """Yield the parameters and buffers with one entry per token: they are larger in a model with one more token."""
     larger = dict(_tensors(_with_tokens(model, _num_tokens(model) + 1)))
     for name, tensor in _tensors(model):
         dims = [
@@ -143,7 +144,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _with_tokens(model: Any, num_tokens: int) -> nn.Module:
-    """Build the same kind of model with ``num_tokens`` tokens, on the meta device."""
+    """Build a model of the same class and configuration, but with ``num_tokens`` tokens, on the meta device."""
     with torch.device("meta"):
         if hasattr(model.config, "model_copy"):  # pydantic: a recurrent model of Plimsoll
             return type(model)(model.config.model_copy(update={"vocab_size": num_tokens}))  # type: ignore[no-any-return]
@@ -154,7 +155,7 @@ def _with_tokens(model: Any, num_tokens: int) -> nn.Module:
 
 
 def _from_padding_on(model: Any, kept: list[int]) -> list[int]:
-    """Keep all ids up to the padding id if positions are counted from it, as in RoBERTa."""
+    """Return ``kept``, with all ids up to the padding id if positions are numbered from that id, as in RoBERTa."""
     tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     first = max((table.padding_idx or 0 for table in tables if isinstance(table, nn.Embedding)), default=0)
     return sorted({*kept, *range(first + 1)}) if first else kept
@@ -182,7 +183,7 @@ def _special_numbers(model: Any) -> set[int]:
 
 
 def _number_fields(model: Any) -> Iterator[tuple[Any, str, list[int]]]:
-    """Yield the fields of configurations that hold token ids, such as padding, begin and end."""
+    """Yield the configuration fields with token ids, such as ``pad_token_id``: configuration, field name and ids."""
     config = model.config
     if hasattr(config, "model_copy"):
         return
@@ -210,7 +211,7 @@ def _renumber_config(model: Any, kept: list[int]) -> None:
 
 
 def _with_backend(tokenizer: Any, text: str) -> Any:
-    """Return a copy of a transformers tokenizer with another backend."""
+    """Return a copy of a transformers tokenizer whose backend is loaded from ``text``, the JSON of ``tokenizers``."""
     from tokenizers import Tokenizer
 
     made = copy.deepcopy(tokenizer)

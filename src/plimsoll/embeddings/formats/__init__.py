@@ -24,7 +24,7 @@ FaultKind = Literal["dimension", "number", "finite", "utf-8", "truncated", "head
 
 
 class Fault(NamedTuple):
-    """The reason that a word cannot be used. ``at`` is its position in the part, from 0; ``what`` describes it."""
+    """The reason why a word cannot be used: its position ``at`` in the part, from 0, and a description ``what``."""
 
     kind: FaultKind
     at: int
@@ -34,7 +34,7 @@ class Fault(NamedTuple):
 class Rows(NamedTuple):
     """Vectors (words, dimension) in float32.
 
-    ``at`` in ``faults`` is a row of the matrix; such rows must not be used.
+    For each fault in ``faults``, ``at`` is the index of a row that must not be used.
     """
 
     matrix: NDArray[np.float32]
@@ -45,10 +45,10 @@ class Block(NamedTuple):
     """The content of a part of a file.
 
     Attributes:
-        words: the words in file order, as bytes. If only some words are wanted, others may be left out.
-        places: the position of each word in the part, counted from 0 over all its words, ascending.
-        num_words: the number of all words in the part, including faulty words and those left out.
-        rows: function that parses the vectors of some of ``words``, given by their indexes.
+        words: the words in file order, as bytes. If only some words are wanted, other words may be left out.
+        places: for each of ``words``, its position among all words of the part, from 0.
+        num_words: the number of all words in the part, including faulty words and words left out.
+        rows: function that parses the vectors of the words at some indexes of ``words``.
         faults: faults of words that are not in ``words``.
     """
 
@@ -74,24 +74,24 @@ class Vectors(Protocol):
 
     @property
     def num_parts(self) -> int:
-        """The number of parts if they are worth reading in separate processes; otherwise 0."""
+        """The number of parts that `parts` yields, if it is fast to read them in separate processes; otherwise 0."""
         ...
 
     @property
     def counted(self) -> str:
-        """The name of a position in messages: ``line`` in a text file, otherwise ``word``."""
+        """The unit of positions in messages: ``line`` in a text file, otherwise ``word``."""
         ...
 
     @property
     def first_number(self) -> int:
-        """The number of the first word in messages: its line in a text file, otherwise 1."""
+        """The number by which messages name the first word: its line in a text file, otherwise 1."""
         ...
 
     def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
-        """Yield, in file order, functions that read one part each. Each can be called once, in any thread.
+        """Yield, in file order, functions that read one part of the file each. Call each once, in any thread.
 
         Args:
-            wanted: the words that matter; ``None``: all words.
+            wanted: the words whose vectors are needed; ``None``: all words.
 
         Raises:
             EmbeddingError: if the file cannot be read.
@@ -99,21 +99,21 @@ class Vectors(Protocol):
         ...
 
     def share_read(self) -> float:
-        """Return the share of the file (0 to 1) that was handed out as parts."""
+        """Return the share of the file (0 to 1) that the parts yielded so far cover."""
         ...
 
     def build(self, words: list[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.float32]] | None:
         """Build vectors of words that are not in the file, as fastText does from n-grams.
 
         Returns:
-            a mask of the words that have a vector, and a row for every word; ``None`` if the format cannot build
-            vectors.
+            a mask of the words that got a vector (words,), and the vectors (words, dimension); ``None`` if the format
+            cannot build vectors. Vectors outside the mask must not be used.
         """
         ...
 
 
 class Format(Protocol):
-    """The functions of a module of this folder."""
+    """The functions that each module of this folder defines."""
 
     TITLE: str
     """The name of the format in tables and messages."""
@@ -126,20 +126,20 @@ class Format(Protocol):
         """Open a file of this format.
 
         Raises:
-            EmbeddingError: if it is too damaged to be used, or of an unsupported kind.
+            EmbeddingError: if the file is too damaged to be used, or is an unsupported variant of the format.
         """
         ...
 
 
 def rows_of(values: NDArray[Any], faults: tuple[Fault, ...] = ()) -> Rows:
-    """Return vectors in single precision, adding a fault for each that contains NaN or infinity."""
-    with np.errstate(over="ignore"):  # too large values become infinite, which is checked next
+    """Return vectors in float32 with ``faults``, and a further fault for each vector with NaN or infinity."""
+    with np.errstate(over="ignore"):  # numbers too large for float32 become infinite, which is checked next
         matrix = values.astype(np.float32, copy=False)
     return Rows(matrix, (*faults, *_not_finite(matrix)))
 
 
 def in_precision(rows: Rows, precision: Literal["float32", "float16"]) -> Rows:
-    """Return the rows, adding a fault for each row that overflows in the precision."""
+    """Return the rows, still in float32, with a further fault for each row that would overflow in ``precision``."""
     if precision == "float32":
         return rows
     with np.errstate(over="ignore"):

@@ -1,8 +1,8 @@
 """fastText models (``.bin``): a dictionary, then the vectors of words and of buckets of character n-grams.
 
 https://github.com/facebookresearch/fastText/tree/main/src (args.cc, dictionary.cc, densematrix.cc, ``loadModel`` in
-fasttext.cc), versions 11 and 12. The vector of a word is the mean of its row and the rows of its n-grams, bitwise
-identical to ``get_word_vector``. A word that is not in the dictionary gets the mean of its n-grams.
+fasttext.cc), versions 11 and 12. The vector of a word is the mean of its own row and the rows of its n-grams, bitwise
+identical to ``get_word_vector``. A word that is not in the dictionary gets the mean of the rows of its n-grams.
 
 The matrix is mapped, and only needed rows are read. A compressed file is unpacked to a temporary file, which exists as
 long as the vectors are open. Labels of supervised models are not words. The output matrix is not read and may be
@@ -37,7 +37,7 @@ _MAGIC = struct.pack("<i", 793712314)
 _HEADER = struct.Struct("<14id3iqq")
 _MATRIX = struct.Struct("<?qq")
 _VERSIONS, _SUPERVISED = (11, 12), 3
-_RECORDS = Records(b"\0", 9)  # a count of 8 bytes, and a byte: word or label
+_RECORDS = Records(b"\0", 9)  # after the word: a count in 8 bytes, and a byte that distinguishes words from labels
 _PART_BYTES = 1 << 20
 _END_OF_SENTENCE = b"</s>"
 
@@ -48,7 +48,7 @@ def recognises(head: bytes, source: Source) -> bool:
 
 
 def open_vectors(source: Source) -> _Model:
-    """Read the header and find the matrix; see `Format`."""
+    """Read the header and the dictionary, and map the matrix; see `Format`."""
     with ExitStack() as stack:
         model = _Model(source, stack.enter_context(source.as_file()))
         weakref.finalize(model, stack.pop_all().close)
@@ -64,7 +64,7 @@ class _Header(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Entries of the dictionary: their offsets in the file, and the number of the first."""
+    """A part of the dictionary: its begin and end as offsets in the file, and the index of its first entry."""
 
     begin: int
     end: int
@@ -112,11 +112,11 @@ class _Model:
         return total, counts
 
     def share_read(self) -> float:
-        """Return the share of the dictionary handed out; see `Vectors`."""
+        """Return the share of the dictionary that the parts so far cover; see `Vectors`."""
         return self._share
 
     def build(self, words: list[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
-        """Return the mean of the n-grams of each word; see `Vectors`."""
+        """Return for each word the mean of its n-grams' vectors; see `Vectors`."""
         means, counts = self._means(words, None)
         return are_usable(means, counts), means
 
@@ -160,7 +160,7 @@ def _quantized(name: str, why: str) -> EmbeddingError:
 
 
 def _parts(name: str, path: Path, num_entries: int) -> Iterator[_Part]:
-    """Yield the offsets of blocks of some thousand entries of the dictionary."""
+    """Yield the parts of the dictionary, of complete entries in about 1 MiB each."""
     begin, first = _HEADER.size, 0
     while first < num_entries:
         raw = _read(path, begin, _PART_BYTES)

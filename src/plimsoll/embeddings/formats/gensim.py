@@ -2,14 +2,14 @@
 
 https://github.com/piskvorky/gensim/blob/develop/gensim/utils.py (``SaveLoad``): a pickle, with large arrays in separate
 files next to it, ``<file>.vectors.npy`` or ``<file>.wv.vectors.npy``. Supports gensim 0.12 to 4. The pickle is only
-parsed and never executed (`files.pickles`), so a malicious file cannot run code. Arrays are mapped, inside and outside
-the pickle.
+parsed and never executed (`files.pickles`), so a malicious file cannot run code. Arrays inside and outside the pickle
+are memory-mapped.
 
-The vectors of a FastText model are bitwise identical to gensim's. If gensim 4 saved it, a word that is not in the model
-gets the mean of its n-grams, as in gensim. Earlier versions use other n-grams and hashes.
+The vectors of a FastText model are bitwise identical to gensim's. If gensim 4 saved the model, a word that is not in it
+gets the mean of the vectors of its n-grams, as in gensim. Earlier versions use other n-grams and hashes.
 
 Does NOT support document vectors, compressed arrays in separate files (``.npz``, written if the name ends in .gz),
-sent2vec, and annoy.
+sent2vec models, and annoy indexes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def recognises(head: bytes, source: Source) -> bool:
 
 
 def open_vectors(source: Source) -> Mapped:
-    """Read the words and find the arrays; see `Format`."""
+    """Read the words and map the arrays; see `Format`."""
     with ExitStack() as stack:
         path = stack.enter_context(source.as_file())
         with path.open("rb") as file:
@@ -69,7 +69,7 @@ def open_vectors(source: Source) -> Mapped:
 
 
 class _Saved:
-    """The content of a pickled object with vectors.
+    """The content of a pickled gensim object with word vectors.
 
     Attributes:
         name: the name of the file.
@@ -112,7 +112,10 @@ class _Saved:
         return key in self._state
 
     def array(self, *keys: bytes) -> NDArray[Any] | None:
-        """Return the first of some arrays that is in the file or in a separate file; ``None`` if none is."""
+        """Return the array of the first attribute in ``keys`` that is saved; ``None`` if no such array is saved.
+
+        The array is in the pickle or in a separate file.
+        """
         beside = self._state.get(b"__numpys")
         for key in keys:
             if isinstance(beside, list) and key in beside:
@@ -137,7 +140,7 @@ class _Saved:
         return mapped_array(path)
 
     def _inside(self, key: bytes, thing: Thing) -> NDArray[Any]:
-        """Return an array in the pickle, without a copy if its bytes are stored unchanged."""
+        """Return the array of the attribute ``key``, stored in the pickle as ``thing``; without a copy if possible."""
         try:
             matrix = self._read_array(thing)
         except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
@@ -164,7 +167,7 @@ class _Saved:
         return self._numbers(data, dtype).reshape(shape, order="F" if order == b"F" else "C")
 
     def _numbers(self, data: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-        if isinstance(data, Thing) and data.name == b"_codecs.encode":  # bytes that Python 3 pickled with protocol 2
+        if isinstance(data, Thing) and data.name == b"_codecs.encode":  # protocol 2 has no type for bytes
             data = self._bytes(data.args[0]).decode("utf-8").encode("latin-1")
         if isinstance(data, Span):
             return np.frombuffer(self._raw, dtype, (data.end - data.begin) // dtype.itemsize, data.begin)
@@ -185,7 +188,7 @@ def _text(value: Any) -> bytes:
 
 
 class _Subwords(NamedTuple):
-    """The n-grams of a FastText model, with a row per bucket."""
+    """The n-grams of a FastText model, and the vectors of their buckets, (buckets, dimension)."""
 
     ngrams: Ngrams
     matrix: NDArray[np.float32]
@@ -214,7 +217,10 @@ def _opened(saved: _Saved) -> Mapped:
 
 
 def _subwords(saved: _Saved) -> _Subwords | None:
-    """Return the n-grams of a model saved by gensim 4: each bucket has a row, and the hash is fastText's."""
+    """Return the n-grams of a model saved by gensim 4, where each bucket has a row and the hash is fastText's.
+
+    Return ``None`` for other models, and for a model without usable n-grams.
+    """
     if saved.number(b"compatible_hash") != 1 or saved.has(b"hash2index"):
         return None
     ngrams = Ngrams(saved.number(b"min_n"), saved.number(b"max_n"), saved.number(b"bucket"))
@@ -229,7 +235,7 @@ def _composed(
 ) -> NDArray[np.float32]:
     chosen = [words[row] for row in rows]
     total, counts = sums(chosen, rows, 0, subwords.ngrams, (own, subwords.matrix))
-    return total / np.maximum(counts, 1).astype(np.float32)[:, None]  # as gensim: a division
+    return total / np.maximum(counts, 1).astype(np.float32)[:, None]  # gensim divides; fastText does not
 
 
 def _built(subwords: _Subwords, words: list[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:

@@ -1,10 +1,11 @@
 """A NumPy array (``.npy``), and a file of its words in the same folder.
 
-https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html: a floating-point array (words, dimension), of
-either byte order, in C or Fortran order, mapped. Its numbers become float32. The words of ``x.npy`` are in the first
-existing file without vectors of ``x.txt``, ``x.words``, ``x.vocab``, ``x.json``, ``words.txt``, ``vocab.txt``,
-``vocabulary.txt``, ``vocab.json``. The file has a word per line, a JSON list of words, or a JSON
-object with the row of each word. A carriage return before a newline is ignored. Nothing is unpickled.
+https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html: a floating-point array (words, dimension), in
+either byte order and in C or Fortran order. It is memory-mapped, and rows are converted to float32 when they are read.
+The words of ``x.npy`` are in the first of these files that exists and does not hold vectors: ``x.txt``, ``x.words``,
+``x.vocab``, ``x.json``, ``words.txt``, ``vocab.txt``, ``vocabulary.txt``, ``vocab.json``. This file has a word per
+line, a JSON list of words, or a JSON object with the row of each word. A carriage return before a newline is ignored.
+Pickled objects are never loaded.
 
 Does NOT support .npz archives, words with newlines in .txt, and compressed .npy files, which cannot be mapped and have
 no words next to them.
@@ -65,7 +66,7 @@ def _words_file(path: Path, dimension: int) -> Path:
 
 
 def _holds_vectors(path: Path, dimension: int) -> bool:
-    """Return whether a file is the text form of the array: words with as many numbers as the array has columns."""
+    """Return whether a file is the array in a text format: each word is followed by ``dimension`` numbers."""
     with _opened(path) as file:
         return dimension_of(file.read(HEAD_BYTES)) == dimension
 
@@ -79,7 +80,7 @@ def _require_as_many(path: Path, num_words: int, source: Source, num_rows: int) 
 
 
 def _lines(path: Path) -> Iterator[list[bytes]]:
-    """Yield blocks of lines of a file. An empty string after the last newline is not a line."""
+    """Yield the lines of a file in lists. The empty string after the last newline is not a line."""
     rest = b""
     with _opened(path) as file:
         while chunk := file.read(_CHUNK_BYTES):

@@ -1,7 +1,7 @@
 """A table written by Plimsoll: one safetensors file with vectors and words, memory-mapped.
 
-``plimsoll embeddings subset | convert -o x.safetensors`` writes it, and the cache stores it; see
-`plimsoll.embeddings.table`. Rows without a word and rows that were not found are left out.
+``plimsoll embeddings subset`` and ``convert`` write it with ``-o x.safetensors``, and subsets are cached in it; see
+`plimsoll.embeddings.table`. Only rows with a vector from the original file are read.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _PART_WORDS = 1 << 16
 
 
 def recognises(head: bytes, source: Source) -> bool:
-    """Return whether the header is a table's."""
+    """Return whether a file begins with the header of a table; see `Format`."""
     return is_table(head)
 
 
 def open_vectors(source: Source) -> TableVectors:
-    """Map a table. A compressed one is first unpacked to a temporary file."""
+    """Map a table. A compressed table is first unpacked to a temporary file. See `Format`."""
     return TableVectors(source)
 
 
 class TableVectors:
-    """The vectors of a table."""
+    """The vectors of a table; see `Vectors`."""
 
     num_promised = None
     num_parts = 0
@@ -52,14 +52,14 @@ class TableVectors:
         return int(self._table.vectors.shape[1])
 
     def share_read(self) -> float:
-        """Return the share of the table handed out as parts."""
+        """Return the share of the table that the parts so far cover; see `Vectors`."""
         return self._share
 
     def build(self, words: list[bytes]) -> None:
         """Return ``None``: a table cannot build vectors of other words."""
 
     def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
-        """Yield functions that read one part each."""
+        """Yield functions that read one part of the table each; see `Vectors`."""
         words = self._table.raw_words()
         for begin in range(0, len(words), _PART_WORDS):
             self._share = min((begin + _PART_WORDS) / len(words), 1.0)

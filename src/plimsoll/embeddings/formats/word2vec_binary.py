@@ -1,13 +1,13 @@
-"""Binary word2vec: a line with the numbers of words and dimensions, then each word, a space and float32 numbers.
+"""Binary word2vec: a line with the number of words and the dimension, then each word, a space and its float32 vector.
 
 https://github.com/tmikolov/word2vec/blob/master/word2vec.c (``-binary 1``) writes a newline after each vector; gensim's
-``save_word2vec_format(binary=True)`` does not. Newlines before a word are ignored, as in gensim. Numbers are
-little-endian. The file is read once from start to end, so it may be compressed. Bytes after the last word stated in the
-header are ignored.
+``save_word2vec_format(binary=True)`` does not. Newlines before a word are ignored, as in gensim. Vectors are
+little-endian. The file is read once from start to end, so it may be compressed. Bytes after the number of words stated
+in the header are ignored.
 
-Does NOT support files without the header, or numbers of other types. The format cannot store words with spaces or
-newlines: the vectors after such a word would be wrong. This is detected only if a word is not UTF-8 or a number is not
-finite.
+Does NOT support files without the header, or vectors of other data types. The format cannot store words with spaces or
+newlines: the vectors after such a word are wrong. This is detected only if it makes a word that is not UTF-8, or a
+number that is not finite.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONGEST_FIRST_WORD_BYTES = 1000
 
 
 def recognises(head: bytes, source: Source) -> bool:
-    """Return whether a header is followed by a word and binary numbers; see `Format`."""
+    """Return whether a file begins with a header, a word and a binary vector; see `Format`."""
     header = _HEADER.match(head)
     if header is None or int(header[1]) < 1 or int(header[2]) < 1:
         return False
@@ -49,7 +49,7 @@ def recognises(head: bytes, source: Source) -> bool:
 
 
 def _word_stop(head: bytes, begin: int) -> int | None:
-    """Return the end of the word at ``begin``: -1 if the word is too long, ``None`` if the file ends first."""
+    """Return the offset at which the word at ``begin`` ends: -1 if it is too long, ``None`` if ``head`` ends first."""
     stop = head.find(b" ", begin, begin + _LONGEST_FIRST_WORD_BYTES)
     if stop < 0 and begin + _LONGEST_FIRST_WORD_BYTES > len(head):
         return None
@@ -63,7 +63,7 @@ def _is_text(body: bytes, dimension: int) -> bool:
     try:
         body.decode("utf-8")
     except UnicodeDecodeError as error:
-        if error.reason != "unexpected end of data":  # a letter may end after the head
+        if error.reason != "unexpected end of data":  # the last letter may be incomplete
             return False
     return not _CONTROLS.search(body)
 
@@ -120,7 +120,7 @@ class _Binary:
         return block_of(words, wanted, rows_at)
 
     def share_read(self) -> float:
-        """Return the share of the file that was read; see `Vectors`."""
+        """Return the share of the file that has been read; see `Vectors`."""
         return self._share
 
     def build(self, words: list[bytes]) -> None:

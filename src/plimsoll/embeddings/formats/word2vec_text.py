@@ -1,8 +1,8 @@
-"""word2vec text: a line with the number of words and the dimension, then a word and its numbers per line.
+"""word2vec text: a line with the number of words and the dimension, then a word and the values of its vector per line.
 
 Written by the original C tool, by gensim's ``save_word2vec_format`` and by fastText as ``.vec``, whose lines end with a
-space. The header distinguishes it from GloVe text: two integers, the second of which matches the lines after it. A file
-that ends within the first of these lines is recognised, too, and then reported as truncated.
+space. The header distinguishes it from GloVe text: two integers, of which the second is the number of values in each
+following line. A file that ends within the first line after the header is recognised, too, and reported as truncated.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _BEGIN_OF_NUMBER = re.compile(rb"[-+0-9.eEnaif]*")
 
 
 def recognises(head: bytes, source: Source) -> bool:
-    """Return whether the first line has two integers, and the next lines end with that many numbers."""
+    """Return whether the first line has two integers, and the next lines have as many values as the second states."""
     return b"\0" not in head and _layout(head) is not None
 
 
 def open_vectors(source: Source) -> Lines:
-    """Open a file of lines with a header."""
+    """Open a file of lines with a header; see `Format`."""
     layout = _layout(source.head)
     assert layout is not None
     return Lines(source, layout)
@@ -44,6 +44,6 @@ def _layout(head: bytes) -> Layout | None:
 
 
 def _may_begin(line: bytes, separator: int, dimension: int) -> bool:
-    """Return whether an incomplete line can be the start of a line with ``dimension`` numbers."""
+    """Return whether an incomplete line can be the beginning of a line with a word and ``dimension`` numbers."""
     fields = line.rstrip().split(bytes([separator]))[1:]
     return len(fields) <= dimension and all(_BEGIN_OF_NUMBER.fullmatch(field) for field in fields)

@@ -1,7 +1,7 @@
-"""Shared code of the binary formats: records of fixed size after the word, selection of words, and UTF-8 checks.
+"""Shared code of the formats: parsing of binary records, selection of wanted words, and UTF-8 checks.
 
-A record is a word, a byte that ends it, and a fixed number of bytes. A word longer than `MAX_WORD_BYTES` means that the
-file is damaged.
+A record is a word, a byte that ends it, and a fixed number of further bytes. A word longer than `MAX_WORD_BYTES` means
+that the file is damaged.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ MAX_DIMENSION = 1 << 20
 
 
 class Records:
-    """A parser of records: words that end with one byte, followed by ``tail_bytes`` bytes.
+    """A parser of records: a word, the byte ``end``, and ``tail_bytes`` further bytes.
 
     Attributes:
-        fixed_bytes: the bytes of a record besides the word.
+        fixed_bytes: the number of bytes of a record without its word.
     """
 
     def __init__(self, end: bytes, tail_bytes: int) -> None:
         self._end = end[0]
         self.fixed_bytes = 1 + tail_bytes
-        # The rest after the last complete record is a single match, so that it is not searched.
+        # An incomplete record at the end is matched as a whole (``.+``), so that no record is searched inside it.
         self._pattern = re.compile(b"([^%b]*+)%b.{%d}|.+" % (end, end, tail_bytes), re.DOTALL)
 
     def split(self, raw: bytes) -> tuple[list[bytes], NDArray[np.int64]]:
-        """Return the words of the complete records at the start of ``raw``, and the end of each record."""
+        """Return the words of the complete records at the start of ``raw``, and the offset of each record's end."""
         words = self._pattern.findall(raw)
         lengths = np.fromiter(map(len, words), np.int64, len(words))
         ends = np.cumsum(lengths + self.fixed_bytes)
@@ -49,9 +49,10 @@ class Records:
 def cut_at_records(
     source: Source, records: Records, begin: int, num_words: int
 ) -> Iterator[tuple[bytes, list[bytes], NDArray[np.int64], float]]:
-    """Yield complete records with their words, the end of each, and the share of the file read so far.
+    """Yield the file in parts of complete records.
 
-    It stops after ``num_words`` words, at the end of the file, or when a word is too long.
+    Each part has its bytes, its words, the offset of each record's end, and the share of the file read so far (0 to 1).
+    Iteration ends after ``num_words`` words, at the end of the file, or when a word is too long.
 
     Args:
         source: the file.
@@ -81,8 +82,8 @@ def block_of(
 
     Args:
         words: all words of the part.
-        wanted: the wanted words, with fast membership tests, such as a set; ``None``: all words.
-        rows_at: function that returns the vectors at some positions of the part.
+        wanted: the words whose vectors are needed, with fast membership tests, such as a set; ``None``: all words.
+        rows_at: function that returns the vectors of the words at some positions of the part.
     """
     bad = not_utf8(words)
     faults = tuple(Fault("utf-8", place, repr(words[place][:80])) for place in bad)
@@ -98,7 +99,7 @@ def block_of(
 
 
 def cut_off(at: int, what: str) -> Block:
-    """Make a block without words, with the fault that the file is truncated."""
+    """Make a block without words, whose only fault is that the file is truncated at the position ``at``."""
     return Block(
         [], np.empty(0, np.int64), 0, lambda _: rows_of(np.empty((0, 0), np.float32)), (Fault("truncated", at, what),)
     )
@@ -110,7 +111,7 @@ def as_set(wanted: Collection[bytes] | None) -> Collection[bytes] | None:
 
 
 def not_utf8(words: list[bytes]) -> list[int]:
-    """Return the positions of words that are not UTF-8."""
+    """Return the indexes of the words that are not UTF-8."""
     try:
         b" ".join(words).decode("utf-8")
     except UnicodeDecodeError:

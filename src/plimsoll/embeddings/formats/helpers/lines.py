@@ -1,11 +1,11 @@
-"""Word vectors as lines of text: a word, then its numbers, each after a space (or a tab).
+"""Word vectors as lines of text: a word, then the values of its vector, each after a space (or a tab).
 
 Only ``\\n`` ends a line: words may contain U+0085, U+2028 or ``\\r``. A line is read from the right: the last
-``dimension`` fields are the vector, and the rest is the word, which may contain spaces.
+``dimension`` fields are the vector, and everything before them is the word, which may contain spaces.
 
-Most lines are not wanted and are not parsed. One pass over the bytes finds the starts of lines. The first eight bytes
-of each line are looked up in a table, and only lines that pass are extracted. Of these, only lines of wanted words are
-parsed.
+Lines of unwanted words, usually most lines, are not parsed. One pass over the bytes finds the starts of lines. The
+first eight bytes of each line are compared with the wanted words, and only matching lines are extracted. Of these, only
+lines of wanted words are parsed.
 
 Numbers are rounded as by ``numpy.float32(text)``: to double precision, then to single precision.
 """
@@ -49,10 +49,10 @@ class Layout(NamedTuple):
 
     Attributes:
         dimension: the number of values per vector.
-        separator: the byte before each value.
+        separator: the byte before each value: a space or a tab.
         header_bytes: the offset of the first line with a word.
-        first_number: the number of that line in the file, from 1.
-        num_promised: the number of words according to the header.
+        first_number: the line number of that line in the file, from 1.
+        num_promised: the number of words according to the header; ``None`` without a header.
     """
 
     dimension: int
@@ -63,12 +63,12 @@ class Layout(NamedTuple):
 
 
 def separator_of(line: bytes) -> int:
-    """Return the separator of the fields of a line: tab or space."""
+    """Return the byte that separates the fields of a line: tab or space."""
     return TAB if line.count(b"\t") > line.count(b" ") else SPACE
 
 
 def dimension_of(head: bytes) -> int:
-    """Return the number of numeric fields at the end of most lines in ``head``; 0 if it is not in this format.
+    """Return the number of numeric fields at the end of most lines in ``head``; 0 if they are not lines of vectors.
 
     The last line is ignored because it may be incomplete, unless it is the only line and the whole file.
     """
@@ -113,14 +113,14 @@ class Lines:
         self.num_parts = -(-num_bytes // _PART_BYTES)
 
     def share_read(self) -> float:
-        """Return the share of the file handed out as parts."""
+        """Return the share of the file that the parts so far cover; see `Vectors`."""
         return self._share
 
     def build(self, words: list[bytes]) -> None:
         """Return ``None``: text files cannot build vectors of other words."""
 
     def parts(self, wanted: Collection[bytes] | None) -> Iterator[Callable[[], Block]]:
-        """Yield functions that read one part each."""
+        """Yield functions that read one part of the file each; see `Vectors`."""
         words = as_set(wanted)
         reading = _Reading(self._layout, None if words is None else _Wanted(words, self._layout.separator))
         return self._of_stream(reading) if self._source.packing else self._of_file(reading)
@@ -153,10 +153,10 @@ class Lines:
 
 
 def require_lines(num_bytes: int, name: str) -> None:
-    """Check the length of a line.
+    """Check that a line of ``num_bytes`` bytes is short enough to be a word with its vector.
 
     Raises:
-        EmbeddingError: if a line is longer than any vector.
+        EmbeddingError: if the line is longer than `MAX_LINE_BYTES`.
     """
     if num_bytes > MAX_LINE_BYTES:
         raise EmbeddingError(
@@ -166,7 +166,7 @@ def require_lines(num_bytes: int, name: str) -> None:
 
 
 class _Wanted:
-    """The wanted words, and the first bytes of their lines."""
+    """The wanted words, and the first eight bytes that their lines would have."""
 
     def __init__(self, words: Collection[bytes], separator: int) -> None:
         self.words = words
@@ -178,7 +178,10 @@ class _Wanted:
         self._may_be[_hashes(self._heads)] = True
 
     def are_likely(self, heads: NDArray[np.uint64]) -> NDArray[np.intp]:
-        """Return the indexes of ``heads`` (first eight bytes of lines, little-endian) that match a wanted word."""
+        """Return the indexes of the lines that may begin with a wanted word.
+
+        ``heads`` are the first eight bytes of each line, as little-endian integers.
+        """
         heads = self._cut(heads)
         likely = np.flatnonzero(self._may_be[_hashes(heads)])
         places = np.minimum(np.searchsorted(self._heads, heads[likely]), len(self._heads) - 1)
@@ -186,7 +189,7 @@ class _Wanted:
         return likely[is_head]
 
     def _cut(self, heads: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Clear the bytes after the first separator, which is found as in Warren, Hacker's Delight, 6-1."""
+        """Set the bytes after the first separator to zero. It is found as in Warren, Hacker's Delight, 6-1."""
         differences = heads ^ (_ONES * self._separator)
         zeros = (differences - _ONES) & ~differences & _TOPS
         lowest = zeros & (~zeros + np.uint64(1))
@@ -198,14 +201,14 @@ def _hashes(heads: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class _Buffers(threading.local):
-    """Buffers of each thread for the bytes of a part, and for a mask of them."""
+    """The buffers of each thread: for the bytes of a part, and for a mask with one boolean per byte."""
 
     def __init__(self) -> None:
         self.raw = bytearray()
         self.is_newline = np.empty(0, np.bool_)
 
     def sized(self, num_bytes: int) -> bytearray:
-        """Return a buffer of at least ``num_bytes`` bytes; its content is kept."""
+        """Return this thread's buffer, enlarged to at least ``num_bytes`` bytes; its content is kept."""
         if len(self.raw) < num_bytes:
             self.raw.extend(bytes(num_bytes - len(self.raw)))
         return self.raw
@@ -218,7 +221,7 @@ class _Buffers(threading.local):
 
 
 class _File:
-    """An open file. It is closed when none of its parts remains."""
+    """An open file. It is closed when the last of its parts is freed."""
 
     def __init__(self, source: Source) -> None:
         self.name, self.buffers = source.name, _Buffers()
@@ -228,7 +231,7 @@ class _File:
 
     def fill(self, place: int, at: int, num_bytes: int) -> int:
         """Read bytes from offset ``at`` into this thread's buffer at ``place``; return the number of bytes read."""
-        # The view must be released: a bytearray with views cannot grow.
+        # The view must be released: a bytearray cannot grow while a view of it exists.
         with memoryview(self.buffers.sized(place + num_bytes + _HEAD_BYTES)) as raw:
             done = 0
             while done < num_bytes:
@@ -240,7 +243,7 @@ class _File:
 
 
 class _Reading(NamedTuple):
-    """The layout of the lines, and the wanted words."""
+    """The layout of the lines, and the wanted words; ``None`` if all words are wanted."""
 
     layout: Layout
     wanted: _Wanted | None
@@ -264,7 +267,7 @@ class _PartOfFile:
         return _block(buffers.raw, start, num_bytes, buffers.mask(num_bytes), self.reading)
 
     def _read(self, at: int) -> int:
-        """Read up to the end of the last line, and return the number of bytes."""
+        """Read from the offset ``at`` to the end of the last line that starts in this part; return the bytes read."""
         raw = self.file.buffers.sized(_PART_BYTES + _MORE_BYTES)
         num_bytes = self.file.fill(0, at, self.end - at)
         while raw[num_bytes - 1] != NEWLINE:
@@ -279,7 +282,10 @@ class _PartOfFile:
 
 @dataclass(frozen=True, slots=True)
 class _PartOfStream:
-    """Lines in memory; with ``is_cut``, the incomplete last line of a truncated archive."""
+    """Lines that were read from a compressed file, joined from ``pieces``.
+
+    With ``is_cut``, they are the incomplete last line of a truncated archive.
+    """
 
     pieces: list[bytes]
     reading: _Reading
@@ -288,7 +294,7 @@ class _PartOfStream:
     def __call__(self) -> Block:
         raw = b"".join([*self.pieces, bytes(_HEAD_BYTES)])
         num_bytes = len(raw) - _HEAD_BYTES
-        if self.is_cut:  # unused even with enough numbers: digits may be missing
+        if self.is_cut:  # not used even if no number is missing: the last may lack digits
             block = _cut([], np.empty(0, np.int64), self.reading)
             return block._replace(
                 num_words=int(num_bytes > 0), faults=(Fault("truncated", 0, "the archive ends early"),)
@@ -297,7 +303,10 @@ class _PartOfStream:
 
 
 def _block(raw: bytes | bytearray, start: int, end: int, is_newline: NDArray[np.bool_], reading: _Reading) -> Block:
-    """Make a block from the lines in ``raw[start:end]``. At least eight bytes must follow the end."""
+    """Make a block from the lines in ``raw[start:end]``. At least eight more bytes must follow in ``raw``.
+
+    ``is_newline`` is a buffer with one boolean per byte up to ``end``, which is overwritten.
+    """
     layout, wanted = reading
     view = np.frombuffer(raw, np.uint8, end)
     np.equal(view, NEWLINE, out=is_newline)
@@ -329,10 +338,13 @@ def _wrong_lines(  # noqa: PLR0917 -- private, one caller
     layout: Layout,
     has_end: bool,
 ) -> tuple[Fault, ...]:
-    """Return the faults of lines with the wrong number of values. Only lines with unusual separators are parsed."""
+    """Return the faults of lines with the wrong number of values.
+
+    Only lines with an unexpected number of separators, or with several white bytes at the end, are split into fields.
+    """
     if not len(starts):
         return ()
-    # A small integer type that holds the dimension is faster.
+    # The smallest integer type that can hold the dimension is the fastest.
     kind = np.promote_types(np.min_scalar_type(layout.dimension), np.uint16)
     counts = np.add.reduceat(is_separator.view(np.uint8), starts, dtype=kind)
     counts -= is_separator[ends - 1] & (ends > starts)
@@ -350,7 +362,7 @@ def _wrong_lines(  # noqa: PLR0917 -- private, one caller
 
 
 def _has_numbers(word: list[bytes]) -> bool:
-    """Return whether all fields after the first are numbers: the vector then has a different dimension."""
+    """Return whether all fields of a word after its first are numbers: the line then has too many values."""
     return len(word) > 1 and all(map(is_number, word[1:]))
 
 
@@ -360,7 +372,10 @@ def _shown(line: bytes) -> str:
 
 
 def _cut(lines: list[bytes], places: NDArray[np.int64], reading: _Reading) -> Block:
-    """Split lines into words and numbers, leaving out lines with too few or too many numbers and unwanted words."""
+    """Make a block from lines, without unwanted words and without lines with too few or too many values.
+
+    ``places`` are the positions of the lines in the part.
+    """
     layout, wanted = reading
     separator = bytes([layout.separator])
     if wanted is not None and not wanted.has_separator:
@@ -390,7 +405,10 @@ def _cut(lines: list[bytes], places: NDArray[np.int64], reading: _Reading) -> Bl
 
 
 class _Fields:
-    """The fields of concatenated lines. ``_last[i]`` is the last field of line i, ``_ends`` are the ends of fields."""
+    """The fields of concatenated lines.
+
+    ``_ends`` are the offsets of the ends of all fields. ``_last[i]`` is the index of the last field of line i.
+    """
 
     def __init__(self, lines: list[bytes], layout: Layout) -> None:
         self._layout = layout
@@ -404,7 +422,7 @@ class _Fields:
 
     def words(self) -> list[bytes | None]:
         """Return the word of each line; ``None`` if it has too few fields."""
-        first = self._last - self._layout.dimension  # the last field of the word
+        first = self._last - self._layout.dimension  # the index of the word's last field
         is_long = first > np.concatenate(([-1], self._last[:-1]))[: len(first)]
         ends = self._ends[np.where(is_long, first, 0)] if len(first) else first
         return [
@@ -413,15 +431,18 @@ class _Fields:
         ]
 
     def rows(self, lines: NDArray[np.int64]) -> Rows:
-        """Parse the numbers of some lines, which must have enough fields."""
+        """Parse the vectors of the lines with the indexes ``lines``, which must have enough fields."""
         first = self._last[lines] - (self._layout.dimension - 1)
         try:
             return rows_of(self._parsed(first))
-        except ValueError:  # includes pyarrow's errors
+        except ValueError:  # errors of pyarrow are ValueErrors, too
             return self._one_by_one(first)
 
     def _parsed(self, first: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Parse the fields from ``first`` on in one call. Arrow is faster than Python, but supports fewer forms."""
+        """Parse vectors in one call of Arrow, which is faster than Python, but supports fewer forms of numbers.
+
+        ``first`` has the index of each vector's first field.
+        """
         import pyarrow
         from pyarrow import compute
 
@@ -435,13 +456,13 @@ class _Fields:
             pyarrow.py_buffer(self._view[~self._is_end]),
             pyarrow.py_buffer(np.packbits(is_asked, bitorder="little")),
         )
-        # The default pool would cache tens of MiB.
+        # Arrow's default memory pool would retain tens of MiB.
         parsed = compute.cast(fields, pyarrow.float64(), memory_pool=pyarrow.system_memory_pool())
         doubles: NDArray[np.float64] = np.frombuffer(parsed.buffers()[1], np.float64, len(fields))
         return self._runs(doubles)[first]
 
     def _runs(self, fields: NDArray[Any]) -> NDArray[Any]:
-        """Return a view whose row i has the ``dimension`` fields from field i on."""
+        """Return a view of ``fields`` whose row i has the ``dimension`` elements from element i on."""
         return sliding_window_view(fields, self._layout.dimension, writeable=fields.flags.writeable)
 
     def _one_by_one(self, first: NDArray[np.int64]) -> Rows:

@@ -1,4 +1,4 @@
-"""Vectors in one array, with a separate list of words. Rows are read from the array on demand."""
+"""Vectors in one array, with a separate list of words. Vectors are read from the array when they are needed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class Mapped:
     """Words, and a function that reads the vectors of some rows; see `Vectors`.
 
     Args:
-        words: function that yields lists of words in row order.
+        words: function that returns an iterator of lists of words, in the order of the rows.
         num_words: the number of words.
         dimension: the number of values per vector.
-        vectors: function that returns the vectors of some rows.
-        build: function that builds vectors of other words; ``None`` if the format cannot.
+        vectors: function that returns the vectors of the rows with some indexes.
+        build: function that builds vectors of words that are not in the file, as in `Vectors`; ``None`` if the format
+            cannot.
     """
 
     num_parts = 0
@@ -60,11 +61,11 @@ class Mapped:
         return rows_of(self._vectors(places + first))
 
     def share_read(self) -> float:
-        """Return the share of the words handed out; see `Vectors`."""
+        """Return the share of the words that the parts so far cover; see `Vectors`."""
         return self._share
 
     def build(self, words: list[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.float32]] | None:
-        """Build vectors of other words, if the format can; see `Vectors`."""
+        """Build vectors of words that are not in the file, if the format can; see `Vectors`."""
         return self._build(words) if self._build is not None else None
 
 
@@ -75,16 +76,16 @@ def in_pieces(words: list[bytes]) -> Iterator[list[bytes]]:
 
 
 def gathered(matrix: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return some rows; numbers that overflow float32 become infinite."""
+    """Return the rows of a matrix with the indexes ``rows``, in float32; numbers that overflow become infinite."""
     with np.errstate(over="ignore"):
         return np.asarray(matrix[rows], np.float32)
 
 
 def mapped_array(path: Path) -> NDArray[Any]:
-    """Map a NumPy file. It is never unpickled.
+    """Map the array in a NumPy file. Pickled objects in it are refused, never loaded.
 
     Raises:
-        EmbeddingError: if it is truncated, contains objects, or cannot contain word vectors.
+        EmbeddingError: if the file is truncated, contains objects, or cannot contain word vectors.
     """
     try:
         matrix: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -101,7 +102,8 @@ def require_vectors(name: str, matrix: NDArray[Any]) -> None:
     """Check that an array can contain word vectors.
 
     Raises:
-        EmbeddingError: if it does not have two axes, or its numbers are not floating-point.
+        EmbeddingError: if the array does not have two axes, or its data type is not floating-point; it is called
+            ``name`` in the message.
     """
     if matrix.ndim != 2 or not 0 < matrix.shape[1] <= MAX_DIMENSION:
         raise EmbeddingError(

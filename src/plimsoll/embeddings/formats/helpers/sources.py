@@ -38,9 +38,9 @@ class Source:
 
     Attributes:
         path: the file on the disk.
-        member: the name of the file in a zip archive; ``None`` otherwise.
-        packing: the compression; "" for none.
-        is_cut: whether the last reading found a truncated or damaged compressed file.
+        member: the name of the file inside a zip archive; ``None`` if ``path`` is not a zip archive.
+        packing: the compression, ``"gzip"`` or ``"zip"``; "" for a plain file.
+        is_cut: whether the last iteration of `chunks` found that the compressed file is truncated or damaged.
 
     Raises:
         EmbeddingError: if there is no such file, or an archive has several files and none is named.
@@ -65,7 +65,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The path as users write it."""
+        """The path as users write it, such as ``archive.zip/name``."""
         return str(self.path) if self.member is None else f"{self.path}/{self.member}"
 
     @property
@@ -78,22 +78,24 @@ class Source:
 
     @cached_property
     def head(self) -> bytes:
-        """The first 64 KiB, or the whole file if it is shorter."""
+        """The first 64 KiB of the unpacked content, or all of it if it is shorter."""
         with self.opened() as (file, _):
             return _read(file, HEAD_BYTES)[0]
 
     def companions(self) -> list[Path]:
-        """Return the files next to it that some formats also read. Their content is part of the source's content."""
+        """Return the files in the same folder that belong to this file: gensim's arrays, and the words of an array."""
         own = sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.*.npy"))
         is_array = self.head.startswith(_NUMPY_MAGIC)
         return [path for path in [*own, *(words_files(self.path) if is_array else ())] if path.is_file()]
 
     @contextmanager
     def opened(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-        """Open the content, and the file on the disk, whose position tells how much has been read.
+        """Open the file, and yield its unpacked content and the file on the disk.
+
+        The position of the file on the disk shows how much of it has been read.
 
         Raises:
-            EmbeddingError: if it cannot be read.
+            EmbeddingError: if the file cannot be read.
         """
         with self._reading(), self.path.open("rb", buffering=0 if not self.packing else _CHUNK_BYTES) as raw:
             if self.packing == "gzip":
@@ -105,7 +107,7 @@ class Source:
                 yield raw, raw
 
     def chunks(self, num_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[bytes, float]]:
-        """Yield chunks of the content, each with the share of the file read so far (0 to 1).
+        """Yield the unpacked content in chunks of ``num_bytes``, each with the share of the file read so far (0 to 1).
 
         If a compressed file is truncated or damaged, iteration ends early without an error, and `is_cut` is set.
         """
@@ -122,7 +124,7 @@ class Source:
         """Yield the path of an uncompressed file: the file itself, or a temporary copy, deleted afterwards.
 
         Raises:
-            EmbeddingError: if it cannot be read, is truncated, or there is too little space to unpack it.
+            EmbeddingError: if the file cannot be read, is truncated, or the disk has too little space to unpack it.
         """
         if not self.packing:
             yield self.path
@@ -170,7 +172,7 @@ class Source:
 
 
 class _Gzip:
-    """The content of a gzip file, member by member. `gzip.GzipFile` reads 8 KiB at a time and takes a third longer."""
+    """The unpacked content of a gzip file. `gzip.GzipFile` reads 8 KiB at a time and takes a third longer."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw, self._packed, self._engine = raw, b"", zlib.decompressobj(_GZIP)
@@ -184,7 +186,7 @@ class _Gzip:
         """
         while True:
             packed = self._packed or self._raw.read(_PACKED_BYTES)
-            if self._engine.eof:  # the member ended; zeros and another member may follow
+            if self._engine.eof:  # a gzip member ended; zeros and another member may follow
                 packed = packed.lstrip(b"\0")
                 if not packed and not (packed := self._raw.read(_PACKED_BYTES).lstrip(b"\0")):
                     return b""
@@ -198,8 +200,8 @@ class _Gzip:
 
 
 def _read(file: IO[bytes], num_bytes: int) -> tuple[bytes, bool]:
-    """Return up to ``num_bytes`` bytes, and whether a compressed file was truncated or damaged before that."""
-    # read1 loses little of a truncated compressed file.
+    """Return up to ``num_bytes`` bytes, and whether reading ended early in a truncated or damaged compressed file."""
+    # Unlike read, read1 returns nearly all of the content before the point of truncation.
     read = file.read1 if hasattr(file, "read1") else file.read
     pieces = []
     try:
@@ -212,13 +214,17 @@ def _read(file: IO[bytes], num_bytes: int) -> tuple[bytes, bool]:
 
 
 def words_files(path: Path) -> list[Path]:
-    """Return the paths that may have the words of an array, in the order in which they are tried."""
+    """Return the paths at which the words of the array ``path`` are searched for, in the order of the search."""
     own = [path.with_suffix(suffix) for suffix in _WORDS_SUFFIXES]
     return [*own, *(path.with_name(name) for name in _WORDS_NAMES)]
 
 
 def _archive_and_member(path: Path) -> tuple[Path, str | None]:
-    """Split ``archive.zip/name`` if ``archive.zip`` is a file."""
+    """Split ``archive.zip/name`` into its two names if ``archive.zip`` is a file; else return ``path`` and ``None``.
+
+    Raises:
+        EmbeddingError: if there is no such file.
+    """
     for parent in path.parents:
         if parent.is_file():
             return parent, str(path.relative_to(parent))

@@ -2,9 +2,9 @@
 
 https://github.com/facebookresearch/fastText/blob/main/src/dictionary.cc (``computeSubwords``, ``hash``). The word is
 put between ``<`` and ``>``. Its n-grams are all substrings of ``minn`` to ``maxn`` letters, except a lone ``<`` or
-``>``. The bucket is the 32-bit FNV-1a hash over the sign-extended bytes, modulo the number of buckets. gensim does the
-same, except that ``</s>`` has n-grams. A letter is a byte that is not a UTF-8 continuation, with the continuation bytes
-after it.
+``>``. The bucket of an n-gram is the 32-bit FNV-1a hash over its sign-extended bytes, modulo the number of buckets. In
+fastText, the word ``</s>`` has no n-grams; in gensim it has. A letter is a byte that is not a UTF-8 continuation byte,
+with the continuation bytes after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _WORDS_AT_ONCE = 1024
 
 
 class Ngrams(NamedTuple):
-    """The n-grams of a model: their lengths in letters, the number of buckets, and a word ``without`` n-grams."""
+    """The n-grams of a model: their lengths in letters, their number of buckets, and ``without``.
+
+    The word ``without`` has no n-grams.
+    """
 
     min_letters: int
     max_letters: int
@@ -38,7 +41,7 @@ class Ngrams(NamedTuple):
 
 
 def buckets_of(words: list[bytes], ngrams: Ngrams) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the concatenated buckets of all n-grams of the words, and the number of n-grams per word."""
+    """Return the buckets of the words' n-grams, word after word, and the number of n-grams of each word, (words,)."""
     if ngrams.are_none or not words:
         return np.empty(0, np.int64), np.zeros(len(words), np.int64)
     raw = np.frombuffer(b"".join([b"<%b>" % word for word in words]), np.uint8)
@@ -48,7 +51,7 @@ def buckets_of(words: list[bytes], ngrams: Ngrams) -> tuple[NDArray[np.int64], N
     word_ends = np.cumsum([len(word) + 2 for word in words])
     word_of = np.searchsorted(word_ends, letters, side="right")
     num_letters = np.bincount(word_of, minlength=len(words))
-    ends = np.cumsum(num_letters)  # the end of each word, in letters
+    ends = np.cumsum(num_letters)  # the end of each word, as an index of letters
     num_behind = ends[word_of] - np.arange(len(letters))
     is_edge = (num_behind == 1) | (np.arange(len(letters)) == (ends - num_letters)[word_of])
     last = min(ngrams.max_letters, int(num_letters.max()))
@@ -68,14 +71,17 @@ def buckets_of(words: list[bytes], ngrams: Ngrams) -> tuple[NDArray[np.int64], N
 
 
 def are_usable(vectors: NDArray[np.float32], counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return a mask of the words that have n-grams with a finite sum."""
+    """Return a mask of the words with a usable vector: they have n-grams (``counts``), and no value overflowed."""
     return (counts > 0) & np.isfinite(vectors).all(axis=1)
 
 
 def _extended(
     hashes: NDArray[np.uint32], raw: NDArray[np.uint8], letters: NDArray[np.int64], letter_bytes: NDArray[np.int64]
 ) -> NDArray[np.uint32]:
-    """Return the hashes extended by one letter each."""
+    """Return the hashes after one more letter each.
+
+    The letters begin at the indexes ``letters`` of ``raw`` and have ``letter_bytes`` bytes.
+    """
     for number in range(int(letter_bytes.max(initial=0))):
         longer = (letter_bytes > number).nonzero()[0]
         hashes[longer] = (hashes[longer] ^ _SIGN_EXTENDED[raw[letters[longer] + number]]) * _FNV_PRIME
@@ -90,20 +96,20 @@ def sums(
     ngrams: Ngrams,
     matrices: tuple[NDArray[np.float32], NDArray[np.float32]],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Add up the vectors of each word's row and n-grams, in this order, in float32 like fastText and gensim.
+    """Sum for each word the vector of its own row and the vectors of its n-grams, in this order, in float32.
 
-    Values that overflow float32 become infinite.
+    fastText and gensim sum in the same way. Values that overflow float32 become infinite.
 
     Args:
         words: the words.
-        own_rows: the rows of the words in the first matrix; ``None`` for words without a row.
+        own_rows: the index of each word's own row in the first matrix, (words,); ``None`` for words without one.
         first_ngram_row: the row of the first bucket in the second matrix.
         ngrams: the n-grams of the model.
-        matrices: the matrices of words and of n-grams. They may be mapped: only needed rows are read, in file order,
-            some MiB at a time.
+        matrices: the matrices of words and of n-grams, (rows, dimension). They may be mapped: only needed rows are
+            read, in file order, some MiB at a time.
 
     Returns:
-        the sums, and the number of vectors in each.
+        the sums (words, dimension), and the number of vectors in each sum (words,).
     """
     own, matrix = matrices
     total = np.zeros((len(words), matrix.shape[1]), np.float32)
@@ -122,7 +128,10 @@ def sums(
 def _add_rows(
     total: NDArray[np.float32], rows: NDArray[np.int64], owners: NDArray[np.int64], matrix: NDArray[np.float32]
 ) -> None:
-    """Add rows to the sums of their owners, one after the other: ``np.add.reduceat`` would add in another order."""
+    """Add row ``rows[i]`` of the matrix to row ``owners[i]`` of ``total``, for each i in increasing order.
+
+    ``np.add.reduceat`` would add in another order, which changes the rounding.
+    """
     num_at_once = max(_ROWS_AT_ONCE_BYTES // (4 * matrix.shape[1]), 1)
     for begin in range(0, len(rows), num_at_once):
         asked, places = np.unique(rows[begin : begin + num_at_once], return_inverse=True)
