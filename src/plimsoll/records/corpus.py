@@ -61,7 +61,8 @@ class TokenFacts(Record):
 class Filling(Frozen):
     """A way to make samples from the texts, and the padding in its batches.
 
-    ``num_dropped_tokens`` tokens are used in no epoch; ``num_long_texts`` texts were cut or truncated.
+    ``num_dropped_tokens`` tokens are used in no epoch. ``num_long_texts`` texts were split into several samples or
+    truncated.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Inspection(Record):
 
 
 class Rate(Frozen):
-    """The speed of one stage. ``private_bytes`` is the peak of its processes together; ``None`` if not measured."""
+    """The speed of one stage. ``private_bytes`` is the peak sum over its processes; ``None`` if not measured."""
 
     stage: str
     detail: str
@@ -111,7 +112,7 @@ class Rate(Frozen):
 
 
 class FeedRates(Record):
-    """The speed of reading, tokenizing and loading a corpus on this machine. ``notes`` list stages left out."""
+    """The speed of reading, tokenizing and loading a corpus on this machine. ``notes`` name the stages left out."""
 
     record_kind: ClassVar[str] = "data-bench"
 

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def renamed(fields: Mapping[str, Any], former_names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields under their current names.
+    """Return the fields under their current names. ``former_names`` maps former names to current names.
 
     Raises:
         ValueError: if a field is given under both names.

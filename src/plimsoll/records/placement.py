@@ -19,10 +19,10 @@ checkpoint files, from which the kernel loads pages.
 
 
 class Part(Frozen):
-    """A part of a model: a block, the embeddings, the output layer, or the rest.
+    """A part of a model: a block, the embeddings, the output layer, or the remaining weights.
 
-    ``is_streamed`` is true if every pass reads or copies all of it. It is false for embedding tables, which are read by
-    row.
+    ``is_streamed`` is true if every pass reads or copies all weights of the part. It is false for embedding tables, of
+    which a pass reads single rows.
     """
 
     name: str
@@ -112,20 +112,20 @@ class InferencePlan(FormerNames, Record):
 
     @property
     def rows_per_second(self) -> float:
-        """Rows per second."""
+        """The predicted throughput in rows per second."""
         return self.micro_batch / self.pass_time.likely_seconds
 
     @property
     def limited_by(self) -> Literal["compute", "disk", "link"]:
-        """The bottleneck of a pass."""
+        """The bottleneck of a pass: computation, reading from the disk, or copying over the link to the GPU."""
         if self.read_seconds <= self.compute_seconds:
             return "compute"
         return "disk" if self.bytes_in("disk") else "link"
 
     def bytes_in(self, place: Place) -> int:
-        """Return the bytes of the weights in one place."""
+        """Return the bytes of the weights in one location."""
         return sum(part.num_bytes for part in self.parts if part.place == place)
 
     def names_in(self, *places: Place) -> frozenset[str]:
-        """Return the names of the parts in these places."""
+        """Return the names of the parts in these locations."""
         return frozenset(part.name for part in self.parts if part.place in places)
