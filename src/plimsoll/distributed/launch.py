@@ -1,7 +1,7 @@
 """Launcher for the ranks of one machine, based on torchrun's agent. It reports one exit code for all ranks.
 
-`plimsoll train --nproc 4` runs this in a separate process. It is not used if torchrun starts the ranks. The exit code
-of a killed rank takes precedence, because the other ranks end as a consequence.
+`plimsoll train --nproc 4` runs the launcher in a separate process. It is not used if torchrun starts the ranks. The
+exit code of a killed rank takes precedence, because the other ranks end as a consequence.
 
 Does not restart ranks: the supervisor does, after it has found the cause (`plimsoll.training.supervise`).
 
