@@ -73,12 +73,12 @@ def format_warning(
 
 
 def failure(name: str, message: str, exit_code: int) -> str:
-    """Return a failure as a JSON object."""
+    """Return a failure as the text of a JSON object: its name, message and exit code."""
     return json.dumps({"error": name, "message": message, "exit_code": exit_code}, ensure_ascii=False)
 
 
 def failure_of(error: PlimsollError) -> str:
-    """Return an error as a JSON object."""
+    """Return an error as the text of a JSON object (see `failure`)."""
     return failure(type(error).__name__, str(error), error.exit_code)
 
 

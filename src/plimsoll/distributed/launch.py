@@ -32,7 +32,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def launch(num_ranks: int, arguments: Iterable[str]) -> int:
-    """Run ``plimsoll`` with these arguments in ``num_ranks`` processes, and wait until all have ended.
+    """Run ``plimsoll`` with these arguments as ``num_ranks`` ranks, and wait until all ranks have ended.
 
     Returns:
         0, or the exit code of the rank that failed first; 128 + n if signal n ended it.
@@ -71,6 +71,6 @@ def exit_code_of(return_codes: Iterable[int]) -> int:
     """Return the exit code of the rank that caused the failure. Return codes of killed processes are negative."""
     return min(
         (128 - code if code < 0 else code for code in return_codes),
-        # torchrun's agent sends SIGTERM to the remaining ranks after one has failed: they are never the cause.
+        # After a rank has failed, torchrun's agent sends SIGTERM to the others: a rank that SIGTERM ended is no cause.
         key=lambda code: (code == 128 + signal.SIGTERM, code == RankLostError.exit_code, code <= 128),
     )

@@ -78,7 +78,7 @@ class Ranks:
         self.timeout_seconds = timeout_seconds
         self._store = store
         self._group = None if self.is_alone else dist.new_group(backend="gloo", timeout=_duration(timeout_seconds))
-        self._tables: dict[int, Tensor] = {}  # allocated once: an OOM must not happen while others wait
+        self._tables: dict[int, Tensor] = {}  # allocated once: memory must not run out while other ranks wait
         self._told = None if self.is_alone else torch.zeros(3, dtype=torch.int64)
 
     @property
@@ -117,11 +117,11 @@ class Ranks:
         return self.world_size - int(highest) if highest else None
 
     def require_all(self, place: int = 0) -> None:
-        """Check, inside a collective and before it exchanges data, that all ranks have reached this place.
+        """Check, before a collective exchanges data, that all ranks have reached this call site.
 
         Raises:
-            PeerOutOfMemory: if a rank ran out of memory before it reached this place.
-            InputError: if the ranks are at different places (see `first_of`).
+            PeerOutOfMemory: if a rank ran out of memory before it reached this call site.
+            InputError: if the ranks are at different call sites (see `first_of`).
         """
         rank = self.first_of(False, place)
         if rank is not None:
@@ -297,7 +297,7 @@ def _number(name: str, least: int, below: int | None) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first sentence of an error of torch, without the position in its source code."""
+    """Return the first sentence of an error message of torch, without the position in torch's source code."""
     return re.sub(r"^\[[^\]]*\]\s*", "", str(error)).partition("\n")[0].partition(". ")[0][:300]
 
 

@@ -70,7 +70,7 @@ class Reduction:
         torch.empty(_EXCHANGE_BYTES, dtype=torch.uint8)
 
     def add_up_loss(self, loss: float) -> float:
-        """Return the sum of the losses, and find the parameters that have a gradient on some ranks only."""
+        """Return the sum of the losses of all ranks, and find parameters that have a gradient on some ranks only."""
         numbers = self._numbers.zero_()
         numbers[0] = loss
         for place, parameter in enumerate(self._parameters, start=1):

@@ -32,7 +32,7 @@ from plimsoll.device.cpu.heap import trim
 from plimsoll.processes.children import ending_with_this, uninterrupted
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_MOST_BYTES = 1 << 17  # of a request
+_MOST_BYTES = 1 << 17  # largest size of a request
 _NOT_FORKED, _GO = b"0", b"go"
 _CUDA_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
 _SOCKET = "PLIMSOLL_SOCKET"
@@ -61,7 +61,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Client of a fork server. The server runs for the duration of the ``with`` block.
+    """A client of a fork server. The ``with`` block starts the server and ends it.
 
     Args:
         command: the command line of the server, which calls `serve` after its imports.

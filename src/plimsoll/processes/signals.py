@@ -25,7 +25,7 @@ class StopRequest:
 
     @property
     def signal_number(self) -> int | None:
-        """The signal that requested the stop, SIGTERM if the parent died, or ``None``."""
+        """The number of the signal that requested the stop, SIGTERM if the parent died, or ``None``."""
         is_orphan = self.parent is not None and os.getppid() != self.parent
         return signal.SIGTERM if self.received is None and is_orphan else self.received
 

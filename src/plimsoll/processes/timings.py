@@ -46,7 +46,7 @@ def note(stage: str, seconds: float) -> None:
 
 @contextmanager
 def timed(stage: str) -> Iterator[None]:
-    """Record the duration of the block."""
+    """Record the duration of the block as a stage of this process."""
     begun = time.monotonic()
     try:
         yield

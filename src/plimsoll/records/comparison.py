@@ -76,7 +76,7 @@ class Group(Frozen):
 
 
 class Comparison(Record):
-    """A comparison of a prediction with a measurement of the same training.
+    """A comparison of the predicted and the measured memory of the same training run.
 
     ``groups`` lists the groups that differ, largest first. All ``num_groups`` groups add up to the difference of the
     peaks. ``num_differing_ops`` counts ops that allocated or freed different storages, including ops in only one trace.

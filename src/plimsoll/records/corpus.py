@@ -76,11 +76,11 @@ class Filling(Frozen):
 
 
 class Inspection(Record):
-    """The content of a corpus and its samples of ``sequence_length`` tokens.
+    """The text lengths of a corpus, and ways to make samples of ``sequence_length`` tokens from its texts.
 
     Lengths are in tokens, without the special tokens around a text. They are from ``num_seen_texts`` texts: all texts,
-    or an even sample. ``special_tokens`` are the tokens that the tokenizer adds around a text. ``num_borders`` is the
-    number of sentence or paragraph borders in the texts seen, if windows should end there.
+    or evenly spaced texts. ``special_tokens`` are the tokens that the tokenizer adds around a text. ``num_borders`` is
+    the number of sentence or paragraph borders in the seen texts, if windows should end at borders.
     """
 
     record_kind: ClassVar[str] = "data-inspection"

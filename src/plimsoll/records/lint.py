@@ -1,4 +1,4 @@
-"""The findings of `plimsoll lint`: mistakes that cost memory, or that silently disable a way to save it."""
+"""The findings of `plimsoll lint`: mistakes that cost memory, or that silently disable a way to save memory."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class InferencePlan(FormerNames, Record):
     ``cached_bytes`` of the streamed weights stay in the page cache between passes. ``read_bytes_per_second`` was
     ``measured`` on the files, or is from a table.
 
-    If nothing fits, it is the plan that needs the least memory, and ``smallest_budget_bytes`` is the budget for it.
+    If nothing fits, the record is the plan with the least memory, and ``smallest_budget_bytes`` is the budget for it.
     """
 
     record_kind: ClassVar[str] = "inference-plan"
@@ -102,12 +102,12 @@ class InferencePlan(FormerNames, Record):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights."""
+        """The bytes of all weights."""
         return sum(part.num_bytes for part in self.parts)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the weights that stay on the device."""
+        """The bytes of the weights that stay on the device."""
         return self.bytes_in("device")
 
     @property

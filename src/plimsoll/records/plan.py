@@ -179,7 +179,7 @@ class LossCheck(Frozen):
 
     @property
     def sentence(self) -> str:
-        """The result as a sentence."""
+        """A sentence that states the result, for the user."""
         if self.verdict == "additive":
             found = f"{self.num_samples} samples have the same loss as one batch and one by one"
             return f"{found}, and the same gradients" if self.gradient_difference is not None else found

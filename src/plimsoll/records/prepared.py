@@ -40,7 +40,7 @@ class PreparedText(Frozen):
 
     @property
     def has_windows(self) -> bool:
-        """True if a text can become several samples, or be spread over several rows."""
+        """True if some texts are split into several samples or spread over several rows."""
         return self.num_long_texts > self.num_truncated
 
     @property

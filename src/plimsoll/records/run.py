@@ -61,7 +61,7 @@ class OomEvent(FormerNames):
 
     @property
     def shortage(self) -> str:
-        """The ranks, the request (if the error states it) and the memory in use, for a message."""
+        """A phrase for messages: the ranks, the requested bytes (if the error states them) and the memory in use."""
         where = self.on_which_ranks.strip()
         if self.live_bytes is None:
             return where or "the memory in use is unknown"

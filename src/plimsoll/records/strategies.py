@@ -35,7 +35,7 @@ class Strategy(Frozen):
 
 
 class Strategies(FormerNames, Record):
-    """All strategies, exact ones first. ``subject`` describes the model and data, ``device`` the device."""
+    """All strategies, exact strategies first. ``subject`` describes the model and data, ``device`` the device."""
 
     record_kind: ClassVar[str] = "strategies"
     former_kind: ClassVar[str | None] = "ways"

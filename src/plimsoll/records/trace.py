@@ -73,9 +73,9 @@ class StorageTable(Frozen):
 
 
 class Assumption(Frozen):
-    """An assumption made in place of a fact.
+    """An assumption that a prediction makes about an unknown fact.
 
-    Because of it, the peak may be lower by ``-low_bytes`` (``low_bytes`` is 0 or negative) or higher by ``high_bytes``.
+    If it is wrong, the peak may be higher by ``high_bytes`` or lower by ``-low_bytes`` (``low_bytes`` is 0 or less).
     """
 
     text: str

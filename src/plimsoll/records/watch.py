@@ -135,7 +135,7 @@ class WatchSample(Frozen):
 
     @property
     def warnings(self) -> tuple[Line, ...]:
-        """The limits that will be reached, nearest first."""
+        """The limits that will be reached at the current growth, soonest first."""
         near = (line for line in self.lines if line.seconds_left is not None)
         return tuple(sorted(near, key=lambda line: line.seconds_left or 0.0))
 
@@ -146,8 +146,8 @@ class WatchEnd(Frozen):
     Attributes:
         seconds: time since the watch began.
         how: ``stopped`` (only the watch ended), ``ended`` (the process exited, with ``exit_code``), ``killed`` (by a
-            signal), ``out_of_memory`` (killed, and the kernel or the run reports a lack of memory), or ``gone``
-            (unknown).
+            signal), ``out_of_memory`` (killed, and the kernel or the run reports a lack of memory), or ``gone`` (the
+            process has ended, but it is unknown how).
         exit_code: the exit code of the process, negative for a signal; ``None`` if unknown.
         text: a description of the end.
     """

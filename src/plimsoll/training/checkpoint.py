@@ -261,7 +261,7 @@ def _steps(root: Path) -> list[int]:
 
 
 def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
-    """Return the fault of a checkpoint as a text, or ``None`` if it is intact and of this job."""
+    """Return a text about the fault of a checkpoint, or ``None`` if the checkpoint is intact and of this job."""
     folder = _folder(root, step)
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -284,7 +284,7 @@ def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
 
 
 def _difference(key: str, was: str | None, is_now: str | None) -> str:
-    if key == "data":  # a hash of all three, which means nothing to a reader
+    if key == "data":  # a hash of text, labels and tokenizer, which means nothing to a reader
         return "the text, its labels or the tokenizer have changed"
     return f"{key} was {'not set' if was is None else was}, is {'not set' if is_now is None else is_now}"
 

@@ -154,12 +154,12 @@ def forked_as(job_file: Path) -> list[str]:
         job_file: the ``job.yaml`` of the run.
 
     Returns:
-        In each forked process, its command line.
+        In each forked process, the command-line arguments of that process.
     """
     from plimsoll.planning.lean_imports import leave_out_unused
     from plimsoll.training.baseline import load_training
 
-    # Each process reads the file again, because resuming and using a given plan write it while this server waits.
+    # Forked processes read the job file again, because it may be rewritten while this server waits.
     job = Job.from_yaml(job_file)
     leave_out_unused(job)
     from plimsoll.step.oom_boundary import without_fail  # imports torch, without the parts that the job does not use

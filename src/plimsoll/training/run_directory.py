@@ -55,7 +55,7 @@ _WRITTEN = (
 
 
 class RunDirectory:
-    """Paths and the metrics file of one run.
+    """The files of one run: their paths, the locks, and reading and writing of the metrics.
 
     Args:
         path: the run directory.
@@ -186,7 +186,7 @@ class RunDirectory:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the lock of the command that prepares, trains or removes this run; its training process uses `locked`.
+        """Hold the lock of the command that prepares, trains or removes this run. Its training process holds `locked`.
 
         If the training process of an earlier command is still running, wait until it has finished its step and saved.
 

@@ -64,7 +64,7 @@ def save(
 
     Args:
         root: folder of all checkpoints.
-        step: number of optimizer steps done.
+        step: number of completed optimizer steps.
         workload: model and optimizer.
         ranks: all ranks.
         random_state: random states of all ranks.

@@ -85,7 +85,7 @@ class TrainRequest:
         return _as_arguments(self.pins, self.forbids)
 
     def job(self, fields: dict[str, Any], path: Path) -> Job:
-        """Return the job with the changes of this request.
+        """Return the job with the changes, the number of ranks and the budget of this request.
 
         Args:
             fields: fields of the job file.
@@ -279,7 +279,7 @@ def _go_on(directory: RunDirectory, job: Job, before: Job, request: TrainRequest
             is_ready = not code
             code = code or train(directory, ("--resume", *from_where), quiet, job.ranks)
     finally:
-        is_there = directory.metrics.is_file()  # it may have been deleted meanwhile
+        is_there = directory.metrics.is_file()  # the run directory may have been deleted meanwhile
         is_refused = is_there and code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before
         for path, content in kept.items() if is_refused or (is_there and not is_ready) else ():
             write_atomically(path, content)
@@ -328,7 +328,7 @@ def _has_line(job: Job, constraints: tuple[str, ...]) -> bool:
 
 
 def _write(directory: RunDirectory, job: Job) -> None:
-    """Write the job, and the default plan with smaller micro-batches as its only fallbacks."""
+    """Write the job, and the default plan: no techniques, and smaller micro-batches as its only fallbacks."""
     directory.write_job(job)
     micro_batch_plan(job.budget, micro_batch_sizes(samples_of_rank(job))).save(directory.plan)
 

@@ -1,10 +1,10 @@
 """The supervisor of the training process: it explains why the process died, and restarts it.
 
-The supervisor has no tensors and does not import torch. It starts the training in a new process group and forwards
-SIGINT and SIGTERM, both as SIGTERM. The first signal lets the process finish and save its step, the second ends it at
-once. (SIGINT would raise KeyboardInterrupt in whichever library is being imported.) `_death` finds the cause of a
-death, and `_Cause` defines the response. After most causes, training is restarted from the last good checkpoint. Three
-deaths in a row without a checkpoint or a smaller micro-batch end the run.
+The supervisor has no tensors and does not import torch. It starts the training process in a new process group and
+forwards SIGINT and SIGTERM, both as SIGTERM. The first signal lets the process finish and save its step; the second
+signal ends it at once. (SIGINT would raise KeyboardInterrupt in whichever library is being imported.) `_death` finds
+the cause of a death, and `_Cause` defines the response. After most causes, training is restarted from the last good
+checkpoint. Three deaths in a row without a checkpoint or a smaller micro-batch end the run.
 
 Several ranks are started by torchrun's agent (`plimsoll.distributed.launch`). Does NOT watch other machines: there,
 torchrun restarts the ranks.
@@ -46,9 +46,9 @@ _MOST_DEATHS_WITHOUT_PROGRESS = 3
 
 
 class _Cause(Enum):
-    """The cause of a death; the value is the advice for the user when no further restart is made."""
+    """The cause of a death. Each value is the advice to the user when the supervisor gives up."""
 
-    # After the first three causes, the next fallback is used, which may grow again (`plimsoll.step.recovery`).
+    # After the first three causes, the next fallback is used. Later steps may go up again (`plimsoll.step.recovery`).
     # The counters of the machine attribute SIGKILL to the kernel's OOM killer.
     KERNEL = "give a smaller --budget, which stops it below the machine's own limit, or free memory on the machine"
     # The exit code of the process tells that memory ran out, in an update or with every fallback in a fragmented heap.
@@ -365,7 +365,7 @@ def _refused(host_budget_bytes: int | None) -> str:
 
 
 def _has_limit_of_others() -> bool:
-    """Return whether child processes inherit a memory limit from this process."""
+    """Return whether this process has a memory limit (RLIMIT_DATA, RLIMIT_AS), which child processes inherit."""
     limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
     return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
 

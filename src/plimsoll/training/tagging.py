@@ -30,7 +30,7 @@ _BEGINS, _ENDS = {"B", "S"}, {"E", "S"}
 
 
 class _Window(NamedTuple):
-    """The correct and the predicted tags of the words that count in a window."""
+    """The numbers of the correct and the predicted tags of the words that count in one window, (words,) int64."""
 
     number: int
     right: NDArray[np.int64]
