@@ -71,6 +71,6 @@ def exit_code_of(return_codes: Iterable[int]) -> int:
     """Return the exit code of the rank that caused the failure. Return codes of killed processes are negative."""
     return min(
         (128 - code if code < 0 else code for code in return_codes),
-        # After a rank has failed, torchrun's agent sends SIGTERM to the others: a rank that SIGTERM ended is no cause.
+        # After a rank has failed, torchrun's agent sends SIGTERM to the other ranks, which are never the cause.
         key=lambda code: (code == 128 + signal.SIGTERM, code == RankLostError.exit_code, code <= 128),
     )

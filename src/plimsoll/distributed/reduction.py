@@ -45,8 +45,8 @@ class Reduction:
     ) -> float | OomEvent:
         """Sum loss and gradients over all ranks, and return the sum of the losses.
 
-        ``collectively`` runs the part that may run out of memory. If memory ran out on a rank, it returns an event, and
-        this method returns this event.
+        ``collectively`` calls the function that may run out of memory. If memory runs out on any rank, the result is
+        the event that ``collectively`` returns.
         """
         loss = self.add_up_loss(loss)
         if self.has_gaps and (event := collectively(self.fill)) is not None:

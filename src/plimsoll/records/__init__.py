@@ -1,4 +1,4 @@
-"""Records: immutable objects that are stored as JSON files with a kind and a schema version. None imports torch."""
+"""Records: immutable objects that are stored as JSON files with a kind and a schema version, without torch."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar

@@ -78,8 +78,7 @@ class SubsetFacts(Record):
     ``num_tokens`` is the total count of all words, also of words without a row. ``num_hit_tokens`` is the total count
     of found words (``None``: no counts). ``mean`` and ``deviation`` are the mean and standard deviation of the found
     vectors, averaged over dimensions. ``num_entries`` is counted as in `VectorFile`, but only vectors of the words of
-    the vocabulary are checked.
-    ``seconds`` is the time of reading the file, also if the rows now come from the cache.
+    the vocabulary are checked. ``seconds`` is the time of reading the file, also if the rows now come from the cache.
     """
 
     record_kind: ClassVar[str] = "embedding-subset"

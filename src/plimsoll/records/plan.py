@@ -144,13 +144,13 @@ class LossCheck(Frozen):
 
     The weight of a part is its share of the units that the loss averages over. Values of ``verdict``:
 
-    - ``additive``: a test with samples has confirmed this.
+    - ``additive``: a test with samples has confirmed that the two losses are equal.
     - ``known``: it follows from the code that computes the loss.
     - ``not additive``: a test with samples has shown that the two losses differ.
     - ``not shown``: a test with samples could not decide.
     - ``allowed``: it was not confirmed, but the user allows splitting batches (``recut_loss``).
     - ``never cut``: the user forbids splitting batches.
-    - ``not computed``: no loss could be computed, for example because the model has no memory. Training then runs the
+    - ``not computed``: no loss could be computed, for example because the weights have no memory. Training then runs the
       test.
 
     ``whole`` is the loss of ``num_samples`` samples as one batch. ``parts`` is the weighted sum of their losses one by

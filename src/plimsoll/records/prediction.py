@@ -9,7 +9,7 @@ from plimsoll.records.trace import Assumption, Category, Phase
 
 
 class Estimate(Frozen):
-    """An estimated number of bytes and its range. The traced to assumed bytes add up to ``likely_bytes``."""
+    """A number of bytes and its range. Traced, measured, modelled and assumed bytes add up to ``likely_bytes``."""
 
     likely_bytes: int
     low_bytes: int

@@ -211,7 +211,7 @@ class StartLine(FormerNames):
 
 
 class DeathLine(FormerNames):
-    """The death of the training process. ``evidence`` is a sentence about its cause, such as counters of the kernel."""
+    """The death of the training process. ``evidence`` describes the cause and how it is known, for the user."""
 
     former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
 

@@ -262,9 +262,9 @@ class TrainingCost(Frozen):
 class Small(Frozen):
     """One model: the methods that were applied to the original in this order, and the results.
 
-    Without a ``chain`` it is the original. ``quality`` is measured before any training, and ``recovered`` after
-    ``recovery_steps`` steps of training. The original is trained for as many steps. ``rejected`` is the reason why the
-    model does not satisfy the request.
+    Without a ``chain`` it is the original. ``quality`` is measured before recovery training, and ``recovered`` after
+    ``recovery_steps`` steps of it. The original is trained for as many steps. ``rejected`` is the reason why the model
+    does not satisfy the request.
     """
 
     chain: tuple[Choice, ...] = ()

@@ -143,7 +143,7 @@ class RunDirectory:
         if not self.writes:
             return
         try:
-            with self.metrics.open("r+b" if self._has_appended else "a+b") as file:  # create no deleted file again
+            with self.metrics.open("r+b" if self._has_appended else "a+b") as file:  # recreates no deleted file
                 _drop_torn_line(file)
                 file.write(line.model_dump_json().encode() + b"\n")
             self._has_appended = True

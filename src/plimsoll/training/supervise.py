@@ -122,7 +122,7 @@ class _Retries:
         Args:
             cause: the cause of the death.
             in_force: the fallback that was used when the process died.
-            has_fit: whether ``in_force`` cannot be blamed, because a step has completed with it or none was tried.
+            has_fit: whether a step has completed with ``in_force``; also true if the process died while loading.
         """
         self.num_deaths += 1
         self.num_fruitless += 1
@@ -303,7 +303,7 @@ def make_plan(directory: RunDirectory, arguments: tuple[str, ...], quiet: bool) 
 def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> int:
     """Run a command in a separate process before the training, and return its exit code.
 
-    Errors begin with ``what_it_does``; ``remedy`` tells the user how to need less memory.
+    ``what_it_does`` describes the process in error messages; ``remedy`` tells the user how to need less memory.
     """
     kills_before = oom_kill_count()
     end = run_worker(arguments)
