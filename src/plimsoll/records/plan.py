@@ -150,8 +150,8 @@ class LossCheck(Frozen):
     - ``not shown``: a test with samples could not decide.
     - ``allowed``: it was not confirmed, but the user allows splitting batches (``recut_loss``).
     - ``never cut``: the user forbids splitting batches.
-    - ``not computed``: no loss could be computed, for example because the weights have no memory. Training then runs the
-      test.
+    - ``not computed``: no loss could be computed, for example because the weights have no memory. Training then tests
+      this.
 
     ``whole`` is the loss of ``num_samples`` samples as one batch. ``parts`` is the weighted sum of their losses one by
     one. ``difference`` and ``gradient_difference`` are the relative differences of the losses and of the gradients
