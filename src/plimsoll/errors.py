@@ -14,12 +14,12 @@
     |   `-- CheckpointError                    a checkpoint that is incomplete, missing, or from another job
     |-- NonFiniteLossError (ArithmeticError)  2   the loss is NaN or infinite; nothing was updated
     |-- OutOfMemoryError (MemoryError)     3   no fallback fit; the step was undone
-    |   |-- FragmentedHeapError           76   as above, under a supervisor that starts a new process (else 3)
-    |   `-- TornStepError                 75   an OOM inside optimizer.step(): reload a checkpoint (else 3)
-    |       `-- AfterUpdateError               an OOM after the update: do not repeat the step
+    |   |-- FragmentedHeapError           76   only a new process helps, which the supervisor starts; users see 3
+    |   `-- TornStepError                 75   inside optimizer.step(): the supervisor loads a checkpoint; users see 3
+    |       `-- AfterUpdateError               after the update: do not repeat the step
     |-- RankLostError                     77   another rank ended or does not answer: restart all ranks
-    |-- KilledError                      137   (139 for SIGSEGV) killed by a signal, not surely for lack of memory
-    `-- Interrupted                      130   (143 for SIGTERM) the last step is saved, unless the message differs
+    |-- KilledError                      137   (139 for SIGSEGV) killed by a signal, perhaps for lack of memory
+    `-- Interrupted                      130   (143 for SIGTERM) the last step is saved, or the step in the message
 
 Each message contains the values with their units, the reason, and the command or argument to use instead.
 """
@@ -75,7 +75,7 @@ class TokenizerMemoryError(BudgetError):
 
     Args:
         message: the error message.
-        budget_bytes: the budget in bytes, or ``None`` if a limit of the process was too small.
+        budget_bytes: the budget in bytes, or ``None`` if not the budget, but a limit of the process was too small.
     """
 
     def __init__(self, message: str, budget_bytes: int | None) -> None:
@@ -100,7 +100,7 @@ class CheckpointError(InputError):
 
 
 class NonFiniteLossError(PlimsollError, ArithmeticError):
-    """The loss is NaN or infinite. Parameters and optimizer states are unchanged by the step."""
+    """The loss is NaN or infinite. The step has not changed parameters and optimizer states."""
 
 
 class OutOfMemoryError(PlimsollError, MemoryError):
@@ -140,7 +140,7 @@ class KilledError(PlimsollError):
 
 
 class Interrupted(PlimsollError):
-    """SIGINT or SIGTERM arrived. The last step was finished and saved, unless the message names another one."""
+    """SIGINT or SIGTERM arrived. The last step was finished and saved, unless the message names another saved step."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

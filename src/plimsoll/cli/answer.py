@@ -1,6 +1,6 @@
 """Helpers for commands that return one record: read the budget, check the output, and print or write the record.
 
-Commands check all arguments before the work, which takes seconds to minutes.
+Commands check all arguments before they compute the record, which takes seconds to minutes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _FORMATS: dict[str, Format] = {".html": "html", ".htm": "html", ".json": "json"}
 
 @contextmanager
 def answering(what: str, as_json: bool) -> Iterator[None]:
-    """Run the block as the work of a command. With ``as_json``, print a failure as one JSON record.
+    """Raise an error with a message if Ctrl-C stops the block. With ``as_json``, print all errors of the block as JSON.
 
     Args:
-        what: a noun for the work, for the message after Ctrl-C, such as "planning".
-        as_json: print failures as JSON.
+        what: a noun for the computation in the message after Ctrl-C, such as "planning".
+        as_json: print errors as JSON.
 
     Raises:
         Interrupted: after Ctrl-C.
@@ -85,11 +85,11 @@ def check_output(output: Path | None, force: bool) -> None:
 
 
 def hand_over(record: Record, sentence: str, output: Path | None, as_json: bool) -> None:
-    """Write the record to ``output``, if given, and print the record, the path of the output, or the tables.
+    """Write the record to ``output``, if given. Print JSON with ``as_json``, else the path of the output, else tables.
 
     Args:
         record: the result.
-        sentence: a summary, printed to standard error if only a path is printed to standard output; may be "".
+        sentence: a summary, printed to standard error if the path of the output is printed; may be "".
         output: a file that `check_output` accepted.
         as_json: print the record as JSON.
     """

@@ -32,7 +32,7 @@ _Texts = Annotated[
 def _command(what: str) -> Callable[[Work], Work]:
     """Return a decorator that makes a function a command, with the docstring as help.
 
-    ``what`` is a noun for the work, for the message after Ctrl-C.
+    ``what`` is a noun for the command's computation in the message after Ctrl-C.
     """
 
     def made(work: Work) -> Work:

@@ -198,7 +198,7 @@ def convert(  # noqa: PLR0917 -- typer calls it by name
 
 
 def _tell(record: Record, output: Path | None, as_json: bool) -> None:
-    """Print the record. If there is an output, print its path, and the tables to standard error."""
+    """Print the record. With an ``output``, print it to standard error, and its path; ``as_json`` prints only JSON."""
     from plimsoll.cli.answer import show_record
     from plimsoll.cli.output import show
     from plimsoll.report.render import render

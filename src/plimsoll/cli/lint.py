@@ -1,4 +1,4 @@
-"""``plimsoll lint``: mistakes in training code that cost memory, or that silently disable memory saving."""
+"""``plimsoll lint``: mistakes in training code that cost memory, or that silently disable a way to save memory."""
 
 from __future__ import annotations
 

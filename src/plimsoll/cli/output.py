@@ -1,7 +1,7 @@
 """Output of commands: results, error messages, warnings, and failures as JSON.
 
 A subprocess reports its failure to the command through a file that an environment variable names, because its
-standard error is for people. Not handled: the help and usage that typer prints.
+standard error has messages for users. Not handled: the help and usage that typer prints.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ def format_warning(
 
 
 def failure(name: str, message: str, exit_code: int) -> str:
-    """Return a failure as a JSON object."""
+    """Return a failure as the text of a JSON object: its name, message and exit code."""
     return json.dumps({"error": name, "message": message, "exit_code": exit_code}, ensure_ascii=False)
 
 
 def failure_of(error: PlimsollError) -> str:
-    """Return an error as a JSON object."""
+    """Return an error as the text of a JSON object (see `failure`)."""
     return failure(type(error).__name__, str(error), error.exit_code)
 
 
 @contextmanager
 def failures_shown() -> Iterator[None]:
-    """Print one JSON record if the block ends in an error."""
+    """Print one JSON object that describes the error, if the block ends in an error."""
     try:
         yield
     except PlimsollError as error:
@@ -93,7 +93,7 @@ def failures_shown() -> Iterator[None]:
 
 
 def tell(error: PlimsollError) -> None:
-    """Write the error to the failure file, if the command that started this process asked for it."""
+    """Write the error to the failure file, if the command that started this process has set one."""
     if _VARIABLE in os.environ:
         with contextlib.suppress(OSError):  # the message is on standard error too
             Path(os.environ[_VARIABLE]).write_text(failure_of(error), "utf-8")
@@ -101,7 +101,7 @@ def tell(error: PlimsollError) -> None:
 
 @contextmanager
 def told() -> Iterator[Path]:
-    """Yield the path of a file to which processes started in the block write their failure; the last one wins."""
+    """Yield the path of a file to which processes started in the block write their failure. The last failure stays."""
     with own_folder() as folder:
         file = folder / "failure.json"
         os.environ[_VARIABLE] = str(file)
@@ -112,7 +112,7 @@ def told() -> Iterator[Path]:
 
 
 def told_by(file: Path, exit_code: int) -> str:
-    """Return the failure that a process wrote to the file of `told`, or a generic failure if it wrote none."""
+    """Return the failure that a process wrote to the file of `told`, or a generic failure if it wrote nothing."""
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

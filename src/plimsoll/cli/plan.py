@@ -1,4 +1,4 @@
-"""``plimsoll plan``: the fastest training or inference inside a budget, planned before anything runs."""
+"""``plimsoll plan``: the fastest way to train or to run inference inside a budget, planned before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``plimsoll predict``: the peak memory of a training before it runs, and the largest sizes that fit."""
+"""``plimsoll predict``: the predicted peak memory of a training run, and the largest batch and sequence that fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``plimsoll probe``: the memory of this machine, its limits, and current use."""
+"""``plimsoll probe``: the memory of this machine, the limits on it, and its current use."""
 
 from __future__ import annotations
 

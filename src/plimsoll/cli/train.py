@@ -120,7 +120,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
 
 @contextmanager
 def _failures_shown(out: Path) -> Iterator[None]:
-    """Print one JSON record if the block fails: the run's record if training failed, else the failure."""
+    """Print JSON if the block fails: the record of the run if training has begun, else an object with the error."""
     from plimsoll.cli.output import failure_of, show, told, told_by
     from plimsoll.errors import PlimsollError
     from plimsoll.training.run_directory import failed_run, metrics_of

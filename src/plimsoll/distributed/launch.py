@@ -1,7 +1,7 @@
 """Launcher for the ranks of one machine, based on torchrun's agent. It reports one exit code for all ranks.
 
-`plimsoll train --nproc 4` runs this in a separate process. It is not used if torchrun starts the ranks. The exit code
-of a killed rank takes precedence, because the other ranks end as a consequence.
+`plimsoll train --nproc 4` runs the launcher in a separate process. It is not used if torchrun starts the ranks. The
+exit code of a killed rank takes precedence, because the other ranks end as a consequence.
 
 Does not restart ranks: the supervisor does, after it has found the cause (`plimsoll.training.supervise`).
 
@@ -32,7 +32,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def launch(num_ranks: int, arguments: Iterable[str]) -> int:
-    """Run ``plimsoll`` with these arguments in ``num_ranks`` processes, and wait until all have ended.
+    """Run ``plimsoll`` with these arguments as ``num_ranks`` ranks, and wait until all ranks have ended.
 
     Returns:
         0, or the exit code of the rank that failed first; 128 + n if signal n ended it.
@@ -71,6 +71,6 @@ def exit_code_of(return_codes: Iterable[int]) -> int:
     """Return the exit code of the rank that caused the failure. Return codes of killed processes are negative."""
     return min(
         (128 - code if code < 0 else code for code in return_codes),
-        # torchrun's agent sends SIGTERM to the remaining ranks after one has failed: they are never the cause.
+        # After a rank has failed, torchrun's agent sends SIGTERM to the other ranks, which are never the cause.
         key=lambda code: (code == 128 + signal.SIGTERM, code == RankLostError.exit_code, code <= 128),
     )

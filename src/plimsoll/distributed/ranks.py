@@ -1,4 +1,4 @@
-"""Data-parallel ranks: each processes its part of every batch, and all agree on each decision.
+"""Data-parallel ranks: each rank processes its part of every batch, and all ranks agree on each decision.
 
     with joined() as ranks:               # reads torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...
         if ranks.agree(memory_ran_out):   # True on all ranks if it is True on at least one
@@ -45,7 +45,7 @@ class PeerOutOfMemory(MemoryError):
     """Memory ran out on another rank during a collective. `plimsoll.step.oom_boundary` treats it as a local OOM.
 
     Attributes:
-        rank: the first rank that ran out of memory, or ``None`` if unknown.
+        rank: the lowest rank that ran out of memory, or ``None`` if unknown.
     """
 
     family = "another rank"
@@ -56,13 +56,13 @@ class PeerOutOfMemory(MemoryError):
 
 
 class Ranks:
-    """The ranks of a training, as seen from this one. `joined` creates it; without arguments, there is a single rank.
+    """The ranks of a training run, as seen from this rank. Without arguments, it is the only rank; see also `joined`.
 
     Args:
         rank: the rank of this process, from 0.
         world_size: the number of ranks on all machines.
         local_rank: the rank of this process on its machine, which is also the index of its GPU.
-        store: a key-value store for waits without a time limit; ``None`` for a single rank.
+        store: a key-value store with which ranks wait for rank 0 without a time limit; ``None`` for a single rank.
         timeout_seconds: time after which a rank that does not answer counts as lost.
     """
 
@@ -78,7 +78,7 @@ class Ranks:
         self.timeout_seconds = timeout_seconds
         self._store = store
         self._group = None if self.is_alone else dist.new_group(backend="gloo", timeout=_duration(timeout_seconds))
-        self._tables: dict[int, Tensor] = {}  # allocated once: an OOM must not happen while others wait
+        self._tables: dict[int, Tensor] = {}  # allocated once: memory must not run out while other ranks wait
         self._told = None if self.is_alone else torch.zeros(3, dtype=torch.int64)
 
     @property
@@ -87,15 +87,15 @@ class Ranks:
         return self.world_size == 1
 
     def agree(self, flag: bool, place: int = 0) -> bool:
-        """Return whether ``flag`` is set on any rank. All ranks must call it (see `first_of`)."""
+        """Return whether ``flag`` is set on any rank. All ranks must call this method; see `first_of`."""
         return self.first_of(flag, place) is not None
 
     def first_of(self, flag: bool, place: int = 0) -> int | None:
-        """Return the first rank on which ``flag`` is set, or ``None``. All ranks must call it.
+        """Return the lowest rank on which ``flag`` is set, or ``None``. All ranks must call this method.
 
         Args:
             flag: the flag of this rank.
-            place: the number of the call site. It must be equal on all ranks unless one of them sets its flag.
+            place: the number of the call site. It must be equal on all ranks unless a rank sets its flag.
 
         Raises:
             InputError: on all ranks, if no flag is set and the places differ.
@@ -117,24 +117,24 @@ class Ranks:
         return self.world_size - int(highest) if highest else None
 
     def require_all(self, place: int = 0) -> None:
-        """Check, inside a collective and before it exchanges data, that all ranks have reached this place.
+        """Check, before a collective exchanges data, that all ranks have reached this call site.
 
         Raises:
-            PeerOutOfMemory: if a rank ran out of memory before it reached this place.
-            InputError: if the ranks are at different places (see `first_of`).
+            PeerOutOfMemory: if a rank ran out of memory before it reached this call site.
+            InputError: if the ranks are at different call sites (see `first_of`).
         """
         rank = self.first_of(False, place)
         if rank is not None:
             raise PeerOutOfMemory(rank)
 
     def add_up(self, numbers: Tensor) -> Tensor:
-        """Sum a CPU tensor over the ranks, in place. It must have the same size on each."""
+        """Sum a CPU tensor over the ranks, in place, and return it. It must have the same size on each rank."""
         if not self.is_alone:
             self.exchange(lambda: dist.all_reduce(numbers, group=self._group))
         return numbers
 
     def each(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank, in the order of the ranks. All ranks must pass equally many."""
+        """Return the numbers that each rank has passed, in the order of the ranks. All ranks must pass equally many."""
         table = self._tables.get(len(numbers))
         if table is None:
             table = self._tables[len(numbers)] = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
@@ -153,7 +153,7 @@ class Ranks:
         return values
 
     def gather_agreed(self, value: T) -> list[T]:
-        """Return the values of all ranks, of any size. Ranks allocate memory before they agree on each exchange.
+        """Return the values of all ranks, which may be large. Ranks allocate memory before they agree on each exchange.
 
         Raises:
             PeerOutOfMemory: if memory ran out on another rank before the exchange.
@@ -183,7 +183,7 @@ class Ranks:
             tensor.detach().copy_(whole)
 
     def on_first(self, name: str, work: Callable[[], T]) -> T | None:
-        """Run work on rank 0 while the other ranks wait, for hours if necessary; they return ``None``.
+        """Run ``work`` on rank 0, and return its result. Other ranks wait, for hours if necessary, and return ``None``.
 
         Args:
             name: a unique name of this work.
@@ -255,7 +255,7 @@ def joined() -> Iterator[Ranks]:
 
 
 def _met(rank: int, world_size: int, timeout_seconds: float) -> Store:
-    """Return a key-value store that only the ranks of this start share.
+    """Return a key-value store that only the ranks of this (re)start share.
 
     torchrun's store survives restarts, with old keys in it, and its restart count differs between machines. So each
     rank writes a random word, and rank 0 answers each word with the prefix that all ranks use from then on.
@@ -285,7 +285,7 @@ def _met(rank: int, world_size: int, timeout_seconds: float) -> Store:
 
 
 def _number(name: str, least: int, below: int | None) -> int:
-    """Return an integer from torchrun's environment."""
+    """Return an integer from torchrun's environment: at least ``least`` and, if given, less than ``below``."""
     text = os.environ.get(name, "0")
     if not text.isdecimal() or int(text) < least or (below is not None and int(text) >= below):
         numbers = f"from {least} to {below - 1}, for WORLD_SIZE={below}" if below is not None else f"from {least}"
@@ -297,7 +297,7 @@ def _number(name: str, least: int, below: int | None) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first sentence of an error of torch, without the position in its source code."""
+    """Return the first sentence of an error message of torch, without the position in torch's source code."""
     return re.sub(r"^\[[^\]]*\]\s*", "", str(error)).partition("\n")[0].partition(". ")[0][:300]
 
 

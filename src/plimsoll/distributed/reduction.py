@@ -1,12 +1,12 @@
 """Sum of gradients over all ranks, after each rank has finished its part of the batch.
 
-Gradients are reduced in one pass, when they are complete. Small ones are copied into a bucket that is allocated before
-the first step; large ones are reduced in place. All memory that the reduction needs is allocated before the ranks agree
-to start it. This includes zero gradients for parameters that only other ranks have used. No rank can therefore wait in
-a collective that another rank did not reach.
+Gradients are reduced in one pass, when they are complete. Small gradients are copied into a bucket that is allocated
+before the first step; large gradients are reduced in place. All memory that the reduction needs is allocated before the
+ranks agree to start the reduction. This includes zero gradients for parameters that only other ranks have used. No rank
+can therefore wait in a collective that another rank did not reach.
 
 The sum is bitwise equal on all ranks, but is added in another order than in a single process. Does not overlap with
-backward: the exchange would start before all ranks have completed it. Does not cover sparse gradients.
+backward: the exchange would start before all ranks have completed backward. Does not cover sparse gradients.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Reduction:
 
     Args:
         ranks: the ranks.
-        parameters: the parameters of the model and the optimizer. Sharded ones are skipped: their technique reduces
-            them.
+        parameters: the parameters of the model and the optimizer. Sharded parameters are skipped, because the sharding
+            technique reduces their gradients.
     """
 
     def __init__(self, ranks: Ranks, parameters: Iterable[nn.Parameter]) -> None:
@@ -43,7 +43,11 @@ class Reduction:
     def add_up_all(
         self, loss: float, collectively: Callable[[Callable[[], None]], OomEvent | None]
     ) -> float | OomEvent:
-        """Sum losses and gradients over all ranks. ``collectively`` runs the part that may run out of memory."""
+        """Sum loss and gradients over all ranks, and return the sum of the losses.
+
+        ``collectively`` calls the function that may run out of memory. If memory runs out on any rank, the result is
+        the event that ``collectively`` returns.
+        """
         loss = self.add_up_loss(loss)
         if self.has_gaps and (event := collectively(self.fill)) is not None:
             return event
@@ -66,7 +70,7 @@ class Reduction:
         torch.empty(_EXCHANGE_BYTES, dtype=torch.uint8)
 
     def add_up_loss(self, loss: float) -> float:
-        """Return the sum of the losses, and find the parameters that have a gradient on some ranks only."""
+        """Return the sum of the losses of all ranks, and find parameters that have a gradient on some ranks only."""
         numbers = self._numbers.zero_()
         numbers[0] = loss
         for place, parameter in enumerate(self._parameters, start=1):
@@ -80,11 +84,11 @@ class Reduction:
 
     @property
     def has_gaps(self) -> bool:
-        """True if a rank must `fill` in gradients before the sum. The value is equal on all ranks."""
+        """True if some rank lacks a gradient, so that `fill` must be called before `add_up`; equal on all ranks."""
         return bool(self._lacking)
 
     def fill(self) -> None:
-        """Allocate zero gradients that only other ranks have. Memory may run out here."""
+        """Allocate zero gradients for parameters that have a gradient only on other ranks. Memory may run out here."""
         for parameter in self._lacking:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -1,9 +1,9 @@
 """Child processes that end with their parent, so that no orphan continues to train or compute.
 
 The kernel sends a signal to a child when its parent dies (``PR_SET_PDEATHSIG``, prctl(2)). Forked workers get SIGKILL.
-Training processes get SIGTERM: they finish their step and save. The launcher of the ranks gets it too, and torchrun's
-agent forwards it to them (`plimsoll.distributed.launch`). Outside Linux, the training checks after each step whether
-its parent process ID has changed.
+Training processes get SIGTERM: they finish their step and save. The launcher of the ranks also gets SIGTERM, and
+torchrun's agent forwards it to the ranks (`plimsoll.distributed.launch`). Outside Linux, the training process checks
+after each step whether its parent process ID has changed.
 
 Processes are used instead of threads because threads wait for the interpreter lock. If no process can be forked (a
 daemonic process must not have children), the caller does the work itself.
@@ -58,7 +58,7 @@ def forked_pool(
     pool = ProcessPoolExecutor(num_processes, get_context("fork"), _begin, (os.getpid(), begin, arguments))
     stack.callback(pool.shutdown, wait=True, cancel_futures=True)
     with warnings.catch_warnings(), suppress(OSError, BrokenProcessPool):
-        # Python warns of a fork with threads. They are of libraries, and the children take none of their locks.
+        # Python warns if a process with threads forks. The threads belong to libraries whose locks no child takes.
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
         with uninterrupted():
             begun = pool.submit(int)
@@ -74,12 +74,12 @@ def _begin(parent: int, begin: Callable[..., None], arguments: tuple[Any, ...]) 
 
 
 def ending_with_this() -> dict[str, str]:
-    """Return an environment that makes a Plimsoll command end together with this process; see `end_as_asked`."""
+    """Return environment variables that make a Plimsoll command end together with this process (`end_as_asked`)."""
     return os.environ | {_PARENT: str(os.getpid())}
 
 
 def end_as_asked() -> None:
-    """Make this process end with its parent if the environment requests it. Its own children are not affected."""
+    """Make this process end with its parent if the environment requests it. Child processes do not inherit this."""
     parent = os.environ.pop(_PARENT, None)
     if parent is not None:
         end_with(int(parent))
@@ -112,7 +112,7 @@ def begin_worker() -> None:
 
 
 def begin_supervised() -> None:
-    """Make the kernel send SIGTERM when the supervisor dies. End now if it is already dead."""
+    """Make the kernel send SIGTERM to this process when its supervisor dies, or now if the supervisor is dead."""
     if parent_that_watches() is None:
         return
     if sys.platform.startswith("linux"):

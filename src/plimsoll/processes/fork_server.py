@@ -6,9 +6,9 @@
     sys.argv[1:] = serve()    # in the server, after its imports: returns in each forked process
 
 Importing torch, transformers and the model code takes seconds, and happens once instead of in each process. A fork
-differs from a fresh process only in the environment that libraries have read: the supervisor's. Its private memory is
-the same, because the kernel counts a heap page (RssAnon, VmData) in every process that maps it. Forked processes
-survive the server. The server exits when its client closes the socket.
+differs from a fresh process in one respect: libraries have read the environment variables of the supervisor. A fork has
+as much private memory as a fresh process: the kernel counts a heap page (RssAnon, VmData) in every process that maps
+it. Forked processes survive the server. The server exits when its client closes the socket.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from plimsoll.device.cpu.heap import trim
 from plimsoll.processes.children import ending_with_this, uninterrupted
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_MOST_BYTES = 1 << 17  # of a request
+_MOST_BYTES = 1 << 17  # largest size of a request
 _NOT_FORKED, _GO = b"0", b"go"
 _CUDA_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
 _SOCKET = "PLIMSOLL_SOCKET"
@@ -61,7 +61,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Client of a fork server. The server runs for the duration of the ``with`` block.
+    """A client of a fork server. The ``with`` block starts the server and ends it.
 
     Args:
         command: the command line of the server, which calls `serve` after its imports.
@@ -91,9 +91,9 @@ class ForkServer:
         self._process.wait()
 
     def fork(self, arguments: Sequence[str], variables: Mapping[str, str]) -> ForkedProcess | None:
-        """Wait for the server's imports and return a forked process, or ``None`` if the server cannot fork.
+        """Wait until the server has finished its imports, and return a forked process.
 
-        It cannot on other systems than Linux. The caller then starts a fresh process.
+        ``None`` if the server cannot fork, as on systems other than Linux. The caller then starts a fresh process.
 
         Args:
             arguments: the command line of the new process, without the program.
@@ -114,7 +114,7 @@ def ask(server: socket.socket, request: Mapping[str, Any], files: Sequence[int] 
     Args:
         server: a socket that preserves message boundaries.
         request: the request, with at least the ID of this process as ``parent``.
-        files: file descriptors to send with it.
+        files: file descriptors to send with the request.
     """
     go, say_go = os.pipe()
     with open(say_go, "wb", buffering=0) as saying, _adopting() as is_adopting:
@@ -146,9 +146,9 @@ def _adopting() -> Iterator[bool]:
 
 
 def serve() -> list[str]:
-    """Fork a process for each request, and return in the fork, with its arguments.
+    """Fork a process for each request. In the fork, return the command-line arguments of the request.
 
-    It never returns in the server, which exits if it cannot fork or its client has closed the socket.
+    The call never returns in the server, which exits if it cannot fork or its client has closed the socket.
     """
     make_light()
     if not can_fork():
@@ -175,9 +175,9 @@ def make_light() -> None:
 
 
 def next_fork(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork a process for each request, and return in the fork: the request and its file descriptors.
+    """Fork a process for each request. In the fork, return the request and its file descriptors.
 
-    It never returns in this process, which exits when its client closes the socket.
+    The call never returns in this process, which exits when its client closes the socket.
     """
     while True:
         text, files, _, _ = socket.recv_fds(asking, _MOST_BYTES, _MOST_FILES)
@@ -193,9 +193,9 @@ def next_fork(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _fork_for(parent: int, go: int) -> bytes | None:
-    """Fork a child of process ``parent``. Return ``None`` in the child, and its process ID here.
+    """Fork a child of process ``parent``. Return ``None`` in the child, and the child's process ID in the server.
 
-    The child exits if the server or ``parent`` was killed before ``parent`` learned its ID.
+    ``go`` is a pipe on which ``parent`` confirms that it knows this ID. Without the confirmation, the child exits.
     """
     # Double fork: the process in between exits, so ``parent`` adopts the child (prctl(2), PR_SET_CHILD_SUBREAPER). It
     # can then wait for the child and kill it, and the child gets a signal when ``parent`` dies.
@@ -219,7 +219,7 @@ def _fork_for(parent: int, go: int) -> bytes | None:
 
 
 def can_fork() -> bool:
-    """Return whether a fork would be complete: it loses other threads, and cannot use an initialized CUDA driver."""
+    """Return whether a fork of this process would work: it has no other threads and has not initialized CUDA."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -236,7 +236,7 @@ def can_fork() -> bool:
 def _has_begun_cuda() -> bool:
     """Return whether the CUDA driver is initialized in this process, so that a fork could not use it.
 
-    It asks the driver, because a query for GPUs initializes it without torch's knowledge.
+    The driver is asked, because a query for GPUs initializes it without torch's knowledge.
     """
     if "libcuda.so" not in Path("/proc/self/maps").read_text():
         return False

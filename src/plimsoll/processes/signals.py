@@ -25,7 +25,7 @@ class StopRequest:
 
     @property
     def signal_number(self) -> int | None:
-        """The signal that requested the stop, SIGTERM if the parent died, or ``None``."""
+        """The number of the signal that requested the stop, SIGTERM if the parent died, or ``None``."""
         is_orphan = self.parent is not None and os.getppid() != self.parent
         return signal.SIGTERM if self.received is None and is_orphan else self.received
 
@@ -35,7 +35,7 @@ def stop_on_signal(say: Callable[[], None] = lambda: None, parent: int | None = 
     """Collect the first SIGINT or SIGTERM into a request while the block runs.
 
     Args:
-        say: a function that reports the signal to the user.
+        say: a function that tells the user that the signal was received.
         parent: the process ID of the supervisor. Its death counts as a request to stop.
     """
     request = StopRequest(parent=parent)

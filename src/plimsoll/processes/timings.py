@@ -1,4 +1,4 @@
-"""Elapsed time by process and stage, which ``--timings`` prints.
+"""Recording of the elapsed time by process and stage, which ``--timings`` prints.
 
     begin()                         # in the command; its child processes inherit it
     with timed("building the model"):
@@ -46,7 +46,7 @@ def note(stage: str, seconds: float) -> None:
 
 @contextmanager
 def timed(stage: str) -> Iterator[None]:
-    """Record the duration of the block."""
+    """Record the duration of the block as a stage of this process."""
     begun = time.monotonic()
     try:
         yield
@@ -68,7 +68,11 @@ def end() -> None:
 
 
 def table(text: str) -> str:
-    """Return a table of recorded durations by process and stage, in the order of recording."""
+    """Return a table of the recorded durations in seconds, by process and stage, in the order of recording.
+
+    Args:
+        text: the recorded lines, as JSON.
+    """
     seconds: dict[str, dict[str, float]] = {}
     for line in map(json.loads, text.splitlines()):
         stages = seconds.setdefault(line["process"], {})
@@ -82,12 +86,12 @@ def table(text: str) -> str:
 
 
 def _process_name() -> str:
-    """Return the command as it is typed."""
+    """Return the name of this process in the table: ``plimsoll`` and the subcommand."""
     return " ".join(["plimsoll", *sys.argv[1:2]])
 
 
 def _seconds_of_process() -> float:
-    """Return the age of this process, from its start or fork; see proc(5)."""
+    """Return the seconds since the start or fork of this process; see proc(5)."""
     with suppress(OSError):
         ticks = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")

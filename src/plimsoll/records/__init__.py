@@ -1,11 +1,11 @@
-"""Records: frozen, torch-free values, each a JSON file with a kind and a schema version. One module per stage."""
+"""Records: immutable objects that are stored as JSON files with a kind and a schema version, without torch."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 
 class Shown:
-    """A value that a notebook shows as HTML if ``to_html`` supports it, and as its text otherwise."""
+    """An object that a notebook shows as HTML if ``to_html`` returns HTML for it, and otherwise as text."""
 
     to_html: ClassVar[Callable[[Any], str | None] | None] = None
 

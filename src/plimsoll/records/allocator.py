@@ -20,8 +20,8 @@ class AllocatorRules(Frozen):
 
     ``max_split_bytes`` of ``None`` is torch's "unlimited". ``garbage_collection_threshold`` is a share of the limit, or
     ``None`` for "off". ``roundup_power2_divisions`` is one number for all sizes, or 16 numbers: for requests up to 2
-    MiB, to 4 MiB, ..., from 32 GiB. ``process_share`` is `per_process_memory_fraction`. It changes no size: code that
-    creates an allocator multiplies the capacity by it to get the limit.
+    MiB, to 4 MiB, ..., from 32 GiB. ``process_share`` is torch's `per_process_memory_fraction`. It changes no size:
+    code that creates an allocator multiplies the capacity by this share to get the limit.
     """
 
     rounding_bytes: int = 512  # kMinBlockSize
@@ -51,7 +51,7 @@ _NEVER_BYTES = 1 << 62
 
 
 class HeapRules(Frozen):
-    """The rules of glibc's heap: the block size above which blocks are mapped, and when freed memory is returned."""
+    """The rules of glibc's heap: the size from which blocks are mapped, and when freed memory returns to the system."""
 
     mmap_threshold_bytes: int = Field(default=128 * _KIB, ge=0)
     is_dynamic: bool = True
@@ -70,7 +70,7 @@ class HeapRules(Frozen):
 
     @property
     def keeps_large(self) -> bool:
-        """True if the process keeps freed blocks that are larger than a budget's default mmap threshold."""
+        """True if the process keeps freed blocks of more than 4 MiB, the mmap threshold of `FAST_HEAP`."""
         return not self.is_dynamic and self.mmap_threshold_bytes > _FAST_BYTES
 
     @property

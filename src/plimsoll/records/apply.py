@@ -1,4 +1,4 @@
-"""The result of `plimsoll apply`: the rows, the settings, and the time and memory used."""
+"""The result of `plimsoll apply`: counts of rows and tokens, the settings, and the time and memory used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class ApplyFacts(Record):
     """The result of applying a model to the rows of a file. Counts include rows from before a resume.
 
     Measurements (seconds, passes, padding, out-of-memory errors, peak) are of this process alone. It processed the
-    ``num_new_rows`` rows after ``first_row``. ``faults`` are the reasons of the first rows without a result.
+    ``num_new_rows`` rows that follow the first ``first_row`` rows. ``faults`` lists the first rows without a result,
+    with the reasons.
     """
 
     record_kind: ClassVar[str] = "apply"

@@ -19,14 +19,14 @@ DEFAULT_SYNONYM = 0.1  # the share of words that EDA replaces: Wei and Zou 2019,
 
 
 class Augmentation(Frozen):
-    """Probabilities per token or word, drawn anew for each sample and epoch.
+    """Probabilities of changing each token or word. The changes are drawn anew for each sample and epoch.
 
-    On tokens: ``mask`` replaces them by the mask token, ``delete`` removes them, and ``swap`` moves them behind one of
-    the next ``swap_distance`` tokens (1: neighbours are exchanged). ``token_function`` is called last.
+    Tokens: ``mask`` replaces a token by the mask token, ``delete`` removes it, and ``swap`` moves it behind one of the
+    next ``swap_distance`` tokens (1: neighbours are exchanged). ``token_function`` is called last.
 
-    On words, before the text is tokenized: ``synonym`` replaces them by another word from the table ``synonyms``.
-    ``delete_word`` and ``swap_word`` work as for tokens, and ``function`` is called last. Functions are named
-    ``module:function``.
+    Words, before the text is tokenized: ``synonym`` replaces a word by another word from the table ``synonyms``.
+    ``delete_word`` and ``swap_word`` correspond to ``delete`` and ``swap``, and ``function`` is called last. Functions
+    are named ``module:function``.
     """
 
     mask: Probability = 0.0

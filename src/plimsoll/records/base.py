@@ -1,9 +1,8 @@
-"""The base classes of records: frozen, torch-free values that are JSON files with a kind and a schema version.
+"""The base classes of records: immutable objects that are stored as JSON files with a kind and a schema version.
 
     {"record": "run", "schema": 1, ...fields...}
 
-A record of an unknown kind, with a newer schema, or with a missing or extra field is refused by name. Nothing is
-guessed.
+Reading fails if the kind, the schema version or a field is not the expected one. The error names the difference.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from plimsoll.records.former import renamed, warn_of_former
 
 
 class Frozen(BaseModel):
-    """An immutable value that is compared by content and accepts declared fields only."""
+    """An immutable object that is compared by its fields and accepts only declared fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="constants")
 
 
 class FormerNames(Frozen):
-    """A value whose file may use former field names. ``former_names`` maps them to current names."""
+    """An object that also accepts the previous release's field names; ``former_names`` maps them to current names."""
 
     former_names: ClassVar[Mapping[str, str]]
 
@@ -51,7 +50,7 @@ class FormerNames(Frozen):
 
 
 class Record(Frozen, Shown):
-    """A value that can be stored as a file."""
+    """An immutable object that can be stored as a JSON file."""
 
     record_kind: ClassVar[str]
     schema_version: ClassVar[int] = 1
@@ -73,7 +72,7 @@ class Record(Frozen, Shown):
             source: the name of the text in error messages, such as its path.
 
         Raises:
-            RecordError: if the text is not JSON, is another kind of record, has another schema version or wrong fields.
+            RecordError: if the text is not JSON, or the record has another kind, schema version or set of fields.
         """
         try:
             fields = json.loads(text)
@@ -112,7 +111,7 @@ class Record(Frozen, Shown):
         """Read a record from a file.
 
         Raises:
-            RecordError: if the file is missing, cannot be read or is not such a record.
+            RecordError: if the file is missing, cannot be read or is not a record of this kind.
         """
         try:
             text = path.read_text(encoding="utf-8")
@@ -126,7 +125,7 @@ class Record(Frozen, Shown):
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: ``PLIMSOLL_CACHE``, else ``plimsoll`` in the XDG cache or the temporary folder."""
+    """Return the cache folder: ``$PLIMSOLL_CACHE``, else ``plimsoll`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if own := os.environ.get("PLIMSOLL_CACHE"):
         return Path(own)
     if usual := os.environ.get("XDG_CACHE_HOME"):
@@ -141,7 +140,7 @@ def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to the disk.
 
     Raises:
-        OSError: if the disk cannot write it.
+        OSError: if writing to the disk fails.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -158,14 +157,14 @@ _WAYS_OUT = {
 
 
 def write_atomically(path: Path, content: bytes | Iterable[bytes], option: str = "--out", mode: int = 0o666) -> None:
-    """Write a file atomically: readers and crashes see the old content or the new content, never a part.
+    """Write a file atomically: at any moment, also after a crash, it has its complete old or new content.
 
     The content goes to a temporary file in the same folder, which is flushed to the disk and then renamed.
 
     Args:
         path: the file to write.
-        content: bytes, or an iterable of chunks.
-        option: the command-line option that sets the path, for the error message.
+        content: the new content: bytes, or an iterable of chunks of bytes.
+        option: the command-line option that sets the path; the error message suggests to change it.
         mode: permission bits of the file, before the umask.
 
     Raises:
@@ -182,6 +181,6 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes], option: str =
         remedy = _WAYS_OUT.get(error.errno or 0, "")
         raise OutputError(f"cannot write {path}: {error.strerror}; give another {option}{remedy}") from error
     finally:
-        # After the rename the file is missing; after a failed write it may be impossible to delete.
+        # After the rename the temporary file does not exist; after a failed write, deleting it may fail, too.
         with contextlib.suppress(OSError):
             temporary.unlink()

@@ -8,7 +8,7 @@ from plimsoll.records.base import Frozen, Record
 
 
 class CachedKind(Frozen):
-    """Files of one kind. ``used_seconds`` is the time of the last read or write, in seconds since 1970."""
+    """The cached files of one kind. ``used_seconds`` is the time of the last read or write, in seconds since 1970."""
 
     name: str
     num_files: int
@@ -19,7 +19,7 @@ class CachedKind(Frozen):
 class CacheContents(Record):
     """The content of a cache folder. ``most_bytes`` limits the total of predictions, plans, baselines and traces.
 
-    With ``is_removed``, it is the content before it was deleted.
+    With ``is_removed``, the files have been deleted, and the record lists the content before that.
     """
 
     record_kind: ClassVar[str] = "cache"

@@ -15,7 +15,7 @@ from plimsoll.records.trace import Category
 
 
 class Counters(Frozen):
-    """Values that the device counted while a training was recorded; the recorder itself sees only storages.
+    """Memory counters of the device during a recorded training run. The recorder itself sees only storages.
 
     On CUDA, ``peak_bytes`` and ``reserved_bytes`` are the peaks of allocated and reserved memory. On the CPU they are
     the peaks of private memory and of the memory that ``RLIMIT_DATA`` counts. ``baseline_bytes`` was in use before the
@@ -45,9 +45,9 @@ class Block(Frozen):
 
 
 class Difference(Frozen):
-    """An op at which two traces differ: the storages that only one of them allocated or freed.
+    """An op at which two traces differ: the storages that were allocated or freed in only one of the traces.
 
-    ``row`` is the op's row in its trace; in the predicted trace, if the op is in both.
+    ``row`` is the op's row in the predicted trace, or in the measured trace if the op is only there.
     """
 
     row: int
@@ -61,7 +61,7 @@ class Difference(Frozen):
 
 
 class Group(Frozen):
-    """Bytes in one category that one op of one module has alive at the peak of each trace."""
+    """Bytes of one category that one op of one module has allocated and that are alive at the peak of each trace."""
 
     op: str
     module: str
@@ -76,7 +76,7 @@ class Group(Frozen):
 
 
 class Comparison(Record):
-    """A comparison of a prediction with a measurement of the same training.
+    """A comparison of the predicted and the measured memory of the same training run.
 
     ``groups`` lists the groups that differ, largest first. All ``num_groups`` groups add up to the difference of the
     peaks. ``num_differing_ops`` counts ops that allocated or freed different storages, including ops in only one trace.
@@ -111,7 +111,7 @@ class Comparison(Record):
 
 
 class Learned(Frozen):
-    """The mean and range of a value over the runs that measured it."""
+    """The mean and range of a correction over the runs that measured it."""
 
     num_runs: int = Field(ge=1)
     mean: float
@@ -119,7 +119,7 @@ class Learned(Frozen):
     high: float
 
     def with_run(self, value: float) -> Learned:
-        """Return the values updated with one more run."""
+        """Return the mean and range updated with the ``value`` of one more run."""
         num_runs = self.num_runs + 1
         return Learned(
             num_runs=num_runs,
@@ -132,10 +132,10 @@ class Learned(Frozen):
 class Target(Frozen):
     """The corrections learned from measured runs on one kind of target. ``None`` means not known yet.
 
-    ``live_ratio`` is the ratio of measured to predicted peak of live bytes. The next two need counters.
-    ``baseline_bytes`` is the memory in use before the training. ``beyond_ratio`` is the additional memory of the
-    process, divided by the measured peak of live bytes. It covers the allocator's rounding and cached blocks, kernels
-    and libraries.
+    ``live_ratio`` is the ratio of measured to predicted peak of live bytes. ``baseline_bytes`` and ``beyond_ratio`` are
+    known only from runs with counters. ``baseline_bytes`` is the memory in use before the training. ``beyond_ratio`` is
+    the additional memory of the process, divided by the measured peak of live bytes. This memory is the allocator's
+    rounding and cached blocks, kernels and libraries.
 
     ``step_ratios`` and ``peak_ratios`` are ratios of measured to predicted step time and peak of the process. Their
     keys are the names of the techniques in order, joined by ``+``, without the micro-batch.

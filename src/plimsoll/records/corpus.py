@@ -61,7 +61,8 @@ class TokenFacts(Record):
 class Filling(Frozen):
     """A way to make samples from the texts, and the padding in its batches.
 
-    ``num_dropped_tokens`` tokens are used in no epoch; ``num_long_texts`` texts were cut or truncated.
+    ``num_dropped_tokens`` tokens are used in no epoch. ``num_long_texts`` texts were split into several samples or
+    truncated.
     """
 
     name: str
@@ -75,11 +76,11 @@ class Filling(Frozen):
 
 
 class Inspection(Record):
-    """The content of a corpus and its samples of ``sequence_length`` tokens.
+    """The text lengths of a corpus, and ways to make samples of ``sequence_length`` tokens from its texts.
 
     Lengths are in tokens, without the special tokens around a text. They are from ``num_seen_texts`` texts: all texts,
-    or an even sample. ``special_tokens`` are the tokens that the tokenizer adds around a text. ``num_borders`` is the
-    number of sentence or paragraph borders in the texts seen, if windows should end there.
+    or evenly spaced texts. ``special_tokens`` are the tokens that the tokenizer adds around a text. ``num_borders`` is
+    the number of sentence or paragraph borders in the seen texts, if windows should end at borders.
     """
 
     record_kind: ClassVar[str] = "data-inspection"
@@ -101,7 +102,7 @@ class Inspection(Record):
 
 
 class Rate(Frozen):
-    """The speed of one stage. ``private_bytes`` is the peak of its processes together; ``None`` if not measured."""
+    """The speed of one stage. ``private_bytes`` is the peak sum over its processes; ``None`` if not measured."""
 
     stage: str
     detail: str
@@ -111,7 +112,7 @@ class Rate(Frozen):
 
 
 class FeedRates(Record):
-    """The speed of reading, tokenizing and loading a corpus on this machine. ``notes`` list stages left out."""
+    """The speed of reading, tokenizing and loading a corpus on this machine. ``notes`` name the stages left out."""
 
     record_kind: ClassVar[str] = "data-bench"
 

@@ -75,7 +75,7 @@ class Budget(Frozen):
 class Flops(Frozen):
     """Peak operations per second by data type, for dense matrices with accumulation in fp32.
 
-    ``None``: the GPU does not support this type in hardware, or its clock is unknown.
+    ``None``: the GPU does not support this type in hardware, or the GPU's clock rate is unknown.
     """
 
     fp32: float | None = None

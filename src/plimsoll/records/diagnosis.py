@@ -22,10 +22,10 @@ KnownHow = Literal["measured", "counted", "predicted", "assumed"]
 
 
 class MemoryGrowth(Frozen):
-    """The growth of memory after each step, in bytes per step, from ``first_step`` on.
+    """The growth of the memory in use after each step, in bytes per step, from ``first_step`` to ``last_step``.
 
     ``low_bytes`` and ``high_bytes`` are the minimum and maximum over three parts of the steps. ``is_steady`` is true if
-    all parts grow alike and by more than the noise of an allocator; see `plimsoll.diagnose.growth`.
+    all parts grow at about the same rate, by more than an allocator's noise; see `plimsoll.diagnose.growth`.
     """
 
     likely_bytes: int
@@ -47,18 +47,18 @@ class Finding(Frozen):
     """One cause of memory use.
 
     Attributes:
-        cause: the name of the cause, also the name of its page.
-        title: a sentence about it.
+        cause: the name of the cause, also the name of its page in the documentation.
+        title: a sentence that describes the cause.
         place: the line of user code, ``file.py:12``; "" if not found.
         evidence: the evidence for the cause.
-        peak_share: its share of the peak.
-        remedy: a technique, or a sentence.
+        peak_share: the share of the peak that the cause explains, from 0 to 1.
+        remedy: a technique, or a sentence that describes the change to make.
         code: the code or command to type, if known.
-        effect_bytes: the bytes by which the peak falls without it.
-        effect_known: the source of that number.
-        effect_high_bytes: the upper bound, if more memory than ``effect_bytes`` grew and may have the same cause.
+        effect_bytes: the bytes by which the peak falls without the cause.
+        effect_known: the source of ``effect_bytes``.
+        effect_high_bytes: an upper bound of ``effect_bytes``, if other memory may have the same cause.
         page: the page of the documentation, if it is not the page of the cause.
-        is_unused: true if the training is the same without it.
+        is_unused: true if the training is the same without this memory.
     """
 
     cause: str
@@ -92,16 +92,16 @@ class Remedy(Frozen):
     """A change that frees memory, and its cost.
 
     Attributes:
-        choices: its techniques in the order of installation; empty if it is not a technique.
-        text: a sentence that describes it.
+        choices: the techniques to use, in the order of installation; empty if the remedy is not a technique.
+        text: a sentence that describes the remedy.
         code: the code or command to type.
         settings: the fields of a job file that ``--apply`` sets, by dotted name.
         saving_bytes: the bytes by which the peak falls; ``None`` if unknown.
         saving_low_bytes: the lower bound of the saving.
         saving_high_bytes: the upper bound of the saving.
-        step_time_factor: the step time with it, divided by the step time without it; ``None`` if unknown.
-        known: the source of the saving.
-        fits: whether the peak is then under the limit; ``None`` if unknown.
+        step_time_factor: the step time with the remedy, divided by the step time without it; ``None`` if unknown.
+        known: the source of ``saving_bytes``.
+        fits: whether the peak with the remedy is under the limit; ``None`` if unknown.
     """
 
     choices: tuple[Choice, ...] = ()
@@ -117,7 +117,7 @@ class Remedy(Frozen):
 
     @property
     def changes_training(self) -> bool:
-        """True if it changes the training or its precision, so that the job must allow it."""
+        """True if the remedy changes the training or its precision, so that the job must allow it."""
         return bool({"allow", "precision"} & self.settings.keys())
 
 
@@ -125,8 +125,8 @@ class Diagnosis(Record):
     """The explanation of a run, an error message or a memory snapshot.
 
     Findings and remedies are sorted by effect, largest first. ``event`` is the out-of-memory error that is explained,
-    if any. ``shares`` are the parts of the peak, largest first; ``limit_bytes`` is the memory limit. ``notes`` are
-    observations that are not findings. ``num_steps`` is 0 if nothing ran.
+    if any. ``shares`` are the categories of the peak, largest first; ``limit_bytes`` is the memory limit. ``notes`` are
+    observations that are not findings. ``num_steps`` is 0 if no step ran.
     """
 
     record_kind: ClassVar[str] = "diagnosis"

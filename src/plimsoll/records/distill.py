@@ -15,9 +15,9 @@ from plimsoll.records.base import Frozen
 class DistillSource(Frozen):
     """A teacher model: its folder, the ``temperature`` that softens predictions, and the weight ``hard`` of the labels.
 
-    ``hidden`` is the additional weight of the difference of hidden states. ``form`` is the location of the teacher's
-    weights; ``None`` chooses by device. ``cache`` is the number of likeliest words per position that are stored in a
-    file; the file then replaces the teacher.
+    ``hidden`` is the weight of an additional loss, the difference of hidden states. ``form`` is the way to store the
+    teacher's weights; ``None`` chooses by device. ``cache`` is the number of likeliest tokens per position that are
+    stored in a file. The file then replaces the teacher.
     """
 
     teacher: str = Field(min_length=1)
@@ -37,11 +37,12 @@ class DistillSource(Frozen):
         return self
 
     def fault(self, order: str, anew: str) -> str | None:
-        """Return why distillation cannot be used with the data of a job; ``None`` if it can.
+        """Return the reason why distillation cannot be used with the data of a job; ``None`` if it can.
 
         Args:
             order: the order of the samples.
-            anew: the field that makes samples change each time they are read; empty if there is no such field.
+            anew: the name of the field that makes samples change each time they are read; empty if there is no such
+                field.
         """
         if order == "streams":
             return (

@@ -1,4 +1,4 @@
-"""Records of word vectors: the setting in a job, the content of a file, and rows taken from a file."""
+"""Records of word vectors: the settings in a job, the content of a file, and the rows taken from a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plimsoll.records.base import Frozen, Record
 
 
 class VectorSource(Frozen):
-    """A file of word vectors for the tokens, whether they are trained, and the values of tokens without a vector."""
+    """A file of word vectors for the tokens, whether they are trained, and the initial vector of a missing token."""
 
     path: str
     trainable: bool = False
@@ -16,7 +16,7 @@ class VectorSource(Frozen):
 
 
 class FaultCount(Frozen):
-    """The number of words with one kind of fault. ``examples`` name the first ones, with line or number and reason."""
+    """The number of words with one kind of fault. ``examples`` are the first words, with line or number and reason."""
 
     kind: str
     count: int
@@ -27,8 +27,8 @@ class VectorFile(Record):
     """The content of a file of word vectors that was read completely.
 
     ``num_words`` counts distinct words with a valid vector. ``num_entries`` counts all entries, including duplicates
-    and faulty ones. ``num_promised`` is the number in the header. ``norms`` are the minimum, median and maximum norm of
-    the vectors.
+    and faulty entries. ``num_promised`` is the number of entries according to the header. ``norms`` are the minimum,
+    median and maximum norm of the vectors.
     """
 
     record_kind: ClassVar[str] = "vector-file"
@@ -73,12 +73,12 @@ class SubsetFacts(Record):
     """The rows of a vocabulary, taken from a file of word vectors.
 
     Each row belongs to a word (``num_words``), to padding, or to no word. Words were found exactly as written
-    (``num_exact``), in lower case, capitalised, or built from their parts. ``misses`` are the most frequent of the
-    other words with their counts, or the first of them with count -1 if counts are unknown. ``num_tokens`` are the uses
-    of all words, also of words without a row, and ``num_hit_tokens`` the uses of found words (``None``: no counts).
-    ``mean`` and ``deviation`` are statistics of the values found. ``num_entries`` is counted as in `VectorFile`.
-    Vectors are checked only for words that are wanted. ``seconds`` is the time of reading the file, also if the rows
-    now come from the cache.
+    (``num_exact``), in lower case, capitalised, or built from their parts. ``misses`` are the most frequent words that
+    were not found, with their counts. If counts are unknown, they are the first such words, with count -1.
+    ``num_tokens`` is the total count of all words, also of words without a row. ``num_hit_tokens`` is the total count
+    of found words (``None``: no counts). ``mean`` and ``deviation`` are the mean and standard deviation of the found
+    vectors, averaged over dimensions. ``num_entries`` is counted as in `VectorFile`, but only vectors of the words of
+    the vocabulary are checked. ``seconds`` is the time of reading the file, also if the rows now come from the cache.
     """
 
     record_kind: ClassVar[str] = "embedding-subset"
@@ -118,7 +118,7 @@ class SubsetFacts(Record):
 class CompressionFacts(Record):
     """Compressed word vectors, and the cosine between each row before and after compression.
 
-    99 % of the rows have at least ``low_cosine``. Rows of zeros do not count.
+    99 % of the rows have a cosine of at least ``low_cosine``. Rows of zeros do not count.
     """
 
     record_kind: ClassVar[str] = "embedding-compression"

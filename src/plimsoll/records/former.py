@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def renamed(fields: Mapping[str, Any], former_names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields under their current names.
+    """Return the fields under their current names. ``former_names`` maps former names to current names.
 
     Raises:
         ValueError: if a field is given under both names.
@@ -30,7 +30,7 @@ def former_arguments(**former_names: str) -> Callable[[Callable[P, R]], Callable
     """Return a decorator that accepts former names of keyword arguments, with a `DeprecationWarning`.
 
     Args:
-        former_names: the current name of each former name.
+        former_names: current names by former name, as keyword arguments.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:

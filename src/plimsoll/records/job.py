@@ -2,7 +2,7 @@
 
 `docs/job.md` describes every field. This module reads job files, applies ``--set a.b=c``, and does the checks that need
 neither files nor a model. Does NOT check that paths exist or that a model can be built: those errors are raised when
-they are opened.
+the files are opened and the model is built.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _listed(value: Any) -> Any:
 
 
 class Job(Record):
-    """All settings of a run. Two runs of one job are the same run."""
+    """All settings of a run. Two runs of the same job train the same model in the same way."""
 
     record_kind: ClassVar[str] = "job"
 
@@ -284,7 +284,7 @@ class Job(Record):
 
     @property
     def own_precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """The precision without a plan: ``auto`` leaves the choice to the plan, and means fp32 without one."""
+        """The precision of a run without a plan: fp32 for ``auto``, which lets a plan choose."""
         return "fp32" if self.precision == "auto" else self.precision
 
     @classmethod
@@ -317,7 +317,9 @@ class Job(Record):
 
     @classmethod
     def from_texts(cls, texts: Sequence[str], changes: tuple[str, ...] = ()) -> Job:
-        """Make a job for commands that use only its data. Relative paths start from the working folder.
+        """Make a job that reads the text files ``texts``, for commands that use only the data of a job.
+
+        Relative paths start from the working folder.
 
         Raises:
             JobError: as for `from_yaml`.
@@ -337,7 +339,7 @@ class Job(Record):
 
     @classmethod
     def from_plain(cls, fields: dict[str, Any], folder: Path, changes: tuple[str, ...] = ()) -> Job:
-        """Make a job from plain fields and ``a.b=c`` changes to them. Relative paths start from ``folder``.
+        """Make a job from unchecked fields and ``a.b=c`` changes to them. Relative paths start from ``folder``.
 
         Raises:
             JobError: as for `from_yaml`.
@@ -352,7 +354,7 @@ class Job(Record):
         folder: Path | None = None,
         changes: tuple[str, ...] = (),
     ) -> Job:
-        """Check plain fields and make a job from them. With ``folder``, relative paths become absolute.
+        """Check fields and make a job from them. With ``folder``, relative paths become absolute.
 
         Args:
             fields: the fields of a job file.
@@ -380,7 +382,7 @@ def _changed(fields: dict[str, Any], changes: tuple[str, ...]) -> dict[str, Any]
 
 
 def _apply(fields: dict[str, Any], change: str) -> None:
-    """Set one dotted field. The value is read as YAML, so ``steps=5`` sets a number."""
+    """Apply one ``a.b=c`` change to ``fields``, in place. The value is YAML, so ``steps=5`` sets a number."""
     name, equals, value = change.partition("=")
     *parents, last = name.split(".")
     if not equals or not all((*parents, last)):
@@ -413,7 +415,7 @@ def _expanded(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _normalised(fields: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """Convert groups of fields from job-file syntax to the fields of the records."""
+    """Convert groups of fields from the syntax of a job file to the fields of records. Paths start from ``folder``."""
     groups = {name: dict(fields[name]) for name in SHORT_FORMS if isinstance(fields.get(name), dict)}
     if "budget" in groups:  # keeps the order: a later --set of `device` must replace `device_bytes`
         full_names = {"device": "device_bytes", "host": "host_bytes"}
@@ -458,7 +460,7 @@ def _from_folder(value: Any, folder: Path) -> Any:
 
 
 def _faults(error: ValidationError, changes: tuple[str, ...]) -> list[str]:
-    """Return one line per field, with the ``--set`` that set it. An unknown field gets the nearest known name."""
+    """Return one error line for each faulty field. The line names the ``--set`` that set the field, if one did."""
     lines: dict[str, list[str]] = {}
     for fault in error.errors():
         where, known = _place(fault["loc"])
@@ -470,7 +472,7 @@ def _faults(error: ValidationError, changes: tuple[str, ...]) -> list[str]:
 
 
 def _origin(where: str, changes: tuple[str, ...]) -> str:
-    """Return a note about the last change that set this field, a part of it or its group; "" if the file did."""
+    """Return a note about the last change that set this field, a part of it or its group; "" if no change did."""
     where = where.replace("_bytes", "")
     for change in reversed(changes):
         name = change.partition("=")[0].replace("_bytes", "")
@@ -480,9 +482,10 @@ def _origin(where: str, changes: tuple[str, ...]) -> str:
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[str, list[str]]:
-    """Return a field's name as users write it, and the field names known in its group.
+    """Return a field's name as users write it, and the names of all fields in its group.
 
-    The parts that pydantic adds below a plain field (the branch of a union, an index) are left out.
+    ``location`` is from pydantic, which appends to the field's name the branch of a union or an index. These are left
+    out.
     """
     group: type[Frozen] = Job
     names = []

@@ -3,7 +3,7 @@
     text = edited(path.read_text(), {"budget.device": 2 << 30, "pin": ["checkpointing=all"]})
 
 Only the text of the values is replaced, at the positions that YAML's parser reports. New fields are appended. Does NOT
-keep comments inside a replaced value, and does not check the fields: parse the result as a job.
+keep comments inside a replaced value, and does not check the fields; to check them, parse the result as a job.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from plimsoll.records.job_yaml import parse_value
 
 
 def edited(text: str, settings: dict[str, Any]) -> str:
-    """Return a job file's text with fields set.
+    """Return a job file's text with the values of some fields changed.
 
     Args:
         text: the text of the job file.
-        settings: values by field; ``budget.device`` is the field ``device`` of ``budget``.
+        settings: new values by field name; ``budget.device`` is the field ``device`` of ``budget``.
 
     Raises:
         JobError: if the text is not a job file, or a field occurs several times in it.
@@ -95,14 +95,14 @@ def _written(value: Any) -> str:
 
 
 def changed_job(source: Path, target: Path, settings: dict[str, Any]) -> str:
-    """Return the text of the job file ``target``: the job ``source`` with fields set.
+    """Return the text for a job file ``target``: the job of ``source`` with the values of some fields changed.
 
-    Comments are kept if possible. Otherwise the text has every field of the job.
+    Comments are kept if possible. Otherwise the text lists every field of the job, without comments.
 
     Args:
         source: a job file.
-        target: the path that the text is for; it is not written. Relative paths in the text start from its folder.
-        settings: values by dotted field, as for ``--set``.
+        target: the path of the new job file, which the caller writes. Relative paths in the text start from its folder.
+        settings: new values by dotted field name, as for ``--set``.
 
     Raises:
         JobError: if ``source`` is not a job file, or the values are not valid for it.

@@ -49,7 +49,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Parse one YAML value, as given with ``--set``: ``5`` is a number.
+    """Parse one YAML value, as given with ``--set``: ``5`` becomes a number.
 
     Raises:
         ValueError: if the text is not YAML.

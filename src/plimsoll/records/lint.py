@@ -1,4 +1,4 @@
-"""The findings of `plimsoll lint`: mistakes that cost memory, or that silently disable a way to save it."""
+"""The findings of `plimsoll lint`: mistakes that cost memory, or that silently disable a way to save memory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from plimsoll.records.base import Frozen, Record
 
 
 class LintFinding(Frozen):
-    """One mistake.
+    """One mistake in a source file.
 
     Attributes:
-        file: its path, as given or as found in a given folder.
+        file: the path of the source file, as given or as found in a given folder.
         line: line number, from 1.
         column: column in characters, from 1.
-        rule: the name of the rule, also the name of its page.
+        rule: the name of the rule, also the name of its page in the documentation.
         severity: ``error``: the code fails or computes something else; ``warning``: it costs memory or time; ``note``:
             worth a look.
-        message: the mistake.
-        remedy: the code or change that replaces it.
+        message: a sentence that describes the mistake.
+        remedy: the code that replaces the mistake, or the change to make.
         code: the source line.
         is_fixable: true if ``--fix`` can correct it.
     """
@@ -47,7 +47,7 @@ class LintReport(Record):
     Attributes:
         findings: the mistakes that remain, after fixes if any were made.
         num_files: the number of checked files.
-        num_lines: the number of their lines.
+        num_lines: the number of lines in the checked files.
         num_fixed: the number of mistakes that were fixed in place.
         unread: files that could not be checked.
     """

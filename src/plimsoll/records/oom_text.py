@@ -19,15 +19,15 @@ Bytes = int
 
 
 class OomText(Frozen):
-    """One event of a text or a log.
+    """One message in a text or a log that reports that memory ran out, or that resembles such a message.
 
     Attributes:
         kind: the source of the message, such as ``cuda_allocator_new_format`` or ``oom_killer_dmesg``.
-        subformat: its version, such as ``2.2.1-2.8 capacity``.
+        subformat: the version of the message format, such as ``2.2.1-2.8 capacity``.
         is_oom: false for a message that only resembles an out-of-memory error.
         tried_to_allocate: the requested size.
         capacity: the capacity of the device.
-        free: free memory of the device at that moment.
+        free: free memory of the device when the allocation failed.
         allocated_by_pytorch: live bytes of torch's allocator.
         reserved_unallocated: memory that torch's allocator has reserved and does not use.
         reserved_total: memory that torch's allocator has reserved.
@@ -39,11 +39,11 @@ class OomText(Frozen):
         likely_cause: the cause that the numbers indicate; ``unknown`` if they do not.
         likely_cause_alt: another cause that fits the numbers equally well.
         text: the lines of the message, at most 4,000 characters.
-        line_number: the number of its first line in the file, from 1.
-        num_times: the number of times that the same text occurs in the file.
-        place: the last line of user code in the traceback before it, ``file.py:12``; "" without one.
-        code: the source text of that line.
-        above: the end of the Python traceback before it, at most 2,000 characters.
+        line_number: the number of the message's first line in the file, from 1.
+        num_times: the number of times that the same message occurs in the file.
+        place: the last line of user code in the traceback before the message, ``file.py:12``; "" without a traceback.
+        code: the source text of the line ``place``.
+        above: the end of the Python traceback before the message, at most 2,000 characters.
     """
 
     kind: str

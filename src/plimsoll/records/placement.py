@@ -19,10 +19,10 @@ checkpoint files, from which the kernel loads pages.
 
 
 class Part(Frozen):
-    """A part of a model: a block, the embeddings, the output layer, or the rest.
+    """A part of a model: a block, the embeddings, the output layer, or the remaining weights.
 
-    ``is_streamed`` is true if every pass reads or copies all of it. It is false for embedding tables, which are read by
-    row.
+    ``is_streamed`` is true if every pass reads or copies all weights of the part. It is false for embedding tables, of
+    which a pass reads single rows.
     """
 
     name: str
@@ -56,7 +56,7 @@ class InferencePlan(FormerNames, Record):
     ``cached_bytes`` of the streamed weights stay in the page cache between passes. ``read_bytes_per_second`` was
     ``measured`` on the files, or is from a table.
 
-    If nothing fits, it is the plan that needs the least memory, and ``smallest_budget_bytes`` is the budget for it.
+    If nothing fits, the record is the plan with the least memory, and ``smallest_budget_bytes`` is the budget for it.
     """
 
     record_kind: ClassVar[str] = "inference-plan"
@@ -102,30 +102,30 @@ class InferencePlan(FormerNames, Record):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights."""
+        """The bytes of all weights."""
         return sum(part.num_bytes for part in self.parts)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the weights that stay on the device."""
+        """The bytes of the weights that stay on the device."""
         return self.bytes_in("device")
 
     @property
     def rows_per_second(self) -> float:
-        """Rows per second."""
+        """The predicted throughput in rows per second."""
         return self.micro_batch / self.pass_time.likely_seconds
 
     @property
     def limited_by(self) -> Literal["compute", "disk", "link"]:
-        """The bottleneck of a pass."""
+        """The bottleneck of a pass: computation, reading from the disk, or copying over the link to the GPU."""
         if self.read_seconds <= self.compute_seconds:
             return "compute"
         return "disk" if self.bytes_in("disk") else "link"
 
     def bytes_in(self, place: Place) -> int:
-        """Return the bytes of the weights in one place."""
+        """Return the bytes of the weights in one location."""
         return sum(part.num_bytes for part in self.parts if part.place == place)
 
     def names_in(self, *places: Place) -> frozenset[str]:
-        """Return the names of the parts in these places."""
+        """Return the names of the parts in these locations."""
         return frozenset(part.name for part in self.parts if part.place in places)

@@ -1,4 +1,4 @@
-"""The plan of a run: its configuration under the budget, the reasons, and the fallbacks if memory runs out."""
+"""The plan of a run: its configuration under the budget, the reasons for it, and fallbacks if memory runs out."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class Choice(Frozen):
 
 
 class Pin(Frozen):
-    """A technique that the user requires in the plan. `parse_pin` reads one.
+    """A technique that the user requires in the plan, as parsed by `parse_pin`.
 
-    ``value`` belongs to the technique's first option, whose name only the technique knows. Without ``value`` and
-    ``options``, the plan chooses the options.
+    ``value`` is for the technique's first option, whose name the technique defines. Without ``value`` and ``options``,
+    the plan chooses the options.
     """
 
     technique: str
@@ -86,7 +86,7 @@ def _word(value: Value) -> str:
 
 
 class Duration(Frozen):
-    """A number of seconds and its range."""
+    """A predicted duration: its likely value and its range, in seconds."""
 
     likely_seconds: float
     low_seconds: float
@@ -96,8 +96,7 @@ class Duration(Frozen):
 class Configuration(Frozen):
     """A way to run a step: techniques in the order of installation, with the predicted peak and step time.
 
-    ``peak`` and ``step_time`` are ``None`` if nothing was predicted: without a plan, and for configurations smaller
-    than the smallest one predicted.
+    ``peak`` and ``step_time`` are ``None`` if they were not predicted, for example in a run without a plan.
     """
 
     choices: tuple[Choice, ...]
@@ -118,7 +117,7 @@ class Configuration(Frozen):
 class Rejected(Frozen):
     """A combination that was considered and rejected. ``reason`` is a sentence with numbers.
 
-    ``is_compared`` is true if the reason compares its step time with the best plan at that time.
+    ``is_compared`` is true if the reason compares its step time with the best combination found until then.
     """
 
     choices: tuple[Choice, ...]
@@ -129,10 +128,10 @@ class Rejected(Frozen):
 
 
 class OffDevice(Frozen):
-    """Bytes that a plan keeps outside the memory that its budget counts, and the bytes that a step moves there.
+    """Bytes that a plan keeps outside the memory that its budget counts, and bytes that a step reads or writes there.
 
-    ``disk_bytes_per_second`` was measured because host memory cannot cache all these bytes. A step then waits for the
-    disk, and the predicted step time includes the wait. It is ``None`` if host memory can cache them.
+    ``disk_bytes_per_second`` is the measured speed of the disk; ``None`` if host memory can cache all these bytes.
+    Otherwise a step waits for the disk, and the predicted step time includes the wait.
     """
 
     kept_bytes: int
@@ -145,16 +144,18 @@ class LossCheck(Frozen):
 
     The weight of a part is its share of the units that the loss averages over. Values of ``verdict``:
 
-    - ``additive``: samples have shown it.
+    - ``additive``: a test with samples has confirmed that the two losses are equal.
     - ``known``: it follows from the code that computes the loss.
-    - ``not additive``: samples have shown the opposite.
-    - ``not shown``: samples could not show it.
-    - ``allowed``: it was not shown, but the user allows it (``recut_loss``).
+    - ``not additive``: a test with samples has shown that the two losses differ.
+    - ``not shown``: a test with samples could not decide.
+    - ``allowed``: it was not confirmed, but the user allows splitting batches (``recut_loss``).
     - ``never cut``: the user forbids splitting batches.
-    - ``not computed``: nothing could be computed, for example on a model without memory. Training then checks it.
+    - ``not computed``: no loss could be computed, for example because the weights have no memory. Training then tests
+      this.
 
-    ``whole`` and ``parts`` are the loss of ``num_samples`` samples, as one batch and one by one. ``difference`` and
-    ``gradient_difference`` are the relative differences of the losses and of the gradients (``None``: not compared).
+    ``whole`` is the loss of ``num_samples`` samples as one batch. ``parts`` is the weighted sum of their losses one by
+    one. ``difference`` and ``gradient_difference`` are the relative differences of the losses and of the gradients
+    (``None``: not compared).
     """
 
     verdict: Verdict
@@ -168,7 +169,7 @@ class LossCheck(Frozen):
 
     @classmethod
     def not_computed(cls, why: str) -> LossCheck:
-        """Return the result if nothing could be computed."""
+        """Return the result for a loss that could not be computed. ``why`` is the reason."""
         return cls(verdict="not computed", why=f"{why}: training checks this before it splits a batch")
 
     @property
@@ -178,7 +179,7 @@ class LossCheck(Frozen):
 
     @property
     def sentence(self) -> str:
-        """The result as a sentence."""
+        """A sentence that states the result, for the user."""
         if self.verdict == "additive":
             found = f"{self.num_samples} samples have the same loss as one batch and one by one"
             return f"{found}, and the same gradients" if self.gradient_difference is not None else found
@@ -186,9 +187,9 @@ class LossCheck(Frozen):
 
 
 class Candidate(FormerNames):
-    """A plan that is predicted to be about as fast as the chosen plan.
+    """A configuration that is predicted to be about as fast as the first configuration of the plan.
 
-    The fields have the same meaning as in `Plan`, for the first configuration of this candidate.
+    The other fields have the same meaning as in `Plan`, for this configuration.
     """
 
     former_names: ClassVar[Mapping[str, str]] = {"rung": "configuration"}
@@ -204,8 +205,8 @@ class Tried(Frozen):
 
     ``predicted_seconds`` is the step time without corrections from earlier runs. ``measured_seconds`` is the step time
     estimated from the passes of the trial. ``peak_bytes`` is the peak of these passes. Outcome ``struck``: not run,
-    because another candidate that needs less memory ran out. Outcome ``too near``: so near the limit that a long run
-    may exceed it.
+    because memory ran out in another candidate that needs less. Outcome ``too near``: the peak is so near the limit
+    that a long run may exceed it.
     """
 
     choices: tuple[Choice, ...]
@@ -217,10 +218,10 @@ class Tried(Frozen):
 
 
 class Trial(Frozen):
-    """Candidates that ran a few passes before the training, the fastest first. The trial leaves no changes.
+    """The results of running a few passes of each candidate before the training, fastest first. The passes are undone.
 
     ``seconds`` is the total time: warm-up passes, timed passes and restoring the state. ``left_out`` is the reason if
-    nothing was tried.
+    no candidate was run.
     """
 
     seconds: float = 0.0
@@ -236,25 +237,25 @@ class Plan(FormerNames, Record):
         fallbacks: the chosen configuration, then its fallbacks in order of falling predicted peak. If nothing fits: the
             configuration that needs the least memory.
         limit_bytes: the budget minus the headroom.
-        plain: the whole batch without any technique.
+        plain: the configuration that runs the whole batch at once, without any technique.
         rejected: combinations that were considered and rejected.
-        lossy_alternatives: if nothing fits, the smallest combination with each technique that changes the training and
-            is not allowed.
+        lossy_alternatives: if nothing fits: for each technique that changes the training and is not allowed, the
+            combination with it that needs the least memory.
         smallest_budget_bytes: if nothing fits, the budget that would be needed; otherwise ``None``.
         prediction: the prediction for the chosen configuration.
         pinned: choices that the user requires.
         required: techniques that the user requires, with options chosen by the plan.
         forbidden: techniques that the user forbids.
-        left_out: pins that cannot be used with this number of ranks, with the reasons.
+        left_out: the reason for each pin that cannot be used with this number of ranks, by pin.
         about: a description of each technique, by name.
-        numerics: the effect of each technique on the numbers, by name.
-        why: the bytes or time that each technique saves in this plan, or the reason that it is in it, by name.
-        made_for: facts about the training. A plan is refused if one of them differs.
-        time_factor: the correction of the step time from earlier runs, already included in ``step_time``.
-        off_device: set if parameters are in files (CPU) or on the host (CUDA), which the budget does not count.
-        loss_check: whether a batch may be split.
+        numerics: the effect of each technique on the numerical results, by name.
+        why: for each technique, by name, the bytes or time that it saves in this plan, or the reason for using it.
+        made_for: facts about the training run, by name. The plan is refused for a run in which one of them differs.
+        time_factor: the factor, known from earlier runs, that corrects the step time. ``step_time`` includes it.
+        off_device: the bytes outside the budget, if parameters are in files (CPU) or in host memory (CUDA).
+        loss_check: the result of the check whether a batch may be split.
         tokenizer_bytes: peak memory of training the tokenizer, before the model exists.
-        candidates: plans of about the same step time, which a trial runs in addition to the first configuration.
+        candidates: configurations with about the same step time, which a trial runs besides the first configuration.
         trial: the results of the trial; ``None`` without one.
         num_traces: the number of dry runs that were traced.
         plan_seconds: the time that planning took.
@@ -294,12 +295,12 @@ class Plan(FormerNames, Record):
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """The choices that a run starts with."""
+        """The choices of the first configuration, with which a run starts."""
         return self.fallbacks[0].choices
 
     @property
     def choices_by_fallback(self) -> tuple[tuple[Choice, ...], ...]:
-        """The choices of each fallback, for the training step."""
+        """The choices of each fallback, in the order of the fallbacks."""
         return tuple(configuration.choices for configuration in self.fallbacks)
 
     @property
@@ -335,7 +336,7 @@ def parse_pin(text: str) -> Pin:
     A value is a number, ``true``, ``false`` or a string, which may be in double quotes.
 
     Raises:
-        InputError: if the text has another form.
+        InputError: if the text does not have this syntax.
     """
     name, inner, value = _parts(text)
     if not _NAME.fullmatch(name):

@@ -1,4 +1,4 @@
-"""The predicted memory of a training: its peak and range, the moment and content of the peak, and settings that fit."""
+"""The predicted memory of a training run: the peak with a range, its moment and content, and settings that fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plimsoll.records.trace import Assumption, Category, Phase
 
 
 class Estimate(Frozen):
-    """A number of bytes with its range. The parts tell how it is known, and add up to ``likely_bytes``."""
+    """A number of bytes and its range. Traced, measured, modelled and assumed bytes add up to ``likely_bytes``."""
 
     likely_bytes: int
     low_bytes: int
@@ -25,7 +25,7 @@ class Estimate(Frozen):
 
 
 class Moment(Frozen):
-    """A moment of a training. ``line`` is ``file:line``; empty strings mean unknown."""
+    """A moment of a training run. ``line`` is ``file:line`` of user code; empty strings mean unknown."""
 
     step: int
     phase: Phase
@@ -38,7 +38,7 @@ class Holding(Frozen):
     """A group of similar allocations that are alive at the peak, and the moment when the first was made.
 
     They agree in category, shape, source line and module. Numbers in the module's name may differ and are shown as
-    ``*``. ``num_bytes`` is the total of all ``count`` allocations. ``name`` is empty if they have no name.
+    ``*``. ``num_bytes`` is the total of all ``count`` allocations. ``name`` is empty if the allocations have no name.
     """
 
     num_bytes: int
@@ -50,10 +50,10 @@ class Holding(Frozen):
 
 
 class MemoryTimeline(Frozen):
-    """Bytes over the events of a training, as columns of equal length, with one row per retained point.
+    """Memory in bytes over the events of a training run, as columns of equal length. Some events may be left out.
 
-    ``categories`` has one column per category; they add up to ``used_bytes``. ``reserved_bytes`` is the memory of the
-    process: the allocator's segments, the context and libraries. ``label`` describes the code that ran at each point.
+    ``categories`` has one column per category, which add up to ``used_bytes``. ``reserved_bytes`` is the memory of the
+    process: the allocator's segments, the context and libraries. ``label`` describes the code that ran at each event.
     """
 
     source: Literal["predicted", "measured"]
@@ -67,7 +67,7 @@ class MemoryTimeline(Frozen):
 
 
 class WhatIf(Frozen):
-    """The same training with another micro-batch (samples) or sequence length (tokens)."""
+    """The predicted peak of the same training run with another micro-batch (samples) or sequence length (tokens)."""
 
     micro_batch: int
     sequence_length: int
@@ -78,8 +78,8 @@ class WhatIf(Frozen):
 class Answer(Frozen):
     """The largest micro-batch, the longest sequence, or the smallest device that fits.
 
-    ``value`` is ``None`` if nothing fits. With ``is_bound``, the search stopped at its upper end, so larger values may
-    fit.
+    ``value`` is ``None`` if nothing fits. With ``is_bound``, the search stopped at its upper bound, and a larger
+    ``value`` may fit.
     """
 
     question: Literal["largest micro-batch", "longest sequence", "smallest device"]
@@ -108,7 +108,7 @@ class Exchange(Frozen):
 
 
 class Prediction(Record):
-    """The peak memory of a training before it runs.
+    """The predicted peak memory of a training run.
 
     ``peak`` counts the same memory as ``limit_bytes``: on CUDA all memory of the process on the device (context,
     reserved segments), on the CPU its private memory. ``fits`` compares the likely value; ``verdict`` also considers

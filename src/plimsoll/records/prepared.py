@@ -10,10 +10,10 @@ from plimsoll.records.run import GradientReach
 
 
 class PreparedText(Frozen):
-    """Texts that are ready to be opened. A folder is ``None`` if it is not needed.
+    """Texts whose stores have been written and can be opened. A folder is ``None`` if its store is not needed.
 
     ``skipped`` lists the first 100 files and rows that were left out, with reasons. ``num_long_texts`` are longer than
-    a sample. Of these, ``num_truncated`` lost ``num_dropped_tokens`` tokens in total, which no epoch uses.
+    a sample. ``num_truncated`` of these texts lost ``num_dropped_tokens`` tokens in total, which no epoch uses.
     ``num_cut_inside`` windows end inside a sentence or paragraph, because no border fits. ``num_lost_words`` words have
     no token, so their tags are lost. If texts are tokenized on the fly, tokens and truncations are unknown and set to
     0.
@@ -40,7 +40,7 @@ class PreparedText(Frozen):
 
     @property
     def has_windows(self) -> bool:
-        """True if a text can become several samples, or be spread over several rows."""
+        """True if some texts are split into several samples or spread over several rows."""
         return self.num_long_texts > self.num_truncated
 
     @property
@@ -55,13 +55,13 @@ class Prepared(Record):
     """The data of a job, ready to be opened. ``key`` changes if a sample, a label or the tokenizer changes.
 
     ``special_ids`` and ``mask_id`` belong to the tokenizer. They are stored for augmentation, because the training
-    process does not load the tokenizer. ``special_tokens`` shows the special tokens around each text.
+    process does not load the tokenizer. ``special_tokens`` describes the special tokens around each text.
 
     ``num_held_out_texts`` texts are held out; ``num_trained_on`` of them also occur, word for word, among the training
     texts. With ``holds_out_windows``, windows of the only text are held out.
 
-    ``vectors_folder`` has the word vectors of the tokens, if the job has any, and ``vectors_digest`` is a digest of
-    their bits. ``gradient_reach`` is set for streams. ``longest_row`` is the maximum number of tokens of a row of a
+    ``vectors_folder`` has the word vectors of the tokens, if the job has any, and ``vectors_digest`` is a digest of the
+    vectors. ``gradient_reach`` is set for streams. ``longest_row`` is the maximum number of tokens of a row of a
     training batch. ``held_out_batch`` are the samples and tokens of the largest evaluation batch. Both are ``None``
     before `with_rows` has computed them. ``num_left_out_words`` words were too rare to be counted when the tokenizer
     was trained. ``peak_bytes`` is the peak private memory of the preparation, if it was measured.
@@ -93,7 +93,7 @@ class Prepared(Record):
 
     @property
     def pad_id(self) -> int:
-        """The token that fills up the rows of a batch."""
+        """The id of the token that pads the rows of a batch."""
         return self.end_id if self.padding_token is None else self.padding_token
 
     @property

@@ -1,7 +1,7 @@
 """The events of a run, one per line of ``metrics.jsonl``, and the record that is built from them.
 
-Each line is appended when its event has happened. So the directory of a killed run can be read like any other.
-``RunRecord.from_directory`` is the only reader.
+Each line is appended when its event has happened. So the directory of a killed run can be read like the directory of a
+finished run (``RunRecord.from_directory``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FORMER_NAMES = {"rung": "fallback", "next_rung": "next_fallback"}
 class OomEvent(FormerNames):
     """An out-of-memory error: the phase that was running, the request, the memory in use, and the reaction.
 
-    ``step`` counts from 1. In an evaluation or a checkpoint it is the last step before it. Fallbacks are numbered from
-    0 as in the plan; an evaluation has none. With several ranks, ``rank`` is the first rank that ran out of memory, and
-    ``num_other_ranks`` is the number of other ranks that did, too.
+    ``step`` counts from 1. For an error in an evaluation or a checkpoint, it is the last completed step. Fallbacks are
+    numbered from 0 as in the plan; they are ``None`` in an evaluation. With several ranks, ``rank`` is the lowest rank
+    that ran out of memory, and ``num_other_ranks`` counts the other ranks that also ran out of memory.
     """
 
     former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
@@ -61,7 +61,7 @@ class OomEvent(FormerNames):
 
     @property
     def shortage(self) -> str:
-        """The ranks, the request (if the error states it) and the memory in use, for a message."""
+        """A phrase for messages: the ranks, the requested bytes (if the error states them) and the memory in use."""
         where = self.on_which_ranks.strip()
         if self.live_bytes is None:
             return where or "the memory in use is unknown"
@@ -71,7 +71,10 @@ class OomEvent(FormerNames):
 
     @property
     def is_fragmented(self) -> bool:
-        """True if CUDA's allocator had enough unused memory, but in holes: unused segments were released."""
+        """True if torch's CUDA allocator held enough unused memory for the request, but only in holes.
+
+        Before it raises the error, the allocator has already released segments that are completely unused.
+        """
         unused_bytes = (self.reserved_bytes or 0) - (self.live_bytes or 0)
         return self.family == "cuda" and self.requested_bytes is not None and unused_bytes >= self.requested_bytes
 
@@ -79,8 +82,8 @@ class OomEvent(FormerNames):
 class GradientReach(Frozen):
     """The number of earlier tokens that a gradient reaches, if it stops at the start of a window or text.
 
-    ``mean_tokens`` is the mean over the tokens that are predicted in an epoch. Earlier tokens influence a prediction
-    through the state alone.
+    ``mean_tokens`` is the mean over the tokens that are predicted in an epoch. Tokens before these influence a
+    prediction only through the state of the model.
     """
 
     most_tokens: int = Field(ge=1)
@@ -92,8 +95,8 @@ class StepLine(FormerNames):
 
     Its samples are the ``num_samples`` samples from position ``first_sample`` of the epoch's order.
 
-    ``used_bytes`` is the memory in use after the step, which is constant if the training retains nothing. With several
-    ranks, ``peak_bytes`` is the maximum over the ranks, and all other values are from the first rank.
+    ``used_bytes`` is the memory in use after the step. It is constant if user code retains no tensors. With several
+    ranks, ``peak_bytes`` is the maximum over the ranks, and ``used_bytes`` and ``memory`` were measured on rank 0.
     """
 
     former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
@@ -148,11 +151,11 @@ class RetainedGraph(Frozen):
     """Tensors that user code retains after a step together with their autograd graph (``grad_fn``).
 
     ``holder`` is the attribute or variable that refers to them, such as ``model.history``. It is "" if only losses of
-    earlier steps are known to be alive. ``marked_steps`` are the earlier steps whose graph was marked, and
-    ``alive_steps`` are the marked steps whose graph is still in memory. ``num_bytes`` is the storage of the tensors on
-    the training device. ``graph_bytes`` is the memory that the ``num_nodes`` operations of their graph keep alive in
-    addition (``None``: not counted). ``place`` and ``code`` are the line of user code that retains them, and ``remedy``
-    is its replacement ("": not found).
+    earlier steps are known to be alive. ``marked_steps`` are the earlier steps whose graph was marked, to detect when
+    it is freed. ``alive_steps`` are the marked steps whose graph is still in memory. ``num_bytes`` is the storage of
+    the tensors on the training device. ``graph_bytes`` is the additional memory that the ``num_nodes`` operations of
+    their graph keep alive (``None``: not counted). ``place`` and ``code`` are the line of user code that retains the
+    tensors, and ``remedy`` is a replacement for this line ("": not found).
     """
 
     holder: str
@@ -168,7 +171,7 @@ class RetainedGraph(Frozen):
 
 
 class GraphLine(FormerNames):
-    """Graphs of earlier steps that were still in memory after a step. Written only if there are any."""
+    """Graphs of earlier steps that were still in memory after a step. The line is written only if there are any."""
 
     former_names: ClassVar[Mapping[str, str]] = {"held": "retained"}
 
@@ -179,7 +182,7 @@ class GraphLine(FormerNames):
 
 
 class LossLine(Frozen):
-    """The result of the check, in or before a step, whether a batch may be split."""
+    """The result of the check, made in step ``step`` or before it, whether a batch may be split."""
 
     event: Literal["loss"] = "loss"
     time_seconds: float = 0.0
@@ -188,10 +191,10 @@ class LossLine(Frozen):
 
 
 class StartLine(FormerNames):
-    """The start of a training process after ``step`` completed steps. ``restarts`` counts earlier killed processes.
+    """The start of a training process after ``step`` completed steps.
 
-    With several ranks, ``oom_kills`` has the number of processes that the kernel had killed for memory, by machine
-    name.
+    ``restarts`` counts the deaths of earlier training processes under the same supervisor. With ranks of torchrun,
+    ``oom_kills`` is the kernel's count of OOM kills until this moment, by machine name.
     """
 
     former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
@@ -208,7 +211,7 @@ class StartLine(FormerNames):
 
 
 class DeathLine(FormerNames):
-    """The kill of the training process. ``evidence`` is the cause according to the machine's counters and logs."""
+    """The death of the training process. ``evidence`` describes the cause and how it is known, for the user."""
 
     former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
 
@@ -236,7 +239,7 @@ _LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="even
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yield the lines of ``metrics.jsonl``. An incomplete last line, left by a kill, is skipped.
+    """Yield the parsed lines of ``metrics.jsonl``. An incomplete last line, left by a kill, is skipped.
 
     Raises:
         RecordError: if a line other than the last cannot be read.
@@ -252,7 +255,7 @@ def parse_line(text: bytes, source: str) -> Line:
     """Parse one line of ``metrics.jsonl``. ``source`` names the line in error messages.
 
     Raises:
-        RecordError: if it is not a valid line.
+        RecordError: if the text is not a valid line.
     """
     try:
         return _LINE.validate_json(text)
@@ -313,7 +316,7 @@ class RunRecord(Record):
 
     @property
     def peak_bytes_of_ranks(self) -> tuple[int, ...]:
-        """The peak memory of each rank, over the steps with the last number of ranks; empty for one process."""
+        """The peak bytes of each rank, over the steps that ran with the last number of ranks; empty for one process."""
         steps = self.finished_steps
         num_ranks = len(steps[-1].peak_bytes_of_ranks) if steps else 0
         alike = [step.peak_bytes_of_ranks for step in steps if len(step.peak_bytes_of_ranks) == num_ranks]
@@ -321,7 +324,7 @@ class RunRecord(Record):
 
     @property
     def finished_steps(self) -> tuple[StepLine, ...]:
-        """Each completed step once, in order. If a step was repeated after a restart, the last line counts."""
+        """Each completed step once, in order. If a step was repeated after a restart, its last line counts."""
         latest = {line.step: line for line in self.steps}
         return tuple(latest[step] for step in sorted(latest))
 
@@ -332,7 +335,7 @@ class RunRecord(Record):
 
     @property
     def units_per_second(self) -> float | None:
-        """Units of the loss (tokens or samples) per second of step time, without the first step (warm-up)."""
+        """Samples or tokens (see `unit_name`) per second of step time, without the first step (warm-up)."""
         counted = self.steps[1:] or self.steps
         seconds = sum(step.step_seconds for step in counted)
         return sum(step.num_units for step in counted) / seconds if seconds else None
@@ -392,7 +395,7 @@ class RunHead(Record):
     """The facts about a run before its first step, stored in ``run.json``.
 
     ``gradient_reach`` is ``None`` if gradients reach through the whole sample. ``preparation_bytes`` is the peak
-    private memory of indexing, tokenizer training and tokenization, if a separate process did them before.
+    private memory of indexing, tokenizer training and tokenization, if a separate process measured it.
     """
 
     record_kind: ClassVar[str] = "run-head"

@@ -1,7 +1,7 @@
-"""A comparison of two runs: their measurements, the peaks their plans predicted, and the differences of their jobs.
+"""A comparison of two runs: measurements, the peaks that their plans predicted, and the differences of their jobs.
 
-Categories, modules and lines come from the prediction of each plan, because a run measures only the total memory in
-use. Does NOT judge which run is better, and does not relate runs of different tasks beyond naming the difference.
+Categories, modules and lines are from the prediction of each plan, because a run measures only the total memory in
+use. Does NOT judge which run is better. If the tasks of the runs differ, the comparison only names this difference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from plimsoll.records.trace import Category
 
 
 class Place(Frozen):
-    """Bytes at the predicted peak of one module or one line of user code, in one category; "" is unknown."""
+    """Bytes of one category that one module or line of user code has at the predicted peak; "" means unknown."""
 
     category: Category
     module: str
@@ -28,8 +28,8 @@ class RunSide(Frozen):
     """One run of a comparison.
 
     ``steps``, ``losses`` and ``peaks_bytes`` are columns with a row for each completed step. ``step_seconds`` and
-    ``units_per_second`` leave out the first step (warm-up) if there are others. ``parts`` and ``places`` are the plan's
-    prediction for the peak of its first fallback. They are empty without a prediction.
+    ``units_per_second`` leave out the first step (warm-up) if more steps have completed. ``parts`` and ``places`` are
+    the bytes at the peak that the plan predicts for its first configuration. They are empty without a prediction.
     """
 
     name: str
@@ -55,7 +55,7 @@ class RunSide(Frozen):
 
     @classmethod
     def of(cls, run: RunRecord) -> RunSide:
-        """Return the values of a run that a comparison needs."""
+        """Return the measurements and predictions of a run that a comparison needs."""
         steps = run.finished_steps
         counted = steps[1:] or steps
         seconds = sum(line.step_seconds for line in counted)
@@ -93,7 +93,7 @@ class JobDifference(Frozen):
 
 
 class RunComparison(Record):
-    """Two runs, in the given order."""
+    """A comparison of two runs, in the given order. ``job`` lists the fields of the jobs that differ."""
 
     record_kind: ClassVar[str] = "run-comparison"
 
@@ -115,7 +115,7 @@ def _choices(run: RunRecord, fallback: int) -> tuple[str, ...]:
 
 
 def _places(run: RunRecord) -> tuple[Place, ...]:
-    """Return the bytes alive at the peak by category, module and line, largest first."""
+    """Return the bytes alive at the predicted peak by category, module and line, largest first."""
     counted: Counter[tuple[Category, str, str]] = Counter()
     for holding in run.plan.prediction.largest if run.plan.prediction else ():
         counted[holding.category, holding.name or holding.made.module, holding.made.line] += holding.num_bytes

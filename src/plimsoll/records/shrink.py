@@ -1,7 +1,7 @@
-"""The options of each compression method, and the results of each model tried: size, memory, time, quality.
+"""The options of each compression method, and the results for each compressed model: size, memory, time, quality.
 
-The options are here and not with the methods (`plimsoll.compression.methods`), so that typing errors are reported
-before torch is imported. Checks that depend on the model, such as the number of layers, are in the methods.
+The options are not defined with the methods (`plimsoll.compression.methods`), so that mistyped options are reported
+before torch is imported. Checks that depend on the model, such as its number of layers, are in the methods.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHARE = 0.25
 
 
 class Option(NamedTuple):
-    """The default of an option (``None``: no value), and a function that describes the fault of a value."""
+    """An option: its default (``None``: no value), and a function that returns the error message for a wrong value."""
 
     default: Value | None
     fault: Callable[[str, object], str | None]
@@ -45,7 +45,7 @@ class Asked:
     """The options of a method.
 
     Attributes:
-        stage: its stage in a chain.
+        stage: the kind of change that the method makes, which determines its place in a chain.
         options: options by name. ``method=value`` on a command line sets the first one.
         one_of: options of which a choice may set at most one.
     """
@@ -61,14 +61,14 @@ class Asked:
 
 
 def share_fault(name: str, value: object) -> str | None:
-    """Return the fault of a value that is not a share between 0 and 1, both excluded; ``None`` if it is valid."""
+    """Return an error message if the value is not a share between 0 and 1, both excluded; otherwise ``None``."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
         return f"`{name}` {value} is not a share to remove: give a number between 0 and 1, such as 0.25"
     return None
 
 
 def value_fault(known: Sequence[Value], name: str, value: object) -> str | None:
-    """Return the fault of a value that is not in ``known``; ``None`` if it is valid."""
+    """Return an error message if the value is not in ``known``; otherwise ``None``."""
     if any(type(value) is type(one) and value == one for one in known):
         return None
     listed = ", ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in known)
@@ -76,14 +76,14 @@ def value_fault(known: Sequence[Value], name: str, value: object) -> str | None:
 
 
 def count_fault(name: str, value: object) -> str | None:
-    """Return the fault of a value that is not a positive integer; ``None`` if it is valid."""
+    """Return an error message if the value is not a positive integer; otherwise ``None``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         return f"`{name}` {value} is not a count: give a whole number of at least 1"
     return None
 
 
 def _one_of(*known: Value) -> Option:
-    """Return an option with these values. The first one is the default."""
+    """Return an option that accepts these values. The first value is the default."""
     return Option(known[0], partial(value_fault, known))
 
 
@@ -127,7 +127,7 @@ def options_of(choice: Choice) -> dict[str, Value | None]:
 
 
 def options_fault(choice: Choice) -> str | None:
-    """Return a sentence about the first option that is wrong for any model, or ``None``."""
+    """Return an error message about the first option that is wrong for every model, or ``None``."""
     asked = METHODS[choice.technique]
     for name, value in choice.options.items():
         if name not in asked.options:
@@ -151,11 +151,11 @@ def check_method(name: str) -> None:
 
 
 def chain_of(pins: Sequence[Pin]) -> tuple[Choice, ...]:
-    """Return the choices for pins of methods, with the name of an option if the pin has only its value.
+    """Return the choices for pinned methods. A value without a name sets the method's first option.
 
     Raises:
-        WeightsError: if a method, option or value does not exist, or a method that changes shapes follows a method that
-            changes values.
+        WeightsError: if a method or option does not exist, a value is not allowed, or a method that changes shapes
+            follows a method that changes values.
     """
     found: list[Choice] = []
     for pin in pins:
@@ -232,10 +232,10 @@ class Quality(Frozen):
 
 
 class InferenceCost(Frozen):
-    """The cost of inference in a separate process: measured values, and the predicted peak.
+    """The cost of inference in a separate process: the measured memory and time, and the predicted peak.
 
     ``peak_bytes`` includes ``baseline_bytes``, the memory of the process before it loaded the model. ``speed`` is the
-    throughput relative to the original model, timed alternately.
+    throughput divided by the throughput of the original model. Both models were timed alternately.
     """
 
     rows: int
@@ -248,9 +248,9 @@ class InferenceCost(Frozen):
 
 
 class TrainingCost(Frozen):
-    """The cost of a training step; measured only if the model was trained.
+    """The cost of a training step. It was measured only if the model was trained.
 
-    With ``has_teacher``, it includes the teacher's passes.
+    With ``has_teacher``, the cost includes the teacher's passes.
     """
 
     predicted: Estimate | None = None
@@ -262,9 +262,9 @@ class TrainingCost(Frozen):
 class Small(Frozen):
     """One model: the methods that were applied to the original in this order, and the results.
 
-    Without a ``chain`` it is the original. ``quality`` is measured before any training here. ``recovered`` is measured
-    after ``recovery_steps`` of training, which the original gets, too. ``rejected`` is the reason that it does not
-    satisfy the request.
+    Without a ``chain`` it is the original. ``quality`` is measured before recovery training, and ``recovered`` after
+    ``recovery_steps`` steps of it. The original is trained for as many steps. ``rejected`` is the reason why the model
+    does not satisfy the request.
     """
 
     chain: tuple[Choice, ...] = ()
@@ -280,7 +280,7 @@ class Small(Frozen):
 
     @property
     def best_quality(self) -> Quality:
-        """The better of the qualities before and after recovery; the better model is the one written."""
+        """The better of the qualities before and after recovery training. The better model is written."""
         if self.recovered is None:
             return self.quality
         return max(self.quality, self.recovered, key=lambda one: one.rank)
@@ -299,10 +299,11 @@ class Unused(Frozen):
 
 
 class ShrinkRecord(Record):
-    """Models derived from one original, which comes first. The model number ``best`` was written to ``output``.
+    """The original model, which comes first, and models derived from it. Number ``best`` was written to ``output``.
 
-    ``target_bytes`` limits the weight files, ``budget_bytes`` the predicted peak of a training. ``saves`` describes the
-    saving of each method that was tried. ``is_complete`` is false if the search was stopped.
+    ``target_bytes`` limits the size of the weight files, ``budget_bytes`` the predicted peak of training a model.
+    ``saves`` describes the saving of each method that was tried, by method. ``is_complete`` is false if the search was
+    stopped.
     """
 
     record_kind: ClassVar[str] = "shrink"

@@ -17,7 +17,7 @@ element. ``normalize``: two passes over each row. ``random``: with random number
 
 
 class Point(Frozen):
-    """A measured point of a curve."""
+    """A measured point of a curve: the rate at position ``at``."""
 
     at: float
     rate: float
@@ -50,9 +50,10 @@ def rate_at(curve: Curve, at: float) -> float:
 class Speed(Record):
     """The rates of one device.
 
-    ``flops_per_second`` has a curve for each data type, over the arithmetic intensity (operations per byte moved). It
-    is low if a side of a matrix is short. ``bytes_per_second`` has a curve for each kind of op, over the bytes moved,
-    because caches hold only small tensors. Missing types and kinds are treated as ``float32`` and ``plain``.
+    ``flops_per_second`` has a curve for each data type, over the arithmetic intensity (operations per byte moved). The
+    intensity is low if a side of a matrix is short. ``bytes_per_second`` has a curve for each kind of op, over the
+    bytes moved, because caches hold only small tensors. Missing types and kinds are treated as ``float32`` and
+    ``plain``.
     ``fresh_seconds_per_byte`` is the cost of memory that is used for the first time, because the kernel clears pages.
 
     An op call occupies the CPU: for ``op_seconds`` if called directly, as in an optimizer; for ``module_op_seconds`` in
@@ -85,8 +86,8 @@ class ExchangeSpeed(Record):
     """The cost of collectives between ``num_ranks`` ranks.
 
     ``bytes_per_second`` is a curve over the bytes of the whole tensor, after gathering or before scattering.
-    ``call_seconds`` is the time to exchange almost nothing. ``agree_seconds`` is the time to check that all ranks have
-    reached an exchange; a sharded model does so before each one.
+    ``call_seconds`` is the time to exchange a tensor of almost no bytes. ``agree_seconds`` is the time to check that
+    all ranks have reached an exchange; a sharded model does so before each exchange.
     """
 
     record_kind: ClassVar[str] = "exchange-speed"

@@ -1,4 +1,4 @@
-"""A comparison of fine-tuning strategies under a budget: memory, time, and the change to the training."""
+"""A comparison of fine-tuning strategies under a budget: memory, time, and the effect on the training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Strategy(Frozen):
 
     ``changes`` describes its effect on the training. ``how`` has the options of ``plimsoll plan`` or ``train`` that
     select it. If nothing fits, ``choices`` is the combination that needs the least memory, and
-    ``smallest_budget_bytes`` the budget for it. If the strategy cannot be used, ``impossible`` is the reason, and there
-    are no numbers.
+    ``smallest_budget_bytes`` is the budget for this combination. If the strategy cannot be used, ``impossible`` is the
+    reason, and nothing was predicted.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Strategy(Frozen):
 
 
 class Strategies(FormerNames, Record):
-    """All strategies, exact ones first. ``subject`` describes the model and data, ``device`` the device."""
+    """All strategies, exact strategies first. ``subject`` describes the model and data, ``device`` the device."""
 
     record_kind: ClassVar[str] = "strategies"
     former_kind: ClassVar[str | None] = "ways"

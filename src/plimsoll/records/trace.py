@@ -36,9 +36,10 @@ Phase = Literal["setup", "copy", "forward", "loss", "backward", "clip", "optimiz
 class OpTable(Frozen):
     """One row per op that ran. ``name``, ``module`` and ``line`` are indices into ``texts``; ``step`` counts from 1.
 
-    ``flops`` are the operations of matrix products in the type ``dtype``, an index into ``texts``. ``moved_bytes`` are
-    read or written in device memory, ``outside_bytes`` in other memory. All are 0 for a view. ``by_autograd`` is true
-    if autograd's own code called the op in a backward pass. It is false if Python called it, as in recomputation.
+    ``flops`` are the operations of matrix products in the data type ``dtype``, an index into ``texts``. ``moved_bytes``
+    are the bytes that the op reads or writes in device memory, ``outside_bytes`` in other memory. All are 0 for a view.
+    ``by_autograd`` is true if autograd's own code called the op in a backward pass. It is false if Python code called
+    the op, as in recomputation.
     """
 
     name: tuple[int, ...]
@@ -54,11 +55,12 @@ class OpTable(Frozen):
 
 
 class StorageTable(Frozen):
-    """One row per allocation. ``born`` and ``died`` are rows of the ops; ``died`` is -1 if it was alive at the end.
+    """One row per allocation. ``born`` and ``died`` are the rows of the ops that allocated and freed it.
 
-    ``shape`` is the index of a text such as ``float32[8, 128, 768]``, for the first tensor in the storage. ``name`` is
-    the index of its name (a parameter, its gradient, its states), or of the empty text. ``on_host`` is true if the
-    storage is not in the memory of the training device: in host memory for a GPU, or in a mapped file for the CPU.
+    ``died`` is -1 if the storage was alive at the end. ``shape`` is the index of a text such as
+    ``float32[8, 128, 768]``, for the first tensor in the storage. ``name`` is the index of the storage's name (a
+    parameter, its gradient, its states), or of the empty text. ``on_host`` is true if the storage is not in the memory
+    of the training device: in host memory for a GPU, or in a mapped file for the CPU.
     """
 
     num_bytes: tuple[int, ...]
@@ -71,9 +73,9 @@ class StorageTable(Frozen):
 
 
 class Assumption(Frozen):
-    """An assumption made in place of a fact.
+    """An assumption that a prediction makes about an unknown fact.
 
-    Because of it, the peak may be lower by ``-low_bytes`` (``low_bytes`` is 0 or negative) or higher by ``high_bytes``.
+    If it is wrong, the peak may be higher by ``high_bytes`` or lower by ``-low_bytes`` (``low_bytes`` is 0 or less).
     """
 
     text: str
@@ -82,12 +84,12 @@ class Assumption(Frozen):
 
 
 class Trace(Record):
-    """The memory of one training: traced without allocating it (``predicted``), or recorded as it ran (``measured``).
+    """The memory of a training run: traced without allocating it (``predicted``), or recorded (``measured``).
 
     ``events`` are allocations and frees in order: ``storage + 1`` for an allocation, ``-(storage + 1)`` for a free.
     ``event_op`` is the row of the op that was running.
 
-    ``unwritten`` are ``(storage, bytes)``: the bytes of a storage that no op ever writes. They use addresses but no
+    ``unwritten`` are ``(storage, bytes)``: the bytes of a storage that no op ever writes. They use address space but no
     memory. ``nodes`` are the nodes of autograd's graph, ``(op, op, number)``: the rows at which ``number`` nodes were
     created and freed (-1 if alive at the end).
 

@@ -60,7 +60,7 @@ def format_bytes(num_bytes: int | None) -> str:
 def format_share(part: float, whole: float) -> str:
     """Format a share in percent with one decimal. ``"100.0%"`` and ``"0.0%"`` mean exactly all and nothing.
 
-    Other values that would round to them become ``"99.9%"`` and ``"0.1%"``.
+    Other shares that would round to these become ``"99.9%"`` and ``"0.1%"``.
     """
     if not whole or not 0 < part < whole:
         return f"{part / (whole or 1):.1%}"

@@ -61,12 +61,12 @@ class ProcessUse(Frozen):
 
 
 class Line(Frozen):
-    """A limit, the memory used of it, and the time until it is reached.
+    """A memory limit, the memory that counts against it, and the time until it is reached.
 
     Attributes:
         kind: the source of the limit.
         name: a readable name, unique among the limits.
-        used_bytes: the memory that the limit counts, now.
+        used_bytes: the memory that counts against the limit now.
         limit_bytes: the limit.
         expected_bytes: the use that a plan predicts. Growth up to this value causes no warning.
         seconds_left: time until the limit is reached at the current growth; ``None`` if there is no warning.
@@ -88,9 +88,9 @@ class Line(Frozen):
 class RunProgress(Frozen):
     """The progress of a run according to its metrics. Unknown values are ``None``.
 
-    Rates are means over the last steps. ``used_bytes`` is the memory after the last step and ``peak_bytes`` its peak,
-    as measured by the run: private memory on the CPU, allocated memory on CUDA. ``predicted_parts`` is the peak that
-    the plan predicts, by category.
+    Rates are means over the last steps. ``used_bytes`` is the memory after the last step and ``peak_bytes`` the peak of
+    that step, as measured by the run: private memory on the CPU, allocated memory on CUDA. ``predicted_parts`` is the
+    peak that the plan predicts, by category.
     """
 
     status: Literal["preparing", "running", "finished", "interrupted", "failed"]
@@ -117,8 +117,9 @@ class WatchSample(Frozen):
         processes: the watched processes, parents first; for a whole machine, the largest processes.
         lines: the limits that apply to them.
         run: the progress of the run, if a run is watched.
-        num_kills: processes that the kernel killed for memory since the watch began. Counted in the control groups of
-            the watched processes, or for the whole machine if groups have no counter; ``None`` without any counter.
+        num_kills: processes that the kernel killed for memory since the watch began. They are counted in the control
+            groups of the watched processes, or on the whole machine if groups have no counter; ``None`` without any
+            counter.
     """
 
     seconds: Seconds
@@ -134,7 +135,7 @@ class WatchSample(Frozen):
 
     @property
     def warnings(self) -> tuple[Line, ...]:
-        """The limits that will be reached, nearest first."""
+        """The limits that will be reached at the current growth, soonest first."""
         near = (line for line in self.lines if line.seconds_left is not None)
         return tuple(sorted(near, key=lambda line: line.seconds_left or 0.0))
 
@@ -145,8 +146,8 @@ class WatchEnd(Frozen):
     Attributes:
         seconds: time since the watch began.
         how: ``stopped`` (only the watch ended), ``ended`` (the process exited, with ``exit_code``), ``killed`` (by a
-            signal), ``out_of_memory`` (killed, and the kernel or the run reports a lack of memory), or ``gone``
-            (unknown).
+            signal), ``out_of_memory`` (killed, and the kernel or the run reports a lack of memory), or ``gone`` (the
+            process has ended, but it is unknown how).
         exit_code: the exit code of the process, negative for a signal; ``None`` if unknown.
         text: a description of the end.
     """
@@ -227,7 +228,7 @@ def is_recording(path: Path) -> bool:
 
 
 def begin(path: Path, head: WatchRecord) -> None:
-    """Create a new recording.
+    """Create a recording that begins with ``head``, a record without samples.
 
     Raises:
         OutputError: if the file exists already, or cannot be written.

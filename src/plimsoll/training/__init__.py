@@ -1,1 +1,1 @@
-"""From a job to a run directory: supervise, train, checkpoint, resume."""
+"""Training of a job in a run directory: preparation, supervision, the training loop, checkpoints and resuming."""

@@ -1,8 +1,8 @@
 """Metrics from the logits that a model computes while its loss is evaluated, without a second pass.
 
-A batch that runs out of memory is evaluated again in smaller micro-batches, so only the last answer to each sample
-counts. Ranks that share a batch exchange their answers, and each rank counts all of them. Does NOT handle models that
-return no ``logits``: nothing is counted.
+An answer is the part of the logits that a metric keeps for one sample. A batch that runs out of memory is evaluated
+again in smaller micro-batches, so only the last answer to each sample counts. Ranks that share a batch exchange their
+answers, and each rank counts all answers. Does NOT handle models that return no ``logits``: nothing is counted.
 
 Shapes: B samples of a batch.
 """
@@ -63,10 +63,10 @@ class Answers(ABC):
         self._hook.remove()
 
     def counted(self, batches: Iterable[tuple[Any, NDArray[np.int64]]]) -> Iterator[Any]:
-        """Yield the batches, and count the answers to each before the next.
+        """Yield each batch, and count the model's answers to it before the next batch.
 
         Args:
-            batches: batches with the numbers of their samples, (B,) int64.
+            batches: batches with the numbers of their samples in the data set, (B,) int64.
 
         Raises:
             PeerOutOfMemory: if memory ran out on another rank before it could send its answers.
@@ -100,7 +100,7 @@ class Answers(ABC):
 
     @abstractmethod
     def _count(self, answered: Sequence[Answered]) -> None:
-        """Count the samples of a batch of all ranks, at least one, in the order of their numbers."""
+        """Count the answers of all ranks to a batch, at least one answer, in the order of the samples' numbers."""
 
     def _note(self, _model: nn.Module, _positional: Any, output: Any) -> None:
         logits, samples = getattr(output, "logits", None), self._position.samples

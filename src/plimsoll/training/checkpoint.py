@@ -5,9 +5,9 @@
         progress.json                       step, data cursor, fallbacks, schedule, scaler, fingerprint of the job
         manifest.json                       bytes and CRC-32 of each of the other files; written last
 
-A kill or a full disk at any moment leaves the previous checkpoint intact. Loading checks every byte. A torn checkpoint,
-or a checkpoint of another job, is refused with the reason, and the error names the previous good one. Saving makes no
-second copy of the tensors. Does NOT handle a model that is sharded over ranks: see
+A kill or a full disk at any moment leaves the previous checkpoint intact. Loading checks every byte. It refuses a
+damaged checkpoint and a checkpoint of another job; the error gives the reason and names an earlier good checkpoint.
+Saving makes no second copy of the tensors. Does NOT handle a model that is sharded over ranks: see
 `plimsoll.training.sharded_checkpoint`.
 """
 
@@ -49,7 +49,7 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Total bytes of its files."""
+        """The total size of the checkpoint's files in bytes."""
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def restore(
@@ -60,15 +60,15 @@ class Checkpoint:
         Args:
             model: the model.
             optimizer: the optimizer.
-            read_use: called while the files are mapped, to measure the memory of the process at its peak.
+            read_use: a function that measures the memory of the process. It is called while the files are mapped.
 
         Returns:
-            The random state for the backend.
+            The random state that was passed to `save`.
 
         Raises:
             CheckpointError: if the states belong to another optimizer.
         """
-        # The values are copied into the model, and a second copy may not fit. So the file is mapped instead of read.
+        # The weights are copied into the model, and a second copy may not fit. So the file is mapped instead of read.
         # The mapping is shared, because a limit counts private mappings as memory.
         with _as_shared_file():
             weights = torch.load(self.folder / "model.pt", map_location="cpu", mmap=True, weights_only=True)
@@ -116,7 +116,7 @@ def save(
 
     Args:
         root: folder of all checkpoints.
-        step: number of optimizer steps done.
+        step: number of completed optimizer steps.
         model: the model.
         optimizer: the optimizer.
         random_state: random state of the backend.
@@ -127,9 +127,9 @@ def save(
         The new checkpoint.
 
     Raises:
-        OutputError: if it cannot be written (disk full, no permission); earlier checkpoints stay intact.
+        OutputError: if the checkpoint cannot be written (disk full, no permission); earlier checkpoints stay intact.
     """
-    # Files are written and synced in a temporary folder, which is then renamed. Only after that are old ones removed.
+    # Files are written and synced in a temporary folder, which is then renamed. Old checkpoints are removed after that.
     folder = root / f"step-{step:08d}"
     temporary = root / f".{folder.name}.tmp-{os.getpid()}"
     try:
@@ -158,15 +158,16 @@ def save(
 
 
 def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Checkpoint:
-    """Open the checkpoint of ``step``, or the newest.
+    """Open the checkpoint of ``step``, or the newest checkpoint.
 
     Args:
         root: folder of all checkpoints.
-        fingerprint: facts of the job that must be the same.
+        fingerprint: facts about the job, which must equal the facts in the checkpoint.
         step: step of the checkpoint; ``None`` for the newest.
 
     Raises:
-        CheckpointError: if it does not exist, is torn, or belongs to another job; the error names a good earlier one.
+        CheckpointError: if the checkpoint does not exist, is damaged, or belongs to another job. The error names an
+            earlier good checkpoint.
     """
     steps = _steps(root)
     if not steps:
@@ -194,7 +195,7 @@ def load(root: Path, fingerprint: dict[str, str], step: int | None = None) -> Ch
 
 
 def remove_later(root: Path, step: int) -> None:
-    """Remove the checkpoints of steps after ``step``, because the run is resumed from there."""
+    """Remove the checkpoints of steps after ``step``, because the run is resumed after ``step`` and repeats them."""
     _remove_leftovers(root)
     for later in _steps(root):
         if later > step:
@@ -206,7 +207,7 @@ def newest_good(root: Path, fingerprint: dict[str, str]) -> Checkpoint | None:
 
     Args:
         root: folder of all checkpoints.
-        fingerprint: facts of the job that must be the same.
+        fingerprint: facts about the job, which must equal the facts in the checkpoint.
     """
     good = (step for step in reversed(_steps(root)) if _fault(root, step, fingerprint) is None)
     step = next(good, None)
@@ -222,7 +223,7 @@ def _keep_last(root: Path, step: int, keep: int) -> None:
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Move a finished checkpoint into place; an older one of the same step stays readable until that is done."""
+    """Move a finished checkpoint into place. An older checkpoint of the same step stays readable until then."""
     aside = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     if folder.exists():
         folder.rename(aside)
@@ -248,7 +249,7 @@ def _open(root: Path, step: int) -> Checkpoint:
 
 
 def _folder(root: Path, step: int) -> Path:
-    """Return the folder of a checkpoint; a kill during its replacement may have left it under a temporary name."""
+    """Return the folder of a checkpoint. It has a temporary name if a kill interrupted its replacement."""
     folder = root / f"step-{step:08d}"
     return folder if folder.exists() else next(root.glob(f".{folder.name}.old-*"), folder)
 
@@ -260,7 +261,7 @@ def _steps(root: Path) -> list[int]:
 
 
 def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
-    """Return the fault of a checkpoint as a text, or ``None`` if it is intact and of this job."""
+    """Return a text about the fault of a checkpoint, or ``None`` if the checkpoint is intact and of this job."""
     folder = _folder(root, step)
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -283,7 +284,7 @@ def _fault(root: Path, step: int, fingerprint: dict[str, str]) -> str | None:
 
 
 def _difference(key: str, was: str | None, is_now: str | None) -> str:
-    if key == "data":  # a hash of all three, which means nothing to a reader
+    if key == "data":  # a hash of text, labels and tokenizer, which means nothing to a reader
         return "the text, its labels or the tokenizer have changed"
     return f"{key} was {'not set' if was is None else was}, is {'not set' if is_now is None else is_now}"
 
@@ -336,7 +337,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Remove incomplete folders left by a killed process, and restore a checkpoint that it was about to replace."""
+    """Remove incomplete folders left by a killed process, and restore a checkpoint that the process was replacing."""
     for leftover in root.glob(".step-*.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     for aside in root.glob(".step-*.old-*"):

@@ -1,9 +1,9 @@
 """The speed of reading, tokenizing and loading a corpus, and the memory of its processes, for `plimsoll data bench`.
 
 Each stage runs for about two seconds with a warm page cache, so it measures the machine without its disk. Batches are
-loaded with the settings and workers of the job. A note explains if they are not loaded, because loading fails or much
-text would have to be tokenized first. Padding does not count as tokens; rows of packed texts have almost none and count
-as full. Does NOT measure the model.
+loaded with the settings and workers of the job. If loading fails, or much text would have to be tokenized first, a note
+gives this reason instead. Padding does not count as tokens; rows of packed texts have almost no padding and count as
+full. Does NOT measure the model.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def time_corpus(job: Job, cache: Path, progress: Progress = silent) -> FeedRates
 
     Args:
         job: the job.
-        cache: folder of tokens.
-        progress: called with the progress of indexing and tokenizing.
+        cache: folder for tokens.
+        progress: a function that is called with the progress of indexing and tokenizing.
 
     Raises:
         DataError: if the texts or the tokenizer cannot be used.

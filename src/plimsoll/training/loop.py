@@ -1,10 +1,11 @@
 """The training loop: fetch, step, record, checkpoint and evaluate, until the last step or a request to stop.
 
 The loop knows no techniques and catches no errors of a step, because a step is a transaction
-(`plimsoll.step.train_step`). Work outside a step that runs out of memory is retried after a clean-up (`_survive`). Any
-other error ends the run with its checkpoints intact. A step that does not fit even with the last fallback is retried
-after a pause, a few times, if an earlier step has fit with it: another program has taken the memory. If no step has
-fit, the run ends at once.
+(`plimsoll.step.train_step`). If work outside a step runs out of memory, it is retried after cached memory has been
+freed (`_survive`). Any other error ends the run with its checkpoints intact.
+
+A step that does not fit even with the last fallback is retried a few times, after pauses. This happens only if an
+earlier step has fit with this fallback, because another program has then taken the memory. Otherwise the run ends.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Training:
-    """A training in progress: job, model and step, with the run directory and the live view that record it."""
+    """A training run in progress: its job, model and step, and the run directory and live view that record it."""
 
     job: Job
     parts: Assembled
@@ -90,12 +91,12 @@ class Training:
 
     @property
     def is_fragmented(self) -> bool:
-        """True if a supervisor should start a new process, because failures have fragmented this one's CPU heap."""
+        """True if a supervisor should replace this process after a failure, because its CPU heap may be fragmented."""
         return (self.has_fallen or self._has_stepped) and self._may_begin_anew
 
     @property
     def has_fragmented(self) -> bool:
-        """True if steps may have fragmented the heap of this process and a new process can be started."""
+        """True if steps may have fragmented the CPU heap of this process, and a supervisor can start a new process."""
         return self._has_stepped and self._may_begin_anew
 
     @property
@@ -113,17 +114,17 @@ class Training:
 
     @property
     def asked_by(self) -> int | None:
-        """The signal that asked to stop, agreed by all ranks so that they stop after the same step."""
+        """The number of the signal that asked to stop. All ranks agree on it, so they stop after the same step."""
         return self.stop.signal_number if self.ranks.is_alone else self.asked_all
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that train the model; only the first writes."""
+        """The ranks that train the model. Only rank 0 writes the metrics."""
         return self.step.ranks
 
     @property
     def backend(self) -> Backend:
-        """The backend of the device."""
+        """The backend of the training device."""
         return self.step.backend
 
 
@@ -131,16 +132,17 @@ def train(training: Training, restarts: int = 0) -> RunRecord | None:
     """Train from the current step to the last step of the job.
 
     Args:
-        training: the training in progress.
+        training: the training run in progress.
         restarts: how often the training process has been restarted.
 
     Returns:
-        The record of the whole run, also written to ``record.json``. ``None`` on ranks other than the first, and if the
-        record, which grows with each step, does not fit in memory: the supervisor writes it then.
+        The record of the whole run, also written to ``record.json``. ``None`` on ranks other than rank 0, and if memory
+        runs out for the record, which grows with each step. The supervisor then writes it.
 
     Raises:
         Interrupted: after SIGINT or SIGTERM; the current step is finished and saved.
-        OutOfMemoryError, NonFiniteLossError: see `plimsoll.step.train_step`; the checkpoints are intact.
+        OutOfMemoryError, NonFiniteLossError: as a training step (`plimsoll.step.train_step`); the checkpoints are
+            intact.
     """
     directory, step = training.directory, training.step
     stopping = stop_on_signal(lambda: training.view.say(_STOPPING), parent_that_watches())
@@ -168,7 +170,7 @@ def train(training: Training, restarts: int = 0) -> RunRecord | None:
 
 
 def _record(training: Training) -> RunRecord | None:
-    """Write the record of the run on the first rank, if it fits in the memory of this process."""
+    """Write the record of the run on rank 0, if there is memory for it in this process."""
     if training.ranks.rank:
         return None
     record = attempt(training.directory.write_record, training.backend, training.step.position)
@@ -176,11 +178,11 @@ def _record(training: Training) -> RunRecord | None:
 
 
 def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
-    """Restore the training from a checkpoint, and remove metrics and checkpoints of later steps.
+    """Restore the training run from a checkpoint, and remove metrics and checkpoints of later steps.
 
     Call this after the state of ``training.step``, which contains the current fallback, has been loaded.
     """
-    training.step.install()  # first: optimizer states that belong in a file are read directly into it
+    training.step.install()  # before reading, so that optimizer states kept in a file are read into it
     workload = training.step.workload
     if workload.hooks.sharding.is_sharded or (saved.folder / "shards").is_dir():
         from plimsoll.training import sharded_checkpoint  # imports all of FSDP2
@@ -194,7 +196,7 @@ def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
 
 
 def begin_after(training: Training, step: int) -> None:
-    """Remove everything after ``step`` from the run directory, once every rank has read its files."""
+    """Remove metrics and checkpoints after ``step`` from the run directory, once every rank has read its files."""
     training.ranks.agree(False)
     if training.ranks.rank == 0:
         checkpoint.remove_later(training.directory.checkpoints, step)
@@ -245,14 +247,14 @@ def _loop(training: Training) -> None:
 
 
 def _has_waited(training: Training) -> bool:
-    """Pause until other programs may have freed memory, and return whether to retry; the first rank decides."""
+    """Pause until other programs may have freed memory, and return whether to retry. Rank 0 decides for all ranks."""
     seconds = training.ranks.each([training.pause_seconds or 0.0])[0][0]
     training.pauses.take(seconds, lambda: training.asked_by is not None)
     return seconds > 0
 
 
 def _save_if_possible(training: Training, saved_step: int) -> None:
-    """Save a checkpoint, so that a new process need not repeat steps; without memory for it, do nothing."""
+    """Save a checkpoint, so that a new process need not repeat steps. If memory runs out, do nothing."""
     if saved_step != training.step.num_steps:
         with suppress(OutOfMemoryError):
             _save(training)
@@ -286,7 +288,7 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
     """Append a completed step, with its memory use, to the metrics, and show it in the live view.
 
     Args:
-        training: the training in progress.
+        training: the training run in progress.
         batch: the batch of the step.
         result: the result of the step.
     """
@@ -327,7 +329,8 @@ def _told_after_step(training: Training, peak_bytes: int, events: Sequence[OomEv
     ranks = training.ranks
     if ranks.is_alone:
         return ()
-    own = [event for event in events if event.rank is None]  # from the update, which follows the collective part
+    # Events without a rank are from the update, which follows the exchange of events between ranks.
+    own = [event for event in events if event.rank is None]
     signals, peaks, nums = zip(*ranks.each([training.stop.signal_number or 0, peak_bytes, len(own)]), strict=True)
     training.asked_all = int(max(signals)) or None
     for event in survived_elsewhere(own, ranks) if any(nums) else ():
@@ -352,7 +355,10 @@ def _owes_evaluation(training: Training) -> bool:
 
 
 def _evaluate(training: Training, *, is_saved: bool = False) -> None:
-    """Evaluate, and request a new process if the evaluation does not fit in the fragmented heap of this one."""
+    """Evaluate. If the evaluation does not fit in the fragmented heap of this process, request a new process.
+
+    With ``is_saved``, the last step has a checkpoint already.
+    """
     try:
         _evaluate_here(training)
     except OutOfMemoryError:
@@ -407,7 +413,7 @@ def _evaluate_here(training: Training) -> None:
 
 
 def _save(training: Training) -> None:
-    """Write a checkpoint on the first rank, with the random states of all ranks."""
+    """Write a checkpoint on rank 0, with the random states of all ranks. If the model is sharded, all ranks write."""
     step, parts = training.step, training.parts
     random_state = _survive(
         training, "checkpoint", lambda: random_states(training.backend, training.ranks), is_collective=True
@@ -467,7 +473,7 @@ def _save_shards(training: Training, random_state: Any, progress: dict[str, Any]
 
 
 def _survive(training: Training, phase: Phase, work: Callable[[], T], *, is_collective: bool = False) -> T:
-    """Run ``work``, which has no side effects; if memory runs out, free cached memory and retry.
+    """Run ``work``, which must have no side effects. If memory runs out, free cached memory and retry.
 
     With ``is_collective``, a memory error on one rank counts as a memory error on all ranks.
     """

@@ -1,8 +1,8 @@
-"""Monitoring of a training: a memory sampler and a live view.
+"""Monitoring of a training run: a memory sampler and a live view.
 
-The sampler is a thread that reads one number 20 times per second (`benchmarks/overhead.py` measures the overhead). The
-training thread draws the view between two steps, at most four times per second. A separate drawing thread could run out
-of memory in the middle of a step, and its error would be lost.
+The sampler is a thread that reads the used memory 20 times per second (`benchmarks/overhead.py` measures the overhead).
+The training thread draws the view between two steps, at most four times per second. A separate drawing thread could run
+out of memory in the middle of a step, and its error would be lost.
 
 On a terminal the view is a live panel. Elsewhere (a log, CI) it is a line every few seconds.
 """
@@ -32,11 +32,11 @@ _SAMPLES_PER_STEP = 8
 
 
 class MemorySampler:
-    """A thread that samples ``backend.use().used_bytes`` with a time.
+    """A thread that records ``backend.use().used_bytes`` and the time, 20 times per second.
 
     Args:
         backend: backend of the device.
-        offset_seconds: duration of the run before this process.
+        offset_seconds: duration of the run before this process started.
     """
 
     def __init__(self, backend: Backend, offset_seconds: float = 0.0) -> None:
@@ -61,7 +61,7 @@ class MemorySampler:
             attempt(self.sample, self._backend, Position())  # near the limit even a sample may fail; it is skipped
 
     def sample(self) -> None:
-        """Append one sample."""
+        """Record the used memory once."""
         self._samples.append((self.seconds(), self._backend.use().used_bytes))
 
     def seconds(self) -> float:
@@ -69,16 +69,16 @@ class MemorySampler:
         return time.monotonic() - self._started
 
     def drain(self) -> tuple[tuple[float, int], ...]:
-        """Return the samples since the last call, thinned to at most eight, as seconds and bytes."""
+        """Return the samples since the last call, thinned to at most eight, as pairs of seconds and bytes."""
         samples, self._samples = self._samples, []
         return thinned(samples, _SAMPLES_PER_STEP)
 
 
 def thinned(samples: list[tuple[float, int]], num_kept: int) -> tuple[tuple[float, int], ...]:
-    """Thin samples by keeping the highest of each of ``num_kept`` equal parts.
+    """Thin samples by keeping the sample with the most bytes in each of ``num_kept`` equal parts.
 
     Args:
-        samples: seconds and bytes, in order of time.
+        samples: pairs of seconds and bytes, in order of time.
         num_kept: largest number of samples to return.
     """
     if len(samples) <= num_kept:
@@ -123,11 +123,11 @@ class View:
             self._console.print(text, highlight=False, markup=False)
 
     def update(self, line: StepLine, memory: dict[str, MemoryUse]) -> None:
-        """Show a completed step, unless the view was drawn a moment ago.
+        """Show a completed step, unless the view was drawn less than 0.25 s (terminal) or 5 s (log) ago.
 
         Args:
             line: the step.
-            memory: memory use by place: ``device``, and ``host`` if the device is not the CPU.
+            memory: memory use of ``device`` and, if the device is not the CPU, of ``host``.
         """
         self._until_first.close()
         self._first = self._first or line

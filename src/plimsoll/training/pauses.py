@@ -18,7 +18,7 @@ _ASK_SECONDS = 0.1  # interval at which a pause checks for a request to stop
 
 @dataclass(slots=True)
 class Pauses:
-    """The pauses of one step."""
+    """The pauses before retries of one step; they become longer (1, 4, 16 and 64 seconds)."""
 
     num_taken: int = 0
 

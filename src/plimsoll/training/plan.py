@@ -36,8 +36,8 @@ def plan_run(  # noqa: PLR0917 -- of a command
     """Make the plan of a run directory, or copy a plan from a file.
 
     Args:
-        path: the run directory, with its ``job.yaml``; the budget of a given plan is written into it.
-        given: file of a plan for this job.
+        path: the run directory, with its ``job.yaml``. The budget of a given plan is written into ``job.yaml``.
+        given: file of a plan for this job; ``None`` to make a plan.
         pins: pinned choices, see `plimsoll.records.plan.parse_pin`.
         forbids: names of forbidden techniques.
         quiet: print no progress and no result.
@@ -47,7 +47,7 @@ def plan_run(  # noqa: PLR0917 -- of a command
 
     Raises:
         BudgetError: if nothing fits the budget; the error names a budget that would.
-        CheckpointError: if the checkpoint does not exist, is torn, or belongs to another job.
+        CheckpointError: if the checkpoint does not exist, is damaged, or belongs to another job.
         InputError: if the given plan is for another job, or the pins contradict each other.
     """
     begin_worker()

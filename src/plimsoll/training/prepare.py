@@ -1,7 +1,7 @@
 """The process that prepares the data of a run: it checks the job, trains the tokenizer, indexes and tokenizes texts.
 
 This module does not import torch at the top. If training the tokenizer does not fit the budget together with torch, the
-tokenizer is trained first.
+tokenizer is trained before torch is imported.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ def prepare_run(  # noqa: PLR0917 -- of a command
 ) -> None:
     """Check the job, index the texts, train the tokenizer and tokenize, with progress on standard error.
 
-    The preparation may take hours, so errors in the job, the budget and the constraints are found first. Data that are
-    too few for a batch, or do not match a given plan, are refused before planning.
+    The preparation may take hours, so errors in the job, the budget and the constraints are found first. Data that have
+    too few samples for a batch, or do not match a given plan, are refused before planning.
 
     Args:
         path: the run directory.
         cache: folder for the tokens.
         quiet: show no progress.
-        again: the run was prepared before, and the data must be the same.
-        pins: pinned choices, checked first.
-        forbids: forbidden techniques, checked first.
+        again: the run was prepared before, and the data must be the same as then.
+        pins: pinned choices. They are only checked.
+        forbids: forbidden techniques. They are only checked.
         tokenizer_budget_bytes: train the tokenizer first, inside this budget and before torch is imported.
 
     Raises:
@@ -196,7 +196,7 @@ def data_sentence(prepared: Prepared, budget_bytes: int | None = None) -> str:
 
 
 def _held_out(prepared: Prepared) -> Iterator[str]:
-    """Yield the parts about the held-out texts."""
+    """Yield the parts of the data sentence that describe the held-out texts."""
     if prepared.num_held_out_texts:
         texts = "text is" if prepared.num_held_out_texts == 1 else "texts are"
         yield f"{prepared.num_held_out_texts:,} {texts} held out"

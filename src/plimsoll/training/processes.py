@@ -4,8 +4,8 @@
         end = run_worker(["train-worker", "runs/a"])
 
 Inside the block, processes are forked from a server that has imported the libraries
-(`plimsoll.processes.fork_server`). Outside, for ranks, and if forking is impossible, a new interpreter is started. Does
-NOT explain why a process ended: see `plimsoll.training.supervise`. Does not import torch.
+(`plimsoll.processes.fork_server`). Outside the block, for ranks, and if forking is impossible, a new interpreter is
+started. Does NOT explain why a process ended: see `plimsoll.training.supervise`. Does not import torch.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class End(NamedTuple):
     """The end of a process.
 
     Args:
-        return_code: negative if a signal killed it.
-        asked_by: the first signal that was forwarded to it, if any.
+        return_code: the exit code of the process, or -n if signal n killed it.
+        asked_by: the number of the first signal that was forwarded to the process, if any.
         fault: the output of `faulthandler` if native code crashed.
     """
 
@@ -66,11 +66,11 @@ class _CanEnd(Protocol):
 
 class _Process(_CanEnd, Protocol):
     def wait(self) -> int:
-        """Wait for the end of the process, and return its code."""
+        """Wait for the end of the process, and return its exit code, or -n if signal n killed it."""
 
 
 class _Signals:
-    """Received signals, forwarded to the current process, including signals from before its start."""
+    """Received signals, which are forwarded to the current child process, also if they arrived before its start."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -119,7 +119,7 @@ def _started(arguments: list[str], variables: dict[str, str], signals: _Signals)
     """Start a Plimsoll command: fork it from the server if possible, otherwise start a new interpreter."""
     server = None if arguments[0] == "launch-worker" else next(iter(_SERVERS), None)
     if server is not None:
-        signals.to(server)  # it may still be loading for seconds
+        signals.to(server)  # the server may still be importing for seconds
         with spinner("--quiet" in arguments):
             process = server.fork(arguments, variables)
         if process is not None:
@@ -132,7 +132,7 @@ def _started(arguments: list[str], variables: dict[str, str], signals: _Signals)
 def loading_once(directory: RunDirectory) -> Iterator[None]:
     """Import the libraries of a run only once: inside the block, its processes are forked from a server.
 
-    The server needs about 35 MiB in addition to its children: the originals of pages that they have changed.
+    The server needs about 35 MiB of memory: the original pages that its children have changed in their copies.
 
     Args:
         directory: the run directory, with its ``job.yaml``.
@@ -154,12 +154,12 @@ def forked_as(job_file: Path) -> list[str]:
         job_file: the ``job.yaml`` of the run.
 
     Returns:
-        In each forked process, its command line.
+        In each forked process, the command-line arguments of that process.
     """
     from plimsoll.planning.lean_imports import leave_out_unused
     from plimsoll.training.baseline import load_training
 
-    # Each process reads the file again, because resuming and using a given plan write it while this server waits.
+    # Forked processes read the job file again, because it may be rewritten while this server waits.
     job = Job.from_yaml(job_file)
     leave_out_unused(job)
     from plimsoll.step.oom_boundary import without_fail  # imports torch, without the parts that the job does not use

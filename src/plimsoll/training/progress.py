@@ -1,7 +1,8 @@
-"""The progress of a running run, read incrementally from the metrics in its run directory.
+"""The progress of a run, read incrementally from the metrics in its run directory, also while it is running.
 
 When a run is resumed from a checkpoint, its metrics file is replaced (`plimsoll.training.run_directory`) and read from
-the beginning again. Nothing is locked or changed. Does NOT know the state of the training process between two lines.
+the beginning again. Nothing is locked or changed. Does NOT know the state of the training process between two lines of
+the metrics.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ R = TypeVar("R", bound=Record)
 
 
 class _Kept(Generic[R]):
-    """A cached record, which is read again only if its file was replaced."""
+    """A record file that is read again only if the file was replaced."""
 
     def __init__(self, kind: type[R], path: Path) -> None:
         self._kind, self._path = kind, path

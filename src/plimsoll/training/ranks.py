@@ -2,8 +2,8 @@
 
 All ranks must have the same job, plan, data and code, which is checked before anything is built. They resume from the
 checkpoint that rank 0 has chosen. Each rank has its own random state, because otherwise the dropout masks of all parts
-of a batch would be the same. Only rank 0 writes, and the other ranks read the run directory. With several machines, it
-must be on a shared file system.
+of a batch would be the same. Only rank 0 writes to the run directory, and the other ranks read it. With several
+machines, the run directory must be on a shared file system.
 
 Does NOT start processes: see `plimsoll.distributed.launch`, and torchrun.
 """
@@ -48,7 +48,7 @@ _BY_RANK = "by_rank"
 
 
 def device_of_rank(device: str, ranks: Ranks) -> str:
-    """Return the device of this rank, which is a GPU of its own if the training runs on GPUs.
+    """Return the device of this rank. On GPUs, each rank gets a different GPU of its machine.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
@@ -121,7 +121,7 @@ def chosen(ranks: Ranks, saved: checkpoint.Checkpoint | None, root: Path, marks:
         ranks: all ranks.
         saved: the checkpoint on rank 0; ignored on other ranks.
         root: folder of all checkpoints.
-        marks: fingerprint of the job.
+        marks: fingerprint of the job, as for `plimsoll.training.checkpoint.load`.
     """
     step = ranks.gather(None if saved is None else saved.step)[0]
     return saved if ranks.rank == 0 or step is None else checkpoint.load(root, marks, step)
@@ -168,7 +168,7 @@ def restore_random_state(backend: Backend, states: Any, ranks: Ranks, seed: int)
 
 
 def starts_since(path: Path, begun_at: float) -> int:
-    """Return how often a training has started in a run directory since ``begun_at``, in seconds of the Unix clock."""
+    """Return how often a training process has started in a run directory since ``begun_at``, a Unix time in seconds."""
     if not (path / "prepared.json").is_file():
         return 0
     starts = [line for line in RunDirectory(path).lines() if isinstance(line, StartLine)]
@@ -188,7 +188,7 @@ def launcher_age_seconds() -> float:
 
 
 def _launcher() -> psutil.Process:
-    """Return the nearest ancestor that is not part of a rank; a script between them is restarted with the rank."""
+    """Return the nearest ancestor process outside this rank. A script that starts the rank is part of the rank."""
     above = psutil.Process().parents()
     for one in above:
         with suppress(psutil.Error):  # a process of another user
@@ -199,7 +199,7 @@ def _launcher() -> psutil.Process:
 
 
 def may_begin_anew() -> bool:
-    """Return whether a supervisor, Plimsoll's or torchrun, will start a new process on request."""
+    """Return whether a supervisor (Plimsoll's or torchrun) will start a new process if this one asks by exit code."""
     most, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     return SUPERVISOR in os.environ or most > done
 
@@ -208,7 +208,7 @@ def outside_of_steps(work: Callable[[], T], backend: Backend) -> T:
     """Run work that cannot be repeated in this process, so that a memory error requires a restart from a checkpoint.
 
     Args:
-        work: the work.
+        work: the function to call.
         backend: backend of the device.
 
     Returns:
@@ -248,7 +248,7 @@ def begun_again(ranks: Ranks, directory: RunDirectory) -> tuple[int | None, int 
 
     Returns:
         If the kernel has killed a rank for memory since the last start: the next fallback, and the fallback that was
-        too large. Otherwise ``None`` twice, for the fallback of the checkpoint.
+        too large. Otherwise ``(None, None)``: start with the fallback of the checkpoint.
     """
     kills = oom_kills_by_machine(ranks)
     fallback = _note_restart(directory, kills) if ranks.rank == 0 else None
@@ -284,8 +284,8 @@ def prepared_by_first(
 ) -> tuple[int, int]:
     """Prepare the run directory, its data and its plan on rank 0, unless torchrun has restarted the ranks.
 
-    It is a restart if a training has started in this directory since the first torchrun agent was started. The counts
-    of torchrun are no substitute, because each agent counts only some of the restarts.
+    It is a restart if a training process has started in this directory since the first torchrun agent was started. The
+    restart counts of torchrun cannot be used instead, because each agent counts only some of the restarts.
 
     Args:
         ranks: all ranks.

@@ -55,7 +55,7 @@ _WRITTEN = (
 
 
 class RunDirectory:
-    """Paths and the metrics file of one run.
+    """The files of one run: their paths, the locks, and reading and writing of the metrics.
 
     Args:
         path: the run directory.
@@ -85,8 +85,8 @@ class RunDirectory:
             force: remove an existing run first.
 
         Raises:
-            OutputError: if ``path`` is a file or a folder that is not empty, another process trains there, or ``path``
-                cannot be written. With ``force``, an existing run is removed.
+            OutputError: if ``path`` is a file, a folder of other files, or, without ``force``, a run with completed
+                steps. Also if another process trains there, or ``path`` cannot be written.
         """
         if path.exists() and not path.is_dir():
             raise OutputError(f"{path} is a file, but a run needs a directory: give another --out")
@@ -143,7 +143,7 @@ class RunDirectory:
         if not self.writes:
             return
         try:
-            with self.metrics.open("r+b" if self._has_appended else "a+b") as file:  # never create it again
+            with self.metrics.open("r+b" if self._has_appended else "a+b") as file:  # recreates no deleted file
                 _drop_torn_line(file)
                 file.write(line.model_dump_json().encode() + b"\n")
             self._has_appended = True
@@ -168,7 +168,7 @@ class RunDirectory:
         """Raise if the directory was removed during the run.
 
         Raises:
-            OutputError: if the metrics file does not exist any more.
+            OutputError: if the metrics file no longer exists.
         """
         if not self.metrics.is_file():
             raise OutputError(
@@ -186,7 +186,7 @@ class RunDirectory:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the lock of the command that prepares, trains or removes this run; its training process uses `locked`.
+        """Hold the lock of the command that prepares, trains or removes this run. Its training process holds `locked`.
 
         If the training process of an earlier command is still running, wait until it has finished its step and saved.
 
@@ -210,7 +210,10 @@ class RunDirectory:
 
     @contextmanager
     def _when_it_has_ended(self, *, is_signed: bool = True) -> Iterator[None]:
-        """Hold the lock of the training process; wait for another training process, and print that."""
+        """Hold the lock of the training process. If another training process holds it, print that, and wait.
+
+        With ``is_signed``, the ID of this process is written into the lock file.
+        """
         lock, until = self.path / ".lock", time.monotonic() + _LONGEST_LAST_STEP_SECONDS
         has_said = False
         while _is_held(lock) and time.monotonic() < until:
@@ -231,11 +234,11 @@ class RunDirectory:
         return _holder(self.path / _MARKER)
 
     def training_pid(self) -> int | None:
-        """Return the ID of the training process on this machine, or ``None``; it may outlive its command by a step."""
+        """Return the ID of the training process on this machine, or ``None``. It may outlive its command by a step."""
         return _holder(self.path / ".lock")
 
     def lines(self) -> list[Line]:
-        """Return all lines of the metrics: 3 KiB per step, which a process inside a budget may not have."""
+        """Return all lines of the metrics. They need 3 KiB of memory per step; inside a budget, use `each_line`."""
         return list(self.each_line())
 
     def each_line(self) -> Iterator[Line]:
@@ -243,7 +246,7 @@ class RunDirectory:
         return read_lines(self.metrics) if self.metrics.is_file() else iter(())
 
     def keep_until(self, step: int) -> None:
-        """Remove the lines of steps after ``step``, which will be repeated, and the line that records an end."""
+        """Remove from the metrics all lines of steps after ``step``, which are repeated, and the end of the run."""
         if not self.writes:
             return
         kept = (line.model_dump_json().encode() + b"\n" for line in self.each_line() if not _goes(line, step))
@@ -262,7 +265,7 @@ class RunDirectory:
         return any(isinstance(line, StepLine) and line.fallback <= fallback for line in self.each_line())
 
     def fallback_in_force(self) -> int | None:
-        """Return the last fallback of the last training process, or ``None`` if the metrics do not show it."""
+        """Return the number of the fallback that the run chose last, or ``None`` if the metrics do not show it."""
         fallback = None
         for line in self.each_line():
             if isinstance(line, StepLine | StartLine):
@@ -300,7 +303,7 @@ def failed_run(path: Path, metrics_before: bytes) -> RunRecord | None:
         metrics_before: content of its metrics file before the run.
 
     Returns:
-        The record; ``None`` if the metrics have not changed since, or the run ended well.
+        The record; ``None`` if the metrics equal ``metrics_before``, or the run neither failed nor was interrupted.
     """
     if metrics_of(path) in {b"", metrics_before}:
         return None
@@ -312,7 +315,7 @@ def failed_run(path: Path, metrics_before: bytes) -> RunRecord | None:
 
 
 def _goes(line: Line, step: int) -> bool:
-    """Return whether a line must be removed when the run is resumed after ``step``, because it will be repeated."""
+    """Return whether a metrics line must be removed when the run is resumed after ``step``: the run repeats it."""
     if isinstance(line, StepLine | GraphLine | LossLine | EvaluationLine | CheckpointLine):
         return line.step > step
     return isinstance(line, EndLine)
@@ -333,7 +336,7 @@ def _byte_at(file: BinaryIO, position: int) -> bytes:
 
 
 def _has_not_begun(path: Path) -> bool:
-    """Return whether this is a run directory without a completed step, which may be used again."""
+    """Return whether this is a run directory without a completed step, which a new run may use."""
     if not (path / "job.yaml").is_file():
         return False
     return not any(isinstance(line, StepLine | CheckpointLine) for line in RunDirectory(path).each_line())
@@ -369,7 +372,7 @@ def _exclusive(path: Path, *, is_signed: bool = True) -> Iterator[None]:
 
 
 def _sign(file: TextIO) -> None:
-    """Write the owner into a locked file, for `plimsoll watch`; a full disk does not prevent the training."""
+    """Write the ID of this process into a locked file, for `plimsoll watch`. Errors, as of a full disk, are ignored."""
     with suppress(OSError):
         file.truncate(0)
         file.write(f"{os.getpid()} {start_ticks(os.getpid())}\n")
@@ -377,7 +380,10 @@ def _sign(file: TextIO) -> None:
 
 
 def _holder(path: Path) -> int | None:
-    """Return the ID of the running process that last locked a file; trying the lock here could block that process."""
+    """Return the ID of the running process that last locked a file, or ``None``.
+
+    The ID is read from the file, because trying the lock here could make that process fail.
+    """
     try:
         pid, ticks = map(int, path.read_text().split())
     except (OSError, ValueError):  # never locked, or on a machine without /proc

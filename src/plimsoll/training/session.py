@@ -2,10 +2,10 @@
 
     Session(path, resume=True).run()    # prepare, plan, limit, build, restore, train
 
-This module imports everything that a training needs at the top, because imports after `Session.limit` would count
-against the budget. `plimsoll.training.baseline` imports this module to measure the memory of a process without a model.
-Does NOT prepare data (`plimsoll.training.prepare`) or plan (`plimsoll.training.plan`): separate processes do that, so
-that all their memory is freed.
+This module imports at the top everything that a training process needs, because imports after `Session.limit` would
+count against the budget. `plimsoll.training.baseline` imports this module to measure the memory of a process without a
+model. Does NOT prepare data (`plimsoll.training.prepare`) or plan (`plimsoll.training.plan`): separate processes do
+that, so that all their memory is freed.
 """
 
 from __future__ import annotations
@@ -56,21 +56,22 @@ from plimsoll.training.teacher_cache import prepare_teacher_cache
 @final
 @dataclass
 class Session:
-    """A training of the job in a run directory, from the start or from a checkpoint, inside its budget.
+    """The training of the job in a run directory, from the start or from a checkpoint, inside its budget.
 
     Args:
         path: the run directory.
         resume: resume from a checkpoint, which must exist.
         from_step: with ``resume``, the step of the checkpoint; ``None`` for the newest.
-        resume_newest: after a death, resume from the newest good checkpoint, if there is one.
-        fallback: after a death, the fallback of the plan to start with; ``None`` for the first, or the fallback of the
-            checkpoint.
-        too_large_fallback: with ``fallback``, the fallback whose process was killed, which is not used again.
+        resume_newest: after a death of the training process, resume from the newest good checkpoint, if there is one.
+        fallback: after a death, the number of the plan's fallback to start with; ``None`` for the fallback of the
+            checkpoint or, without a checkpoint, for the first.
+        too_large_fallback: with ``fallback``, the number of the fallback whose process was killed; it is not used
+            again.
         restarts: how often the training process has died before.
         quiet: print nothing to standard error.
-        trial: measure the candidates of the plan for a few passes first, if that may save time
+        trial: run a few passes of each candidate of the plan before training, if that may save time
             (`plimsoll.planning.measured_choice`).
-        ranks: processes that train the model; by default only this process.
+        ranks: ranks that train the model; by default only this process.
     """
 
     path: Path
@@ -84,7 +85,7 @@ class Session:
     trial: bool = True
     ranks: Ranks = field(default_factory=Ranks)
 
-    # Results of a phase that later phases use.
+    # Results of the phases, which later phases use.
     _stack: ExitStack = field(init=False, repr=False)
     _others: OtherPrograms = field(init=False, repr=False)
     _directory: RunDirectory = field(init=False, repr=False)
@@ -104,7 +105,7 @@ class Session:
         """Run all phases in order.
 
         Raises:
-            OutOfMemoryError: also if memory ran out outside of the steps, in work that cannot be repeated here.
+            OutOfMemoryError: if memory ran out in a step with every fallback, or outside of the steps.
         """
         outside_of_steps(self._run, backend_for("cpu"))
 
@@ -169,7 +170,10 @@ class Session:
         self._first = plan.fallbacks[min(fallback or 0, len(plan.fallbacks) - 1)].choices
 
     def limit(self) -> None:
-        """Limit the memory of this process and set up its allocator, after loading everything that must not count."""
+        """Limit the memory of this process and set up its allocator.
+
+        Before that, it loads everything that must not count against the limit.
+        """
         job, data = self._job, self._data
         # Imports and threads that start inside a limit count against it with all the address space that they reserve.
         sketched = build_model(job, data.vocab_size, data.num_labels, data.end_id, data.pad_id, device="meta")
@@ -260,7 +264,10 @@ class Session:
 
 
 def _gradient_reach(job: Job, prepared: Prepared, plan: Plan) -> GradientReach | None:
-    """Return how far back gradients reach, for streams and truncated backpropagation; ``None`` for whole samples."""
+    """Return the number of earlier tokens that gradients reach, for streams and truncated backpropagation.
+
+    ``None`` if gradients reach through whole samples.
+    """
     num_read = job.sequence_length - 1
     for choice in plan.fallbacks[0].choices:
         segment_steps = technique_of(choice.technique).gradient_steps(choice, num_read)

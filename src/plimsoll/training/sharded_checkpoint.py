@@ -64,7 +64,7 @@ def save(
 
     Args:
         root: folder of all checkpoints.
-        step: number of optimizer steps done.
+        step: number of completed optimizer steps.
         workload: model and optimizer.
         ranks: all ranks.
         random_state: random states of all ranks.
@@ -126,7 +126,7 @@ def restore(saved: Checkpoint, workload: Workload) -> Any:
 
 
 def _parameters_of(workload: Workload) -> dict[str, nn.Parameter]:
-    """Return the tensor that the optimizer updates for each parameter: the rows of this rank, or all of it."""
+    """Return the tensor that the optimizer updates for each parameter: this rank's rows, or the whole parameter."""
     if isinstance(workload.hooks.sharding, ShardedTraining):
         return workload.hooks.sharding.rows
     return dict(workload.model.named_parameters())
@@ -163,7 +163,7 @@ def _read_shards(saved: Checkpoint, workload: Workload) -> None:
             "model: resume with the model that it was written for, or start a new run in another --out"
         )
     optimizer.state.clear()
-    copied = copier_of(optimizer) or Tensor.detach  # copies states to their place if that is not the device
+    copied = copier_of(optimizer) or Tensor.detach  # copies states to their location, if it is not the device
     for name, parameter in parameters.items():
         for key, size in _states_in(known, name):
             is_part = tuple(size) == shape_of_whole(workload, name)
@@ -211,14 +211,14 @@ def _read_whole(folder: Path, sharded: ShardedTraining, optimizer: torch.optim.O
 
 
 class _Problem(NamedTuple):
-    """The reason why writing failed, the same on all ranks; ``failed_rank`` is the first that ran out of memory."""
+    """The reason why writing failed, equal on all ranks. ``failed_rank`` is the lowest rank that ran out of memory."""
 
     text: str
     failed_rank: int | None = None
 
 
 def _write(workload: Workload, backend: Backend, folder: Path) -> _Problem | None:
-    """Write the shards of all ranks; an error on one rank is returned on all."""
+    """Write the shards of all ranks. An error on one rank is returned on all ranks."""
     position = Position(phase="checkpoint")
 
     def read() -> dict[str, Any]:

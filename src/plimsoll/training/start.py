@@ -1,10 +1,10 @@
-"""The part of `plimsoll train` before training: create or open the run directory, and prepare its data and plan.
+"""The phase of `plimsoll train` before training: create or open the run directory, and prepare its data and plan.
 
     code = start(TrainRequest(job_file=Path("job.yaml"), out=Path("runs/a"), budget_bytes=2 << 30))
 
-After a run is started or resumed, a supervisor starts the training process (`plimsoll.training.supervise`). If torchrun
-has started this process as a rank, this process trains itself. The job is read once, with its budget in bytes, and
-saved in the run directory for the other processes of the run. Does not import torch, except as a rank.
+Then a supervisor starts the training process (`plimsoll.training.supervise`). If torchrun has started this process as a
+rank, this process itself trains the model. The job is read once, with its budget in bytes, and saved in the run
+directory for the other processes of the run. Does not import torch, except as a rank.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TrainRequest:
         resume: resume the run in ``out``.
         from_step: with ``resume``, the step of the checkpoint to resume from; ``None`` for the newest.
         given_plan: file of a plan to use unchanged.
-        has_plan: whether to plan, that is, to use techniques.
-        trial: whether to measure the candidates of the plan first.
+        has_plan: whether to make a plan; without a plan, no techniques are used.
+        trial: whether to measure the candidates of the plan before training.
         pins: choices that the plan must contain, in the format of `plimsoll.records.plan.parse_pin`.
         forbids: techniques that the plan must not contain.
         num_ranks: number of ranks to start on this machine; ``None`` for the number in the job.
@@ -85,7 +85,7 @@ class TrainRequest:
         return _as_arguments(self.pins, self.forbids)
 
     def job(self, fields: dict[str, Any], path: Path) -> Job:
-        """Return the job with the changes of this request.
+        """Return the job with the changes, the number of ranks and the budget of this request.
 
         Args:
             fields: fields of the job file.
@@ -162,7 +162,7 @@ def _require_techniques(plan: Plan, source: Path) -> None:
 
 
 def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
-    """Return the number of ranks from the command or torchrun, as a change of the job."""
+    """Return the number of ranks, from --nproc or torchrun, as a job override such as ``ranks=2``; empty if not set."""
     if not is_rank():
         if num_ranks is None and (world_size := os.environ.get("WORLD_SIZE") or "1") != "1":
             raise InputError(
@@ -179,7 +179,7 @@ def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
 
 
 def _train_as_rank(request: TrainRequest) -> int:
-    """Train as one of the processes that torchrun has started; rank 0 prepares data and plan."""
+    """Train as one of the ranks that torchrun has started. Rank 0 prepares data and plan."""
     from plimsoll.distributed.ranks import joined
     from plimsoll.training.ranks import begun_again, prepared_by_first
     from plimsoll.training.session import Session
@@ -250,9 +250,9 @@ def _sound_job(request: TrainRequest) -> Job:
 
 
 def _resume(request: TrainRequest, train: Train) -> int:
-    """Resume a run, with changes by ``--budget`` and ``--set``, which are discarded if they are refused."""
+    """Resume a run, with the changes of ``--budget`` and ``--set``. If they are refused, the old job and plan stay."""
     directory = _opened(request.out, request.job_file)
-    with directory.claimed():  # no process that trains here sees the files change
+    with directory.claimed():  # waits for an earlier training process, which must not see the files change
         fields = read_fields(directory.job)
         job, before = request.job(fields, directory.job), Job.from_written(fields, directory.job)
         done = directory.last_saved_step()
@@ -279,7 +279,7 @@ def _go_on(directory: RunDirectory, job: Job, before: Job, request: TrainRequest
             is_ready = not code
             code = code or train(directory, ("--resume", *from_where), quiet, job.ranks)
     finally:
-        is_there = directory.metrics.is_file()  # it may have been deleted meanwhile
+        is_there = directory.metrics.is_file()  # the run directory may have been deleted meanwhile
         is_refused = is_there and code == InputError.exit_code and directory.metrics.read_bytes() == metrics_before
         for path, content in kept.items() if is_refused or (is_there and not is_ready) else ():
             write_atomically(path, content)
@@ -313,7 +313,7 @@ def _opened(out: Path, job_file: Path | None) -> RunDirectory:
 
 
 def _is_finished(directory: RunDirectory, job: Job, before: Job) -> bool:
-    """Return whether the run is finished and only the budget was changed; other changes go to the training process."""
+    """Return whether the run is finished and only the budget was changed. The training process checks other changes."""
     end = next(reversed(directory.lines()), None)
     if not isinstance(end, EndLine) or end.status != "finished" or end.step < job.steps:
         return False
@@ -328,7 +328,7 @@ def _has_line(job: Job, constraints: tuple[str, ...]) -> bool:
 
 
 def _write(directory: RunDirectory, job: Job) -> None:
-    """Write the job, and the default plan with smaller micro-batches as its only fallbacks."""
+    """Write the job, and the default plan: no techniques, and smaller micro-batches as its only fallbacks."""
     directory.write_job(job)
     micro_batch_plan(job.budget, micro_batch_sizes(samples_of_rank(job))).save(directory.plan)
 
@@ -364,7 +364,7 @@ def _plan_again(directory: RunDirectory, job: Job, before: Job, from_where: tupl
 def _prepare_again(directory: RunDirectory, job: Job, before: Job, quiet: bool) -> int:
     """Repeat the tokenization if the cache was deleted or the job names other data; the tokens must be the same.
 
-    They are written to the same folder as before or, if the run was moved, to the run directory.
+    The tokens are written to the same folder as before or, if the run was moved, to the run directory.
     """
     from plimsoll.data.prepare import is_whole
     from plimsoll.records.prepared import Prepared

@@ -1,10 +1,10 @@
 """The supervisor of the training process: it explains why the process died, and restarts it.
 
-The supervisor has no tensors and does not import torch. It starts the training in a new process group and forwards
-SIGINT and SIGTERM, both as SIGTERM. The first signal lets the process finish and save its step, the second ends it at
-once. (SIGINT would raise KeyboardInterrupt in whichever library is being imported.) `_death` finds the cause of a
-death, and `_Cause` defines the response. After most causes, training is restarted from the last good checkpoint. Three
-deaths in a row without a checkpoint or a smaller micro-batch end the run.
+The supervisor has no tensors and does not import torch. It starts the training process in a new process group and
+forwards SIGINT and SIGTERM, both as SIGTERM. The first signal lets the process finish and save its step; the second
+signal ends it at once. (SIGINT would raise KeyboardInterrupt in whichever library is being imported.) `_death` finds
+the cause of a death, and `_Cause` defines the response. After most causes, training is restarted from the last good
+checkpoint. Three deaths in a row without a checkpoint or a smaller micro-batch end the run.
 
 Several ranks are started by torchrun's agent (`plimsoll.distributed.launch`). Does NOT watch other machines: there,
 torchrun restarts the ranks.
@@ -46,28 +46,28 @@ _MOST_DEATHS_WITHOUT_PROGRESS = 3
 
 
 class _Cause(Enum):
-    """The cause of a death; the value is the advice for the user when no further restart is made."""
+    """The cause of a death. Each value is the advice to the user when the supervisor gives up."""
 
-    # After the first three causes, the next fallback is used, which may grow again (`plimsoll.step.recovery`).
+    # After the first three causes, the next fallback is used. Later steps may go up again (`plimsoll.step.recovery`).
     # The counters of the machine attribute SIGKILL to the kernel's OOM killer.
     KERNEL = "give a smaller --budget, which stops it below the machine's own limit, or free memory on the machine"
-    # Its exit code tells: memory ran out in an update, or with every fallback in a fragmented heap. The process has
-    # saved a checkpoint if it could.
+    # The exit code of the process tells that memory ran out, in an update or with every fallback in a fragmented heap.
+    # The process has saved a checkpoint if it could.
     TOLD = "give a larger --budget"
-    # Possibly memory: see `_death`.
+    # A lack of memory is possible, but not proven: see `_death`.
     GUESS = (
         "if memory is the cause, give another --budget or free memory on the machine; otherwise stop the program that "
         "kills it"
     )
-    # Not memory: restart with the same micro-batch. If a rank ended because another rank ended, the other rank counts;
-    # if no rank ended, a connection was lost.
+    # Not a lack of memory: restart with the same micro-batch. If a rank ended because another rank ended, the cause is
+    # the end of the other rank; if no rank ended, a connection was lost.
     OUTSIDE = "stop the program that kills it"
     # A restart would crash again, so the run ends.
     CRASH = "find the cause of the crash; its stack is printed above, if the process could still write it"
 
     @property
     def may_be_memory(self) -> bool:
-        """True if a smaller micro-batch may help."""
+        """True if a lack of memory may be the cause, so that a smaller micro-batch may help."""
         return self in {_Cause.KERNEL, _Cause.TOLD, _Cause.GUESS}
 
 
@@ -100,7 +100,7 @@ class _Retries:
     deaths_at: Counter[int] = field(default_factory=Counter)
 
     def arguments(self) -> list[str]:
-        """Return further arguments for ``plimsoll train-worker``."""
+        """Return the arguments of the next ``plimsoll train-worker`` after the run directory."""
         fallbacks = {
             "--fallback": self.fallback,
             "--too-large-fallback": self.too_large_fallback if self.fallback is not None else None,
@@ -109,7 +109,7 @@ class _Retries:
         return [*self.beginning, *given, "--restarts", str(self.num_deaths)]
 
     def note_begun(self) -> None:
-        """Resume from the newest checkpoint from now on; before a process has begun, it may be of an earlier run."""
+        """Make later processes resume from the newest checkpoint. Before, it may be a checkpoint of an earlier run."""
         self.beginning = ("--resume-newest",)
 
     def note_saved(self) -> None:
@@ -117,7 +117,13 @@ class _Retries:
         self.num_fruitless, self.fallback = -1, None
 
     def note_death(self, cause: _Cause, in_force: int, has_fit: bool) -> int:
-        """Count a death, and return the fallback of the next process."""
+        """Count a death, and return the fallback of the next process.
+
+        Args:
+            cause: the cause of the death.
+            in_force: the fallback that was used when the process died.
+            has_fit: whether a step has completed with ``in_force``; also true if the process died while loading.
+        """
         self.num_deaths += 1
         self.num_fruitless += 1
         if not cause.may_be_memory:
@@ -136,7 +142,7 @@ class _Retries:
 def supervise(
     directory: RunDirectory, worker_arguments: tuple[str, ...] = (), quiet: bool = False, num_ranks: int = 1
 ) -> int:
-    """Run the training of ``directory`` to its end, restarting its process after a death.
+    """Run the training process of ``directory`` to the end of the run, and restart it after a death.
 
     Args:
         directory: the run directory, with its ``job.yaml``, ``plan.json`` and prepared data.
@@ -145,7 +151,7 @@ def supervise(
         num_ranks: number of processes that train the model.
 
     Returns:
-        The exit code of the training process that ended by itself, or 128 + n if signal n asked it to.
+        The exit code of the training process if it ended by itself; 128 + n if signal n asked it to end.
 
     Raises:
         OutOfMemoryError: if the process is killed for memory repeatedly without progress.
@@ -192,7 +198,7 @@ def supervise(
 
 
 def _complete_record(directory: RunDirectory) -> None:
-    """Write the record of the run if the training process had no memory or no time for it."""
+    """Write the record of the run if the training process could not, for lack of memory or time."""
     try:
         if not directory.has_its_record():
             directory.write_record()
@@ -201,7 +207,7 @@ def _complete_record(directory: RunDirectory) -> None:
 
 
 def _require_saved(directory: RunDirectory, end: End) -> None:
-    """Raise if the run was asked to stop but steps are not saved; exit code 128 + n means that all are."""
+    """Raise if the run was asked to stop but steps are not saved. Exit code 128 + n means that all steps are saved."""
     if end.asked_by is None:
         return
     done, saved = directory.last_step(), directory.last_saved_step()
@@ -253,7 +259,7 @@ def prepare_data(
         cache: folder for the tokens.
         quiet: show no progress.
         again: the data were prepared before, and the result must be the same.
-        constraints: arguments ``--pin`` and ``--forbid``; contradictions are refused before the work begins.
+        constraints: arguments ``--pin`` and ``--forbid``; contradictions between them are refused at once.
 
     Returns:
         The exit code of the process.
@@ -295,7 +301,10 @@ def make_plan(directory: RunDirectory, arguments: tuple[str, ...], quiet: bool) 
 
 
 def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> int:
-    """Run a command in a separate process before the training; ``remedy`` tells the user how to need less memory."""
+    """Run a command in a separate process before the training, and return its exit code.
+
+    ``what_it_does`` describes the process in error messages; ``remedy`` tells the user how to need less memory.
+    """
     kills_before = oom_kill_count()
     end = run_worker(arguments)
     if end.asked_by is not None and end.exit_code == 128 + end.asked_by:
@@ -314,7 +323,7 @@ def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> 
 
 
 def _death(end: End, kills_before: OomKills | None, host_budget_bytes: int | None) -> _Death | None:
-    """Return why a process died; ``None`` if it ended by itself, or on request."""
+    """Return the signal, cause and evidence of a process's death; ``None`` if it ended by itself, or on request."""
     if end.asked_by is not None:
         return None
     if end.return_code == TornStepError.exit_code:
@@ -356,13 +365,13 @@ def _refused(host_budget_bytes: int | None) -> str:
 
 
 def _has_limit_of_others() -> bool:
-    """Return whether child processes inherit a memory limit from this process."""
+    """Return whether this process has a memory limit (RLIMIT_DATA, RLIMIT_AS), which child processes inherit."""
     limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
     return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
 
 
 def _killer(before: OomKills | None) -> tuple[_Cause, str]:
-    """Return who sent SIGKILL, and the evidence, from the kernel's counters before and after."""
+    """Return the cause of a SIGKILL, with evidence: the kernel's counts of OOM kills before the process and now."""
     now = oom_kill_count()
     if now is None or before is None or now.is_whole_machine != before.is_whole_machine:
         return _Cause.GUESS, "unknown sender of SIGKILL: neither a memory cgroup nor /proc/vmstat counts OOM kills here"
@@ -383,7 +392,7 @@ def _killer(before: OomKills | None) -> tuple[_Cause, str]:
 
 
 def _host_budget_bytes(directory: RunDirectory, budget: Budget) -> int | None:
-    """Return the enforced limit of host memory in bytes, or ``None``; a GPU budget does not limit host memory."""
+    """Return the limit on host memory in bytes, or ``None`` without one. A GPU budget does not limit host memory."""
     is_on_cpu = directory.head.is_file() and RunHead.load(directory.head).device.kind == "cpu"
     return budget.host_bytes if budget.host_bytes is not None or not is_on_cpu else budget.device_bytes
 

@@ -2,7 +2,7 @@
 
 Each word is counted once. If the windows of a long text overlap, a word counts in the window in which it is farther
 from an edge; the labels mark it (`plimsoll.data.samples.texts`). Entities may cross windows, so a text is scored after
-all of its windows. If they arrive in order, at most the texts of a batch are kept in memory. Does NOT handle models
+all of its windows. If windows arrive in order, at most the texts of a batch are kept in memory. Does NOT handle models
 that return no ``logits``: both metrics are unknown.
 
 Shapes: B samples of a batch, T tokens, L tags.
@@ -30,7 +30,7 @@ _BEGINS, _ENDS = {"B", "S"}, {"E", "S"}
 
 
 class _Window(NamedTuple):
-    """The correct and the predicted tags of the words that count in a window."""
+    """The numbers of the correct and the predicted tags of the words that count in one window, (words,) int64."""
 
     number: int
     right: NDArray[np.int64]
@@ -38,7 +38,7 @@ class _Window(NamedTuple):
 
 
 class TagScores(Answers):
-    """Counts of correct tags and entities, made inside a ``with`` block.
+    """The accuracy of words and F1 score of entities, counted inside a ``with`` block.
 
     Args:
         model: a model that returns ``logits``, (B, T, L).
@@ -64,11 +64,11 @@ class TagScores(Answers):
         self._num_entities = self._num_found = self._num_right_entities = 0
 
     def accuracy(self) -> float | None:
-        """Return the share of words with the correct tag; ``None`` without words or logits."""
+        """Return the share of words with the correct tag, from 0 to 1; ``None`` without words or logits."""
         return self._num_right / self._num_words if self._num_words else None
 
     def entity_f1(self) -> float | None:
-        """Return the F1 of entities; ``None`` if the tags do not mark entities, or there are no entities."""
+        """Return the F1 score of entities, from 0 to 1; ``None`` if tags do not mark entities, or no entities exist."""
         num_both = self._num_entities + self._num_found
         return 2 * self._num_right_entities / num_both if num_both else None
 

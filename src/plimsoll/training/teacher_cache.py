@@ -3,8 +3,8 @@
 After this pass the teacher is not needed. It runs in float32, without gradients and in batches as large as fit: a batch
 that runs out of memory is repeated in halves. The logits of a language model are computed for a few positions at a
 time. Results are written to disk every 4,096 samples, and an interrupted pass is resumed from there. The cached
-probabilities are normalized over the whole vocabulary at the temperature of the job. The most likely tokens alone do
-not determine that sum, so another temperature needs another pass.
+probabilities are normalized over the whole vocabulary at the temperature of the job. The cached tokens alone do not
+determine the normalization at another temperature, which therefore needs another pass.
 
 Does NOT handle samples that change between epochs, which a job refuses.
 """
@@ -48,9 +48,9 @@ def prepare_teacher_cache(
     Args:
         job: the job.
         prepared: the prepared data of the job.
-        load: loads the teacher; called only if it is needed.
+        load: a function that loads the teacher; called only if the teacher is needed.
         backend: backend of the device that the teacher runs on.
-        progress: called with the number of samples done.
+        progress: a function that is called with the number of completed samples.
 
     Raises:
         OutOfMemoryError: if not even one sample fits.
