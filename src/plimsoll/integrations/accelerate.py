@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class BatchResult(NamedTuple):
     """The result of one batch.
 
-    Args:
+    Attributes:
         loss: the mean loss, a tensor on the device; reading it waits for the device.
         updated: whether the batch ended a step that changed the parameters.
         micro_batch: samples per forward and backward pass.
