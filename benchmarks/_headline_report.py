@@ -56,7 +56,7 @@ def summary(measured: Mapping[Task, Found], titles: Mapping[str, str]) -> str:
     """Return one line per model: the smallest limits, and step times within all and half of the plain loop's memory."""
     lines = [
         "| model, batch x tokens | plain loop | best other tool | Plimsoll | Plimsoll / best other "
-        "| step time at the plain loop's limit | step time at half that limit |",
+        "| Plimsoll's step time at the plain loop's limit | at half that limit |",
         "| --- | --: | --: | --: | --: | --: | --: |",
     ]
     for task, found in measured.items():

@@ -27,7 +27,9 @@ def apply(
     *,
     data: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="jsonl, csv, tsv, parquet, arrow or text.", rich_help_panel=options.DATA),
+        typer.Option(
+            metavar="FILE", help="Input: jsonl, csv, tsv, parquet, arrow or text.", rich_help_panel=options.DATA
+        ),
     ],
     columns: Annotated[
         list[str] | None,

@@ -47,13 +47,19 @@ def subset(  # noqa: PLR0917 -- typer calls it by name
     vocabulary: Annotated[
         Path | None,
         typer.Option(
-            "--vocabulary", metavar="FILE", help="One word per line: row i is line i.", rich_help_panel=_WORDS
+            "--vocabulary",
+            metavar="FILE",
+            help="File with one word per line, in the order of the rows.",
+            rich_help_panel=_WORDS,
         ),
     ] = None,
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            "--tokenizer", metavar="PATH", help="tokenizer.json or folder: row i is id i.", rich_help_panel=_WORDS
+            "--tokenizer",
+            metavar="PATH",
+            help="tokenizer.json or folder: one row per token id.",
+            rich_help_panel=_WORDS,
         ),
     ] = None,
     corpus: Annotated[

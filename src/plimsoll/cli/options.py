@@ -95,7 +95,7 @@ NoHeader = Annotated[
 ]
 TASK_HELP = "score, classify, embed or generate."
 NEW_TOKENS_HELP = "Maximum tokens to generate per text."
-DTYPE_HELP = "Weights as stored, fp32, bf16 or fp16."
+DTYPE_HELP = "Type of the weights: stored, fp32, bf16, fp16."
 Output = Annotated[
     Path | None,
     typer.Option(

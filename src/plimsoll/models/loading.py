@@ -458,8 +458,8 @@ def _check_body(skeleton: Skeleton, checkpoint: Checkpoint) -> None:
         raise WeightsError(
             f"{checkpoint.folder} lacks {len(body)} of the weights of a {type(model).__name__} "
             f"({', '.join(body[:_SHOWN])}{', ...' if len(body) > _SHOWN else ''}; it has {len(checkpoint.entries)} "
-            f"tensors, {len(skeleton.unexpected)} of them unused): give the configuration that belongs to them, or set "
-            "allow_missing to start with new ones"
+            f"tensors, {len(skeleton.unexpected)} of them unused): give the configuration of this checkpoint, or "
+            "set allow_missing to initialize the missing weights randomly"
         )
 
 

@@ -136,8 +136,8 @@ def _rows_of_lines(path: Path, text: str) -> list[list[str]]:
         words = [word.strip() for word in line.split("\t")]
         if len(words) < 2 or not all(words):
             raise DataError(
-                f"line {number} of the synonyms {path} is {line!r}: write a word and its synonyms with one tab "
-                f"between, as in `quick<TAB>fast<TAB>swift`"
+                f"line {number} of the synonyms {path} is {line!r}: write a word and its synonyms, separated by "
+                f"tabs, as in `quick<TAB>fast<TAB>swift`"
             )
         rows.append(words)
     return rows

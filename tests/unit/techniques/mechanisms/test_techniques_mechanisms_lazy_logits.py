@@ -213,7 +213,7 @@ def test_a_backward_hook_of_the_head_sees_the_gradient_of_the_logits():
 def test_a_change_that_others_would_not_see_is_refused(act):
     lazy = Case().lazy()
     lazy.view(-1, V)
-    with pytest.raises(InputError, match="move the call before them, or leave chunked_loss out"):
+    with pytest.raises(InputError, match="call it before deriving them, or leave chunked_loss out"):
         act(lazy)
 
 
