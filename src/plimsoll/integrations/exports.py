@@ -47,7 +47,7 @@ _CLIPPING_OF_ACCELERATE = (
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A configuration, its ``reader`` (the tool's name), and a sentence for each choice that it lacks."""
+    """A configuration for another tool (``reader`` is its name), with a sentence for each choice it cannot express."""
 
     reader: str
     config: dict[str, Any]
@@ -158,7 +158,7 @@ def kind_of(plan: Plan) -> Literal["cpu", "cuda"]:
 
 
 def _passes_of(plan: Plan) -> tuple[int, int, tuple[str, ...]]:
-    """Return the samples per rank of a batch and of an exported micro-batch, and notes if the latter was changed."""
+    """Return a rank's samples per batch and per exported micro-batch, and a note if the plan's micro-batch differs."""
     if not plan.fits:
         raise InputError(
             f"the plan does not fit its budget, so it cannot be exported: give a budget of at least "

@@ -1,10 +1,10 @@
 """A container that keeps the outputs of an evaluation off the device, and joins them once.
 
 A Trainer keeps the outputs of all batches on the device and concatenates them again with each batch, so they briefly
-exist twice. `Collected` replaces its container. On a GPU, each batch is moved to host memory, as with
-``eval_accumulation_steps=1``. On a CPU inside a limit, it is moved to a memory-mapped file
-(`plimsoll.device.mapped_memory`), which the limit does not count. The results are the same numpy arrays with the same
-padding.
+exist twice. `Collected` replaces the container that the Trainer uses. On a GPU, the outputs of each batch are moved to
+host memory, as with ``eval_accumulation_steps=1``. On a CPU under a memory limit, they are moved to a memory-mapped
+file (`plimsoll.device.mapped_memory`), which the limit does not count. The results are the same numpy arrays with the
+same padding.
 
 Outputs that are not tensors are concatenated by transformers.
 """
@@ -59,7 +59,7 @@ class Collected:
 
 
 def pool_for(device: torch.device) -> MappedPool | None:
-    """Return a pool of memory-mapped files; ``None`` on a GPU, without a limit, or without a scratch folder on disk."""
+    """Return a pool of memory-mapped files; ``None`` on a GPU, without a memory limit, or without a scratch folder."""
     if device.type != "cpu" or budget_in_force_bytes() is None:
         return None
     try:
