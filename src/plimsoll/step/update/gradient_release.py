@@ -119,7 +119,7 @@ def gradient_release(workload: Workload, micro_batch: int, num_samples: int) -> 
     """Return the gradient release for a step, or ``None`` if it is not requested or not possible.
 
     Args:
-        workload: the training.
+        workload: the training run.
         micro_batch: the number of samples of a micro-batch.
         num_samples: the number of samples of the batch.
     """
