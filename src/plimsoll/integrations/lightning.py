@@ -85,7 +85,7 @@ class OomProof(Callback):
             runs out. Not together with ``micro_batch``.
         budget: device memory for the process, such as ``"8GiB"``, instead of ``micro_batch`` and ``fallbacks``. The
             plan is made at the first batch, by tracing ``training_step`` without a trainer, and the budget is enforced
-            until the training ends.
+            until training ends.
         batch: with ``budget``, the batch for which the plan is made, which should be the largest; by default the first
             batch.
         recut_batch_norm: allow splitting a batch although BatchNorm's statistics then differ from the whole batch's.

@@ -514,7 +514,7 @@ class TrainStep:
         return shape_of(batch, self.workload)
 
     def _fallback_schedule_for(self, num_samples: int) -> FallbackSchedule:
-        """Return the fallback schedule for a batch of ``num_samples``, created or replaced by a larger one if needed."""
+        """Return the fallback schedule for a batch of ``num_samples``, newly created if the last one is too small."""
         self.fallback_schedule = fallback_schedule_of(
             self._fallbacks,
             self.fallback_schedule,
