@@ -47,7 +47,13 @@ _CLIPPING_OF_ACCELERATE = (
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A configuration for another tool (``reader`` is its name), with a sentence for each choice it cannot express."""
+    """A plan as a configuration of another tool.
+
+    Attributes:
+        reader: the name of the tool, one of `EXPORTS`.
+        config: the settings of the tool.
+        not_mapped: sentences on choices of the plan that the configuration does not express, and on settings to add.
+    """
 
     reader: str
     config: dict[str, Any]

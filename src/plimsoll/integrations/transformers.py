@@ -249,7 +249,7 @@ def _first_batch(trainer: transformers.Trainer, backend: Backend) -> Any:
 
 
 def _planned(guard: _Guard, budget: str | int, sample: Any) -> Plan:
-    """Return the plan with the fastest combination that fits and does not change the trainer's loop and optimizer."""
+    """Return the plan with the fastest techniques that fit and that do not change the trainer's loop and optimizer."""
     trainer = guard.trainer
     model = trainer.model
     assert model is not None
@@ -352,7 +352,7 @@ class _Guard:
             )
 
     def note(self, events: Iterable[OomEvent]) -> None:
-        """Record events, and pass them to ``on_oom``."""
+        """Record out-of-memory events, and call ``on_oom`` with each of them."""
         for event in events:
             self.protection.events.append(event)
             if self._on_oom is not None:

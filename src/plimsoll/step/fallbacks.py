@@ -84,7 +84,7 @@ class InstalledFallbacks:
         self._level = 0 if self._levels and self._levels[0] == tuple(choice for choice, _ in self._at_work) else None
 
     def refuse_others(self, fallbacks: Sequence[Configuration | Sequence[Choice]]) -> None:
-        """Refuse fallbacks of another training: the choices for the whole run cannot be exchanged.
+        """Refuse fallbacks with different choices for the whole run, because such choices cannot be exchanged.
 
         Raises:
             InputError: if these choices differ.
@@ -104,7 +104,7 @@ class InstalledFallbacks:
 
     @property
     def names(self) -> list[str]:
-        """Descriptions of the fallbacks, by which a checkpoint is recognized as made with the same ones."""
+        """Descriptions of the fallbacks. A checkpoint with the same descriptions was made with the same fallbacks."""
         return [f"{size.samples} {self.described(size.level)}" for size in self.sizes]
 
     def is_in_force(self, level: int) -> bool:
@@ -135,8 +135,8 @@ class InstalledFallbacks:
 
         Args:
             fallback_schedule: the schedule of these fallbacks.
-            whole: holds the reasons that are already known.
-            reason: determines the reason, or ``None``, by passes with the installed techniques.
+            whole: holds the reasons against splitting that are already known.
+            reason: runs passes with the installed techniques. Returns the reason against splitting, or ``None``.
             shape: the shape of the batch.
 
         Returns:
@@ -218,7 +218,7 @@ def fallback_schedule_of(
         first_micro_batch: the initial samples per micro-batch if there are no fallbacks; ``None`` for the whole batch.
         grow_after: see `plimsoll.step.recovery.FallbackSchedule`.
         is_whole: whether batches must not be split.
-        learned: the state of a checkpoint, used if there is no previous schedule.
+        learned: the schedule's state in a checkpoint, which is loaded if there is no previous schedule.
     """
     top = first_micro_batch or num_samples
     is_fixed = bool(fallbacks.sizes) or first_micro_batch is not None

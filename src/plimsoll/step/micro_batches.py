@@ -43,7 +43,7 @@ class MicroBatch(NamedTuple):
 
 
 def shape_of(batch: Any, workload: Workload) -> Shape:
-    """Return the shape of a batch, with elements counted as the workload splits batches."""
+    """Return the shape of a batch. Its elements are counted by the rule by which the workload splits batches."""
     num_samples, num_units = batch_size_of(batch), count_units(batch, workload.units)
     return Shape(num_samples, num_units, workload.hooks.cut.elements_per_sample(batch, num_samples))
 

@@ -32,7 +32,7 @@ class Collected:
     Args:
         do_nested_concat: whether to join the batches; otherwise the result is a list with an entry for each batch.
         padding_index: the value that pads shorter rows.
-        pool: memory-mapped files for the batches; ``None`` for host memory.
+        pool: the pool of memory-mapped files that holds the outputs; ``None`` for host memory.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ def off_device(tensors: Any, pool: MappedPool | None, *, for_numpy: bool = False
 
     Args:
         tensors: outputs of a batch.
-        pool: memory-mapped files for the copies; ``None`` for host memory.
+        pool: the pool of memory-mapped files that holds the copies; ``None`` for host memory.
         for_numpy: convert bfloat16, which numpy does not have, to float32.
     """
     if isinstance(tensors, list | tuple):
@@ -94,7 +94,7 @@ def concatenated(batches: Sequence[Any], padding_index: int = _PADDING, pool: Ma
     Args:
         batches: the outputs of at least one batch: tensors, or tuples, lists or mappings of tensors.
         padding_index: the padding value.
-        pool: memory-mapped files for the result; ``None`` for the device of the batches.
+        pool: the pool of memory-mapped files that holds the result; ``None`` for the device of the batches.
     """
     first = batches[0]
     if len(batches) == 1 or first is None:

@@ -77,7 +77,7 @@ class Evaluations:
         """``num_items_in_batch`` of the current micro-batch; ``None`` leaves it to the trainer to count them."""
 
     def begin_with(self, num_elements: float) -> None:
-        """Start with micro-batches of at most ``num_elements`` elements, as many as in a pass of planned training."""
+        """Start with micro-batches of at most ``num_elements`` elements, the size of a training pass in the plan."""
         self._first_elements = num_elements
 
     def wrapped(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Evaluations:
         return self._fallback_schedule
 
     def _loss_of(self, predicted: Callable[[Any], Any], inputs: Any, micro_batch: Any, share: float) -> Tensor:
-        """Return the loss of a micro-batch, which is the part ``share`` of the batch; NaN if no loss is computed."""
+        """Return the loss of a micro-batch with the part ``share`` of the batch's items; NaN if no loss is computed."""
         items = self._num_items(inputs)
         loss = self._with_items(None if items is None else items * share, predicted, copy.copy(micro_batch))[0]
         return torch.tensor(torch.nan) if loss is None else loss.mean()

@@ -223,7 +223,8 @@ class Evaluations:
     def _reason_against(self, run: Callable[[Any], Any], few: Any) -> str | None:
         """Run a few samples together, then in two unequal passes, and undo both.
 
-        Return the first difference between their results; ``None`` if they are equal."""
+        Return a description of the first difference between the results; ``None`` if they are equal.
+        """
         num_samples = batch_size_of(few)
         put_back = self._remember()
         try:

@@ -42,7 +42,7 @@ def loss_of(
 def _holding(value: Any, model: nn.Module | None, other: nn.Module) -> Any:
     """Return a copy of a module or dict of modules in which ``other`` replaces ``model``.
 
-    Without this model in it, ``value`` itself is returned.
+    If ``value`` does not contain the model, ``value`` itself is returned.
 
     The original is not changed, because a backward pass may call the other model later, as with cached gradients.
     """

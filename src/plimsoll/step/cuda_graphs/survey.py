@@ -42,8 +42,8 @@ class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device: the device on which the pass computes.
 
     Attributes:
-        reason: the first obstacle to a capture, or ``None``.
-        read: the values that the host has read, in order. None depends on tensor data: such a read is an obstacle.
+        reason: the first obstacle to a capture; ``None`` if none was found.
+        read: the values that the host has read and that depend only on Python values, in order.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -62,7 +62,7 @@ class FoldedBlocks:
 
 
 class _Forward:
-    """The forward of one block of a row while its pass is folded."""
+    """The replacement of a block's ``forward`` method while the row of the block is folded."""
 
     def __init__(self, row: _Row, number: int, forward: Callable[..., Any]) -> None:
         self._row, self._number, self._forward = row, number, forward
@@ -136,7 +136,7 @@ class _Row:
         blocks: the blocks.
         names: their names in the record.
         noted: the blocks that do not run, for which events are copied, in forward order.
-        last: the backward pass of the last block, once it has run.
+        last: the backward pass of the last block; ``None`` before it has run.
     """
 
     def __init__(self, recorder: Recorder, blocks: Sequence[nn.Module]) -> None:

@@ -23,7 +23,9 @@ _OF_FEWER_SAMPLES = (RuntimeError, ValueError, IndexError, TypeError)
 
 
 def ask_few_rows(workload: Workload, batch: Any, question: OfRows) -> str | None:
-    """Run a check on a few samples. Return the reason against the technique; ``None`` without a reason or a check.
+    """Run a check on a few samples, and return the reason why it fails.
+
+    Returns ``None`` if the check succeeds or cannot be run.
 
     Args:
         workload: the training run. It is restored afterwards.

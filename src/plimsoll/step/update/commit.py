@@ -457,7 +457,7 @@ def _order(member: tuple[int, nn.Parameter]) -> tuple[bool, bool, int]:
 
 
 def _cut_bytes(parameter: nn.Parameter) -> int:
-    """Return the bytes that determine order and chunks; for a shard, those in the largest shard, equal on all ranks."""
+    """Return the bytes of a parameter, or of its largest shard if it is sharded: the same number on all ranks."""
     num_bytes: int = getattr(parameter, "cut_bytes", parameter.nbytes)
     return num_bytes
 
