@@ -109,9 +109,9 @@ class AccelerateStep:
             batch: the batch, as the loss function expects it.
 
         Raises:
-            OutOfMemoryError: if memory ran out and not even single samples fit; the step is undone, with all its
-                batches.
-            InputError: if the batch would have to be split into micro-batches, but must not be.
+            OutOfMemoryError: if memory ran out and not even single samples fit. The step is undone, including all
+                batches accumulated for it.
+            InputError: if the batch would have to be split, but this is not allowed or could change the result.
         """
         if self._budget_to_plan is not None:
             self._plan_with(batch)
@@ -235,12 +235,13 @@ def step(
         clip_norm: the global gradient norm that ``accelerator.clip_grad_norm_`` clips to before each update.
         schedule: a prepared learning-rate schedule, stepped after each batch, as is usual with Accelerate.
         micro_batch: initial samples per forward and backward pass; ``None`` starts with the whole batch.
-        fallbacks: ``plan.fallbacks``: the initial configuration, then those for when memory runs out; instead of
-            ``micro_batch``.
+        fallbacks: ``plan.fallbacks``: the configuration to start with, then the configurations to change to when memory
+            runs out. Not together with ``micro_batch``.
         budget: device memory for the process, such as ``"8GiB"``, instead of ``micro_batch`` and ``fallbacks``. The
             step is planned for this budget, which is enforced until the step is closed (``with
             plimsoll.accelerate.step(...) as step``, or ``step.close()``).
-        batch: with ``budget``, the largest batch, for which the plan is made; by default the first batch.
+        batch: with ``budget``, the batch for which the plan is made, which should be the largest; by default the first
+            batch.
         recut_batch_norm: allow splitting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow splitting a batch although its loss was not shown to be the sum of the losses of its parts.
         never_cut: keep every batch whole.

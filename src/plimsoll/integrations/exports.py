@@ -47,7 +47,13 @@ _CLIPPING_OF_ACCELERATE = (
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A configuration, its ``reader`` (the tool's name), and a sentence for each choice that it lacks."""
+    """A plan as a configuration of another tool.
+
+    Attributes:
+        reader: the name of the tool, one of `EXPORTS`.
+        config: the settings of the tool.
+        not_mapped: sentences on choices of the plan that the configuration does not express, and on settings to add.
+    """
 
     reader: str
     config: dict[str, Any]
@@ -158,7 +164,7 @@ def kind_of(plan: Plan) -> Literal["cpu", "cuda"]:
 
 
 def _passes_of(plan: Plan) -> tuple[int, int, tuple[str, ...]]:
-    """Return the samples per rank of a batch and of an exported micro-batch, and notes if the latter was changed."""
+    """Return a rank's samples per batch and per exported micro-batch, and a note if the plan's micro-batch differs."""
     if not plan.fits:
         raise InputError(
             f"the plan does not fit its budget, so it cannot be exported: give a budget of at least "

@@ -64,7 +64,7 @@ _USED_OF_THE_LOOP = (
 
 
 class _Pass(NamedTuple):
-    """One micro-batch: its share of the batch, other outputs of ``training_step`` than the loss, and logged values."""
+    """A micro-batch after its pass: its share of the batch, its logged values, and its outputs except the loss."""
 
     batch_idx: int
     share: float
@@ -81,12 +81,13 @@ class OomProof(Callback):
             ``"next-tokens"`` (the same, for a causal model that shifts the labels), or a function that returns the
             number of units in a batch.
         micro_batch: initial samples per forward and backward pass; ``None`` starts with the batches of the loader.
-        fallbacks: ``plan.fallbacks``: the initial configuration, then those for when memory runs out; instead of
-            ``micro_batch``.
+        fallbacks: ``plan.fallbacks``: the configuration to start with, then the configurations to change to when memory
+            runs out. Not together with ``micro_batch``.
         budget: device memory for the process, such as ``"8GiB"``, instead of ``micro_batch`` and ``fallbacks``. The
             plan is made at the first batch, by tracing ``training_step`` without a trainer, and the budget is enforced
-            until the training ends.
-        batch: with ``budget``, the largest batch, for which the plan is made; by default the first batch.
+            until training ends.
+        batch: with ``budget``, the batch for which the plan is made, which should be the largest; by default the first
+            batch.
         recut_batch_norm: allow splitting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow splitting a batch although its loss was not shown to be the sum of the losses of its parts.
         never_cut: keep every batch whole.
@@ -206,7 +207,7 @@ class OomProof(Callback):
 
 
 class _Optimization:
-    """Lightning's automatic optimization of one training, with each update as a transaction.
+    """Lightning's automatic optimization of one call of ``fit``, with each update as a transaction.
 
     It replaces the method ``run`` of Lightning's loop, and calls Lightning's own code for each pass and update. If
     memory runs out, these are restored: gradients of the accumulation window, random numbers, buffers, values of
@@ -226,7 +227,7 @@ class _Optimization:
 
     @property
     def _results(self) -> Any:
-        """The results that ``self.log`` writes to; validation within an epoch has separate ones."""
+        """The results to which ``self.log`` writes. Validation within an epoch has results of its own."""
         return self._trainer._results
 
     def close(self) -> None:
@@ -384,7 +385,10 @@ def _clip_norm_of(trainer: Trainer) -> float | None:
 
 
 def _joined(passes: list[_Pass]) -> dict[str, Any]:
-    """Join the outputs of ``training_step`` except the loss; an output that some passes lack keeps its last value."""
+    """Join the outputs of ``training_step``, except the loss, over the passes of all micro-batches.
+
+    An output that an earlier pass lacks keeps the last pass's value. An output that the last pass lacks is dropped.
+    """
     extras = [one.extra for one in passes]
     shares, sizes = [one.share for one in passes], [one.num_samples for one in passes]
     both = {name for name in extras[-1] if all(name in extra for extra in extras)}

@@ -81,10 +81,10 @@ _Step = Callable[[nn.Module, Any, Any], Tensor]
 class Protection:
     """The state of a protected trainer.
 
-    Args:
+    Attributes:
         events: out-of-memory events that the trainer has recovered from.
-        micro_batch: samples of the current micro-batch.
-        plan: the plan for the budget, if there is one.
+        micro_batch: samples of the current micro-batch; ``None`` before the first step.
+        plan: the plan for the budget; ``None`` without a budget.
     """
 
     events: list[OomEvent] = field(default_factory=list)
@@ -120,10 +120,10 @@ def fit(
             enforced. ``None`` uses all available memory, without a plan.
         units: the loss normalizer if the trainer does not divide by ``num_items_in_batch``; by default inferred from
             the labels (see `plimsoll.data.batch.count_units`).
-        batch: with ``budget``, the largest batch, as the collator returns it, for which the plan is made; by default
-            the first batch.
-        fallbacks: without a budget, the initial techniques and then the fallbacks for when memory runs out, as for
-            `plimsoll.TrainStep`. Techniques that change the loop, the precision or the optimizer are refused.
+        batch: with ``budget``, the batch for which the plan is made, as the collator returns it. It should be the
+            largest; by default the first batch.
+        fallbacks: without a budget, the techniques to start with, then the fallbacks to change to when memory runs out,
+            as for `plimsoll.TrainStep`. Techniques that change the loop, the precision or the optimizer are refused.
         recut_batch_norm: allow splitting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow splitting a batch although its loss was not shown to be the sum of the losses of its parts.
         never_cut: keep every batch whole.
@@ -249,7 +249,7 @@ def _first_batch(trainer: transformers.Trainer, backend: Backend) -> Any:
 
 
 def _planned(guard: _Guard, budget: str | int, sample: Any) -> Plan:
-    """Return the plan with the fastest combination that fits and does not change the trainer's loop and optimizer."""
+    """Return the plan with the fastest techniques that fit and that do not change the trainer's loop and optimizer."""
     trainer = guard.trainer
     model = trainer.model
     assert model is not None
@@ -283,7 +283,7 @@ def _precision_of(trainer: transformers.Trainer) -> Precision:
 
 
 class _Guard:
-    """The protection of one trainer: its wrapped methods for training and evaluation."""
+    """The protection of one trainer: it wraps the trainer's methods for training and evaluation."""
 
     def __init__(
         self,
@@ -352,7 +352,7 @@ class _Guard:
             )
 
     def note(self, events: Iterable[OomEvent]) -> None:
-        """Record events, and pass them to ``on_oom``."""
+        """Record out-of-memory events, and call ``on_oom`` with each of them."""
         for event in events:
             self.protection.events.append(event)
             if self._on_oom is not None:
@@ -456,9 +456,9 @@ class _Training:
     def _one_pass(self, model: nn.Module, items: Any, micro_batch: Any, share: float) -> Tensor:
         """Run the ``training_step`` of the trainer on a micro-batch.
 
-        A loss is a mean, a sum divided by ``items``, or the sum of both. Here ``items`` is reduced to the micro-batch's
-        share, so each is a mean over the micro-batch. The wrapped ``accelerator.backward`` multiplies the loss by this
-        share.
+        A trainer's loss is a mean, a sum divided by ``items`` (``num_items_in_batch``), or the sum of such terms.
+        ``items`` is multiplied by ``share``, so that each term is a mean over the micro-batch. The wrapped
+        ``accelerator.backward`` then multiplies the loss by ``share``.
         """
         if share != 1:
             self._guard.refuse_unclear(micro_batch)

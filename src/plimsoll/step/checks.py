@@ -85,8 +85,8 @@ def refuse_non_finite(what: str, value: float, workload: Workload, position: Pos
     Args:
         what: the name of the value for the message, such as "loss".
         value: the value.
-        workload: the training.
-        position: the current position in the training.
+        workload: the training run.
+        position: the current position in the training run.
 
     Raises:
         NonFiniteLossError: if the value is NaN or infinite.

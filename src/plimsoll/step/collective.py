@@ -28,7 +28,7 @@ def attempt_collectively(work: Callable[[], T], backend: Backend, position: Posi
 
 
 def agreed(outcome: T | OomEvent, position: Position, ranks: Ranks) -> T | OomEvent:
-    """Exchange the outcomes. Return the local one, or an event if memory ran out on another rank."""
+    """Exchange this rank's outcome with all ranks. Return it, or an event if memory ran out on another rank."""
     if ranks.is_alone or (
         isinstance(outcome, OomEvent) and outcome.family == _PEER
     ):  # the ranks have already exchanged the outcome

@@ -75,11 +75,11 @@ class Evaluator:
         self._first_samples: int | None = None
 
     def begin_at(self, num_samples: int) -> None:
-        """Start with micro-batches of at most ``num_samples``: the initial size of training, or the last to survive."""
+        """Start with micro-batches of at most ``num_samples``, the size with which training starts or is resumed."""
         self._fallback_schedule, self._first_samples = None, num_samples
 
     def at_once(self, num_samples: int) -> int:
-        """Return the size of the first micro-batch for a batch of ``num_samples``, if memory suffices."""
+        """Return the size of the micro-batch that is tried first for a batch of ``num_samples``."""
         fallback_schedule = self._fallback_schedule_for(num_samples)
         return min(
             fallback_schedule.sizes[fallback_schedule.in_force].samples,

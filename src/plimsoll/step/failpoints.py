@@ -38,7 +38,7 @@ def failpoint(name: str) -> None:
 
 
 def exhaust_memory() -> None:
-    """Request more memory than any machine has, so that the allocator raises its error, CUDA's if available."""
+    """Request more memory than any machine has, so that the allocator raises its real error (CUDA's on a GPU)."""
     torch.empty(_ABSURD_BYTES, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -84,7 +84,7 @@ class InstalledFallbacks:
         self._level = 0 if self._levels and self._levels[0] == tuple(choice for choice, _ in self._at_work) else None
 
     def refuse_others(self, fallbacks: Sequence[Configuration | Sequence[Choice]]) -> None:
-        """Refuse fallbacks of another training: the choices for the whole run cannot be exchanged.
+        """Refuse fallbacks with different choices for the whole run, because such choices cannot be exchanged.
 
         Raises:
             InputError: if these choices differ.
@@ -104,7 +104,7 @@ class InstalledFallbacks:
 
     @property
     def names(self) -> list[str]:
-        """Descriptions of the fallbacks, by which a checkpoint is recognized as made with the same ones."""
+        """Descriptions of the fallbacks. A checkpoint with the same descriptions was made with the same fallbacks."""
         return [f"{size.samples} {self.described(size.level)}" for size in self.sizes]
 
     def is_in_force(self, level: int) -> bool:
@@ -131,17 +131,17 @@ class InstalledFallbacks:
     def keep_whole(
         self, fallback_schedule: FallbackSchedule, whole: WholeBatch, reason: Callable[[], Reason | None], shape: Shape
     ) -> bool:
-        """Exclude fallbacks that split batches from now on, if there is a reason against it. Call this before a split.
+        """Exclude fallbacks that split batches from now on, if batches must not be split. Call this before a split.
 
         Args:
             fallback_schedule: the schedule of these fallbacks.
-            whole: holds the reasons that are already known.
-            reason: determines the reason, or ``None``, by passes with the installed techniques.
+            whole: holds the reasons against splitting that are already known.
+            reason: runs passes with the installed techniques. Returns the reason against splitting, or ``None``.
             shape: the shape of the batch.
 
         Returns:
-            Whether this could be determined. While techniques are not installed (on any rank), the passes may not fit.
-            The caller then calls this again after installing them and before splitting the batch.
+            Whether this could be determined. The passes may not fit while techniques are not installed on some rank.
+            The caller then installs the techniques, and calls this again before it splits the batch.
         """
         if whole.reason() is not None:
             return True
@@ -218,7 +218,7 @@ def fallback_schedule_of(
         first_micro_batch: the initial samples per micro-batch if there are no fallbacks; ``None`` for the whole batch.
         grow_after: see `plimsoll.step.recovery.FallbackSchedule`.
         is_whole: whether batches must not be split.
-        learned: the state of a checkpoint, used if there is no previous schedule.
+        learned: the schedule's state in a checkpoint, which is loaded if there is no previous schedule.
     """
     top = first_micro_batch or num_samples
     is_fixed = bool(fallbacks.sizes) or first_micro_batch is not None
@@ -243,7 +243,7 @@ def after_oom(  # noqa: PLR0917 -- internal, called by step loops only
     fallbacks: InstalledFallbacks | None,
     backend: Backend,
 ) -> tuple[OomEvent, int | None]:
-    """Return the event with the action taken, and the next fallback, or ``None`` if no fallback is left."""
+    """Return the event with the action taken, and the next fallback's number; ``None`` if no fallback is left."""
     before, samples = (
         fallback_schedule.sizes[fallback],
         min(fallback_schedule.sizes[fallback].samples, shape.num_samples),
@@ -267,7 +267,7 @@ def after_oom(  # noqa: PLR0917 -- internal, called by step loops only
 
 
 def ran_out_of(event: OomEvent) -> RanOut | None:
-    """Return the wanted memory (in use plus requested) and the limit; ``None`` if both are unknown.
+    """Return the wanted memory (in use plus requested) and the limit; ``None`` if neither request nor limit is known.
 
     If the device has no limit, the wanted memory is the limit.
     """
@@ -286,7 +286,7 @@ class Uses(Protocol):
 
 
 def measured(fallback_schedule: FallbackSchedule, device: Uses, ranks: Ranks) -> Measured | None:
-    """Return the memory of the last step on the rank that used most; ``None`` if the schedule does not need it."""
+    """Return the largest memory of the last step on any rank; ``None`` if the schedule does not need it."""
     if not fallback_schedule.is_lowered:
         return None
     use = device.use()
@@ -318,7 +318,7 @@ def _refuse_impossible(choices: Sequence[Choice], workload: Workload, batch_size
 
 
 def _split(choices: Sequence[Choice]) -> tuple[Choices, Choices]:
-    """Return the choices for the whole run, and the others without the micro-batch, in installation order."""
+    """Return the choices for the whole run, then all other choices except the micro-batch, in installation order."""
     others = without_micro_batch(in_order(choices))
     return (
         tuple(choice for choice in others if technique_of(choice.technique).is_for_the_run),

@@ -43,7 +43,7 @@ def step_of(
         fallbacks: see `TrainStep`.
         loss: replaces the loss of the task, for training with a teacher.
         schedule: an existing learning-rate schedule; by default it is built from the job.
-        full_length: tokens of the longest row in the data set; by default the job's ``sequence_length``.
+        full_length: tokens of the longest sample in the data set; by default the job's ``sequence_length``.
         backend: see `TrainStep`.
         position: see `TrainStep`.
         files: see `TrainStep`.

@@ -35,7 +35,7 @@ NOTHING = Shape(num_samples=0, num_units=0, elements_per_sample=0.0)
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch, its share of the batch's loss units, and the numbers of its samples in the batch."""
+    """A micro-batch, its share of the batch's loss units, and the indices of its samples in the batch."""
 
     batch: Any
     share: float
@@ -43,7 +43,7 @@ class MicroBatch(NamedTuple):
 
 
 def shape_of(batch: Any, workload: Workload) -> Shape:
-    """Return the shape of a batch, with elements counted as the workload splits batches."""
+    """Return the shape of a batch. Its elements are counted by the rule by which the workload splits batches."""
     num_samples, num_units = batch_size_of(batch), count_units(batch, workload.units)
     return Shape(num_samples, num_units, workload.hooks.cut.elements_per_sample(batch, num_samples))
 
@@ -60,8 +60,9 @@ def shape_of_any(batch: Any, units: Units) -> Shape:
 class Parts(NamedTuple):
     """The shape that determines how ranks split their parts of a batch, and the number of samples in the whole batch.
 
-    In ``shape``, units are the sum over ranks; samples and elements are the maximum of any rank. ``some_have_none``:
-    some rank has no target, for example if there are fewer samples than ranks.
+    ``shape.num_units`` is the sum over all ranks. The samples and elements in ``shape`` are the maximum of any rank.
+    ``some_have_none`` is true if some rank has no sample with a target, for example if there are fewer samples than
+    ranks.
     """
 
     shape: Shape
@@ -70,7 +71,7 @@ class Parts(NamedTuple):
 
 
 def parts_of_all(shape: Shape, ranks: Ranks) -> Parts:
-    """Combine the shapes of all ranks' parts, given the shape of this rank's part. All ranks must call it."""
+    """Combine the shapes of all ranks' parts of a batch. ``shape`` is for this rank's part. All ranks must call it."""
     if ranks.is_alone:
         return Parts(shape, shape.num_samples, some_have_none=False)
     samples, units, elements = zip(*ranks.each(shape), strict=True)
@@ -111,7 +112,7 @@ class Filler:
 
     Args:
         workload: provides the ranks and the units; a sample without units has no loss.
-        is_lent: whether some rank has no target, and so borrows a sample.
+        is_lent: whether some rank has no sample with a target, and therefore borrows a sample of another rank.
     """
 
     def __init__(self, workload: Workload, is_lent: bool) -> None:
@@ -121,8 +122,8 @@ class Filler:
     def filled(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int) -> Iterator[MicroBatch]:
         """Yield the micro-batches, then the filler, until the rank has yielded as many as the rank with the most.
 
-        All ranks must call it. The maximum is ``num_micro_batches``; if it depends on batch contents, ranks exchange
-        it.
+        All ranks must call it. ``num_micro_batches`` is the number of the rank with the most. If the number depends on
+        the contents of batches, the ranks exchange their numbers instead.
 
         Raises:
             PeerOutOfMemory: if memory ran out on another rank before it could lend a sample.
@@ -182,7 +183,7 @@ def mean_loss(workload: Workload, micro_batch: Any) -> Tensor:
 
 
 def no_way_out(event: OomEvent, micro_batch: int, shape: Shape, whole: Reason | None) -> str:
-    """Return the error message for a step that does not fit in memory, with the reason and the remedy."""
+    """Return the error message for a step that does not fit in memory. ``whole`` is the reason against splitting."""
     where = f"memory ran out in the {event.phase} phase of step {event.step}"
     if event.phase == "optimizer":
         why = "no micro-batch changes what the update needs: give a larger budget, or an optimizer with fewer states"

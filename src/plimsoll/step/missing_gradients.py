@@ -38,7 +38,7 @@ class Unreached(NamedTuple):
     Attributes:
         names: names of the parameters, in the model's order.
         num_all: number of trainable parameters.
-        step: the number of the step after which this was known.
+        step: the number of the step after which the warning was given.
         cause: the cause.
     """
 
@@ -72,13 +72,13 @@ _IS_SURE = (_CHECKPOINTED, _WITHOUT_GRAD)
 
 
 class UnreachedWatch:
-    """A watch over the first steps of a training, which warns of parameters without a gradient.
+    """A watch over the first steps of a training run, which warns of parameters without a gradient.
 
     Hooks record the first gradient of each parameter. They are removed afterwards.
 
     Args:
         model: the model. Its parameters may be replaced before the first step.
-        is_done: whether the watch is over before it begins, so that nothing is watched.
+        is_done: whether to watch nothing, as in a dry run.
     """
 
     def __init__(self, model: nn.Module, is_done: bool = False) -> None:
@@ -93,7 +93,7 @@ class UnreachedWatch:
 
     @property
     def found(self) -> tuple[Unreached, ...]:
-        """The findings so far, without parameters that have got a gradient since they were found."""
+        """The parameters found without a gradient so far, except those that have received one since."""
         left = [
             one._replace(names=tuple(name for name in one.names if name not in self._reached)) for one in self._found
         ]
@@ -117,7 +117,7 @@ class UnreachedWatch:
             self._handles = _watch_modules(self._model, self._causes)
 
     def look(self, step: int) -> None:
-        """Warn after a completed step of parameters without a gradient, once there is enough evidence."""
+        """Warn of parameters without a gradient, once enough steps have passed. Call it after each completed step."""
         if self._is_done:
             return
         for name in self._reached & self._watched.keys():
@@ -168,7 +168,7 @@ class UnreachedWatch:
 
 
 def _branch_of(name: str) -> str:
-    """Return a parameter's name without the numbers of layers and experts, which parallel branches share."""
+    """Return a parameter's name with layer and expert numbers removed, so that parallel branches get the same name."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 

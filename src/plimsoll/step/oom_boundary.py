@@ -34,7 +34,7 @@ _LONGEST_TEXT = 2000  # characters of the raw error kept in the record; CUDA's l
 class Position:
     """The position of the run, for error messages; ``step`` counts completed steps.
 
-    ``samples`` are the numbers, within the batch, of the samples under evaluation.
+    ``samples`` are the indices, within the batch, of the samples that an evaluation is processing.
     """
 
     step: int = 0
@@ -94,7 +94,10 @@ def fitting(work: Callable[[], T], backend: Backend, what: str, otherwise: str =
 
 
 def without_fail(work: Callable[[], T], *raised: type[Exception]) -> T | str:
-    """Run a function whose failure must not hide another error. Return its error message; only ``raised`` pass."""
+    """Run a function whose failure must not hide another error. Return its result, or its error message if it fails.
+
+    Errors of the types in ``raised`` are raised.
+    """
     try:
         return work()
     except raised:

@@ -24,15 +24,15 @@ from plimsoll.step.retry import Retry
 
 
 class Passes:
-    """The passes of one training.
+    """The passes of one training run.
 
     Args:
-        workload: the training.
+        workload: the training run.
         retry: restores the state from before the step.
         backend: the backend of the device.
-        position: the current position in the training.
+        position: the current position in the training run.
         parameters: returns an iterator over the parameters that have gradients.
-        is_dry_run: whether the training is a dry run.
+        is_dry_run: whether the training run is a dry run.
 
     Attributes:
         graphs: watches for autograd graphs that stay in memory after a pass.
@@ -62,7 +62,7 @@ class Passes:
             micro_batch: the micro-batch, on any device.
             share: the weight of the micro-batch in the mean loss of the batch.
             scaler: the loss scaler, for fp16.
-            releases_gradients: whether parameters are updated in backward, so that the loss must be checked before.
+            releases_gradients: whether parameters are updated in backward. If so, the loss is checked before that.
 
         Returns:
             The micro-batch's part of the batch's mean loss.

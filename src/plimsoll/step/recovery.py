@@ -1,4 +1,4 @@
-"""The rule for the current fallback: down the schedule when memory runs out, up again when it is safe.
+"""The choice of the fallback for each batch: a later one when memory runs out, an earlier one again when it is safe.
 
 The fallbacks are planned before the run (by a plan, or `micro_batch_sizes`), so nothing is searched when memory runs
 out. A fallback is a micro-batch and a *level*, that is, the techniques installed with it. A micro-batch size that did
@@ -54,7 +54,11 @@ class RanOut(NamedTuple):
     limit_bytes: int
 
     def most_bytes(self, needed_bytes: int) -> float:
-        """Return the largest predicted peak that should fit, if all predictions err by the same factor as this one."""
+        """Return the largest predicted peak that should fit.
+
+        ``needed_bytes`` is the predicted peak of the fallback that ran out of memory. All other predictions are assumed
+        to be wrong by the same factor as this prediction.
+        """
         return needed_bytes * min(1.0, self.limit_bytes / max(self.wanted_bytes, 1))
 
 
@@ -66,7 +70,7 @@ class Measured(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """The maximum memory of successful steps with a fallback, and the elements of their micro-batches."""
+    """The maximum memory of successful steps with a fallback, and the elements of the micro-batch that needed it."""
 
     fallback: int
     memory: Measured
@@ -81,7 +85,7 @@ _USABLE_SHARE = 0.95  # of the limit, because peaks vary between steps and the h
 def state_after_death(
     state: dict[str, Any] | None, size: Size, too_large_fallback: int | None = None
 ) -> dict[str, Any]:
-    """Return the state to load into a fallback schedule after the process was killed for memory.
+    """Return the state to load into a fallback schedule after the process was killed because memory ran out.
 
     Args:
         state: the state of the checkpoint; ``None`` without one.
@@ -149,13 +153,13 @@ class FallbackSchedule:
         return self._limit_bytes is not None and is_bound
 
     def keep_whole(self, num_samples: int) -> None:
-        """Use only fallbacks with at least ``num_samples`` from now on, if there are any."""
+        """Use only fallbacks with at least ``num_samples`` from now on; if no fallback has, only the first one."""
         whole = [fallback for fallback in self._usable if self.sizes[fallback].samples >= num_samples]
         self._usable = whole or self._usable[:1]
         self._fallback = next((fallback for fallback in self._usable if fallback >= self._fallback), self._usable[-1])
 
     def begin_again(self, state: dict[str, Any], fallback: int) -> int:
-        """Return to the state from before a step, at ``fallback``, if the step did not fail for lack of memory."""
+        """Restore ``state``, from before a step, and continue at ``fallback``, if the step's failures do not count."""
         self.load_state_dict(state)
         self._fallback = fallback
         return fallback
@@ -165,7 +169,7 @@ class FallbackSchedule:
         return fallback == self._usable[-1]
 
     def start_at(self, num_samples: int, level: int = 0) -> None:
-        """Start at the first fallback of this level with at most ``num_samples``, or of a later level."""
+        """Start at the first fallback of this level with at most ``num_samples``, or else at one of a later level."""
         sizes = ((fallback, self.sizes[fallback]) for fallback in self._usable)
         fallbacks = (fallback for fallback, size in sizes if (-size.level, size.samples) <= (-level, num_samples))
         self._fallback = next(fallbacks, self._usable[-1])
@@ -211,9 +215,9 @@ class FallbackSchedule:
         return (fallback >= self._fallback or is_known) and self._is_allowed(fallback, elements_per_sample)
 
     def _larger_that_fits(self, fallback: int, elements_per_sample: float) -> int | None:
-        """Return the largest earlier fallback that should fit according to the measured peak, or ``None``.
+        """Return the first of the earlier fallbacks that should fit according to the measured peak, or ``None``.
 
-        If such a fallback failed before, other code held the memory at that time.
+        This may be a fallback that failed before, because other code may have held memory at that time.
         """
         if self._limit_bytes is None or self._seen is None or self._num_clean_steps < self._clean_steps_wanted:
             return None
@@ -261,13 +265,13 @@ class FallbackSchedule:
         needs_other_level: bool = False,
         ran_out: RanOut | None = None,
     ) -> int | None:
-        """Return the fallback to try after memory ran out, possibly the same one again, or ``None`` if none is left.
+        """Return the fallback to try after memory ran out, possibly the same one again; ``None`` if none is left.
 
         Args:
             fallback: the fallback that ran out of memory.
             num_samples: samples per pass; fewer than in the fallback if the batch is small.
             num_elements: elements per pass.
-            needs_other_level: whether a smaller pass would not help.
+            needs_other_level: whether only a fallback of another level can help, not a smaller micro-batch.
             ran_out: the wanted memory and the limit, if known.
         """
         self._begin_anew()
@@ -306,7 +310,7 @@ class FallbackSchedule:
         return following
 
     def _likely_to_fit(self, fallback: int, smaller: Sequence[int], ran_out: RanOut | None) -> int:
-        """Return the first fallback that should fit if all predictions err by one factor; otherwise the last one."""
+        """Return the first of the ``smaller`` fallbacks that should fit (`RanOut.most_bytes`), or else the last."""
         needs = self._needs[fallback]
         if ran_out is None or needs is None:
             return smaller[0]
@@ -314,7 +318,7 @@ class FallbackSchedule:
         return next((later for later in smaller if (self._needs[later] or 0) <= most_bytes), smaller[-1])
 
     def _note_limit(self, level: int, num_elements: int) -> None:
-        """Forbid passes with this many elements, until a pass with as many that could not be avoided succeeds."""
+        """Avoid passes with this many elements until such a pass succeeds because it could not be avoided."""
         self._held_elements[level] = min(self._held_elements[level], num_elements - 1)
         self._failed_elements[level] = min(num_elements, self._failed_elements[level] or num_elements)
 

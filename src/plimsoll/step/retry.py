@@ -50,12 +50,12 @@ _WHAT_TO_GIVE = "with state_dict and load_state_dict, or allow retries anyway wi
 
 
 class Retry:
-    """The state of one training that is needed to retry a step.
+    """The state of one training run that is needed to retry a step.
 
     Args:
         roots: objects that may hold state of the training code, by name, including ``"model"`` and ``"loss"``.
         backend: the backend of the device.
-        position: the current position in the training.
+        position: the current position in the training run.
         optimizer: the optimizer of the model.
         extra_state: user objects whose state is restored too.
         allow_hidden_state: whether to retry although some state cannot be restored.
@@ -64,7 +64,7 @@ class Retry:
     Attributes:
         extra_state: as given.
         undo: saves and restores the state.
-        hidden: a description of state that is not restored, or ``None``.
+        hidden: a description of state that is not restored; ``None`` if no such state is known.
         is_exact: whether two passes were bitwise equal; ``None`` if none were compared.
     """
 
@@ -116,7 +116,7 @@ class Retry:
             batch: the whole batch.
             loss_of: computes the loss of the first samples; ``None`` skips the check.
             parameters: parameters whose gradients are compared; ``None`` compares forward passes only.
-            others: restores state that a pass changes and ``undo`` does not cover.
+            others: a function that restores state which a pass changes and ``undo`` does not cover.
         """
         self.undo.remember(batch)
         if loss_of is None or not self.undo.is_due:
@@ -167,7 +167,7 @@ class Retry:
             self.undo.kinds, self._idle_iterators = kinds, idle_iterators
 
     def put_back(self, others: Callable[[], None]) -> None:
-        """Restore the saved state, and call ``others`` for state not covered. If memory runs out, try a second time.
+        """Restore the saved state, and call ``others`` to restore other state. If memory runs out, try a second time.
 
         Raises:
             TornStepError: if memory ran out in both tries.
@@ -186,7 +186,7 @@ class Retry:
             )
 
     def until_settled(self, passes: Callable[[], T], put_back: Callable[[], None]) -> T:
-        """Run the passes, and repeat them while they change state that a failed try left changed (see `Undo.leave`)."""
+        """Run the passes; repeat them while they change a value that a failed try left changed (see `Undo.leave`)."""
         result = passes()
         while self.undo.has_left_state:
             put_back()
@@ -196,7 +196,7 @@ class Retry:
 
     @property
     def doubt(self) -> str | None:
-        """The reason why some changes of passes may not be restored; ``None`` if all are."""
+        """The reason why some changes of passes may not be restored; ``None`` if all changes are restored."""
         if self.hidden is None and self._unseen_iterators:
             return said_of_iterators(self._unseen_iterators)
         if self.hidden is None and self.undo.lost:
@@ -220,7 +220,7 @@ class Retry:
     # -- the proof -----------------------------------------------------------------------------------------------------
 
     def _compare(self, one_pass: Callable[[], PassPrint | OomEvent | None]) -> str | OomEvent | None:
-        """Compare two passes. Return the reason why they differ, an event if memory ran out, or ``None``."""
+        """Run a pass twice. Return why the results differ, or an event if memory ran out; otherwise ``None``."""
         first, second = one_pass(), one_pass()
         if not isinstance(first, PassPrint) or not isinstance(second, PassPrint):
             return first if isinstance(first, OomEvent) else second if isinstance(second, OomEvent) else None
@@ -261,7 +261,7 @@ class Retry:
         return PassPrint(print_of(loss), [*map(print_of, gradients)], written, self._backend.random_state())
 
     def go_back(self, parameters: Sequence[nn.Parameter] | None, others: Callable[[], None] = lambda: None) -> None:
-        """Restore the saved state and drop the gradients. It takes the arguments of `remember`."""
+        """Restore the saved state and drop the gradients. The arguments are the same as for `remember`."""
         for parameter in parameters or ():
             parameter.grad = None
         self.undo.look()

@@ -80,8 +80,8 @@ class TrainStep:
             for a causal model that shifts the labels), or a function that returns the number of units in a batch.
             Optional if the model computes its own loss and each sample has one label.
         micro_batch: initial samples per forward and backward pass; ``None`` starts with the whole batch.
-        fallbacks: ``plan.fallbacks``, instead of ``micro_batch``: the initial configuration, then those to change to
-            when memory runs out. Each may also be given as its choices only, without predictions.
+        fallbacks: ``plan.fallbacks``: the configuration to start with, then the configurations to change to when memory
+            runs out. Not together with ``micro_batch``. Each may be given as only its choices, without predictions.
         clip_norm: the maximum global gradient norm, applied after accumulation.
         schedule: a learning-rate schedule, stepped after every update.
         precision: ``"fp32"``, or ``"bf16"`` / ``"fp16"`` by autocast (fp16 with a gradient scaler).
@@ -282,7 +282,7 @@ class TrainStep:
         return self._evaluator.evaluate(batches, self._put_to_work)
 
     def evaluated_at_once(self, num_samples: int) -> int:
-        """Return the number of samples that `evaluate` initially passes at once, for a batch of ``num_samples``."""
+        """Return the size in samples of the micro-batch with which `evaluate` starts on a batch of ``num_samples``."""
         return self._evaluator.at_once(num_samples)
 
     def use(self) -> MemoryUse:
@@ -350,7 +350,7 @@ class TrainStep:
     # -- one try of a step ---------------------------------------------------------------------------------------------
 
     def _run(self, batch: Any, size: Size, own: Shape, shape: Shape) -> Outcome | OomEvent:
-        """Try one step: gradients in micro-batches, clipping, update. After an event, the caller restores the state.
+        """Try one step: gradients in micro-batches, clipping, update. The caller restores the state after an event.
 
         ``own`` is the shape of this rank's part of the batch, ``shape`` the shape of all parts (see `parts_of_all`).
         """
@@ -395,7 +395,7 @@ class TrainStep:
         return attempt_collectively(work, self.backend, self.position, self.ranks)
 
     def _all_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the model, then the parameters of the optimizer, which may differ."""
+        """Yield the model's parameters, then the optimizer's, which may be others. Shared parameters occur twice."""
         yield from self._parameters
         for group in self.workload.optimizer.param_groups:
             yield from group["params"]
@@ -405,7 +405,10 @@ class TrainStep:
             parameter.grad = None
 
     def _gradients_at(self, batch: Any, size: Size, own: Shape, shape: Shape) -> float:
-        """Install the techniques of a level if needed, compute the gradients, and return the part of the mean loss."""
+        """Install the techniques of this fallback's level if needed, and compute the gradients of this rank's samples.
+
+        Return the contribution of these samples to the mean loss.
+        """
         self.position.phase = "copy"
         self._use(size.level)
         loss = self._retry.until_settled(partial(self._once, batch, size.samples, own, shape), self._put_back)
@@ -473,7 +476,7 @@ class TrainStep:
         return total.item()
 
     def _clip(self) -> float | None:
-        """Clip the gradients of the whole batch and return their previous norm, or ``None`` without ``clip_norm``."""
+        """Clip the gradients of the whole batch. Return their norm before clipping; ``None`` without ``clip_norm``."""
         self.position.phase = "clip"
         failpoint("clip")
         clip_norm, sharding = self.workload.clip_norm, self.workload.hooks.sharding
@@ -511,7 +514,7 @@ class TrainStep:
         return shape_of(batch, self.workload)
 
     def _fallback_schedule_for(self, num_samples: int) -> FallbackSchedule:
-        """Return the fallback schedule for a batch of ``num_samples``, created or enlarged if needed."""
+        """Return the fallback schedule for a batch of ``num_samples``, newly created if the last one is too small."""
         self.fallback_schedule = fallback_schedule_of(
             self._fallbacks,
             self.fallback_schedule,
@@ -524,7 +527,7 @@ class TrainStep:
         return self.fallback_schedule
 
     def _allowed(self, batch: Any, fallback_schedule: FallbackSchedule, fallback: int, shape: Shape) -> int:
-        """Return the fallback to begin with, which splits the batch only if the loss allows it."""
+        """Return the number of the fallback to begin with. It splits the batch only if the loss is additive."""
         self._is_asked = True
         if not self.ranks.is_alone or fallback_schedule.sizes[fallback].samples < shape.num_samples:
             # Install them first: the passes that compare losses may not fit without the techniques.
@@ -546,6 +549,6 @@ class TrainStep:
             )
 
     def _after_oom(self, event: OomEvent, fallback: int, shape: Shape) -> tuple[OomEvent, int | None]:
-        """Return the event with the action taken, and the next fallback, or ``None`` if no fallback is left."""
+        """Return the event with the action taken, and the next fallback's number; ``None`` if no fallback is left."""
         assert self.fallback_schedule is not None
         return after_oom(event, fallback, shape, self.fallback_schedule, self._fallbacks, self.backend)

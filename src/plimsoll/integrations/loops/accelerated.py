@@ -35,7 +35,7 @@ def stepped_as_now(optimizer: AcceleratedOptimizer) -> Iterator[None]:
 
 
 def put_back_of_scaler(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Callable[[], None]:
-    """Return a function that resets the gradient scaler to before a step; serves as ``remember`` of `Transaction`."""
+    """Return a function that drops the records of a step in the gradient scaler; for ``remember`` of `Transaction`."""
     return partial(_put_back, accelerator, optimizer)
 
 

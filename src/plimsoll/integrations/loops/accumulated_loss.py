@@ -1,13 +1,13 @@
-"""Checks of a Trainer's loss: whether it divides by ``num_items_in_batch``, and whether a batch may be cut.
+"""Checks of a Trainer's loss: whether it divides by ``num_items_in_batch``, and whether a batch may be split.
 
 A Trainer that passes ``num_items_in_batch`` to a model relies on the model to divide by it. Some models accept it but
 average over their batch: classifiers of texts and tokens, masked language models and T5 in transformers 5.23, and
-``compute_loss`` of many subclasses. Their loss and gradients are too large by a factor: the number of batches in a
-window.
+``compute_loss`` of many subclasses. Their loss and gradients are then multiplied by the number of batches that are
+accumulated for one update.
 
 Trainers with a ``compute_loss_func`` or a ``training_step`` of a subclass are not checked, because these divide the
 loss themselves. Nor is a loss that is NaN, is random, or fails in evaluation mode without gradients. The check calls
-``compute_loss`` twice, which a counter in it would count.
+``compute_loss`` twice, so code in it that counts calls counts two more.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def loss_of_micro_batch(
     Args:
         trainer: the trainer.
         model: the model as the trainer calls it.
-        items: the ``num_items_in_batch`` of the whole batch, or ``None``.
+        items: the ``num_items_in_batch`` of the whole batch; ``None`` if the trainer passes none.
         micro_batch: the micro-batch.
         share: the share of the items that are in the micro-batch, from 0 to 1.
     """
@@ -109,7 +109,7 @@ def loss_of_micro_batch(
 
 
 def adds_nothing(trainer: transformers.Trainer) -> bool:
-    """Return whether the loss of a trainer is only the loss of its model; call this before methods are wrapped."""
+    """Return whether a trainer adds nothing to the loss of its model. Call this before its methods are wrapped."""
     methods = {name: getattr(trainer, name) for name in ("compute_loss", "training_step", "prediction_step")}
     return (
         all(getattr(one, "__func__", None) is getattr(transformers.Trainer, name) for name, one in methods.items())
@@ -123,8 +123,8 @@ def is_known_for(known: Units | None, units: Units | None, batch: Any, model: nn
     """Return whether the loss of a batch is known to be the weighted sum of the losses of its parts.
 
     Args:
-        known: the units that the loss of the model is known to average over, or ``None``.
-        units: the units given by the user, or ``None``.
+        known: the units that the loss of the model averages over; ``None`` if they are not known.
+        units: the units given by the user; ``None`` if the user gave none.
         batch: the batch.
         model: the model.
     """
@@ -158,7 +158,7 @@ class EvaluatedLoss:
 
     Args:
         trainer: the trainer.
-        units: the loss normalizer given by the user, or ``None``.
+        units: the loss normalizer given by the user; ``None`` if the user gave none.
         units_of: returns the number of units in a batch.
         cuts: the options ``recut_loss`` and ``never_cut`` of the user.
         backend: backend of the device.
@@ -179,7 +179,7 @@ class EvaluatedLoss:
 
     @torch.no_grad()
     def why_whole(self, batch: Any, loss_of: LossOf) -> Reason | None:
-        """Return the reason why a batch must not be split, or ``None``.
+        """Return the reason why a batch must not be split; ``None`` if it may be split.
 
         Args:
             batch: the batch.

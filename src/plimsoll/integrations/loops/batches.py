@@ -29,7 +29,7 @@ def joined(
     Args:
         found: loss, logits and labels of each micro-batch.
         counts: the number of units in each micro-batch, by which its loss is weighted.
-        pool: memory-mapped files for the joined logits and labels; ``None`` keeps them on their device.
+        pool: the pool of memory-mapped files for the joined logits and labels; ``None`` keeps these on their device.
     """
     if len(found) == 1:
         return found[0]

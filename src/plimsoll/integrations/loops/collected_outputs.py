@@ -1,10 +1,10 @@
 """A container that keeps the outputs of an evaluation off the device, and joins them once.
 
 A Trainer keeps the outputs of all batches on the device and concatenates them again with each batch, so they briefly
-exist twice. `Collected` replaces its container. On a GPU, each batch is moved to host memory, as with
-``eval_accumulation_steps=1``. On a CPU inside a limit, it is moved to a memory-mapped file
-(`plimsoll.device.mapped_memory`), which the limit does not count. The results are the same numpy arrays with the same
-padding.
+exist twice. `Collected` replaces the container that the Trainer uses. On a GPU, the outputs of each batch are moved to
+host memory, as with ``eval_accumulation_steps=1``. On a CPU under a memory limit, they are moved to a memory-mapped
+file (`plimsoll.device.mapped_memory`), which the limit does not count. The results are the same numpy arrays with the
+same padding.
 
 Outputs that are not tensors are concatenated by transformers.
 """
@@ -32,7 +32,7 @@ class Collected:
     Args:
         do_nested_concat: whether to join the batches; otherwise the result is a list with an entry for each batch.
         padding_index: the value that pads shorter rows.
-        pool: memory-mapped files for the batches; ``None`` for host memory.
+        pool: the pool of memory-mapped files that holds the outputs; ``None`` for host memory.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Collected:
 
 
 def pool_for(device: torch.device) -> MappedPool | None:
-    """Return a pool of memory-mapped files; ``None`` on a GPU, without a limit, or without a scratch folder on disk."""
+    """Return a pool of memory-mapped files; ``None`` on a GPU, without a memory limit, or without a scratch folder."""
     if device.type != "cpu" or budget_in_force_bytes() is None:
         return None
     try:
@@ -73,7 +73,7 @@ def off_device(tensors: Any, pool: MappedPool | None, *, for_numpy: bool = False
 
     Args:
         tensors: outputs of a batch.
-        pool: memory-mapped files for the copies; ``None`` for host memory.
+        pool: the pool of memory-mapped files that holds the copies; ``None`` for host memory.
         for_numpy: convert bfloat16, which numpy does not have, to float32.
     """
     if isinstance(tensors, list | tuple):
@@ -94,7 +94,7 @@ def concatenated(batches: Sequence[Any], padding_index: int = _PADDING, pool: Ma
     Args:
         batches: the outputs of at least one batch: tensors, or tuples, lists or mappings of tensors.
         padding_index: the padding value.
-        pool: memory-mapped files for the result; ``None`` for the device of the batches.
+        pool: the pool of memory-mapped files that holds the result; ``None`` for the device of the batches.
     """
     first = batches[0]
     if len(batches) == 1 or first is None:

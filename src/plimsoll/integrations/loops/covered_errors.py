@@ -18,7 +18,7 @@ from plimsoll.step.oom_boundary import Position, attempt, fitting
 
 
 class _Call(NamedTuple):
-    """A method's description and additional remedy (``otherwise``) for messages, and whether it can be repeated."""
+    """A method of a Trainer: its description for messages (``what``), an additional remedy, and whether to retry it."""
 
     what: str
     otherwise: str = ""

@@ -53,8 +53,8 @@ class Evaluations:
         backend: backend of its device.
         units_of: returns the number of units that the mean loss of a batch averages over.
         refuse_unclear: raises if the units of a batch are unknown.
-        why_whole: returns the reason why a batch must not be split, or ``None``; it gets the batch and a function that
-            computes the loss of a micro-batch.
+        why_whole: returns the reason why a batch must not be split; ``None`` if it may be split. Its arguments are the
+            batch and a function that computes the loss of a micro-batch.
         note: called with the out-of-memory events that were recovered from.
     """
 
@@ -74,10 +74,10 @@ class Evaluations:
         self._first_elements: float | None = None
         self._pool: MappedPool | None = None
         self.items: Any = None
-        """The divisor of the loss of the current micro-batch, instead of the count of the trainer."""
+        """``num_items_in_batch`` of the current micro-batch; ``None`` leaves it to the trainer to count them."""
 
     def begin_with(self, num_elements: float) -> None:
-        """Start with micro-batches of at most ``num_elements`` elements, the size of a pass in the planned training."""
+        """Start with micro-batches of at most ``num_elements`` elements, the size of a training pass in the plan."""
         self._first_elements = num_elements
 
     def wrapped(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Evaluations:
         return self._fallback_schedule
 
     def _loss_of(self, predicted: Callable[[Any], Any], inputs: Any, micro_batch: Any, share: float) -> Tensor:
-        """Return the loss of a micro-batch that has this share of the batch's items; NaN if no loss is computed."""
+        """Return the loss of a micro-batch with the part ``share`` of the batch's items; NaN if no loss is computed."""
         items = self._num_items(inputs)
         loss = self._with_items(None if items is None else items * share, predicted, copy.copy(micro_batch))[0]
         return torch.tensor(torch.nan) if loss is None else loss.mean()
@@ -206,7 +206,7 @@ class Evaluations:
     def _in_micro_batches(
         self, predicted: Callable[[Any], Any], inputs: Any, num_samples: int, shape: Shape
     ) -> tuple[Any, Any, Any]:
-        """Predict each micro-batch; its loss is divided by its share of the items that the trainer counts."""
+        """Predict each micro-batch. For its loss, ``num_items_in_batch`` is reduced to the share of the micro-batch."""
         if num_samples == shape.num_samples:
             whole: tuple[Any, Any, Any] = predicted(inputs)
             return whole

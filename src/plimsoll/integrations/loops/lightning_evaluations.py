@@ -2,9 +2,9 @@
 
 A ``validation_step`` may log any function of a batch, so it is not known whether micro-batches log the same values. So
 if a batch runs out of memory, a few of its samples are run once together and once in two passes. Logged values, states
-of metrics, outputs and lists of the module are compared. This happens once for each kind of batch. If all are equal,
-the batch is run in smaller micro-batches. Otherwise it is not split, and the error names the difference. If memory runs
-out outside of a step (in a hook, a loader or a checkpoint), the error names the stage.
+of metrics, outputs and lists of the module are compared, once for each kind of batch (fields, padding and labels). If
+all are equal, the batch is run in smaller micro-batches. Otherwise it is not split, and the error names the difference.
+If memory runs out outside of a step (in a hook, a loader or a checkpoint), the error names the stage.
 
 Not handled: steps that take an iterator, and changes by a step to anything except logs, metrics and lists of the
 module.
@@ -210,7 +210,7 @@ class Evaluations:
         return self._reasons[name] is None
 
     def _compared(self, run: Callable[[Any], Any], batch: Any, kinds: Kinds, new: frozenset[Any]) -> str | None:
-        """Compare passes of as many samples as fit; return why the batch must not be split, or ``None``."""
+        """Compare passes of as many samples as fit. Return why the batch must not be split; ``None`` if it may."""
         for num_samples in _COMPARED:
             few = pick_samples(batch, telling_rows(batch, num_samples, first_rows(batch, new, num_samples // 2)))
             work = partial(self._reason_against, run, few)
@@ -221,7 +221,10 @@ class Evaluations:
         return f"not even {_COMPARED[-1]} of its samples fit, so the results of micro-batches cannot be compared"
 
     def _reason_against(self, run: Callable[[Any], Any], few: Any) -> str | None:
-        """Run a few samples together, then in two unequal passes; undo both, and describe a difference of results."""
+        """Run a few samples together, then in two unequal passes, and undo both.
+
+        Return a description of the first difference between the results; ``None`` if they are equal.
+        """
         num_samples = batch_size_of(few)
         put_back = self._remember()
         try:
@@ -238,7 +241,7 @@ class Evaluations:
         return None
 
     def _traces(self, work: Callable[[], Any]) -> dict[str, Any]:
-        """Run a pass, and return its output and other effects, each by its description for messages."""
+        """Run a pass. Return its output and its other effects, each by the words that describe it in messages."""
         before = {(owner, name): len(value) for owner, name, value in self._lists()}
         returned = work()
         kept = {

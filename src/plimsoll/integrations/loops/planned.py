@@ -48,7 +48,8 @@ def planned(
         offered: names of the techniques that the loop can use.
         clip_norm: the global gradient norm that the loop clips to.
         precision: the precision of autocast in the loop; ``"fp32"`` if ``loss`` applies autocast itself.
-        loss_check: the result of the check whether batches may be split, if the loss of the loop differs from ``loss``.
+        loss_check: the result of the check whether batches may be split, if the loss of the loop differs from ``loss``;
+            ``None`` checks ``loss``.
 
     Raises:
         BudgetError: if no plan fits; the error names a budget that would suffice.
@@ -75,7 +76,7 @@ def planned(
 
 
 def refuse_both(budget: str | int | None, batch: Any, options: dict[str, Any]) -> None:
-    """Raise if a budget is given with micro_batch or fallbacks, which the plan sets, or a batch without a budget.
+    """Refuse micro_batch or fallbacks together with a budget, whose plan sets them, and a batch without a budget.
 
     Raises:
         InputError: if they contradict each other.

@@ -40,7 +40,9 @@ def loss_of(
 
 
 def _holding(value: Any, model: nn.Module | None, other: nn.Module) -> Any:
-    """Replace a model by another in a copy of a module or dict of modules; return the original if it lacks the model.
+    """Return a copy of a module or dict of modules in which ``other`` replaces ``model``.
+
+    If ``value`` does not contain the model, ``value`` itself is returned.
 
     The original is not changed, because a backward pass may call the other model later, as with cached gradients.
     """

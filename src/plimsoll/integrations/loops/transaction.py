@@ -55,10 +55,13 @@ from plimsoll.techniques.mechanisms.technique import Part
 from plimsoll.techniques.mechanisms.uncuttable import WholeBatch
 
 OnePass = Callable[[Any, float], Tensor]
-"""Runs forward and backward of a micro-batch, with its loss times a share; returns the mean loss without a graph."""
+"""Runs forward and backward of a micro-batch, given with its share of the batch.
+
+Backward starts from the mean loss times the share. The mean loss itself is returned, without its graph.
+"""
 
 Finish = Callable[[Callable[[], Tensor]], object]
-"""Ends a step: calls its argument, which computes the gradients, and then clips and updates."""
+"""Ends a step: calls its argument, a function that computes the gradients, and then clips and updates."""
 
 PutBack = Callable[[], None]
 
@@ -105,7 +108,7 @@ class Transaction:
         optimizer: the ``torch.optim`` optimizer, without the wrapper of a framework.
         units: the loss normalizer, as for `plimsoll.TrainStep`; ``None`` if each sample has one label.
         micro_batch: initial samples per forward and backward pass; ``None`` starts with whole batches.
-        fallbacks: ``plan.fallbacks``, or only the choices of each fallback, instead of ``micro_batch``.
+        fallbacks: ``plan.fallbacks``, or only the choices of each fallback. Not together with ``micro_batch``.
         recut_batch_norm: allow splitting a batch although BatchNorm's statistics then differ from the whole batch's.
         recut_loss: allow splitting a batch although its loss was not shown to be the sum of the losses of its parts.
         never_cut: keep every batch whole.
@@ -116,8 +119,8 @@ class Transaction:
         remember: called before the first batch of each update; returns a function that restores the state of the
             caller's loop.
         loss: the loss of the caller, if the caller computes it with ``workload.loss``, so that techniques apply to it.
-        takes_any: whether to accept batches that cannot be split, which run whole, and batches without targets;
-            otherwise both are refused.
+        takes_any: whether to accept batches that cannot be split and batches without targets. The former run whole. If
+            false, both are refused.
 
     Raises:
         InputError: if an argument is invalid, or a technique cannot be used in the loop of another library.
@@ -196,7 +199,7 @@ class Transaction:
 
         Raises:
             OutOfMemoryError: if memory ran out and no fallback is left; all batches of the step are undone.
-            InputError: if the batch would have to be split, but must not be.
+            InputError: if the batch would have to be split, but this is not allowed or could change the result.
             DataError: if the batch has no targets.
         """
         shape = self._shape_of(batch)
@@ -236,7 +239,7 @@ class Transaction:
         self._end()
 
     def _until_done(self, fallback_schedule: FallbackSchedule, finish: Finish | None) -> None:
-        """Run the pending batches and the update; if memory runs out, undo and retry with the next fallback."""
+        """Run the pending batches and the update. If memory runs out, undo them and retry with the next fallback."""
         self.events, is_done = [], False
         known, self._second_fallback = fallback_schedule.state_dict(), None
         try:
@@ -323,7 +326,7 @@ class Transaction:
             self._fallbacks.use(level)
 
     def _ask_before_cut(self, samples: int) -> None:
-        """Raise if a pending batch must not be split, in case an earlier check ran out of memory."""
+        """Check pending batches again if an earlier check ran out of memory; raise if one must not be split."""
         waiting = [] if self._is_asked else self._window[self._num_done :]
         for one in waiting:
             if samples < one.shape.num_samples and _can_differ(one.shape):
@@ -464,7 +467,7 @@ class Transaction:
         return shape
 
     def _fallback_schedule_for(self, num_samples: int) -> FallbackSchedule:
-        """Return the schedule. A batch larger than all earlier ones gets a new one, which inherits known limits."""
+        """Return the fallback schedule. A batch larger than all earlier ones gets a new one with the known limits."""
         self._fallback_schedule = fallback_schedule_of(
             self._fallbacks,
             self._fallback_schedule,
@@ -476,13 +479,13 @@ class Transaction:
         return self._fallback_schedule
 
     def _keep_whole(self, fallback_schedule: FallbackSchedule, batch: Any, loss_of: LossOf, shape: Shape) -> bool:
-        """Use only fallbacks that keep batches whole if this batch must not be split; return whether this is known."""
+        """Exclude fallbacks that split batches if this one must stay whole. Return whether this could be found out."""
         reason = partial(self.additivity.before_cut, batch, loss_of)
         with self._retry.undo.as_failed():
             return not _can_differ(shape) or self._fallbacks.keep_whole(fallback_schedule, self._whole, reason, shape)
 
     def _after_oom(self, event: OomEvent, fallback: int, known: dict[str, Any]) -> int:
-        """Record the event, and return the next fallback.
+        """Record an out-of-memory event, and return the number of the next fallback.
 
         Raises:
             OutOfMemoryError: if no fallback is left.

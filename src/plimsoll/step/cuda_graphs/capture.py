@@ -7,8 +7,8 @@ from the same state: loss, gradients, written tensors and random state. The repl
 passes, or as close to them as they are to each other. Otherwise the capture is refused. The caller restores the state.
 
 Not detected: Python effects beyond the state that `plimsoll.step.undo.find_state` reaches and
-`plimsoll.step.cuda_graphs.surroundings` compares. A loss prints or writes files only in eager passes. Values that it
-reads from files stay as they were at the capture.
+`plimsoll.step.cuda_graphs.surroundings` compares. A loss function that prints or writes files does so only
+in eager passes. If it reads files, replays use the values that were read at the capture.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from plimsoll.step.undo.state_before_step import Before
 T = TypeVar("T")
 Scaler = torch.amp.GradScaler | None
 Eager = Callable[[Any], Tensor]
-"""Adds the gradients of a micro-batch on the device, and returns its part of the loss."""
+"""Runs the pass of a micro-batch on the device without a graph; returns its part of the batch's mean loss."""
 
 _MORE_PASSES = 2  # eager passes, if the first two differ, to find out which values vary
 _OWN_NUMBERS = {"cpu": {"torch"}, "cuda": {"device", "cudnn_dropout"}}
@@ -70,7 +70,7 @@ GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
 
 @dataclass(slots=True)
 class Captured:
-    """A captured graph with its inputs and outputs, and the surroundings of the pass at the capture."""
+    """A captured graph with its inputs and outputs, and the conditions of the pass at the capture (see `Around`)."""
 
     graph: Graph
     inputs: Any
@@ -91,7 +91,7 @@ class Captured:
         self.num_holders = _num_holders(self.gradients)
 
     def replay(self, micro_batch: Any, share: float, scaler: Scaler) -> Tensor:
-        """Add the gradients of a micro-batch of the captured shape, and return its part of the mean loss."""
+        """Add the gradients of a micro-batch of the captured shape, and return its part of the batch's mean loss."""
         with torch.no_grad():
             for (_, static), (_, leaf) in zip(leaves_of(self.inputs), leaves_of(micro_batch), strict=True):
                 if isinstance(static, Tensor):
@@ -108,7 +108,7 @@ class Captured:
         return _part_of(self.loss, share).clone()
 
     def what_changed(self, before: Before) -> str | None:
-        """Return the name of some state that passes may read and that has changed since the capture, or ``None``."""
+        """Return the name of state which passes may read and which changed since the capture; otherwise ``None``."""
         if before.reached is not self.reached:
             return "the model's modules"
         if any(now > then for now, then in zip(_num_holders(self.gradients), self.num_holders, strict=True)):
@@ -121,10 +121,10 @@ class Captured:
 
 
 class Capture:
-    """Captures passes of one training, starting from the state that `Retry.remember` saved.
+    """Captures passes of one training run. Each capture starts from the state that `Retry.remember` saved.
 
     Args:
-        workload: the training.
+        workload: the training run.
         retry: restores the saved state.
         backend: the backend of the device.
         parameters: returns an iterator over the parameters with gradients.
@@ -176,7 +176,7 @@ class Capture:
         return "the model is compiled" if any(map(is_compiled, self._workload.model.modules())) else None
 
     def _first_pass(self, inputs: Any, eager: Eager, around: Around) -> tuple[Seen, str | None]:
-        """Run an eager pass; return its results, and the reason why a replay would not reproduce them, or ``None``."""
+        """Run an eager pass. Return its results, and why a replay would not reproduce them; ``None`` if it would."""
         versions, numbers = _versions(inputs), self._host_numbers()
         seen = self._seen(lambda: eager(inputs))
         changed = next(self._what_python_changed(), None) or around.what_a_pass_changed()
@@ -281,7 +281,7 @@ def _begin_with(gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
 
 
 def _seed_of(loss: Tensor, share: float, scaler: Scaler) -> Tensor:
-    """Return the gradient that backward starts with; as an input, it lets one graph serve any share and scale."""
+    """Return the gradient with which backward starts. As a graph input, it lets share and scale change."""
     leaf = torch.zeros_like(loss, requires_grad=True)
     part = leaf * share if share != 1 else leaf
     (seed,) = torch.autograd.grad(part if scaler is None else scaler.scale(part), leaf)

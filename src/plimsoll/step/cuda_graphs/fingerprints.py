@@ -45,7 +45,7 @@ class PassPrint(NamedTuple):
     random_state: Any
 
     def is_near(self, other: PassPrint) -> bool:
-        """Return whether the other differs only by rounding.
+        """Return whether the results of another pass differ only by rounding.
 
         For gradients, the tolerance is relative to the largest norm of any gradient. A gradient before BatchNorm may
         consist of rounding errors only.

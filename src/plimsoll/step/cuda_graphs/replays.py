@@ -39,15 +39,15 @@ _PLAIN = (str, bytes, bool, int, float, type(None))
 
 
 class Replays:
-    """Runs the micro-batches of one training, by replaying a graph if this is requested and verified to be equal.
+    """Runs the micro-batches of one training run, by replaying a graph if this is requested and verified to be equal.
 
     Args:
-        workload: the training; its hook ``captured`` requests replays, and holds the captured graph.
+        workload: the training run; its hook ``captured`` requests replays, and holds the captured graph.
         retry: restores the state before the step.
         backend: the backend of the device.
-        position: the position of the training.
+        position: the current position in the training run.
         parameters: returns an iterator over the parameters with gradients.
-        is_dry_run: whether the training is a dry run.
+        is_dry_run: whether the training run is a dry run.
 
     Attributes:
         num_replays: the number of replayed micro-batches.
@@ -79,7 +79,10 @@ class Replays:
         self._static: dict[nn.Parameter, Tensor] | None = None
 
     def begin(self) -> None:
-        """Begin a try of a step from the saved state; drop the graph if the surroundings of the passes have changed."""
+        """Begin a try of a step from the saved state.
+
+        The graph is dropped if state that its pass reads has changed, or if it has not been replayed for some steps.
+        """
         self._is_first = True
         captured = self._current
         if captured is None:
@@ -142,7 +145,7 @@ class Replays:
 
     @property
     def is_settled(self) -> bool:
-        """True if passes already run as they will from now on, that is, no capture is pending."""
+        """True if no capture is pending, so that later passes will run in the same way as the last pass."""
         return self._captured is None or self._current is not None or bool(self.why_not or self._full)
 
     @property
@@ -170,7 +173,7 @@ class Replays:
         return captured.replay(micro_batch, share, scaler)
 
     def _try_to_capture(self, shape: Hashable, micro_batch: Any, share: float, scaler: Scaler, eager: Eager) -> None:
-        """Capture the first pass of a step; the state is restored in any case."""
+        """Try to capture the first pass of a step, and restore the state from before it in any case."""
         work = partial(self._capture.of, micro_batch, share, scaler, eager)
         found = without_fail(lambda: attempt(work, self._backend, self._position))
         self._retry.go_back([*self._parameters()])
@@ -196,8 +199,9 @@ class Replays:
     def _in_dry_run(self, shape: Hashable, is_first: bool, micro_batch: Any, eager: Eager) -> Tensor:
         """Run a pass of a dry run.
 
-        From the second step on, its ops belong to a graph and gradients persist between steps.
-        They are referenced only between passes, because autograd adds in place only if nothing else references them.
+        From the second step on, the operators of the pass are marked as part of a graph, and gradients persist between
+        steps. The gradients are referenced here only between passes, because autograd adds in place only to gradients
+        without other references.
         """
         moved = move_batch(micro_batch, self._workload.device)
         if self._position.step and self._static is None:
@@ -217,7 +221,7 @@ class Replays:
         return loss
 
     def _surveyed(self, eager: Eager, micro_batch: Any) -> Tensor:
-        """Run a pass, and observe its forward pass. If this reads tensor data on the host, nothing will be replayed."""
+        """Run a pass, and observe its forward pass. If it reads tensor data on the host, no pass will be replayed."""
         workload, survey = self._workload, Survey(self._workload.device)
         loss = workload.loss
         workload.loss = lambda model, batch: survey.of(lambda: loss(model, batch))

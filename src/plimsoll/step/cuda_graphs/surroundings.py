@@ -1,4 +1,4 @@
-"""The surroundings of a captured pass: conditions that affect its results, besides the contents of Python containers.
+"""The conditions that affect the results of a captured pass, other than the contents of Python containers.
 
     around = Around(before, device)     # before the passes of the capture
     around.what_a_pass_changed()        # changes that no operator made
@@ -41,14 +41,14 @@ _Tensors = list[tuple[str, Tensor, int | None, SavedTensor]]  # with their versi
 
 
 class Around:
-    """The surroundings of a step's passes at the time of construction.
+    """The conditions under which a step's passes run (see the module), recorded at construction to be compared later.
 
     Args:
         before: the objects that the training reaches, and their state before the step.
-        device: the device of the training.
+        device: the device on which the model is trained.
 
     Attributes:
-        obstacle: the reason why the surroundings cannot be compared, or ``None``.
+        obstacle: the reason why the conditions cannot be compared; ``None`` if they can.
     """
 
     def __init__(self, before: Before, device: torch.device) -> None:
@@ -65,15 +65,15 @@ class Around:
         self._where, self._others = self._where_now(before), self._others_now(before)
 
     def what_a_pass_changed(self) -> str | None:
-        """Return the name of data that a pass changed without a torch operator, or ``None``.
+        """Return the name of an array or host tensor that a pass changed other than by a torch operator.
 
-        Writes by operators, such as updates of buffers, are excluded.
+        Writes by operators, such as updates of buffers, are excluded. Returns ``None`` if no data was changed.
         """
         self._tensors = [one for one in self._tensors if _version_of(one[1]) == one[2]]
         return self._changed_data()
 
     def what_changed(self, before: Before) -> str | None:
-        """Return the name of a part of the surroundings that has changed, or ``None`` if everything is equal."""
+        """Return the name of an object or setting that has changed since construction; ``None`` if all are equal."""
         now = self._places.contents()
         for number in self._contents.differing(now):
             if not are_equal(*map(flat, (self._contents[number], now[number]))):
@@ -98,7 +98,7 @@ class Around:
         return "the environment" if os.environ != self._environment else None
 
     def _data_of(self, all_reached: Sequence[Reached], device: torch.device) -> tuple[_Arrays, _Tensors]:
-        """Return copies of arrays and host tensors, which ``.tolist()``, for example, reads unseen by torch."""
+        """Return copies of arrays and host tensors, which code can read without torch, for example by ``.tolist()``."""
         arrays = [pair for one in all_reached for pair in one.arrays if not is_of_the_update(pair[0])]
         is_on_cpu = device.type == "cpu"  # in tests, the CPU stands in for the device: weights and buffers are on it
         own = {id(one) for reached in all_reached for module in reached.modules for one in module._buffers.values()}
@@ -148,7 +148,7 @@ class _Code:
         self._functions = [(function, _parts_of(function)) for function in functions]
 
     def what_changed(self) -> str | None:
-        """Return the name of code that was replaced, or ``None``."""
+        """Return the name of code that was replaced since construction; ``None`` if no code was."""
         for number, (space, names) in enumerate(self._spaces):
             now = vars(space)
             if len(now) == len(names) and all(map(is_, now.values(), names.values())):
@@ -167,7 +167,7 @@ def flat(content: Any) -> list[Any]:
 
 
 def is_of_the_update(name: str) -> bool:
-    """Return whether the name of a place, tensor or array belongs to the optimizer."""
+    """Return whether this is the name of a container, tensor or array of the optimizer."""
     return name.startswith(_OF_THE_UPDATE)
 
 

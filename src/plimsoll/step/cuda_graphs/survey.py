@@ -1,9 +1,12 @@
 """A dispatch mode that finds operations in a pass which a captured graph could not repeat.
 
-A graph replays kernels on the device's memory. A replay would reuse values of the capture in several cases: the host
-reads a value (``.item()``), the size of a result depends on values, or data is copied between host and device. A pass
-that uses a host tensor or a random number generator of the program is another case. CUDA refuses some of these cases
-with an error that does not name the cause, and silently accepts others.
+A graph replays kernels on the device's memory. In these cases, a replay would reuse values of the capture:
+
+- The host reads a value (``.item()``), or the size of a result depends on values.
+- Data is copied between host and device.
+- The pass uses a host tensor or a random number generator of the program.
+
+CUDA refuses some of these cases with an error that does not name the cause, and silently accepts others.
 
 Not detected: reads that bypass torch's dispatcher, such as numpy's and ``.tolist()``, and kernels launched by hand. If
 such reads use data that the search for state reaches, the data is compared before each step
@@ -39,8 +42,8 @@ class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device: the device on which the pass computes.
 
     Attributes:
-        reason: the first obstacle to a capture, or ``None``.
-        read: the values that the host has read, in order; they depend only on Python values, not on tensor data.
+        reason: the first obstacle to a capture; ``None`` if none was found.
+        read: the values that the host has read and that depend only on Python values, in order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -103,14 +106,14 @@ class Survey(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ReadAgain(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that answers the host's reads with the values of an earlier pass, without waiting for the device."""
+    """A dispatch mode in which host reads (``.item()``) return the values of an earlier pass, without waiting."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._values = iter(values)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run ``func``, or return the known value if it reads one."""
+        """Run ``func``; if it reads a value on the host, return the value of the earlier pass instead."""
         return next(self._values) if func is _READS else func(*args, **(kwargs or {}))
 
 

@@ -1,4 +1,4 @@
-"""The test whether blocks of a model are alike: all that determines their behavior is equal, except their number.
+"""The test whether blocks of a model are alike: they behave equally, and differ only in their number in the model.
 
 Compared are the classes of their modules, all attributes, and the layouts of parameters and buffers. An attribute that
 is neither a number nor a string must be the same object. So a block with its own hook differs from the others.

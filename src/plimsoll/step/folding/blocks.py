@@ -62,7 +62,7 @@ class FoldedBlocks:
 
 
 class _Forward:
-    """The forward of one block of a row while its pass is folded."""
+    """The replacement of a block's ``forward`` method while the row of the block is folded."""
 
     def __init__(self, row: _Row, number: int, forward: Callable[..., Any]) -> None:
         self._row, self._number, self._forward = row, number, forward
@@ -74,7 +74,10 @@ class _Forward:
 
 
 class _Given(NamedTuple):
-    """The arguments of a block: the only tensor that requires a gradient (or ``None``), and all other arguments."""
+    """The arguments of a block: the tensor that requires a gradient, and all other arguments.
+
+    The tensor is ``None`` if there is not exactly one, or if it is a leaf.
+    """
 
     tensor: Tensor | None
     others: list[Any]
@@ -132,8 +135,8 @@ class _Row:
         recorder: the recorder of the dry run.
         blocks: the blocks.
         names: their names in the record.
-        noted: the blocks whose events are copied, in forward order.
-        last: the backward pass of the last block, once it has run.
+        noted: the blocks that do not run, for which events are copied, in forward order.
+        last: the backward pass of the last block; ``None`` before it has run.
     """
 
     def __init__(self, recorder: Recorder, blocks: Sequence[nn.Module]) -> None:
@@ -203,7 +206,10 @@ class _Row:
         return example.result.with_tensor(tensor)
 
     def renamed(self, number: int, other: int) -> Renamed:
-        """Return a function that maps the number of a recorded text to the same text with another block's name."""
+        """Return a function that replaces the name of block ``number`` by the name of ``other`` in a recorded text.
+
+        The function takes and returns the numbers by which the recorder identifies texts.
+        """
         texts, known = [*self.recorder._texts], dict[int, int]()
         name = re.compile(rf"(?<![\w.]){re.escape(self.names[number])}(?!\w)")
 
@@ -220,14 +226,14 @@ def _as_it_is(text: int) -> int:
 
 
 def _references_to(tensor: Tensor) -> tuple[int, int, int]:
-    """Count the references to a tensor and its storage. The counts rise if it is saved for backward."""
+    """Count the references to a tensor and its storage. The counts rise if autograd saves the tensor for backward."""
     storage = tensor.untyped_storage()
     num_references = tensor._use_count()  # type: ignore[attr-defined]
     return num_references, torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
 
 
 def _call_before(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
-    """Register a function to be called with the gradient of a tensor once it is complete."""
+    """Register a function that is called with the gradient of a tensor once this gradient is complete."""
     number = tensor.output_nr
     assert tensor.grad_fn is not None
     tensor.grad_fn.register_prehook(lambda gradients: function(gradients[number]))
@@ -238,7 +244,7 @@ class _Backward:
 
     Attributes:
         stretch: the recorded events.
-        ended: roles of the older storages that were freed in this pass.
+        ended: roles (see `_older`) of the storages from before this pass that were freed in it.
         reached: positions of the parameters that got their first gradient in this pass.
         is_new: whether the input's gradient has its own storage; otherwise it shares the storage of the result's
             gradient.
@@ -266,13 +272,20 @@ class _Backward:
         self._before = [_row_of_gradient(recorder, one) for one in self._parameters]
 
     def _end_twins(self) -> None:
-        """Copy to the other blocks the end of storages between the last block's passes, such as unsaved casts."""
+        """Repeat frees of the last block for the blocks that do not run.
+
+        These are storages, such as unsaved casts, that were freed between its forward and backward pass.
+        """
         stretch, begin = self._passed.stretch, self._passed.begin.storage
         twins = {row: [noted.begin_row + row - begin for noted in self._row.noted] for row in stretch.left}
         end_alike(self._row.recorder, stretch.end, twins)
 
     def end(self, gradient: Tensor) -> None:
-        """Record the end. The last block becomes the example for repeated blocks, and the first block must equal it."""
+        """Record the end of the backward pass.
+
+        The pass of the last block becomes the example for the blocks that do not run. The pass of the first block must
+        have the same events.
+        """
         recorder, begin, row = self._row.recorder, self._begin, self._row
         if begin is None:
             raise BlocksDiffer(f"the backward pass of {row.names[self._number]} has not begun")
@@ -298,7 +311,7 @@ class _Backward:
             row.last = self
 
     def _is_alone(self, begin: Place) -> bool:
-        """Return whether all ops since ``begin`` belong to modules of the block, or to none (sums of gradients)."""
+        """Return whether every op since ``begin`` belongs to the block, or to no module, as sums of gradients do."""
         recorder, name = self._row.recorder, self._row.names[self._number]
         texts = [*recorder._texts]
         modules = {texts[number] for number in recorder._ops[1][begin.op :]}
@@ -310,7 +323,7 @@ class _Backward:
         return [row < 0 for row in self._before]
 
     def _older(self) -> dict[int, Hashable]:
-        """Return the role of each storage that existed before this pass, by its row."""
+        """Return the role of each storage that existed before this pass, by the row of the storage in the record."""
         begin = self._passed.begin.storage
         names: dict[int, Hashable] = {row: ("gradient", place) for place, row in enumerate(self._before)}
         names |= {row: ("saved", row - begin) for row in self._passed.stretch.left}
@@ -329,7 +342,7 @@ class _Noted:
     """A block that does not run: the events of another block of its row are repeated.
 
     Attributes:
-        begin_row: the row of the first storage of its forward pass.
+        begin_row: the row, in the record, of the first storage of the block's forward pass.
     """
 
     def __init__(self, row: _Row, number: int, example: _Passed, given: Tensor) -> None:
@@ -357,7 +370,7 @@ class _Noted:
         """Repeat the backward pass, from the gradient of the result, and return the gradient of the input.
 
         Raises:
-            BlocksDiffer: if the pass cannot equal the last block's pass.
+            BlocksDiffer: if the events of the last block's backward pass would be wrong for this block.
         """
         row, example = self._row, self._row.last
         if example is None:

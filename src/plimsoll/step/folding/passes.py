@@ -1,8 +1,8 @@
 """Folding of alike passes in a dry run: the events of a pass that has run are repeated in the trace.
 
-In a dry run, the first micro-batch of each step causes the same events, and so does the second. So each kind of pass
-runs only once. Passes are of one kind if their known input values are equal, and the same parameters have gradients
-before them. Passes are repeated only if
+In a dry run, most passes cause the same events as an earlier pass. For example, the passes of the first micro-batches
+of all steps cause the same events. So each kind of pass runs only once. Passes are of one kind if their known input
+values are equal, and the same parameters have gradients before them. Passes are repeated only if
 
 - the code of all modules and hooks belongs to torch, transformers, peft or Plimsoll,
 - no technique keeps state between passes (`plimsoll.techniques.Technique`), and
@@ -39,7 +39,7 @@ _CALLED = ("func", "__func__", "__wrapped__", "forward")
 
 
 def passes_repeat(workload: Workload, choices: Choices) -> bool:
-    """Return whether alike passes of this training have the same events."""
+    """Return whether passes with equal inputs have the same events in this training run."""
     return (
         workload.loss is model_loss
         and workload.ranks.is_alone
@@ -70,7 +70,7 @@ class Folded:
 
     Args:
         recorder: the recorder of the dry run.
-        workload: the training.
+        workload: the training run.
         parameters: returns an iterator over the parameters that can have gradients.
         blocks: folds blocks in the passes that run; ``None`` runs all blocks.
     """
@@ -91,7 +91,7 @@ class Folded:
 
         Args:
             micro_batch: the inputs of the pass.
-            is_share: whether the loss is scaled, because the micro-batch is only a part of the batch.
+            is_share: whether the loss is multiplied by a share, because the micro-batch is only a part of the batch.
             do_pass: runs the pass and returns its loss.
         """
         without = [one for one in dict.fromkeys(self._parameters()) if one.grad is None]
@@ -116,7 +116,7 @@ class Folded:
 
 
 class _Leaf(NamedTuple):
-    """The layout and known values of a tensor in a micro-batch. The tensor is not kept, so that its end is recorded."""
+    """The layout and known values of a tensor in a micro-batch. The tensor itself is not kept alive."""
 
     layout: Any
     value: Any
@@ -156,7 +156,7 @@ def _known_leaf(leaf: Any) -> _Leaf:
 
 
 def _attributes_of(model: nn.Module) -> Iterator[Any]:
-    """Yield a token for each attribute of the modules, and for each item of those that are collections."""
+    """Yield a token for each attribute of the modules, and for each item of an attribute that is a collection."""
     for module in model.modules():
         for value in vars(module).values():
             yield _token(value)

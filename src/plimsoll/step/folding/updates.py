@@ -1,4 +1,4 @@
-"""Folding of an update in a dry run: one of several alike chunks runs, and its events are copied for the others.
+"""Folding of an update in a dry run: one of several equivalent chunks runs, and its events are repeated for the others.
 
 An update runs in chunks of a few parameters (`plimsoll.step.update.commit`). For example, the matrices of twelve layers
 are twelve alike chunks. Only the first chunk runs. Its events are copied for the others, with their own gradients and
@@ -88,7 +88,7 @@ class FoldedUpdates:
                 state[name] = next(made) if value is _NEW else value
 
     def _kind_of(self, group: int, parameter: nn.Parameter) -> Hashable:
-        """Return a key for everything that affects the update of a parameter; ``None`` if it cannot be determined."""
+        """Return a key that is equal for parameters with equal updates; ``None`` if it cannot be determined."""
         states = self._states_of(parameter)
         traits = [_trait_of(one) for one in (parameter, parameter.grad, *states.values())]
         return None if None in traits else (group, *states, *traits)

@@ -45,7 +45,7 @@ from plimsoll.step.undo.step_state import Undo, left_alone
 from plimsoll.techniques.mechanisms.segment_recompute import has_hook
 
 LossOf = Callable[[Any, float], Tensor]
-"""``(micro-batch, share) -> mean loss``, as a step computes it."""
+"""``(micro-batch, share) -> mean loss``; the share is the part of the batch's units that are in the micro-batch."""
 
 _NUM_ROWS = (16, 8, 4, 2)  # fewer if memory runs out
 _MOST_GRADIENTS = 1 << 20  # numbers to compare
@@ -102,12 +102,14 @@ class _Found(NamedTuple):
 
 
 class Additivity:
-    """The check before a batch of one training is split; ``found`` is the latest result.
+    """The check that the loss of one training run is additive, made before a batch is split.
+
+    ``found`` is the latest result; ``None`` as long as nothing is known.
 
     Args:
-        workload: the training, before techniques are installed. ``kept_whole`` is set if the loss is not additive.
+        workload: the training run, before techniques are installed. ``kept_whole`` is set if the loss is not additive.
         backend: the backend of the device.
-        position: the current position in the training.
+        position: the current position in the training run.
         recut_loss: whether the user allows a loss that changes when a batch is split. If so, nothing is compared.
         never_cut: whether the user forbids splitting batches.
         extra_state: objects that are restored after samples have been compared, as for a step.
@@ -137,7 +139,7 @@ class Additivity:
         self._told: LossCheck | None = None
 
     def before_cut(self, batch: Any, loss_of: LossOf | None = None) -> Reason | None:
-        """Return the reason why a batch must not be split, or ``None``. All ranks must call it.
+        """Return the reason why a batch must not be split; ``None`` if it may be split. All ranks must call it.
 
         Args:
             batch: this rank's part of the batch.
@@ -154,7 +156,7 @@ class Additivity:
         return workload.kept_whole
 
     def news(self) -> LossCheck | None:
-        """Return the result if it has changed since the last call; ``None`` if not, or if the user decided it."""
+        """Return the latest result if it is new since the last call; otherwise, or if the user decided it, ``None``."""
         told, self._told = self._told, self.found
         return self.found if self._num_cuts and self.found is not told else None
 
@@ -162,7 +164,7 @@ class Additivity:
         return (self._check(batch, loss_of) if self._is_due(batch) else None) or self.found
 
     def _is_due(self, batch: Any) -> bool:
-        """Return whether a check is due on any rank."""
+        """Return whether samples of this batch must be compared, because a check is due on some rank."""
         if self.found is not None and self.found.verdict in {"allowed", "never cut", "not computed"}:
             return False
         self._num_cuts += 1
@@ -176,7 +178,7 @@ class Additivity:
         return self._workload.ranks.agree(bool(self._new)) or self._num_cuts & (self._num_cuts - 1) == 0
 
     def _check(self, batch: Any, loss_of: LossOf) -> LossCheck | None:
-        """Compare losses. Return ``None`` if nothing can be compared, for example if losses are not finite."""
+        """Compare the loss of samples in one pass and in parts; ``None`` if this is impossible, for example for NaN."""
         rows = self._rows(batch)
         if isinstance(rows, LossCheck) or rows is None:
             return rows
@@ -199,7 +201,7 @@ class Additivity:
         return None if found is None else _verdict(found, self._workload, self._num_cuts, self._num_checks)
 
     def _whole(self, batch: Any, loss_of: LossOf) -> None:
-        """Compute the loss of a whole batch, so that an error that also occurs there is raised."""
+        """Compute the loss of a whole batch. If this fails, too, the error is the user's and is raised."""
         with self._left_alone(loss_of, batch):
             _loss(loss_of, [], self._backend.random_state(), self._backend, batch, 1.0)
 
@@ -216,7 +218,10 @@ class Additivity:
         )
 
     def _compared(self, rows: Any, loss_of: LossOf) -> _Found | OomEvent | str | None:
-        """Compare as many samples as fit, with gradients if possible. Return the error message if all attempts fail."""
+        """Compare the loss, and if possible the gradients, of as many samples as fit.
+
+        Return an event or an error message if all attempts fail.
+        """
         precision = self._workload.precision
         is_sharded = self._workload.hooks.sharding.is_sharded
         has_gradients = torch.is_grad_enabled() and not is_sharded and not _is_watched(self._workload)
@@ -278,7 +283,7 @@ class Additivity:
         return mean_loss(self._workload, move_batch(part, self._workload.device))
 
     def _rows(self, batch: Any) -> Any:
-        """Return the samples to compare, identical on all ranks; ``None`` if no rank has a sample with a target."""
+        """Return the samples to compare, identical on all ranks; ``None`` if there are fewer than two with a target."""
         own = None if batch is None or (isinstance(batch, dict) and not batch) else self._telling(batch)
         ranks, self._has_own_rows = self._workload.ranks, True
         if not ranks.is_alone:
@@ -315,7 +320,7 @@ class Additivity:
 
 
 def _worth(rows: Any, num_new: int) -> tuple[bool, int, int]:
-    """Return a sort key for a rank's samples: whether there are two or more, number of new kinds, number of samples."""
+    """Return a sort key for a rank's samples. The largest key belongs to the rank whose samples are best to compare."""
     num_rows = 0 if rows is None else batch_size_of(rows)
     return (num_rows > 1, num_new, num_rows)
 
@@ -323,7 +328,7 @@ def _worth(rows: Any, num_new: int) -> tuple[bool, int, int]:
 def loss_check_of(  # noqa: PLR0917 -- the arguments of `Additivity`
     workload: Workload, batch: Any, backend: Backend, recut_loss: bool, never_cut: bool, loss_of: LossOf | None = None
 ) -> LossCheck:
-    """Determine for a plan whether the loss of a training is additive. Losses that are known are not computed."""
+    """Determine for a plan whether the loss of a training run is additive. Losses that are known are not computed."""
     additivity = Additivity(workload, backend, Position(), recut_loss, never_cut)
     if additivity.found is None and batch is not None:
         additivity.before_cut(batch, loss_of)
@@ -337,7 +342,7 @@ def _out_of_memory(what: str, event: OomEvent) -> LossCheck:
 
 
 class _Loss(NamedTuple):
-    """The loss of a part, its gradient, the part's share of all units, and whether random numbers were drawn."""
+    """The loss of some samples, its gradient, the share of these samples, and whether random numbers were drawn."""
 
     value: float
     gradient: Tensor | None
@@ -406,7 +411,7 @@ def _gradient_scale(whole: _Loss, parts: list[_Loss]) -> float:
 
 
 def _is_again(whole: _Loss, again: _Loss, most_difference: float) -> bool:
-    """Return whether a repeated loss is equal. Gradients may differ as much as the order of additions explains."""
+    """Return whether a repeated pass gave the same loss. Its gradient may differ by the order of additions."""
     if whole.value != again.value or (whole.gradient is None) != (again.gradient is None):
         return False
     if whole.gradient is None or again.gradient is None:
@@ -416,7 +421,7 @@ def _is_again(whole: _Loss, again: _Loss, most_difference: float) -> bool:
 
 
 def _with_roundings(found: _Found, whole: _Loss, parts: list[_Loss], changed: list[_Loss]) -> _Found:
-    """Record how much the loss and the gradient change if the parameters change by a rounding."""
+    """Return ``found`` with the changes of loss and gradient that roundings of the parameters cause."""
     size = _loss_scale(whole, parts)
     changes = [abs(one.value - whole.value) / size for one in changed if size]
     by_rounding = max((change for change in changes if math.isfinite(change)), default=0.0)
@@ -445,7 +450,7 @@ def _changed_by_a_rounding(parameters: Sequence[Tensor], seed: int) -> Iterator[
 
 
 def _verdict(found: _Found, workload: Workload, num_cuts: int, num_checks: int) -> LossCheck:
-    """Return the result that follows from a comparison."""
+    """Return the result of the check that follows from a comparison."""
     verdict, reason = _judged(found, workload)
     later = f"; found at cut {num_cuts}, earlier cuts looked additive" if reason and num_checks > 1 else ""
     return LossCheck(
@@ -482,7 +487,7 @@ def _judged(found: _Found, workload: Workload) -> tuple[Verdict, Reason | None]:
 
 
 def _said(workload: Workload, recut_loss: bool, never_cut: bool, is_known: bool) -> LossCheck | None:
-    """Return the result if it is known without a computation, otherwise ``None``."""
+    """Return the result of the check if options or code determine it; ``None`` if losses must be compared."""
     if never_cut and recut_loss:
         raise InputError(f"never_cut={never_cut} forbids what recut_loss={recut_loss} allows: leave one of the two out")
     if never_cut:

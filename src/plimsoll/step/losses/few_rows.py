@@ -23,12 +23,14 @@ _OF_FEWER_SAMPLES = (RuntimeError, ValueError, IndexError, TypeError)
 
 
 def ask_few_rows(workload: Workload, batch: Any, question: OfRows) -> str | None:
-    """Run a check on a few samples. Return the reason why it fails; ``None`` if it succeeds or cannot be made.
+    """Run a check on a few samples, and return the reason why it fails.
+
+    Returns ``None`` if the check succeeds or cannot be run.
 
     Args:
-        workload: the training. It is restored afterwards.
+        workload: the training run. It is restored afterwards.
         batch: one of its batches.
-        question: the check, called with some of the samples; returns the reason, or ``None``.
+        question: the check, called with some of the samples. It returns the reason, or ``None`` if it succeeds.
     """
     parameters = list(workload.model.parameters())
     if not parameters or any(one.is_meta or isinstance(one, FakeTensor) for one in parameters):

@@ -64,7 +64,7 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
 def known_additive(workload: Workload) -> bool:
-    """Return whether the loss of a training is known to be additive. Call it before techniques are installed."""
+    """Return whether the loss of a training run is known to be additive. Call it before techniques are installed."""
     units = workload.units
     return isinstance(units, str) and _is_own(workload.loss) and known_units(workload.model) == units
 
@@ -89,7 +89,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def known_reason(workload: Workload) -> Reason | None:
-    """Return why the loss of a training is known not to be additive, or ``None``."""
+    """Return why the loss of a training run is known not to be additive; ``None`` if this is not known."""
     model = _plain(workload.model)
     coefficient = _router_coefficient(model)
     if workload.loss is not model_loss or not coefficient:
@@ -103,7 +103,7 @@ def known_reason(workload: Workload) -> Reason | None:
 
 
 def is_usual(batch: Any, workload: Workload) -> bool:
-    """Return whether a batch has only fields that transformers models use in a known way."""
+    """Return whether a loss known from its code is additive for this batch, judged by fields and ignored labels."""
     if workload.loss is not model_loss or not is_hugging_face(_plain(workload.model)):
         return True
     if not isinstance(batch, Mapping) or set(batch) - _FIELDS:

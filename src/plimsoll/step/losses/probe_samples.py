@@ -1,4 +1,4 @@
-"""The choice of samples that reveal most about a loss: very different samples, and a similar one for each.
+"""The choice of samples that show best whether a loss is additive: very different samples, each with a similar one.
 
 Samples differ in their labels, and in the amount and the values of fillers: padding, masks and ignored labels. A loss
 over pairs needs both samples with equal labels and samples with different labels.
@@ -28,9 +28,9 @@ MOST_FILLERS = 16
 
 
 def telling_rows(batch: Any, num_rows: int, first: Sequence[int] = ()) -> list[int]:
-    """Choose up to ``num_rows`` samples of a batch; return their numbers, ordered so that neighbours differ.
+    """Choose up to ``num_rows`` samples of a batch. Return their indices, ordered so that neighbours differ.
 
-    ``first`` are numbers of samples to include, at most half of ``num_rows``.
+    ``first`` are indices of samples that must be chosen, at most half of ``num_rows``.
     """
     num_samples = batch_size_of(batch)
     if num_samples <= num_rows:
@@ -73,9 +73,9 @@ class Kinds:
         self._without_labels: set[str] = set()
 
     def new_in(self, batch: Any, *others: tuple[Any, ...]) -> frozenset[tuple[Any, ...]]:
-        """Return the kinds in a batch and in ``others`` that are new. A label has the kind ``(field, label)``.
+        """Return the kinds in a batch and in ``others`` that have not been compared yet.
 
-        Every other kind is a tuple of three.
+        A kind that is a label is a pair ``(field, label)``. Every other kind has three items.
         """
         found = set(others)
         for path, leaf in leaves_of(batch):
@@ -108,7 +108,7 @@ class Kinds:
 
 
 def rows_with(batch: Any, kinds: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], list[int]]]:
-    """Yield each kind that is a label, and the numbers of the samples that have it."""
+    """Yield each kind that is a label, and the indices of the samples that have this label."""
     fields = dict(leaves_of(batch))
     for kind in kinds:
         if len(kind) == 2:
@@ -124,7 +124,7 @@ def rows_with(batch: Any, kinds: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tu
 def first_rows(
     batch: Any, kinds: Iterable[tuple[Any, ...]], most: int, is_usable: Callable[[int], bool] = lambda row: True
 ) -> list[int]:
-    """Return the numbers of up to ``most`` samples with the labels among ``kinds``, the rarest labels first."""
+    """Return the indices of up to ``most`` samples, each with another of the labels in ``kinds``, the rarest first."""
     chosen: list[int] = []
     for _, rows in sorted(rows_with(batch, kinds), key=lambda one: (len(one[1]), one[1])):
         if len(chosen) == most:

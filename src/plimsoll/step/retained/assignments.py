@@ -116,19 +116,19 @@ def _statements(function: FunctionType | CodeType) -> Iterator[tuple[ast.stmt, i
 
 
 class _Wanted(NamedTuple):
-    """The name to search for. With ``is_variable``, a variable of this name matches as well as an attribute."""
+    """The name to search for. It matches attributes, and with ``is_variable`` also variables."""
 
     name: str
     is_variable: bool
     also_without_graph: bool = False
 
     def is_at(self, node: ast.AST) -> bool:
-        """Return whether the node is the attribute or variable itself."""
+        """Return whether an AST node is the wanted attribute or variable itself."""
         is_variable = self.is_variable and isinstance(node, ast.Name) and node.id == self.name
         return is_variable or (isinstance(node, ast.Attribute) and node.attr == self.name)
 
     def is_stored_in(self, target: ast.AST) -> bool:
-        """Return whether an assignment to this target changes it or one of its items."""
+        """Return whether an assignment to this target changes the wanted attribute or variable, or one of its items."""
         return self.is_at(target.value if isinstance(target, ast.Subscript) else target)
 
 
@@ -174,7 +174,7 @@ def _remedy_of_assignment(node: ast.Assign | ast.AnnAssign, wanted: _Wanted, val
 
 
 def _is_harmless(value: ast.expr, wanted: _Wanted) -> bool:
-    """Return whether the stored value is a constant, an empty container, or without a graph already."""
+    """Return whether storing this value retains no graph: it is a constant, an empty container or already detached."""
     items = getattr(value, "elts", getattr(value, "keys", getattr(value, "args", [None])))
     is_container = isinstance(value, ast.List | ast.Tuple | ast.Dict) or _name_of(value) in _CONTAINERS
     called = [part.func for part in ast.walk(value) if isinstance(part, ast.Call)]

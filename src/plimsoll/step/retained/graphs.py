@@ -6,8 +6,8 @@ A graph is alive as long as one of its nodes is. In the checked steps, a small m
 still alive, without keeping them alive.
 
 Steps are checked ever more rarely (`plimsoll.step.sampled_steps`), so that the average cost is microseconds per step. A
-finding (a line of the record) is added only if an earlier graph is alive. Only the first such checks walk the graph and
-read the user's source.
+finding (a line of the record) is added only if an earlier graph is alive. Only the first checks with a finding walk the
+graph and read the user's source.
 
 Not detected: graphs that are held for only a part of a step, and tensors without a graph.
 """
@@ -50,7 +50,7 @@ class _Mark:
 
 @dataclass(slots=True)
 class _Marks:
-    """The marks of one holder by step, the number of graph walks, and the line that assigns its attribute."""
+    """The marks in graphs that one object holds, by step, and the line of user code that stores them in the object."""
 
     name: str
     by_step: dict[int, list[weakref.ref[_Mark]]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class _Marks:
 
 
 class GraphWatch:
-    """Checks some of the steps of one training.
+    """Checks some of the steps of one training run.
 
     Attributes:
         lines: the findings, one for each step with a finding.
@@ -115,7 +115,7 @@ class GraphWatch:
             raise told from error
 
     def look(self, step: int) -> None:
-        """Check, if due, which graphs are alive after ``step``, when its own graph should be freed."""
+        """Check, if due, which graphs are alive after ``step``. At this time, its own graph should be freed, too."""
         is_due = self.is_due
         self._sampled_steps.passed(looked=is_due)
         self.failure = ""
@@ -132,7 +132,7 @@ class GraphWatch:
         return self.lines[-1] if self.lines and self.lines[-1].step == step else None
 
     def _of_holder(self, retained: RetainedTensor, step: int) -> RetainedGraph | None:
-        """Return the marked graphs that one holder keeps alive, and mark its current tensors."""
+        """Return the finding that an object keeps graphs alive, or ``None``, and mark the tensors that it holds now."""
         marks = self._marks.setdefault(retained.name, _Marks(retained.name))
         marked, alive = tuple(marks.by_step), marks.alive()
         marks.add(step, retained.tensors[-_MOST_MARKED:])
@@ -161,7 +161,7 @@ class GraphWatch:
         return graph_size(tensors, [*self._workload.model.parameters(), *tensors])
 
     def _of_losses(self, now: int) -> RetainedGraph | None:
-        """Return the finding that losses of earlier steps are alive although no holder is known, or ``None``."""
+        """Return the finding that graphs of earlier losses are alive, held by an unknown object; otherwise ``None``."""
         marks = self._marks.get(_ANYBODY, _Marks(_ANYBODY))
         alive = tuple(step for step in marks.alive() if step < now)
         if len(alive) < _FEWEST_ALIVE:

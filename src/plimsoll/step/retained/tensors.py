@@ -32,7 +32,7 @@ class RetainedTensor(NamedTuple):
     """The tensors with a graph in one attribute or variable.
 
     Attributes:
-        name: the name as the user would write it, starting with ``model`` or ``loss``.
+        name: the attribute or variable as the user would write it, starting with ``model`` or ``loss``.
         variable: the last part of the name.
         owners: the object with the attribute (for a variable, the function), then the objects that contain it.
         value: the value of the attribute.

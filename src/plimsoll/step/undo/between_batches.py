@@ -52,7 +52,7 @@ class Between:
         places: names of the containers that have changed.
         news: names and objects that were added to these containers.
         written: names of tensors that were written.
-        moved: names of tensors that were moved to another storage.
+        moved: names of tensors that now refer to another storage.
         lost: names of changed objects that were not copied before the update, and of gradients.
     """
 
@@ -74,7 +74,7 @@ class Between:
         self._extra = [(one, copy.deepcopy(one.state_dict())) for one in extra_state]
 
     def share(self, before: Between) -> None:
-        """Share the extra states that equal those after the previous batch, to keep only one copy."""
+        """Reuse the extra states saved after the previous batch if they are equal, so that only one copy is kept."""
         self._extra = [
             other if is_same_state(one[1], other[1]) else one
             for one, other in zip(self._extra, before._extra, strict=True)
@@ -82,7 +82,7 @@ class Between:
 
     @torch.no_grad()
     def again(self) -> None:
-        """Repeat the changes."""
+        """Make the recorded changes of the loop again."""
         for change in self._changes:
             change()
         for one, state in self._extra:

@@ -30,7 +30,7 @@ class Places:
         self._values = [one.values() if isinstance(one, dict) else () for one in self._containers]
 
     def contents(self) -> Contents:
-        """Return the current contents."""
+        """Return the current contents of all places."""
         containers, values = self._containers.copy(), self._values.copy()
         for number, place in self._others:
             containers[number] = content = place.content()

@@ -69,7 +69,7 @@ _NEVER = (
 _POSITIONS_OF_NO_STEP = (io.IOBase, _BaseDataLoaderIter)
 _GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 _OF_NAMES = ("_parameters", "_buffers", "_modules")
-"""Dicts of every module whose items are accessed as attributes."""
+"""Dicts of every module whose items a program accesses as attributes of the module."""
 SMALL_BYTES = 1 << 20
 """Arrays and tensors up to this size may be copied in each step even if no change was observed."""
 _MOST_ITEMS = 10_000
@@ -77,7 +77,7 @@ _MOST_PLACES = 50_000
 
 
 class Place(ABC):
-    """An object whose content can be replaced."""
+    """An object that may hold state: its content can be copied, and later be replaced by the copy."""
 
     @abstractmethod
     def content(self) -> Any:
@@ -88,7 +88,10 @@ class Place(ABC):
         """Replace the content."""
 
     def container(self) -> Any:
-        """Return the container itself, which may have further items; ``None`` if only `content` can collect them."""
+        """Return the container itself, so that items not yet found can be collected from it.
+
+        Returns ``None`` if items can be reached only through `content`.
+        """
         return None
 
 
@@ -175,7 +178,7 @@ class Attributes(Place):
             own.update(content)
 
     def container(self) -> Any:
-        """Return the live attributes, including omitted ones; ``None`` for a class, whose attributes are filtered."""
+        """Return the dict of all attributes, also those in ``left_out``; ``None`` for a class: `content` filters it."""
         own = vars(self.owner)
         return None if isinstance(own, MappingProxyType) else own
 
@@ -251,7 +254,7 @@ class Reached:
     """All objects that some roots reach, each with its name as a program would write it.
 
     Attributes:
-        places: containers with content.
+        places: the containers whose content can be copied and restored (see `Place`).
         tensors: parameters, buffers and other tensors, by id; a tensor that is reached twice has its first name.
         arrays: numpy arrays.
         modules: torch modules.
@@ -431,7 +434,7 @@ class _Walk:
         self._waiting.extend((f"a hook of {name}", hook) for of_kind in kept for hook in of_kind.values())
 
     def _put(self, name: str, place: Place, own_name: str = "") -> None:
-        """Add a place and queue its items, with names that begin with ``name``."""
+        """Add a place, and queue its items for the search. Their names begin with ``name``."""
         content = place.content()
         if not content and isinstance(place, Closure | Globals):
             return
@@ -476,7 +479,7 @@ def is_of_library(module: str | None) -> bool:
 
 @cache
 def _is_of_program(name: str) -> bool:
-    """Return whether a module with a library's name is the user's own, located next to the program."""
+    """Return whether a module named like a library is the user's own file, located next to the program."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None or file.startswith(FOLDERS_OF_LIBRARIES):
         return False

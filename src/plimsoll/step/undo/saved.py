@@ -163,7 +163,7 @@ class SavedGenerator:
 
 @dataclass(slots=True)
 class SavedIterator:
-    """The position of an iterator; ``None`` if it cannot be determined."""
+    """An iterator and its ``position`` when it was saved; ``None`` if the position cannot be determined."""
 
     name: str
     iterator: Iterator[Any]
@@ -193,7 +193,7 @@ class _CannotTellError(Exception):
 
 
 def _parts_of(value: Any, depth: int) -> Iterator[Any]:
-    """Yield the facts that identify an iterator's position: counts, line numbers and referenced objects."""
+    """Yield values that differ if an iterator advances: counts, instruction offsets and referenced objects."""
     if depth > _MOST_DEPTH:
         raise _CannotTellError
     if value is None or isinstance(value, (*_PLAIN, range, *_OF_PROGRAMS)):

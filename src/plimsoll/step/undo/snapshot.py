@@ -27,7 +27,7 @@ from plimsoll.step.undo.user_state import Kept, Known
 from plimsoll.step.undo.written import Writes, bytes_in
 
 MOST_TRIES = 8
-"""The most tries of work that progresses because its failures change values."""
+"""The maximum number of tries of work whose failures change values, so that a later try may succeed."""
 _PLAIN = (str, bytes, bool, int, float, complex, type(None))
 _WHOLE = object()
 _NOTHING = object()
@@ -37,8 +37,8 @@ _NOTHING = object()
 class Change:
     """A change that failed work made to one plain value of a place, or to a whole list of plain values.
 
-    ``alone`` is true if only plain values changed in the place. Otherwise a flag may record that another object was
-    created.
+    ``alone`` is true if only plain values changed in the place. If other objects changed, too, the plain value may be a
+    flag that records their creation.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Change:
     alone: bool = True
 
     def leave(self) -> None:
-        """Set the value that the failed work left."""
+        """Set the value again that the failed work left in the place."""
         if self.key is _WHOLE:
             self.place.fill(self.value)
             return
@@ -73,9 +73,9 @@ class Snapshot:
     """A saved state that can be restored.
 
     Args:
-        kept: the state to restore, after `Kept.begin`; `run` records in it which objects the work changes.
+        kept: the state to restore, found by `Kept.begin`. `run` records in it which objects the work changes.
         is_observed: whether to observe and copy the tensors that the work writes.
-        is_state: returns whether the place of this name is always restored.
+        is_state: returns whether the place with this name must always be restored, even if only failed work changed it.
         copied: keys of storages that are already copied elsewhere (see `written.key_of`).
     """
 
@@ -115,7 +115,7 @@ class Snapshot:
 
         Args:
             work: the work.
-            left: changes of an earlier failure, which are applied first.
+            left: changes that an earlier failed try made; they are made again before the work runs.
             put_back: called instead of the method `put_back`, if the caller has more to restore.
         """
         for change in left:

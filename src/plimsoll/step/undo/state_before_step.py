@@ -19,7 +19,7 @@ class Watched:
     """The objects that are checked in each step; selected once, because the check must cost microseconds.
 
     Attributes:
-        places: containers with content.
+        places: the containers whose contents are compared.
         copied: tensors that are copied, by name.
         placed: tensors whose storage is recorded.
         leaves: leaf tensors, whose ``requires_grad`` may change.

@@ -234,9 +234,9 @@ class Undo:
             self._watched, self._stays = None, []
 
     def leave(self) -> bool:
-        """Keep the changes that only failed tries made, and return whether such changes exist; possible once per step.
+        """Keep the changes that only failed tries made, and return whether there are any. It works once per step.
 
-        Such a change may decide whether tries fail, such as a test's list of failures to raise.
+        Such a change may be the reason why a later try succeeds, such as a counter that makes a test fail only once.
         """
         if self._left or not self._failed:
             return False
@@ -264,7 +264,7 @@ class Undo:
         return any(name in self._moving for name, _, _ in self._left)
 
     def written(self) -> list[Tensor]:
-        """Return the existing tensors that passes were observed to write."""
+        """Return the tensors that existed before the passes and that passes were observed to write."""
         reached = (one for before in self._before for one in before.reached.tensors.values())
         return [tensor for name, tensor in reached if name in self._written and not tensor.is_meta]
 
@@ -277,16 +277,16 @@ class Undo:
         return [one.name for before in self._before for one in before.iterators if one.has_moved()]
 
     def settle(self, *, all_of_it: bool = False) -> None:
-        """Restore the places kept by `leave` that successful passes change as well.
+        """Restore those places kept by `leave` that successful passes change as well.
 
         Args:
-            all_of_it: restore all places kept by `leave`.
+            all_of_it: whether to restore all places kept by `leave`.
         """
         self._begin_with([(place, content) for name, place, content in self._left if all_of_it or name in self._moving])
         self._left = [] if all_of_it else [one for one in self._left if one[0] not in self._moving]
 
     def _begin_with(self, contents: Sequence[tuple[Place, Any]]) -> None:
-        """Set places to other contents, also in the saved state."""
+        """Set places to other contents, in the program and in the saved state."""
         for place, content in contents:
             place.fill(content)
         for before in self._before:
@@ -408,10 +408,10 @@ class Undo:
         return watched
 
     def _is_copied(self, name: str, tensor: Tensor, owner: nn.Module | None, is_seen: bool) -> bool:
-        """Return whether to copy a tensor before the step; ``owner`` is set if it is a buffer.
+        """Return whether to copy a tensor before the step. ``owner`` is the module if the tensor is a buffer.
 
-        A tensor that any step has written is always copied. Without observation, BatchNorm's buffers are the only
-        others.
+        A tensor that any step has written is always copied. Without observation, only BatchNorm's buffers are copied in
+        addition.
 
         With observation, parameters, the batch and the optimizer's tensors are not copied unless a step has written
         them. Small tensors and floating-point buffers are copied as long as nothing was observed about them. This
@@ -444,9 +444,9 @@ class Undo:
                 yield SavedTensor(storage, bytes_in(storage).clone())
 
     def _news(self, before: Before) -> Iterator[tuple[str, Any]]:
-        """Yield objects that were added to places since the search.
+        """Yield the name and value of each object that was added to a place since the search.
 
-        If only the loop extends a list, yield the new items at its end.
+        For a list that only the loop extends, only the end of the list is examined.
         """
         for number in self._walked.differing(before.contents):
             name, content = before.reached.places[number][0], before.contents[number]

@@ -37,7 +37,7 @@ Named = tuple[str, Any]
 Array = numpy.ndarray[Any, Any]
 
 Moving = set[tuple[str, Any]]
-"""Items that successful work has changed, by the name of the place and the key."""
+"""Items that successful work has changed: pairs of the name of a place and a key in it."""
 Slot = tuple[str, Any]
 """The name of a place, and a key or an index in it."""
 
@@ -54,12 +54,12 @@ class Known:
     content: Any
 
     def change(self) -> Any:
-        """Return the current content if it has changed, otherwise ``None``."""
+        """Return the current content if it differs from the last copy, otherwise ``None``."""
         now = self.place.content()
         return now if (now or self.content) and not is_same(now, self.content) else None
 
     def values(self) -> Iterator[tuple[Slot, Any]]:
-        """Yield, by slot, those items of the last copied dict or list that may hold state."""
+        """Yield slot and value of each item of ``content`` that may hold state, if ``content`` is a dict or list."""
         pairs: Any = self.content.items() if isinstance(self.content, dict) else ()
         if isinstance(self.content, list):
             pairs = enumerate(self.content)
@@ -75,12 +75,12 @@ class Kept:
 
     Args:
         roots: returns the roots in groups; an object that several groups reach belongs to the first of them.
-        apart: returns objects that the search leaves out.
+        apart: returns objects that the search skips, with everything that only they reach.
 
     Attributes:
         moving: the items of places that successful work has changed.
         parts: the objects that each group of roots reaches.
-        is_due: whether everything is copied before the current work.
+        is_due: whether all places are copied before the current work, not only those likely to change.
         copied: the places that are copied, with their content before the work.
         others: the places that are not copied.
     """
@@ -109,7 +109,7 @@ class Kept:
         self._prints: dict[str, tuple[weakref.ref[Array], int]] = {}
 
     def begin(self, *, is_again: bool = False) -> None:
-        """Find the current state before work, and copy the places that are due.
+        """Find the objects that the roots reach now, before work, and copy the places that are due for a copy.
 
         Args:
             is_again: whether the work has failed before.
@@ -192,7 +192,7 @@ class Kept:
         self._choose()
 
     def _passing_of(self, values: Iterable[tuple[Slot, Any]], given: Set[int]) -> dict[int, Any]:
-        """Return the values in slots that are replaced again and again, except the given ones."""
+        """Return the values in slots whose value is replaced again and again, except values with an id in ``given``."""
         return {id(value): value for slot, value in values if slot in self._exchanged and id(value) not in given}
 
     def _walk(self, roots: Sequence[Sequence[Named]], apart: dict[int, Any], passing: dict[int, Any]) -> None:
@@ -205,7 +205,7 @@ class Kept:
         self._lasting, self._kept = lasting, kept
 
     def _choose(self) -> None:
-        """Choose the places to copy."""
+        """Set ``copied`` to the places to copy before this work, and ``others`` to the rest."""
         if self._chosen_for != len(self._changing):
             self._often, self._rarely, self._chosen_for = [], [], len(self._changing)
             for places in self._places:

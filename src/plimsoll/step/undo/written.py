@@ -83,7 +83,7 @@ def key_of(tensor: Tensor) -> int:
 
 
 def _caller() -> FrameType | None:
-    """Return the innermost frame that is neither of torch nor of this module."""
+    """Return the innermost frame on the call stack whose code belongs neither to torch nor to this module."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
     return next((frame for frame in frames if not _module_of(frame).startswith(_SKIPPED)), None)
 

@@ -1,4 +1,4 @@
-"""The functions that run after an update (parts): of the gradient scaler, the learning-rate schedule and cleanup.
+"""The functions (parts) that run after an update: they advance the gradient scaler and the schedule, and clean up.
 
 The update has already happened, so an error in such a part must not cause the step to be repeated. If memory runs out
 in a part, the state that the part reaches (`plimsoll.step.undo.find_state`) is restored and the part is repeated. The
@@ -84,7 +84,7 @@ class AfterUpdate:
         """Run a part as a transaction.
 
         Returns:
-            The event if memory ran out, otherwise ``None``; and the changes by the failed part that a retry may keep.
+            The event if memory ran out, otherwise ``None``, and the changes of the failed part that a retry may keep.
 
         Raises:
             AfterUpdateError: if changes of the part cannot be undone.
@@ -114,7 +114,7 @@ class AfterUpdate:
         return event, snapshot.changes
 
     def _kept_of(self, number: int, part: Part) -> Kept:
-        """Return the state that a part's owners reach; reuse the object of earlier steps if the part is the same."""
+        """Return the `Kept` state of a part's owners. The object of earlier steps is reused if the part is the same."""
         groups = self._optimizer.param_groups
         work, of_groups, kept = self._kept.get(number, (None, None, None))
         if kept is None or work != part.work or of_groups is not groups:
@@ -125,7 +125,7 @@ class AfterUpdate:
         return kept
 
     def _parameters(self) -> list[Any]:
-        """Return the optimizer's objects that only its update changes, which excludes its settings."""
+        """Return the optimizer's objects that only its update changes: states and parameters, but not settings."""
         lists = (group["params"] for group in self._optimizer.param_groups)
         return [self._optimizer, self._optimizer.state, *lists]
 

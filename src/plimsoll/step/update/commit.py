@@ -61,7 +61,7 @@ _OUTSIDE_KEPT_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 
 @dataclass(slots=True)
 class _Chunk:
-    """Some parameters of each parameter group; ``groups`` maps the index of a group to its parameters.
+    """Parameters that are updated in one call; ``groups`` maps the index of a parameter group to its parameters.
 
     A chunk that is not separable represents the whole optimizer, and has all parameters with gradients.
     """
@@ -77,7 +77,7 @@ class _Chunk:
 
     @property
     def place(self) -> _Place:
-        """The device of its parameters; CPU if the chunk has no parameters."""
+        """The device of the chunk's parameters and whether they are stored outside it; the CPU without parameters."""
         return _place_of(self.parameters[0]) if self.parameters else (torch.device("cpu"), False)
 
     def add(self, group: int, parameter: nn.Parameter) -> None:
@@ -97,7 +97,7 @@ class _Chunk:
         return self.is_separable and len(self.parameters) > 1
 
     def may_be_tried_again(self) -> bool:
-        """Count a failure; return whether to retry: the chunk can be split, failed once, or its failures progress."""
+        """Count a failure. Return whether to retry: the chunk can be split, failed once, or left useful changes."""
         self.num_failures += 1
         goes_on = bool(self.left) and self.num_failures < MOST_TRIES
         return self.can_be_cut() or self.num_failures == 1 or goes_on
@@ -140,7 +140,7 @@ class StepCommit:
         folded: in a dry run whose passes repeat, runs only one of several alike chunks; otherwise ``None``.
         outcome: the event that prevented the last step, or ``None``.
         was_called: whether `step` was called.
-        recovered: events that did not prevent a step.
+        recovered: out-of-memory events that did not prevent the step.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class StepCommit:
     def _do(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
         """Update one chunk and release its gradients, or leave it unchanged.
 
-        ``others``: later chunks, whose update must be proven to fit as well.
+        ``others`` are chunks that are updated later. If their update would not fit, this chunk is undone.
         """
         copy = self._copy_of(chunk)
         if copy is None:
@@ -330,7 +330,7 @@ class StepCommit:
             chunk.changes_gradients = bool(copy.changes_gradients)
 
     def _undo(self, chunk: _Chunk, copy: ChunkCopy | WholeCopy) -> None:
-        """Restore the copy; if memory runs out, free cached memory and try once more.
+        """Restore the chunk from its copy. If memory runs out, free cached memory and try once more.
 
         Raises:
             TornStepError: if the copy cannot be restored.
@@ -355,7 +355,7 @@ class StepCommit:
             chunk.num_failures += copy.has_lost_gradients
 
     def _copy_of(self, chunk: _Chunk) -> ChunkCopy | WholeCopy | None:
-        """Return a copy for undoing the chunk; ``None`` if it does not fit with enough memory left for a retry."""
+        """Return a copy from which to restore the chunk; ``None`` if it leaves too little memory for an update."""
         copy = attempt(lambda: self._copied(chunk), self._backend, self._position)
         if isinstance(copy, OomEvent):
             self._scratch[chunk.place[1]].clear()
@@ -377,8 +377,8 @@ class StepCommit:
         """Return an event if too little memory is free to update the chunks one after another, otherwise ``None``.
 
         The peak is all new states plus the largest temporaries of any chunk. Unknown states are assumed to take
-        ``times`` the parameters' bytes. On a GPU, the chunk before frees gradients that cover the temporaries of chunks
-        that are ``is_next``. This does not hold on the CPU: an aligned block does not fit in a hole of its size.
+        ``times`` the parameters' bytes. If ``is_next``, the chunk before frees gradients, which on a GPU cover the
+        temporaries. This does not hold on the CPU: an aligned block does not fit in a hole of its size.
         """
         blocks = blocks_of_states(self.optimizer, self._stateless(chunks), times)
         if not is_next or self._backend.kind == "cpu":
@@ -386,7 +386,7 @@ class StepCommit:
         return attempt(lambda: prove_room(blocks, chunks[0].place[0]), self._backend, self._position)
 
     def _agreed(self, event: OomEvent | None) -> OomEvent | None:
-        """Exchange an event of the first chunk with all ranks, so that all or none update; later failures are local."""
+        """Exchange an event of the first chunk with all ranks, so that all or none update. Later events stay local."""
         return agreed(event, self._position, self._ranks) if self._is_undone_by_all else event
 
     def _do_without_copy(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
@@ -403,13 +403,13 @@ class StepCommit:
         return None
 
     def _step_on(self, chunk: _Chunk) -> None:
-        """Update a chunk; if it is not separable, call the optimizer with its groups unchanged."""
+        """Call the optimizer for one chunk only, or for all its parameters if the chunk is not separable."""
         with only(self.optimizer, chunk.groups) if chunk.is_separable else nullcontext():
             self.optimizer.step()
         failpoint("optimizer")
 
     def _stateless(self, chunks: list[_Chunk]) -> Members:
-        """Return the parameters whose states this step will create."""
+        """Return the parameters whose states do not exist yet and will be created in this step."""
         return [member for chunk in chunks for member in without_states(self.optimizer, chunk.members())]
 
     def _state_bytes(self, chunk: _Chunk) -> int:
@@ -457,7 +457,7 @@ def _order(member: tuple[int, nn.Parameter]) -> tuple[bool, bool, int]:
 
 
 def _cut_bytes(parameter: nn.Parameter) -> int:
-    """Return the bytes that determine order and chunks; for a shard, those in the largest shard, equal on all ranks."""
+    """Return the bytes of a parameter, or of its largest shard if it is sharded: the same number on all ranks."""
     num_bytes: int = getattr(parameter, "cut_bytes", parameter.nbytes)
     return num_bytes
 

@@ -119,7 +119,7 @@ def gradient_release(workload: Workload, micro_batch: int, num_samples: int) -> 
     """Return the gradient release for a step, or ``None`` if it is not requested or not possible.
 
     Args:
-        workload: the training.
+        workload: the training run.
         micro_batch: the number of samples of a micro-batch.
         num_samples: the number of samples of the batch.
     """
@@ -132,7 +132,7 @@ def gradient_release(workload: Workload, micro_batch: int, num_samples: int) -> 
 
 
 class _Before:
-    """A parameter's value and optimizer states before the update; the states are ``None`` if there were no states."""
+    """A parameter's value and optimizer states before the update. The states are ``None`` if it had no states."""
 
     def __init__(
         self, parameter: nn.Parameter, state: dict[str, Any] | None, copy_outside: Callable[[Tensor], Tensor]

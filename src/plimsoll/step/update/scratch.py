@@ -65,9 +65,9 @@ class Scratch:
         """Return a copy of all tensors, concatenated.
 
         Args:
-            key: their dtype and device.
-            flat: the tensors, one-dimensional.
-            num_elements: the total number of their elements.
+            key: the dtype and device of the tensors.
+            flat: one-dimensional views of the tensors.
+            num_elements: the total number of elements of the tensors.
         """
         memory = self._kept.get(key)
         if memory is None or len(memory) < num_elements:

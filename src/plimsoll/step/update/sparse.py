@@ -43,7 +43,7 @@ def has_no_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
 
 
 def bytes_updated(parameter: Tensor) -> int:
-    """Return the bytes on which the size of an update's temporaries depends.
+    """Return the bytes from which the size of an update's temporaries is estimated.
 
     For a dense gradient, these are `dense_bytes`; for a sparse gradient, a multiple of the gradient's bytes.
     """
@@ -54,7 +54,7 @@ def bytes_updated(parameter: Tensor) -> int:
 
 
 def dense_bytes(parameter: Tensor) -> int:
-    """Return the bytes of which the size of an update's states is a multiple.
+    """Return the bytes from which the size of a parameter's optimizer states is estimated, as a multiple.
 
     These are the bytes of the parameter, or of its dense gradient if the gradient has a wider dtype.
     """

@@ -3,8 +3,8 @@
 Optimizers of this package report their peak (`SeparableOptimizer`). For other optimizers, the estimate is a multiple of
 the parameters' bytes, which the tests verify for all of ``torch.optim``. The estimate must not be much higher than the
 real peak. An update that seems not to fit runs in chunks, whose states are allocated among existing gradients. The
-resulting holes made the heap of a BERT training 390 MiB larger. Third-party optimizers may take more than the usual
-multiple, which is used for them.
+resulting holes made the heap of a training run of BERT 390 MiB larger. For third-party optimizers, the same multiple is
+used, although they may take more.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _MOST_TEMPORARIES = dict.fromkeys([torch.optim.RAdam, torch.optim.Muon, torch.op
 
 
 def most_at_once(optimizer: torch.optim.Optimizer, members: Members, created: Members) -> list[int]:
-    """Return the most blocks, as sizes in bytes, that an update by ``torch.optim`` allocates on the CPU.
+    """Return the sizes in bytes of the most blocks that an update by ``torch.optim`` holds at once on the CPU.
 
     Args:
         optimizer: the optimizer.
         members: the parameters to update.
-        created: the members that have no states yet.
+        created: the parameters among them whose states the update creates.
     """
     states = blocks_of_states(optimizer, created)
     return [*blocks_of_temporaries(optimizer, members), *states, round(sum(states) * _HOLES_SHARE) + SLACK_BYTES]
 
 
 def without_states(optimizer: torch.optim.Optimizer, members: Members) -> Members:
-    """Return the members whose states the next update will create."""
+    """Return the parameters whose states do not exist yet and will be created by the next update."""
     return [
         (group, parameter)
         for group, parameter in members

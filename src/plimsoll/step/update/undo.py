@@ -51,7 +51,7 @@ class Memory(NamedTuple):
 
 
 class _Values:
-    """Copies of the values of tensors, made by one call for all tensors whose layout allows it."""
+    """Copies of the values of tensors. Tensors whose layout allows it are copied by one call for many."""
 
     def __init__(self, tensors: list[Tensor], memory: Memory) -> None:
         layout, scratch, copy_outside, lender = memory
@@ -84,10 +84,10 @@ class ChunkCopy:
         optimizer: the optimizer, which updates each parameter separately.
         members: the parameters, each with the index of its group.
         memory: the memory in which copies are made.
-        changes_gradients: whether the update changes gradients; ``None`` to find out now.
+        changes_gradients: whether the update changes gradients. With ``None``, `run` observes it.
 
     Attributes:
-        layout: the layout of this copy, for the next one.
+        layout: the layout of this copy, to be reused for the next copy.
         changes_gradients: whether the update changes gradients; ``None`` if not observed.
     """
 
@@ -139,7 +139,7 @@ class ChunkCopy:
         self.changes_gradients = any(map(_has_changed, written)) if is_fused else bool(written)
 
     def _without_rows(self, group: int, parameter: nn.Parameter, values: list[Tensor]) -> Iterator[Tensor]:
-        """Yield the tensors that must be copied whole; of other tensors, copy the rows that change."""
+        """Yield the tensors that must be copied whole. Of all other tensors, copy only the rows that change."""
         rows_U = changed_rows(self._optimizer, self._optimizer.param_groups[group], parameter)
         for tensor in (parameter, *values):
             if rows_U is None or tensor.shape != parameter.shape:
@@ -202,7 +202,7 @@ class WholeCopy:
         is_again: whether this update has failed before; it is then observed.
 
     Attributes:
-        layout: the layout of this copy, for the next one.
+        layout: the layout of this copy, to be reused for the next copy.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class WholeCopy:
 
         Args:
             work: the update.
-            left: changes of earlier failures, which are applied first.
+            left: changes that earlier failed tries made; they are made again before the update runs.
         """
         self._snapshot.run(work, left, self.restore)
         writes = self._snapshot.writes
@@ -273,7 +273,7 @@ class WholeCopy:
             self.layout = None
 
     def restore(self) -> None:
-        """Restore everything except the state named in ``lost``. It may be called repeatedly."""
+        """Restore all state except the objects named in ``lost``. It may be called repeatedly."""
         self._snapshot.put_back()
         self._put_back_own()
 
