@@ -15,7 +15,7 @@ from plimsoll.records.trace import Category
 
 
 class Counters(Frozen):
-    """Memory counters of the device during a recorded training run. The recorder itself sees only storages.
+    """Memory counters of the device during a recorded training run; the trace lists only the storages of tensors.
 
     On CUDA, ``peak_bytes`` and ``reserved_bytes`` are the peaks of allocated and reserved memory. On the CPU they are
     the peaks of private memory and of the memory that ``RLIMIT_DATA`` counts. ``baseline_bytes`` was in use before the
@@ -30,7 +30,7 @@ class Counters(Frozen):
 
 
 class Side(Frozen):
-    """The peak of one trace: its bytes, in total and by category, and its moment."""
+    """The peak of the predicted or the measured trace: its bytes, in total and by category, and its moment."""
 
     peak_bytes: int
     parts: dict[Category, int]

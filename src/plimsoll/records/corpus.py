@@ -102,7 +102,10 @@ class Inspection(Record):
 
 
 class Rate(Frozen):
-    """The speed of one stage. ``private_bytes`` is the peak sum over its processes; ``None`` if not measured."""
+    """The speed of one stage of the input pipeline.
+
+    ``private_bytes`` is the peak private memory of all processes of the stage together; ``None`` if not measured.
+    """
 
     stage: str
     detail: str

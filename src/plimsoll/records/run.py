@@ -182,7 +182,7 @@ class GraphLine(FormerNames):
 
 
 class LossLine(Frozen):
-    """The result of the check, made in step ``step`` or before it, whether a batch may be split."""
+    """The result of the check whether a batch may be split. It was made before or in step ``step``."""
 
     event: Literal["loss"] = "loss"
     time_seconds: float = 0.0
@@ -278,7 +278,7 @@ class Timeline(Frozen):
 
 
 class RunRecord(Record):
-    """A run, finished or not."""
+    """A run, finished or not: its job, plan and device, and all events in the order in which they happened."""
 
     record_kind: ClassVar[str] = "run"
     schema_version: ClassVar[int] = 2

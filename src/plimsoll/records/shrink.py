@@ -19,10 +19,10 @@ from plimsoll.records.plan import Choice, Pin, Value
 from plimsoll.records.prediction import Estimate
 
 Stage = Literal["structure", "values"]
-"""The kind of change.
+"""The kind of change that a compression method makes.
 
 ``structure`` changes shapes; the model can be trained and compressed further. ``values`` keeps the shapes and stores
-values in fewer bits, or as zeros; it comes last.
+values in fewer bits, or as zeros. Methods of this kind come last in a chain.
 """
 
 Importance = Literal["magnitude", "taylor", "activation"]
@@ -30,11 +30,14 @@ Importance = Literal["magnitude", "taylor", "activation"]
 IMPORTANCES: tuple[Importance, ...] = ("magnitude", "taylor", "activation")
 
 SHARE = 0.25
-"""The default share that is removed."""
+"""The share of attention heads, layers, channels or hidden units that a method removes by default."""
 
 
 class Option(NamedTuple):
-    """An option: its default (``None``: no value), and a function that returns the error message for a wrong value."""
+    """An option of a compression method: its default, and a function that checks a value.
+
+    A ``default`` of ``None`` means no value. ``fault`` returns the error message for a wrong value, otherwise ``None``.
+    """
 
     default: Value | None
     fault: Callable[[str, object], str | None]
@@ -262,9 +265,9 @@ class TrainingCost(Frozen):
 class Small(Frozen):
     """One model: the methods that were applied to the original in this order, and the results.
 
-    Without a ``chain`` it is the original. ``quality`` is measured before recovery training, and ``recovered`` after
-    ``recovery_steps`` steps of it. The original is trained for as many steps. ``rejected`` is the reason why the model
-    does not satisfy the request.
+    With an empty ``chain``, it is the original. ``quality`` is measured before recovery training, and ``recovered``
+    after ``recovery_steps`` steps of recovery training. The original is trained for as many steps, for comparison.
+    ``rejected`` is the reason why the model does not satisfy the request.
     """
 
     chain: tuple[Choice, ...] = ()
@@ -292,7 +295,7 @@ class Small(Frozen):
 
 
 class Unused(Frozen):
-    """A method that was not tried, and the reason."""
+    """A compression method that was not tried, and the reason."""
 
     method: str
     reason: str

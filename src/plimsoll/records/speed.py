@@ -12,12 +12,13 @@ MovingKind = Literal["plain", "strided", "transcendental", "normalize", "random"
 """The way that an op accesses bytes.
 
 ``plain``: in order. ``strided``: not in memory order. ``transcendental``: with an exponential or similar function per
-element. ``normalize``: two passes over each row. ``random``: with random numbers. ``gather``: rows picked by index.
+element. ``normalize``: two passes over each row. ``random``: generating random numbers. ``gather``: rows picked by
+index.
 """
 
 
 class Point(Frozen):
-    """A measured point of a curve: the rate at position ``at``."""
+    """A measured point of a curve: the rate at position ``at``. See `Speed` for the curves."""
 
     at: float
     rate: float
@@ -26,7 +27,7 @@ class Point(Frozen):
 Curve = tuple[Point, ...]
 
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
-"""A collective over a tensor.
+"""A collective operation of all ranks on a tensor.
 
 ``all_reduce`` adds tensors up on all ranks. ``all_gather`` joins the rows of all ranks. ``reduce_scatter`` adds tensors
 up and keeps some rows on each rank.
