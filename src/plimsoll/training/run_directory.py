@@ -265,7 +265,7 @@ class RunDirectory:
         return any(isinstance(line, StepLine) and line.fallback <= fallback for line in self.each_line())
 
     def fallback_in_force(self) -> int | None:
-        """Return the number of the fallback that the run chose last, or ``None`` if the metrics do not show it."""
+        """Return the index of the plan's fallback that the run chose last; ``None`` if the metrics do not show it."""
         fallback = None
         for line in self.each_line():
             if isinstance(line, StepLine | StartLine):
@@ -281,7 +281,7 @@ class RunDirectory:
         return record
 
     def has_its_record(self) -> bool:
-        """Return whether ``record.json`` is newer than the metrics, or there is nothing to record."""
+        """Return whether ``record.json`` is newer than the metrics, or the run has nothing to record yet."""
         if not (self.head.is_file() and self.metrics.is_file()):
             return True
         return self.record.is_file() and self.record.stat().st_mtime_ns >= self.metrics.stat().st_mtime_ns

@@ -265,7 +265,7 @@ def _finish(temporary: Path, folder: Path, random_state: Any, progress: dict[str
 
 
 def _on_first(ranks: Ranks, backend: Backend, work: Callable[[], None]) -> _Problem | None:
-    """Run ``work`` on rank 0, and return the problem, if any, on all ranks."""
+    """Run ``work`` on rank 0. If it fails, return the problem on all ranks; otherwise return ``None``."""
     problem: _Problem | None = None
     if ranks.rank == 0:
         try:

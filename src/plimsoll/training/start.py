@@ -81,7 +81,7 @@ class TrainRequest:
 
     @property
     def constraints(self) -> tuple[str, ...]:
-        """The pins and forbidden techniques, as arguments of the processes that prepare and plan."""
+        """The pins and forbidden techniques, as command-line arguments for the processes that prepare data and plan."""
         return _as_arguments(self.pins, self.forbids)
 
     def job(self, fields: dict[str, Any], path: Path) -> Job:
@@ -322,7 +322,7 @@ def _is_finished(directory: RunDirectory, job: Job, before: Job) -> bool:
 
 
 def _has_line(job: Job, constraints: tuple[str, ...]) -> bool:
-    """Return whether a plan is needed: for a budget, for the memory of a GPU, or for constraints."""
+    """Return whether the run needs a plan, because it has a budget, constraints or a GPU."""
     is_on_cpu = job.device == "cpu" or (job.device == "auto" and nvml.driver_version() is None)
     return bool(constraints or job.pin) or job.budget.device_bytes is not None or not is_on_cpu
 
