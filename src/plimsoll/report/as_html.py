@@ -262,7 +262,7 @@ def shrink_page(record: ShrinkRecord) -> str:
 
 
 def watch_page(record: WatchRecord) -> str:
-    """Return the page of a recorded watch."""
+    """Return the page of a recording of ``plimsoll watch``."""
     charts = watch_charts(record)
     return _page(
         "watch",

@@ -122,7 +122,7 @@ def _remedy_row(number: int, remedy: Remedy) -> tuple[str, ...]:
 
 
 def shares_sheet(shares: Sequence[Share]) -> Sheet:
-    """List the parts of a peak, each with bytes, share and place."""
+    """List the categories of memory at the peak, each with its bytes, its share and a line of user code."""
     total_bytes = sum(share.num_bytes for share in shares)
     rows = [
         (one.category, format_bytes(one.num_bytes), share_text(one.num_bytes, total_bytes), one.known, one.place)

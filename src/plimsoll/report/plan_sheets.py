@@ -284,7 +284,7 @@ def _why(plan: Plan, choice: Choice) -> str:
 
 
 def _without(plan: Plan, choice: Choice) -> str:
-    """Return the peak and step time without one choice of the plan as text, or "" if they were not predicted."""
+    """Return as text the predicted peak and step time of the plan without ``choice``, or "" if it was not predicted."""
     others = _words(other for other in plan.fallbacks[0].choices if other.technique != choice.technique)
     looked_at: list[Rejected | Configuration] = [
         *plan.rejected,
@@ -355,7 +355,10 @@ def plan_in_force_sheet(record: RunRecord) -> Sheet:
 
 
 def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
-    """List rejected combinations: fitting ones by step time, too large ones by peak, then ones without a prediction."""
+    """List up to ``most_rows`` rejected combinations.
+
+    Combinations that fit come first, by step time; then those too large, by peak; then those without a prediction.
+    """
     shown = _most_telling(plan, most_rows)
     rows = tuple((choices_text(found.choices), *_numbers(found), found.reason) for found in shown)
     title = "Rejected" if len(shown) == len(plan.rejected) else f"Rejected, {len(shown)} of {len(plan.rejected):,}"
@@ -363,7 +366,11 @@ def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
 
 
 def _most_telling(plan: Plan, most_rows: int) -> list[Rejected]:
-    """Return up to `most_rows` rejected combinations: fitting, too large and unpredicted in turn, techniques varied."""
+    """Return up to ``most_rows`` rejected combinations that differ as much as possible.
+
+    They are taken in turn from three lists: fitting, too large, and not predicted. In each list, combinations with
+    other techniques are taken before combinations that differ only in options.
+    """
     limit_bytes = limit_bytes_of(plan)
     fitting = _sorted(plan.rejected, lambda peak: stays_under(peak, limit_bytes), _seconds_of)
     too_large = _sorted(plan.rejected, lambda peak: not stays_under(peak, limit_bytes), _bytes_of)
@@ -375,7 +382,7 @@ def _most_telling(plan: Plan, most_rows: int) -> list[Rejected]:
 
 
 def _unlike_first(kind: Sequence[Rejected]) -> list[Rejected]:
-    """Move the first combination of each set of techniques before combinations that differ only in options."""
+    """Sort combinations so that the first combination of each set of techniques precedes all others."""
     first: dict[frozenset[str], Rejected] = {}
     for found in kind:
         first.setdefault(frozenset(choice.technique for choice in found.choices), found)
@@ -398,7 +405,7 @@ def _bytes_of(found: Rejected) -> float:
 
 
 def alternative_sheet(plan: Plan) -> Sheet:
-    """List combinations with techniques that change the training, and the names to allow for each."""
+    """List combinations with techniques that change the training, and the techniques that a job must allow for each."""
     rows = tuple(
         (
             ", ".join(_lossy_names(plan, alternative.choices)),
