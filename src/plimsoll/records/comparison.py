@@ -1,6 +1,6 @@
 """Differences between a predicted trace and a measured trace: in the peak, at the first differing op, and by module.
 
-``Calibration`` stores corrections learned from measured runs, by kind of target.
+``Calibration`` stores corrections learned from measured runs for each kind of device.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Learned(Frozen):
 
 
 class Target(Frozen):
-    """The corrections learned from measured runs on one kind of target. ``None`` means not known yet.
+    """The corrections learned from measured runs on one kind of device. ``None`` means not known yet.
 
     ``live_ratio`` is the ratio of measured to predicted peak of live bytes. ``baseline_bytes`` and ``beyond_ratio`` are
     known only from runs with counters. ``baseline_bytes`` is the memory in use before the training. ``beyond_ratio`` is
@@ -149,7 +149,10 @@ class Target(Frozen):
 
 
 class Calibration(Record):
-    """Corrections of predictions that were learned from runs, by kind of target."""
+    """Corrections of predictions that were learned from measured runs.
+
+    The key of a target is its kind of device: ``cpu``, or ``cuda`` with the compute capability, such as ``cuda 8.0``.
+    """
 
     record_kind: ClassVar[str] = "calibration"
 

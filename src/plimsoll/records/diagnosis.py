@@ -13,9 +13,10 @@ from plimsoll.records.oom_text import OomText
 from plimsoll.records.plan import Choice
 
 GRAPH_IS_GONE = "the backward pass reached the graph of an earlier forward pass"
-"""The beginning of a step's error message if backward reaches the freed graph of an earlier forward pass.
+"""A part of the error message of a step in which backward reaches the freed graph of an earlier forward pass.
 
-The cause is recurrent state that is not detached. The message of a run that failed in this way begins with it, too.
+The cause is recurrent state that is not detached. The record of a run that failed in this way contains this text in its
+message.
 """
 
 KnownHow = Literal["measured", "counted", "predicted", "assumed"]

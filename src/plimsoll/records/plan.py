@@ -116,9 +116,9 @@ class Configuration(Frozen):
 
 
 class Rejected(Frozen):
-    """A combination that was considered and rejected. ``reason`` is a sentence with numbers.
+    """A combination of techniques that was considered and rejected. ``reason`` is a sentence with numbers.
 
-    ``is_compared`` is true if the reason compares its step time with the best combination found until then.
+    ``is_compared`` is true if the reason compares its step time with the best combination that the search had found.
     """
 
     choices: tuple[Choice, ...]
@@ -375,7 +375,7 @@ def _option(part: str, text: str) -> tuple[str, Value]:
 
 
 def _value(word: str, text: str) -> Value:
-    """Parse a JSON scalar, which is also a YAML scalar; return any other word as a string."""
+    """Parse a number, ``true``, ``false`` or a quoted string, as in JSON. Return any other word as a string."""
     word = word.strip()
     if not word:
         raise InputError(_unreadable(text))

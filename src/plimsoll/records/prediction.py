@@ -25,7 +25,7 @@ class Estimate(Frozen):
 
 
 class Moment(Frozen):
-    """A moment of a training run. ``line`` is ``file:line`` of user code; empty strings mean unknown."""
+    """A moment of a training run. ``line`` is ``file:line`` of user code. An empty string means unknown."""
 
     step: int
     phase: Phase

@@ -125,12 +125,12 @@ METHODS: Mapping[str, Asked] = {
 
 
 def options_of(choice: Choice) -> dict[str, Value | None]:
-    """Return all options of a choice, including defaults."""
+    """Return all options of a chosen method with their values; an option that is not set has its default."""
     return {**METHODS[choice.technique].defaults, **choice.options}
 
 
 def options_fault(choice: Choice) -> str | None:
-    """Return an error message about the first option that is wrong for every model, or ``None``."""
+    """Return an error message about the first option whose value is wrong for every model; otherwise ``None``."""
     asked = METHODS[choice.technique]
     for name, value in choice.options.items():
         if name not in asked.options:
@@ -218,18 +218,18 @@ class Quality(Frozen):
 
     @property
     def perplexity(self) -> float | None:
-        """The exponential of a language model's loss."""
+        """The exponential of the loss of a language model; ``None`` for other models."""
         return math.exp(min(self.loss, 700.0)) if self.is_language_model else None
 
     @property
     def score(self) -> float:
-        """The score that compares models, higher is better: entity F1, accuracy, similarity, or the negative loss."""
+        """The score that compares models: entity F1, accuracy, similarity, or the negative loss. Higher is better."""
         known = (self.entity_f1, self.accuracy, self.similarity)
         return next((one for one in known if one is not None), -self.loss)
 
     @property
     def rank(self) -> tuple[float, float]:
-        """A sort key, higher is better: the score, then the negative loss."""
+        """A key to sort models by quality: the score, then the negative loss. Higher is better."""
         loss = self.loss if math.isfinite(self.loss) else math.inf
         return (self.score if math.isfinite(self.score) else -math.inf, -loss)
 

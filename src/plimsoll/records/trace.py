@@ -75,7 +75,8 @@ class StorageTable(Frozen):
 class Assumption(Frozen):
     """An assumption that a prediction makes about an unknown fact.
 
-    If it is wrong, the peak may be higher by ``high_bytes`` or lower by ``-low_bytes`` (``low_bytes`` is 0 or less).
+    If the assumption is wrong, the peak may be higher by up to ``high_bytes`` or lower by up to ``-low_bytes``.
+    ``low_bytes`` is 0 or negative.
     """
 
     text: str

@@ -111,16 +111,16 @@ class RunProgress(Frozen):
 
 
 class WatchSample(Frozen):
-    """One observation.
+    """One observation of the watched processes.
 
     Attributes:
         seconds: time since the watch began.
         processes: the watched processes, parents first; for a whole machine, the largest processes.
         lines: the limits that apply to the watched processes.
         run: the progress of the run, if a run is watched.
-        num_kills: processes that the kernel killed for memory since the watch began. They are counted in the control
-            groups of the watched processes, or on the whole machine if groups have no counter; ``None`` without any
-            counter.
+        num_kills: the number of processes that the kernel has killed for lack of memory since the watch began. They are
+            counted in the control groups of the watched processes, or on the whole machine if groups have no counter;
+            ``None`` without any counter.
     """
 
     seconds: Seconds
