@@ -114,7 +114,10 @@ class Training:
 
     @property
     def asked_by(self) -> int | None:
-        """The number of the signal that asked to stop. All ranks agree on it, so they stop after the same step."""
+        """The number of the signal that asked to stop; ``None`` without a signal.
+
+        All ranks agree on it, so that they stop after the same step.
+        """
         return self.stop.signal_number if self.ranks.is_alone else self.asked_all
 
     @property
@@ -476,7 +479,7 @@ def _save_shards(training: Training, random_state: Any, progress: dict[str, Any]
 
 
 def _survive(training: Training, phase: Phase, work: Callable[[], T], *, is_collective: bool = False) -> T:
-    """Run ``work``, which must have no side effects. If memory runs out, free cached memory and retry.
+    """Run ``work``, which must have no side effects. If memory runs out, free cached memory and retry a few times.
 
     With ``is_collective``, a memory error on one rank counts as a memory error on all ranks.
     """

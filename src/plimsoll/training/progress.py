@@ -94,7 +94,7 @@ class Follower:
         )
 
     def budget_lines(self, processes: tuple[ProcessUse, ...], progress: RunProgress) -> list[LimitLine]:
-        """Return the budgets of the run as limits: for the device and, if it is not the CPU, for the host.
+        """Return the budgets of the run for device and host as limits, each with the memory that counts against it.
 
         Args:
             processes: memory of the processes of the run.

@@ -62,7 +62,7 @@ class Session:
         path: the run directory.
         resume: resume from a checkpoint, which must exist.
         from_step: with ``resume``, the step of the checkpoint; ``None`` for the newest.
-        resume_newest: after a death of the training process, resume from the newest good checkpoint, if there is one.
+        resume_newest: after a death of the training process, resume from the newest good checkpoint, if one exists.
         fallback: after a death, the number of the plan's fallback to start with; ``None`` for the fallback of the
             checkpoint or, without a checkpoint, for the first.
         too_large_fallback: with ``fallback``, the number of the fallback whose process was killed; it is not used

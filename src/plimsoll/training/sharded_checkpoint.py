@@ -218,7 +218,7 @@ class _Problem(NamedTuple):
 
 
 def _write(workload: Workload, backend: Backend, folder: Path) -> _Problem | None:
-    """Write the shards of all ranks. An error on one rank is returned on all ranks."""
+    """Write the shards of all ranks. If one rank fails, return the problem on all ranks; otherwise return ``None``."""
     position = Position(phase="checkpoint")
 
     def read() -> dict[str, Any]:

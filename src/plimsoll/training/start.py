@@ -33,7 +33,10 @@ from plimsoll.training.run_directory import RunDirectory
 from plimsoll.training.supervise import make_plan, prepare_data, supervise
 
 Train = Callable[[RunDirectory, tuple[str, ...], bool, int], int]
-"""The action after data and plan are prepared: `supervise`, or nothing on a rank; returns an exit code."""
+"""The action after data and plan are prepared. It returns an exit code.
+
+It is `supervise` or, on a rank, a function that does nothing.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,7 @@ def start(request: TrainRequest) -> int:
     """Start or resume a run, and train to its end.
 
     Returns:
-        0, or the exit code of the process that failed; it has reported the error.
+        0, or the exit code of the process that failed. That process has reported the error.
 
     Raises:
         InputError: if the request is invalid; no files have been written then.

@@ -6,8 +6,8 @@ signal ends it at once. (SIGINT would raise KeyboardInterrupt in whichever libra
 the cause of a death, and `_Cause` defines the response. After most causes, training is restarted from the last good
 checkpoint. Three deaths in a row without a checkpoint or a smaller micro-batch end the run.
 
-Several ranks are started by torchrun's agent (`plimsoll.distributed.launch`). Does NOT watch other machines: there,
-torchrun restarts the ranks.
+Several ranks are started by torchrun's agent (`plimsoll.distributed.launch`). Does NOT watch processes on other
+machines: torchrun restarts the ranks there.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def make_plan(directory: RunDirectory, arguments: tuple[str, ...], quiet: bool) 
 def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> int:
     """Run a command in a separate process before the training, and return its exit code.
 
-    ``what_it_does`` describes the process in error messages; ``remedy`` tells the user how to need less memory.
+    ``what_it_does`` describes the process in error messages. ``remedy`` is advice to the user on how to reduce memory.
     """
     kills_before = oom_kill_count()
     end = run_worker(arguments)
