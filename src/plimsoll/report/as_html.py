@@ -177,7 +177,10 @@ def diagnosis_page(diagnosis: Diagnosis) -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """One part of the peak as a bar. ``share`` is between 0 and 1; ``colour`` names a CSS variable of the page."""
+    """One category of memory at the peak, drawn as a bar.
+
+    ``share`` is the share of the peak, from 0 to 1. ``colour`` is the name of a CSS variable of the page.
+    """
 
     category: str
     share: float
@@ -187,7 +190,7 @@ class Bar:
 
 
 def _bars(shares: Sequence[Share]) -> list[Bar]:
-    """Return the shares of a peak as bars; empty if the shares are 0 bytes in total."""
+    """Return a bar for each category of memory at the peak; empty if the categories have 0 bytes in total."""
     total_bytes = sum(share.num_bytes for share in shares)
     return [
         Bar(

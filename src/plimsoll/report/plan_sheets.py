@@ -37,7 +37,7 @@ def verdict(plan: Plan) -> str:
 
 
 def limit_bytes_of(plan: Plan) -> int | None:
-    """Return the limit that peaks are compared with, in bytes."""
+    """Return the limit in bytes that peaks are compared with; ``None`` if the plan has no limit."""
     if plan.limit_bytes is not None:
         return plan.limit_bytes
     return plan.budget.device_bytes if plan.prediction is None else plan.prediction.limit_bytes

@@ -186,7 +186,7 @@ def _warning(line: Line) -> str:
 def shown_samples(
     subject: str, as_json: bool, show_line: Callable[[str], None]
 ) -> Iterator[Callable[[WatchSample], None]]:
-    """Yield a function that shows a sample: in a live view on a terminal, else as a line.
+    """Yield a function that shows a sample, in a live view on a terminal, otherwise as one line of text.
 
     Args:
         subject: the name of the watched process or run.
