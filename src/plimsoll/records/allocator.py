@@ -52,7 +52,7 @@ _NEVER_BYTES = 1 << 62
 
 
 class HeapRules(Frozen):
-    """The rules of glibc's heap: the size from which blocks are mapped, and when freed memory returns to the system."""
+    """The rules of glibc's heap: which blocks get their own mapping, and when freed memory returns to the system."""
 
     mmap_threshold_bytes: int = Field(default=128 * _KIB, ge=0)
     is_dynamic: bool = True
@@ -93,16 +93,16 @@ DEFAULT_HEAP = HeapRules(mmap_threshold_bytes=_AFTER_IMPORTS_BYTES, trim_thresho
 """glibc's defaults after torch and transformers have been imported."""
 
 FAST_HEAP = HeapRules(mmap_threshold_bytes=_FAST_BYTES, trim_threshold_bytes=2 * _AFTER_IMPORTS_BYTES, is_dynamic=False)
-"""Rules that map blocks from 4 MiB (``plimsoll.device.cpu.heap.FAST_BYTES``).
+"""Rules under which blocks of 4 MiB or more are mapped (``plimsoll.device.cpu.heap.FAST_BYTES``).
 
 They are set after the imports and before the model is built.
 """
 
 TIGHT_HEAP = HeapRules(mmap_threshold_bytes=128 * _KIB, trim_threshold_bytes=2 * _AFTER_IMPORTS_BYTES, is_dynamic=False)
-"""Rules that map blocks from 128 KiB (``plimsoll.device.cpu.heap.TIGHT_BYTES``).
+"""Rules under which blocks of 128 KiB or more are mapped (``plimsoll.device.cpu.heap.TIGHT_BYTES``).
 
 Like `FAST_HEAP`, they are set after the imports and before the model is built.
 """
 
 KEPT_HEAP = HeapRules(mmap_threshold_bytes=_NEVER_BYTES, trim_threshold_bytes=_NEVER_BYTES, is_dynamic=False)
-"""Rules that map no block and never return freed memory (``plimsoll.device.cpu.heap.keep_freed``)."""
+"""Rules under which no block is mapped and no freed memory is returned (``plimsoll.device.cpu.heap.keep_freed``)."""

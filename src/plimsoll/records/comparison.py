@@ -80,6 +80,7 @@ class Comparison(Record):
 
     ``groups`` lists the groups that differ, largest first. All ``num_groups`` groups add up to the difference of the
     peaks. ``num_differing_ops`` counts ops that allocated or freed different storages, including ops in only one trace.
+    ``first`` is the first of these ops, or ``None`` if no op differs.
     """
 
     record_kind: ClassVar[str] = "comparison"

@@ -59,7 +59,7 @@ class TokenFacts(Record):
 
 
 class Filling(Frozen):
-    """A way to make samples from the texts, and the padding in its batches.
+    """A method of making samples from the texts, and the padding in the resulting batches.
 
     ``num_dropped_tokens`` tokens are used in no epoch. ``num_long_texts`` texts were split into several samples or
     truncated.

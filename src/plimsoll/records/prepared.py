@@ -14,9 +14,9 @@ class PreparedText(Frozen):
 
     ``skipped`` lists the first 100 files and rows that were left out, with reasons. ``num_long_texts`` texts are longer
     than a sample. ``num_truncated`` of these texts lost ``num_dropped_tokens`` tokens in total, which no epoch uses.
-    ``num_cut_inside`` windows end inside a sentence or paragraph, because no border fits. ``num_lost_words`` words have
-    no token, so their tags are lost. If texts are tokenized on the fly, tokens and truncations are unknown and set to
-    0.
+    ``num_cut_inside`` windows end inside a sentence or paragraph, because no border between sentences or paragraphs
+    fits. ``num_lost_words`` words have no token, so their tags are lost. If texts are tokenized on the fly, tokens and
+    truncations are unknown and set to 0.
     """
 
     corpus_key: str
@@ -61,10 +61,11 @@ class Prepared(Record):
     texts. If ``holds_out_windows`` is true, the corpus is a single text, and some of its windows are held out.
 
     ``vectors_folder`` has the word vectors of the tokens, if the job has any, and ``vectors_digest`` is a digest of the
-    vectors. ``gradient_reach`` is set for streams. ``longest_row`` is the maximum number of tokens of a row of a
-    training batch. ``held_out_batch`` are the samples and tokens of the largest evaluation batch. Both are ``None``
-    before `with_rows` has computed them. ``num_left_out_words`` words were too rare to be counted when the tokenizer
-    was trained. ``peak_bytes`` is the peak private memory of the preparation, if it was measured.
+    vectors. ``gradient_reach`` is ``None`` unless the samples are read as streams. ``longest_row`` is the maximum
+    number of tokens of a row of a training batch. ``held_out_batch`` are the samples and tokens of the largest
+    evaluation batch. Both are ``None`` before `with_rows` has computed them. ``num_left_out_words`` words were too rare
+    to be counted when the tokenizer was trained. ``peak_bytes`` is the peak private memory of the preparation, if it
+    was measured.
     """
 
     record_kind: ClassVar[str] = "prepared-data"

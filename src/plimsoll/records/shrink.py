@@ -302,7 +302,9 @@ class Unused(Frozen):
 
 
 class ShrinkRecord(Record):
-    """The original model, which comes first, and models derived from it. Number ``best`` was written to ``output``.
+    """The original model, which comes first, and models derived from it.
+
+    The model at index ``best`` was written to ``output``; ``None`` if no model was chosen.
 
     ``target_bytes`` limits the size of the weight files, ``budget_bytes`` the predicted peak of training a model.
     ``saves`` describes the saving of each method that was tried, by method. ``is_complete`` is false if the search was
