@@ -1,6 +1,6 @@
 """The training loop: fetch, step, record, checkpoint and evaluate, until the last step or a request to stop.
 
-The loop knows no techniques and catches no errors of a step, because a step is a transaction
+The loop does not depend on techniques and catches no errors of a step, because a step is a transaction
 (`plimsoll.step.train_step`). If work outside a step runs out of memory, it is retried after cached memory has been
 freed (`_survive`). Any other error ends the run with its checkpoints intact.
 
@@ -199,7 +199,7 @@ def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
 
 
 def begin_after(training: Training, step: int) -> None:
-    """Remove metrics and checkpoints after ``step`` from the run directory, once every rank has read its files."""
+    """Remove metrics and checkpoints after ``step`` from the run directory, after every rank has read the files."""
     training.ranks.agree(False)
     if training.ranks.rank == 0:
         checkpoint.remove_later(training.directory.checkpoints, step)

@@ -172,7 +172,8 @@ class Session:
     def limit(self) -> None:
         """Limit the memory of this process and set up its allocator.
 
-        Before that, it loads everything that must not count against the limit.
+        Before that, it builds the model and the loss once without memory for tensors. The imports and threads that this
+        needs must not count against the limit.
         """
         job, data = self._job, self._data
         # Imports and threads that start inside a limit count against it with all the address space that they reserve.
