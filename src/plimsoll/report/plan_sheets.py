@@ -1,7 +1,7 @@
 """Sheets and sentences of a plan, shared by the terminal and the HTML page.
 
-The functions know no colours, widths or HTML, and show only numbers from the record and differences between them. The
-description of a technique comes from the record (``about``), because the technique modules import torch.
+The functions do not depend on colours, widths or HTML, and show only numbers from the record and differences between
+them. The description of a technique comes from the record (``about``), because the technique modules import torch.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ def _fallback_name(index: int, plan: Plan) -> str:
 
 
 def plan_in_force_sheet(record: RunRecord) -> Sheet:
-    """List the plan of a run and its fallbacks, with the steps that each has run since the last start or resume."""
+    """List the plan of a run and its fallbacks, each with its number of steps since the last start or resume."""
     sheet, steps = fallback_sheet(record.plan), steps_of_plan(record)
     steps_at = Counter(line.fallback for line in steps)
     rows = tuple((*row, f"{steps_at[index]:,}") for index, row in enumerate(sheet.rows))

@@ -1,8 +1,8 @@
 """Sheets and sentences of a prediction, shared by the terminal and the HTML page.
 
-The functions know no colours, widths or HTML, and show only numbers from the record.
+The functions do not depend on colours, widths or HTML, and show only numbers from the record.
 
-Not handled: how to free memory. That is the task of `plimsoll.diagnose`.
+Does NOT give advice on how to free memory: see `plimsoll.diagnose`.
 """
 
 from __future__ import annotations
