@@ -93,7 +93,7 @@ def failures_shown() -> Iterator[None]:
 
 
 def tell(error: PlimsollError) -> None:
-    """Write the error to the failure file, if the command that started this process has set one."""
+    """Write the error to the failure file, if an environment variable names one (see `told`)."""
     if _VARIABLE in os.environ:
         with contextlib.suppress(OSError):  # the message is on standard error too
             Path(os.environ[_VARIABLE]).write_text(failure_of(error), "utf-8")

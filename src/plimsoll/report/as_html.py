@@ -133,7 +133,7 @@ def corpus_page(corpus: CorpusFacts) -> str:
 
 
 def token_page(tokens: TokenFacts) -> str:
-    """Return the page of a corpus that is tokenized, and of its tokens."""
+    """Return the page of a tokenized corpus: its texts and its tokens."""
     return _sheets_page("Tokens", "", *_corpus_sheets(tokens.corpus), data_sheets.token_sheet(tokens))
 
 

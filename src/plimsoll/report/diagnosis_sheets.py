@@ -69,7 +69,7 @@ def _needs_sentence(diagnosis: Diagnosis) -> str:
 
 
 def event_sheet(event: OomText) -> Sheet:
-    """Return a sheet of the facts in the text of an out-of-memory error; without rows for any other text."""
+    """Return a sheet of the facts in the text of an out-of-memory error. For any other text, the sheet has no rows."""
     if not event.is_oom:
         return Sheet("Stated in the error text", _STATED, ())
     rows = [(title, format_bytes(size)) for name, title in _SIZES.items() if (size := getattr(event, name)) is not None]

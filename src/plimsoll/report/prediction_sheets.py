@@ -160,7 +160,7 @@ def key_numbers(prediction: Prediction) -> tuple[tuple[str, str], ...]:
 
 
 def estimate_sheet(prediction: Prediction) -> Sheet:
-    """List every estimate with its range and its sources."""
+    """List the estimates of a prediction, such as the peak and the context, each with its range and its sources."""
     is_cpu = prediction.device_kind == "cpu"
     estimates = {
         "Peak (private memory)" if is_cpu else "Peak (on the device)": prediction.peak,
