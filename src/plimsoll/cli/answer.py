@@ -22,7 +22,7 @@ _FORMATS: dict[str, Format] = {".html": "html", ".htm": "html", ".json": "json"}
 
 @contextmanager
 def answering(what: str, as_json: bool) -> Iterator[None]:
-    """Raise an error with a message if Ctrl-C stops the block. With ``as_json``, print all errors of the block as JSON.
+    """Turn Ctrl-C in the block into an `Interrupted` error. With ``as_json``, print all errors of the block as JSON.
 
     Args:
         what: a noun for the computation in the message after Ctrl-C, such as "planning".
@@ -43,7 +43,7 @@ def answering(what: str, as_json: bool) -> Iterator[None]:
 
 
 def limit_bytes_of(budget: str | None) -> int | None:
-    """Return ``--budget`` in bytes.
+    """Return ``--budget`` in bytes; ``None`` if the option is not given.
 
     Raises:
         BudgetError: if the text is not a size, or if a number below 1 MiB has no unit.
@@ -85,7 +85,9 @@ def check_output(output: Path | None, force: bool) -> None:
 
 
 def hand_over(record: Record, sentence: str, output: Path | None, as_json: bool) -> None:
-    """Write the record to ``output``, if given. Print JSON with ``as_json``, else the path of the output, else tables.
+    """Write the record to ``output``, if given, and print the result.
+
+    With ``as_json``, the record is printed as JSON. Otherwise, the path ``output`` is printed or, without it, tables.
 
     Args:
         record: the result.

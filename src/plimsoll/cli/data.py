@@ -30,7 +30,7 @@ _Texts = Annotated[
 
 
 def _command(what: str) -> Callable[[Work], Work]:
-    """Return a decorator that makes a function a command, with the docstring as help.
+    """Return a decorator that makes a function a subcommand of ``plimsoll data``, with its docstring as help.
 
     ``what`` is a noun for the command's computation in the message after Ctrl-C.
     """

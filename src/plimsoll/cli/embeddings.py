@@ -204,7 +204,10 @@ def convert(  # noqa: PLR0917 -- typer calls it by name
 
 
 def _tell(record: Record, output: Path | None, as_json: bool) -> None:
-    """Print the record. With an ``output``, print it to standard error, and its path; ``as_json`` prints only JSON."""
+    """Print the record as tables, or as JSON if ``as_json`` is true.
+
+    With an ``output``, the tables go to standard error, and the path of the output to standard output.
+    """
     from plimsoll.cli.answer import show_record
     from plimsoll.cli.output import show
     from plimsoll.report.render import render

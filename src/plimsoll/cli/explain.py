@@ -1,4 +1,4 @@
-"""``plimsoll explain``: causes of memory use or of an out-of-memory error, remedies, and a job with one applied."""
+"""``plimsoll explain``: causes of memory use or of an out-of-memory error, and a job file with one remedy."""
 
 from __future__ import annotations
 

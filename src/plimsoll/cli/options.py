@@ -18,7 +18,10 @@ OR_ALL_MEMORY = "the job's, else all memory"
 
 
 class Command(TyperCommand):
-    """A command that lists ``--help`` with the output options; typer would print a group for it alone, first."""
+    """A command whose help lists ``--help`` in the group of output options.
+
+    By default, typer prints a separate first group that contains only ``--help``.
+    """
 
     def get_help_option(self, ctx: Any) -> Any:
         """Return the option ``--help``."""
@@ -106,7 +109,7 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.
 Restart = Annotated[bool, typer.Option("--force", help="Start again and overwrite --out.", rich_help_panel=OUTPUT)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON record and no progress.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=OUTPUT)]
-"""Part of every command that shows progress. ``--json`` hides progress too."""
+"""The option ``--quiet`` of every command that shows progress. ``--json`` hides progress, too."""
 
 
 def _begin_timings(is_wanted: bool) -> bool:
@@ -127,4 +130,4 @@ Timings = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
-"""Part of every slow command. `plimsoll.cli.main.main` prints the table."""
+"""The option ``--timings`` of every slow command. `plimsoll.cli.main.main` prints the table."""

@@ -24,7 +24,7 @@ _VARIABLE = "PLIMSOLL_FAILURE_FILE"
 
 
 def show(text: str) -> None:
-    """Print the result of a command. If the pipe is closed (``| true``), exit silently with 128 + SIGPIPE."""
+    """Print the result of a command. If the reader closed the pipe (``| true``), exit silently with 128 + SIGPIPE."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -47,7 +47,7 @@ def complain(text: str) -> None:
 
 
 def say_failure(error: PlimsollError) -> None:
-    """Print the error to standard error, with the rank if there are several."""
+    """Print the error to standard error. If this process is one of several ranks, the message names the rank."""
     is_asked_for, rank = isinstance(error, Interrupted), os.environ["RANK"] if is_rank() else None
     if is_asked_for and rank not in {None, "0"}:
         return  # all ranks stop after the same step; rank 0 prints the message
@@ -84,7 +84,7 @@ def failure_of(error: PlimsollError) -> str:
 
 @contextmanager
 def failures_shown() -> Iterator[None]:
-    """Print one JSON object that describes the error, if the block ends in an error."""
+    """Print one JSON object that describes the error if the block raises a `PlimsollError`, and raise it again."""
     try:
         yield
     except PlimsollError as error:
@@ -93,7 +93,7 @@ def failures_shown() -> Iterator[None]:
 
 
 def tell(error: PlimsollError) -> None:
-    """Write the error to the failure file, if the command that started this process has set one."""
+    """Write the error to the failure file, if an environment variable names one (see `told`)."""
     if _VARIABLE in os.environ:
         with contextlib.suppress(OSError):  # the message is on standard error too
             Path(os.environ[_VARIABLE]).write_text(failure_of(error), "utf-8")
@@ -101,7 +101,10 @@ def tell(error: PlimsollError) -> None:
 
 @contextmanager
 def told() -> Iterator[Path]:
-    """Yield the path of a file to which processes started in the block write their failure. The last failure stays."""
+    """Yield the path of a file to which processes started in the block write their failure.
+
+    If several processes fail, the file contains the last failure.
+    """
     with own_folder() as folder:
         file = folder / "failure.json"
         os.environ[_VARIABLE] = str(file)

@@ -32,7 +32,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def launch(num_ranks: int, arguments: Iterable[str]) -> int:
-    """Run ``plimsoll`` with these arguments as ``num_ranks`` ranks, and wait until all ranks have ended.
+    """Run ``plimsoll`` with ``arguments`` in ``num_ranks`` processes, one per rank, and wait until all have ended.
 
     Returns:
         0, or the exit code of the rank that failed first; 128 + n if signal n ended it.

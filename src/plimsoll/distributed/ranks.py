@@ -56,7 +56,9 @@ class PeerOutOfMemory(MemoryError):
 
 
 class Ranks:
-    """The ranks of a training run, as seen from this rank. Without arguments, it is the only rank; see also `joined`.
+    """The ranks of a training run, as seen from this rank. ``Ranks()`` is a single process without other ranks.
+
+    `joined` makes the object from torchrun's environment.
 
     Args:
         rank: the rank of this process, from 0.
@@ -87,18 +89,19 @@ class Ranks:
         return self.world_size == 1
 
     def agree(self, flag: bool, place: int = 0) -> bool:
-        """Return whether ``flag`` is set on any rank. All ranks must call this method; see `first_of`."""
+        """Return whether ``flag`` is true on any rank. All ranks must call this method; see `first_of`."""
         return self.first_of(flag, place) is not None
 
     def first_of(self, flag: bool, place: int = 0) -> int | None:
-        """Return the lowest rank on which ``flag`` is set, or ``None``. All ranks must call this method.
+        """Return the lowest rank on which ``flag`` is true; ``None`` if it is false on all. All ranks must call this.
 
         Args:
             flag: the flag of this rank.
-            place: the number of the call site. It must be equal on all ranks unless a rank sets its flag.
+            place: a number that identifies the call site in the code. It must be equal on all ranks, unless the flag of
+                a rank is true.
 
         Raises:
-            InputError: on all ranks, if no flag is set and the places differ.
+            InputError: on all ranks, if all flags are false and ``place`` differs between ranks.
         """
         # Ranks agree before they exchange gradients. If gradients were reduced during backward, the other ranks would
         # wait for a rank that ran out of memory. The tensor was allocated in advance, so this call cannot itself run
@@ -128,13 +131,13 @@ class Ranks:
             raise PeerOutOfMemory(rank)
 
     def add_up(self, numbers: Tensor) -> Tensor:
-        """Sum a CPU tensor over the ranks, in place, and return it. It must have the same size on each rank."""
+        """Sum a CPU tensor over the ranks, in place, and return it. Its shape must be the same on all ranks."""
         if not self.is_alone:
             self.exchange(lambda: dist.all_reduce(numbers, group=self._group))
         return numbers
 
     def each(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers that each rank has passed, in the order of the ranks. All ranks must pass equally many."""
+        """Return a list of the ``numbers`` of each rank, in the order of the ranks. All must have the same length."""
         table = self._tables.get(len(numbers))
         if table is None:
             table = self._tables[len(numbers)] = torch.zeros(self.world_size, len(numbers), dtype=torch.float64)
@@ -153,7 +156,9 @@ class Ranks:
         return values
 
     def gather_agreed(self, value: T) -> list[T]:
-        """Return the values of all ranks, which may be large. Ranks allocate memory before they agree on each exchange.
+        """Return the values of all ranks, which may be large.
+
+        Each rank allocates memory before the ranks agree to start an exchange, so that no rank waits for a failed rank.
 
         Raises:
             PeerOutOfMemory: if memory ran out on another rank before the exchange.
@@ -255,7 +260,7 @@ def joined() -> Iterator[Ranks]:
 
 
 def _met(rank: int, world_size: int, timeout_seconds: float) -> Store:
-    """Return a key-value store that only the ranks of this (re)start share.
+    """Return a key-value store for the ranks of this start or restart, without keys from earlier starts.
 
     torchrun's store survives restarts, with old keys in it, and its restart count differs between machines. So each
     rank writes a random word, and rank 0 answers each word with the prefix that all ranks use from then on.

@@ -5,8 +5,9 @@ before the first step; large gradients are reduced in place. All memory that the
 ranks agree to start the reduction. This includes zero gradients for parameters that only other ranks have used. No rank
 can therefore wait in a collective that another rank did not reach.
 
-The sum is bitwise equal on all ranks, but is added in another order than in a single process. Does not overlap with
-backward: the exchange would start before all ranks have completed backward. Does not cover sparse gradients.
+The sum is bitwise equal on all ranks, but is added in another order than in a single process. The exchange does not
+overlap with backward, because it must not start before all ranks have completed backward. Does not cover sparse
+gradients.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Reduction:
     ) -> float | OomEvent:
         """Sum loss and gradients over all ranks, and return the sum of the losses.
 
-        ``collectively`` calls the function that may run out of memory. If memory runs out on any rank, the result is
-        the event that ``collectively`` returns.
+        ``collectively`` calls a function that may run out of memory, and returns an event on all ranks if memory runs
+        out on any rank. This event is then the result instead of the loss.
         """
         loss = self.add_up_loss(loss)
         if self.has_gaps and (event := collectively(self.fill)) is not None:
@@ -113,7 +114,10 @@ class Reduction:
             self._flush(self._buckets[key], gathered)
 
     def _flush(self, bucket: Tensor, gathered: list[Tensor]) -> None:
-        """Reduce gradients through the bucket. A gradient larger than the bucket is split."""
+        """Sum ``gathered`` gradients over the ranks by copying them into ``bucket`` and back.
+
+        If the only gradient is larger than the bucket, it is reduced in slices.
+        """
         flat = [gradient.reshape(-1) if gradient.is_contiguous() else gradient for gradient in gathered]
         gathered.clear()
         if len(flat) == 1 and flat[0].numel() > len(bucket):
@@ -128,7 +132,7 @@ class Reduction:
             gradient.copy_(part.view(gradient.shape))
 
     def _flush_in_parts(self, bucket: Tensor, gradient: Tensor) -> None:
-        """Reduce a large non-contiguous gradient in slices of its first dimension."""
+        """Sum a large non-contiguous gradient over the ranks, in slices of its first dimension."""
         if gradient.ndim > 1 and gradient[0].numel() > len(bucket):
             for row in gradient:
                 self._flush_in_parts(bucket, row)

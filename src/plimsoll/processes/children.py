@@ -31,7 +31,10 @@ _PARENT = "PLIMSOLL_PARENT"
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Block SIGINT during the block. Python's fork hooks would otherwise raise `KeyboardInterrupt` and discard it.
+    """Delay SIGINT until the end of the block, which forks.
+
+    Otherwise, Python's hooks around a fork could raise `KeyboardInterrupt` and discard it, so that Ctrl-C has no
+    effect.
 
     In a process with several threads, another thread may still receive the signal.
     """
@@ -79,14 +82,17 @@ def ending_with_this() -> dict[str, str]:
 
 
 def end_as_asked() -> None:
-    """Make this process end with its parent if the environment requests it. Child processes do not inherit this."""
+    """Make this process end with its parent if the environment variable of `ending_with_this` is set.
+
+    The variable is then removed, so that child processes do not inherit it.
+    """
     parent = os.environ.pop(_PARENT, None)
     if parent is not None:
         end_with(int(parent))
 
 
 def end_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies. Exit now if the parent is already dead."""
+    """Make the kernel kill this process when ``parent``, its parent process, dies. Exit now if it is already dead."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -112,7 +118,7 @@ def begin_worker() -> None:
 
 
 def begin_supervised() -> None:
-    """Make the kernel send SIGTERM to this process when its supervisor dies, or now if the supervisor is dead."""
+    """Make the kernel send SIGTERM to this process when its supervisor dies. Send it now if that has happened."""
     if parent_that_watches() is None:
         return
     if sys.platform.startswith("linux"):

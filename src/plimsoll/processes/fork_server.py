@@ -93,11 +93,11 @@ class ForkServer:
     def fork(self, arguments: Sequence[str], variables: Mapping[str, str]) -> ForkedProcess | None:
         """Wait until the server has finished its imports, and return a forked process.
 
-        ``None`` if the server cannot fork, as on systems other than Linux. The caller then starts a fresh process.
+        ``None`` if the server cannot fork. Forking works on Linux only; elsewhere, the caller starts a fresh process.
 
         Args:
             arguments: the command line of the new process, without the program.
-            variables: environment variables to set, in addition to the server's.
+            variables: environment variables to set, in addition to the environment variables of the server.
         """
         request = {"parent": os.getpid(), "arguments": [*arguments], "variables": dict(variables)}
         pid = ask(self._socket, request)
@@ -136,7 +136,7 @@ def ask(server: socket.socket, request: Mapping[str, Any], files: Sequence[int] 
 
 @contextmanager
 def _adopting() -> Iterator[bool]:
-    """Adopt orphaned descendants during the block. Yield whether the system supports it."""
+    """Make this process adopt its orphaned descendants during the block. Yield whether the system supports this."""
     is_possible = sys.platform.startswith("linux") and ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
     try:
         yield is_possible
@@ -168,7 +168,7 @@ def serve() -> list[str]:
 
 
 def make_light() -> None:
-    """Free unused heap memory, and stop the garbage collector from copying shared pages in forks."""
+    """Free unused heap memory, and keep the garbage collector from writing to pages that forks share."""
     gc.collect()
     gc.freeze()  # a collection writes to every heap page, which would copy it in each fork
     trim()
@@ -234,9 +234,10 @@ def can_fork() -> bool:
 
 
 def _has_begun_cuda() -> bool:
-    """Return whether the CUDA driver is initialized in this process, so that a fork could not use it.
+    """Return whether the CUDA driver is initialized in this process; a fork could then not use CUDA.
 
-    The driver is asked, because a query for GPUs initializes it without torch's knowledge.
+    The function asks the driver instead of torch, because a query for GPUs initializes the driver without torch's
+    knowledge.
     """
     if "libcuda.so" not in Path("/proc/self/maps").read_text():
         return False

@@ -18,14 +18,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(slots=True)
 class StopRequest:
-    """A request to stop: a signal has arrived, or process ``parent`` is no longer the parent of this process."""
+    """A request to stop, made by a signal or by the death of ``parent``, the parent process of this process."""
 
     received: int | None = None
     parent: int | None = None
 
     @property
     def signal_number(self) -> int | None:
-        """The number of the signal that requested the stop, SIGTERM if the parent died, or ``None``."""
+        """The number of the signal that requested the stop; SIGTERM if the parent died; ``None`` without a request."""
         is_orphan = self.parent is not None and os.getppid() != self.parent
         return signal.SIGTERM if self.received is None and is_orphan else self.received
 

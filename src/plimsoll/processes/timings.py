@@ -1,4 +1,4 @@
-"""Recording of the elapsed time by process and stage, which ``--timings`` prints.
+"""Recording of the elapsed time of each process and each of its stages, which ``--timings`` prints.
 
     begin()                         # in the command; its child processes inherit it
     with timed("building the model"):
@@ -36,7 +36,7 @@ def begin(prefix: str = "plimsoll-") -> None:
 
 
 def note(stage: str, seconds: float) -> None:
-    """Record the duration of a stage of this process. The name of the stage ends at the first colon."""
+    """Record the duration of a stage of this process. The part of ``stage`` before the first colon is its name."""
     path = os.environ.get(_FILE)
     if path is not None:
         line = {"process": _process_name(), "stage": stage.partition(":")[0], "seconds": seconds}

@@ -19,9 +19,10 @@ class AllocatorRules(Frozen):
     """The rounding of requests, the sizes of segments requested from the driver, and the rules for splitting blocks.
 
     ``max_split_bytes`` of ``None`` is torch's "unlimited". ``garbage_collection_threshold`` is a share of the limit, or
-    ``None`` for "off". ``roundup_power2_divisions`` is one number for all sizes, or 16 numbers: for requests up to 2
-    MiB, to 4 MiB, ..., from 32 GiB. ``process_share`` is torch's `per_process_memory_fraction`. It changes no size:
-    code that creates an allocator multiplies the capacity by this share to get the limit.
+    ``None`` for "off". ``roundup_power2_divisions`` is one number for requests of all sizes, or 16 numbers: for
+    requests under 2 MiB, under 4 MiB, ..., under 32 GiB, and larger. ``process_share`` is torch's
+    `per_process_memory_fraction`. It does not affect the rounding: the code that creates an allocator multiplies the
+    capacity of the device by this share to get the limit.
     """
 
     rounding_bytes: int = 512  # kMinBlockSize
@@ -51,20 +52,23 @@ _NEVER_BYTES = 1 << 62
 
 
 class HeapRules(Frozen):
-    """The rules of glibc's heap: the size from which blocks are mapped, and when freed memory returns to the system."""
+    """The rules of glibc's heap: which blocks get their own mapping, and when freed memory returns to the system."""
 
     mmap_threshold_bytes: int = Field(default=128 * _KIB, ge=0)
     is_dynamic: bool = True
-    """True if freeing a mapped block (up to 32 MiB) sets the thresholds to its size and to twice its size."""
+    """True if freeing a mapped block of up to 32 MiB raises the thresholds.
+
+    The mmap threshold becomes the size of the block, and the trim threshold becomes twice this size.
+    """
     trim_threshold_bytes: int = Field(default=128 * _KIB, ge=0)
     top_pad_bytes: int = Field(default=128 * _KIB, ge=0)
     num_cached_per_size: int = Field(default=7, ge=0)
-    """Freed chunks of up to 1,040 bytes per size that stay in the thread's cache and are not merged."""
+    """How many freed chunks of each size the thread's cache keeps unmerged, for sizes up to 1,040 bytes."""
     page_bytes: int = Field(default=4096, ge=1)
     alignment_bytes: int = Field(default=64, ge=32)
     """The alignment of every block: torch allocates CPU tensors with ``posix_memalign(64)``."""
     build_threshold_bytes: int | None = Field(default=None, ge=0)
-    """A different mmap threshold until the first step, while the model is built and sharded; ``None``: the same."""
+    """A separate mmap threshold before the first step, while the model is built and sharded; ``None``: the same one."""
     trims_after_steps: bool = False
     """True if free pages are returned to the system after each step, as with ``malloc_trim(0)``."""
 
@@ -89,13 +93,16 @@ DEFAULT_HEAP = HeapRules(mmap_threshold_bytes=_AFTER_IMPORTS_BYTES, trim_thresho
 """glibc's defaults after torch and transformers have been imported."""
 
 FAST_HEAP = HeapRules(mmap_threshold_bytes=_FAST_BYTES, trim_threshold_bytes=2 * _AFTER_IMPORTS_BYTES, is_dynamic=False)
-"""Rules that map blocks from 4 MiB (``plimsoll.device.cpu.heap.FAST_BYTES``).
+"""Rules under which blocks of 4 MiB or more are mapped (``plimsoll.device.cpu.heap.FAST_BYTES``).
 
 They are set after the imports and before the model is built.
 """
 
 TIGHT_HEAP = HeapRules(mmap_threshold_bytes=128 * _KIB, trim_threshold_bytes=2 * _AFTER_IMPORTS_BYTES, is_dynamic=False)
-"""Rules that map blocks from 128 KiB (``plimsoll.device.cpu.heap.TIGHT_BYTES``), set at the same time."""
+"""Rules under which blocks of 128 KiB or more are mapped (``plimsoll.device.cpu.heap.TIGHT_BYTES``).
+
+Like `FAST_HEAP`, they are set after the imports and before the model is built.
+"""
 
 KEPT_HEAP = HeapRules(mmap_threshold_bytes=_NEVER_BYTES, trim_threshold_bytes=_NEVER_BYTES, is_dynamic=False)
-"""Rules that map no block and never return freed memory (``plimsoll.device.cpu.heap.keep_freed``)."""
+"""Rules under which no block is mapped and no freed memory is returned (``plimsoll.device.cpu.heap.keep_freed``)."""

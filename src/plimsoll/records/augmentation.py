@@ -55,12 +55,12 @@ class Augmentation(Frozen):
 
     @property
     def synonym_share(self) -> float:
-        """The probability that a word of the table is replaced; 0 without a table."""
+        """The probability that a word that is in the table of synonyms is replaced; 0 without a table."""
         return 0.0 if self.synonyms is None else DEFAULT_SYNONYM if self.synonym is None else self.synonym
 
     @property
     def changes_tokens(self) -> bool:
-        """True if any token can change."""
+        """True if the settings can change tokens after tokenization."""
         return bool(self.mask or self.delete or self.swap or self.token_function)
 
     @property

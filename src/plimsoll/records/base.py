@@ -30,7 +30,10 @@ class Frozen(BaseModel):
 
 
 class FormerNames(Frozen):
-    """An object that also accepts the previous release's field names; ``former_names`` maps them to current names."""
+    """An object that also accepts the field names of the previous release.
+
+    ``former_names`` maps them to the current names.
+    """
 
     former_names: ClassVar[Mapping[str, str]]
 
@@ -55,7 +58,7 @@ class Record(Frozen, Shown):
     record_kind: ClassVar[str]
     schema_version: ClassVar[int] = 1
     also_reads: ClassVar[frozenset[int]] = frozenset()
-    """Earlier schema versions that can be read, too."""
+    """Earlier schema versions that `from_json` also reads."""
     former_kind: ClassVar[str | None] = None
 
     def to_json(self) -> str:

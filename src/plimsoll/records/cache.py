@@ -1,4 +1,4 @@
-"""The content of the cache folder, by kind."""
+"""The content of the cache folder, by kind of file: predictions, plans, data and so on."""
 
 from __future__ import annotations
 

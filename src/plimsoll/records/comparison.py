@@ -1,6 +1,6 @@
 """Differences between a predicted trace and a measured trace: in the peak, at the first differing op, and by module.
 
-``Calibration`` stores corrections learned from measured runs, by kind of target.
+``Calibration`` stores corrections learned from measured runs for each kind of device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plimsoll.records.trace import Category
 
 
 class Counters(Frozen):
-    """Memory counters of the device during a recorded training run. The recorder itself sees only storages.
+    """Memory counters of the device during a recorded training run; the trace lists only the storages of tensors.
 
     On CUDA, ``peak_bytes`` and ``reserved_bytes`` are the peaks of allocated and reserved memory. On the CPU they are
     the peaks of private memory and of the memory that ``RLIMIT_DATA`` counts. ``baseline_bytes`` was in use before the
@@ -30,7 +30,7 @@ class Counters(Frozen):
 
 
 class Side(Frozen):
-    """The peak of one trace: its bytes, in total and by category, and its moment."""
+    """The peak of the predicted or the measured trace: its bytes, in total and by category, and its moment."""
 
     peak_bytes: int
     parts: dict[Category, int]
@@ -80,6 +80,7 @@ class Comparison(Record):
 
     ``groups`` lists the groups that differ, largest first. All ``num_groups`` groups add up to the difference of the
     peaks. ``num_differing_ops`` counts ops that allocated or freed different storages, including ops in only one trace.
+    ``first`` is the first of these ops, or ``None`` if no op differs.
     """
 
     record_kind: ClassVar[str] = "comparison"
@@ -130,7 +131,7 @@ class Learned(Frozen):
 
 
 class Target(Frozen):
-    """The corrections learned from measured runs on one kind of target. ``None`` means not known yet.
+    """The corrections learned from measured runs on one kind of device. ``None`` means not known yet.
 
     ``live_ratio`` is the ratio of measured to predicted peak of live bytes. ``baseline_bytes`` and ``beyond_ratio`` are
     known only from runs with counters. ``baseline_bytes`` is the memory in use before the training. ``beyond_ratio`` is
@@ -149,7 +150,10 @@ class Target(Frozen):
 
 
 class Calibration(Record):
-    """Corrections of predictions that were learned from runs, by kind of target."""
+    """Corrections of predictions that were learned from measured runs.
+
+    The key of a target is its kind of device: ``cpu``, or ``cuda`` with the compute capability, such as ``cuda 8.0``.
+    """
 
     record_kind: ClassVar[str] = "calibration"
 

@@ -59,7 +59,7 @@ class TokenFacts(Record):
 
 
 class Filling(Frozen):
-    """A way to make samples from the texts, and the padding in its batches.
+    """A method of making samples from the texts, and the padding in the resulting batches.
 
     ``num_dropped_tokens`` tokens are used in no epoch. ``num_long_texts`` texts were split into several samples or
     truncated.
@@ -102,7 +102,10 @@ class Inspection(Record):
 
 
 class Rate(Frozen):
-    """The speed of one stage. ``private_bytes`` is the peak sum over its processes; ``None`` if not measured."""
+    """The speed of one stage of the input pipeline.
+
+    ``private_bytes`` is the peak private memory of all processes of the stage together; ``None`` if not measured.
+    """
 
     stage: str
     detail: str

@@ -65,7 +65,7 @@ Size = Annotated[int, BeforeValidator(parse_bytes)]
 class Budget(Frozen):
     """The memory budget: bytes that a run may use on its device and on the host; ``None`` means all available memory.
 
-    A job file names the fields ``device`` and ``host`` and can give text, such as ``2GiB``.
+    In a job file, the fields are ``device`` and ``host``; a value may be a string such as ``2GiB``.
     """
 
     device_bytes: Size | None = None
@@ -91,9 +91,9 @@ class DeviceSpec(Frozen):
 
     ``capacity_bytes`` and ``capacity_high_bytes`` are the minimum and maximum total memory that CUDA reported under
     Linux, with ECC in its factory setting. Both are below ``nominal_bytes``, the number in the name of the card, and
-    depend on the driver. The context is driver memory of a process outside torch's allocator. It is given as a range,
-    because it grows with the kernels that are loaded. ``host_link_bytes_per_second`` is the theoretical rate of the
-    card's connector in one direction.
+    depend on the driver. The CUDA context is driver memory of a process, outside torch's allocator.
+    ``context_low_bytes`` and ``context_high_bytes`` are its range, because it grows with the kernels that are loaded.
+    ``host_link_bytes_per_second`` is the theoretical rate of the card's connector in one direction.
     """
 
     name: str

@@ -13,9 +13,10 @@ from plimsoll.records.oom_text import OomText
 from plimsoll.records.plan import Choice
 
 GRAPH_IS_GONE = "the backward pass reached the graph of an earlier forward pass"
-"""The beginning of a step's error message if backward reaches the freed graph of an earlier forward pass.
+"""A part of the error message of a step in which backward reaches the freed graph of an earlier forward pass.
 
-The cause is recurrent state that is not detached. The message of a run that failed in this way begins with it, too.
+The cause is recurrent state that is not detached. The record of a run that failed in this way contains this text in its
+message.
 """
 
 KnownHow = Literal["measured", "counted", "predicted", "assumed"]
@@ -51,13 +52,14 @@ class Finding(Frozen):
         title: a sentence that describes the cause.
         place: the line of user code, ``file.py:12``; "" if not found.
         evidence: the evidence for the cause.
-        peak_share: the share of the peak that the cause explains, from 0 to 1.
+        peak_share: the share of the peak that the cause explains, from 0 to 1; ``None`` if unknown.
         remedy: a technique, or a sentence that describes the change to make.
         code: the code or command to type, if known.
-        effect_bytes: the bytes by which the peak falls without the cause.
+        effect_bytes: the bytes by which the peak falls without the cause; ``None`` if unknown.
         effect_known: the source of ``effect_bytes``.
-        effect_high_bytes: an upper bound of ``effect_bytes``, if other memory may have the same cause.
-        page: the page of the documentation, if it is not the page of the cause.
+        effect_high_bytes: an upper bound of ``effect_bytes``, if other memory may have the same cause; otherwise
+            ``None``.
+        page: the page of the documentation; "" for the page named after the cause.
         is_unused: true if the training is the same without this memory.
     """
 
@@ -76,7 +78,7 @@ class Finding(Frozen):
 
 
 ASKED = "asked for"
-"""The category of the refused request, which is not part of the memory in use."""
+"""The category of the allocation request that failed; its bytes are not part of the memory in use."""
 
 
 class Share(Frozen):

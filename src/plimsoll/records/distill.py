@@ -40,9 +40,9 @@ class DistillSource(Frozen):
         """Return the reason why distillation cannot be used with the data of a job; ``None`` if it can.
 
         Args:
-            order: the order of the samples.
-            anew: the name of the field that makes samples change each time they are read; empty if there is no such
-                field.
+            order: the value of ``data.order``, the order of the samples.
+            anew: the name of the field of ``data`` that makes samples change each time they are read; empty if the job
+                sets no such field.
         """
         if order == "streams":
             return (

@@ -16,7 +16,10 @@ class VectorSource(Frozen):
 
 
 class FaultCount(Frozen):
-    """The number of words with one kind of fault. ``examples`` are the first words, with line or number and reason."""
+    """The number of words with one kind of fault.
+
+    ``examples`` are the first such words, each with its line or number and the reason.
+    """
 
     kind: str
     count: int

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def renamed(fields: Mapping[str, Any], former_names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields under their current names. ``former_names`` maps former names to current names.
+    """Return the fields with former names replaced by current names. ``former_names`` maps former to current names.
 
     Raises:
         ValueError: if a field is given under both names.

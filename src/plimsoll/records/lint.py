@@ -35,7 +35,7 @@ class LintFinding(Frozen):
 
 
 class Unread(Frozen):
-    """A file that could not be checked, and the reason."""
+    """A source file that could not be checked, and the reason."""
 
     file: str
     reason: str

@@ -32,7 +32,7 @@ class Part(Frozen):
 
 
 class RejectedPlacement(Frozen):
-    """A number of rows that was considered and rejected. ``reason`` is a sentence with numbers."""
+    """A number of rows per pass that was considered and rejected. ``reason`` is a sentence with numbers."""
 
     micro_batch: int
     resident_bytes: int
@@ -49,7 +49,7 @@ class InferencePlan(FormerNames, Record):
     checked).
 
     Rows: ``longest_tokens`` and ``new_tokens`` are per row, and ``micro_batch`` is the number of rows per pass.
-    ``dtype`` is the data type of most weights; with ``is_converted``, all weights are converted to it.
+        ``dtype`` is the data type of most weights. If ``is_converted`` is true, all weights are converted to it.
 
     Time: ``pass_time`` is the time of a pass including all new tokens. Its parts ``compute_seconds`` and
     ``read_seconds`` overlap. ``read_bytes`` are read from the files or copied over the link in each pass.

@@ -16,10 +16,11 @@ from plimsoll.records.device import Budget
 from plimsoll.records.prediction import Estimate, Prediction
 
 Numerics = Literal["bitwise", "reordered", "reduced precision", "lossy"]
-"""The effect of a technique on the numbers.
+"""The effect of a technique on the numerical results of training.
 
 ``bitwise``: identical results. ``reordered``: the same mathematics, rounded in another order. ``reduced precision``:
-the effect of autocast. ``lossy``: another model or another training.
+parts of the computation in fewer bits, as with autocast. ``lossy``: a different model or a different training
+procedure.
 """
 
 
@@ -115,9 +116,9 @@ class Configuration(Frozen):
 
 
 class Rejected(Frozen):
-    """A combination that was considered and rejected. ``reason`` is a sentence with numbers.
+    """A combination of techniques that was considered and rejected. ``reason`` is a sentence with numbers.
 
-    ``is_compared`` is true if the reason compares its step time with the best combination found until then.
+    ``is_compared`` is true if the reason compares its step time with the best combination that the search had found.
     """
 
     choices: tuple[Choice, ...]
@@ -150,8 +151,8 @@ class LossCheck(Frozen):
     - ``not shown``: a test with samples could not decide.
     - ``allowed``: it was not confirmed, but the user allows splitting batches (``recut_loss``).
     - ``never cut``: the user forbids splitting batches.
-    - ``not computed``: no loss could be computed, for example because the weights have no memory. Training then tests
-      this.
+    - ``not computed``: no loss could be computed, for example because the weights of the planned model are not in
+      memory. The training process then makes the check.
 
     ``whole`` is the loss of ``num_samples`` samples as one batch. ``parts`` is the weighted sum of their losses one by
     one. ``difference`` and ``gradient_difference`` are the relative differences of the losses and of the gradients
@@ -189,7 +190,7 @@ class LossCheck(Frozen):
 class Candidate(FormerNames):
     """A configuration that is predicted to be about as fast as the first configuration of the plan.
 
-    The other fields have the same meaning as in `Plan`, for this configuration.
+    The fields besides the configuration have the same meaning as in `Plan`.
     """
 
     former_names: ClassVar[Mapping[str, str]] = {"rung": "configuration"}
@@ -204,9 +205,9 @@ class Tried(Frozen):
     """The result of a trial for one candidate.
 
     ``predicted_seconds`` is the step time without corrections from earlier runs. ``measured_seconds`` is the step time
-    estimated from the passes of the trial. ``peak_bytes`` is the peak of these passes. Outcome ``struck``: not run,
-    because memory ran out in another candidate that needs less. Outcome ``too near``: the peak is so near the limit
-    that a long run may exceed it.
+    estimated from the passes of the trial. ``peak_bytes`` is the peak of these passes. Numbers that are not known are
+    ``None``. Outcome ``struck``: not run, because memory ran out in another candidate that needs less. Outcome ``too
+    near``: the peak is so near the limit that a long run may exceed it.
     """
 
     choices: tuple[Choice, ...]
@@ -243,7 +244,7 @@ class Plan(FormerNames, Record):
             combination with it that needs the least memory.
         smallest_budget_bytes: if nothing fits, the budget that would be needed; otherwise ``None``.
         prediction: the prediction for the chosen configuration.
-        pinned: choices that the user requires.
+        pinned: choices that the user requires, with their options.
         required: techniques that the user requires, with options chosen by the plan.
         forbidden: techniques that the user forbids.
         left_out: the reason for each pin that cannot be used with this number of ranks, by pin.
@@ -354,7 +355,10 @@ def _unreadable(text: str) -> str:
 
 
 def _parts(text: str) -> tuple[str, list[str], str | None]:
-    """Return the name, the options in brackets, and the value after ``=``. At most one of the last two is present."""
+    """Split the text of a pin into the name, the options in brackets, and the value after ``=``.
+
+    Without brackets, the list of options is empty. Without ``=``, the value is ``None``. A pin cannot have both.
+    """
     stripped = text.strip()
     match = re.fullmatch(r"(\w+)\((.+)\)", stripped)
     if match:
@@ -371,7 +375,7 @@ def _option(part: str, text: str) -> tuple[str, Value]:
 
 
 def _value(word: str, text: str) -> Value:
-    """Parse a JSON scalar, which is also a YAML scalar; return any other word as a string."""
+    """Parse a number, ``true``, ``false`` or a quoted string, as in JSON. Return any other word as a string."""
     word = word.strip()
     if not word:
         raise InputError(_unreadable(text))

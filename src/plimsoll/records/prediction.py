@@ -25,7 +25,7 @@ class Estimate(Frozen):
 
 
 class Moment(Frozen):
-    """A moment of a training run. ``line`` is ``file:line`` of user code; empty strings mean unknown."""
+    """A moment of a training run. ``line`` is ``file:line`` of user code. An empty string means unknown."""
 
     step: int
     phase: Phase
@@ -37,8 +37,9 @@ class Moment(Frozen):
 class Holding(Frozen):
     """A group of similar allocations that are alive at the peak, and the moment when the first was made.
 
-    They agree in category, shape, source line and module. Numbers in the module's name may differ and are shown as
-    ``*``. ``num_bytes`` is the total of all ``count`` allocations. ``name`` is empty if the allocations have no name.
+    The allocations have the same category, shape, source line and module. Numbers in the name of the module may differ
+    and are shown as ``*``. ``num_bytes`` is the total of all ``count`` allocations. ``name`` is empty if the
+    allocations have no name.
     """
 
     num_bytes: int
@@ -76,9 +77,9 @@ class WhatIf(Frozen):
 
 
 class Answer(Frozen):
-    """The largest micro-batch, the longest sequence, or the smallest device that fits.
+    """The result of a search for the largest micro-batch, the longest sequence, or the smallest device that fits.
 
-    ``value`` is ``None`` if nothing fits. With ``is_bound``, the search stopped at its upper bound, and a larger
+    ``value`` is ``None`` if nothing fits. If ``is_bound`` is true, the search stopped at its upper bound, and a larger
     ``value`` may fit.
     """
 
@@ -93,8 +94,8 @@ class Exchange(Frozen):
 
     All sizes are sizes of whole tensors. ``gathered_bytes`` are parameters after gathering. ``scattered_bytes`` are
     gradients before each rank keeps only its rows. ``added_up_bytes`` are gradients that every rank keeps whole. The
-    largest tensor of each kind exists whole at one moment, as part of the peak. ``kept`` is additional memory of the
-    communication library.
+    largest tensor of each kind exists whole at one moment, as part of the peak. ``kept`` is the additional memory that
+    the communication library holds.
     """
 
     num_ranks: int
@@ -112,7 +113,8 @@ class Prediction(Record):
 
     ``peak`` counts the same memory as ``limit_bytes``: on CUDA all memory of the process on the device (context,
     reserved segments), on the CPU its private memory. ``fits`` compares the likely value; ``verdict`` also considers
-    the range. The batch sizes are ``None`` if a training function decides them.
+    the range. ``micro_batch``, ``sequence_length`` and ``batch_size`` are ``None`` if a training function of the user
+    decides them.
     """
 
     record_kind: ClassVar[str] = "prediction"

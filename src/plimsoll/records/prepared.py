@@ -12,11 +12,11 @@ from plimsoll.records.run import GradientReach
 class PreparedText(Frozen):
     """Texts whose stores have been written and can be opened. A folder is ``None`` if its store is not needed.
 
-    ``skipped`` lists the first 100 files and rows that were left out, with reasons. ``num_long_texts`` are longer than
-    a sample. ``num_truncated`` of these texts lost ``num_dropped_tokens`` tokens in total, which no epoch uses.
-    ``num_cut_inside`` windows end inside a sentence or paragraph, because no border fits. ``num_lost_words`` words have
-    no token, so their tags are lost. If texts are tokenized on the fly, tokens and truncations are unknown and set to
-    0.
+    ``skipped`` lists the first 100 files and rows that were left out, with reasons. ``num_long_texts`` texts are longer
+    than a sample. ``num_truncated`` of these texts lost ``num_dropped_tokens`` tokens in total, which no epoch uses.
+    ``num_cut_inside`` windows end inside a sentence or paragraph, because no border between sentences or paragraphs
+    fits. ``num_lost_words`` words have no token, so their tags are lost. If texts are tokenized on the fly, tokens and
+    truncations are unknown and set to 0.
     """
 
     corpus_key: str
@@ -58,13 +58,14 @@ class Prepared(Record):
     process does not load the tokenizer. ``special_tokens`` describes the special tokens around each text.
 
     ``num_held_out_texts`` texts are held out; ``num_trained_on`` of them also occur, word for word, among the training
-    texts. With ``holds_out_windows``, windows of the only text are held out.
+    texts. If ``holds_out_windows`` is true, the corpus is a single text, and some of its windows are held out.
 
     ``vectors_folder`` has the word vectors of the tokens, if the job has any, and ``vectors_digest`` is a digest of the
-    vectors. ``gradient_reach`` is set for streams. ``longest_row`` is the maximum number of tokens of a row of a
-    training batch. ``held_out_batch`` are the samples and tokens of the largest evaluation batch. Both are ``None``
-    before `with_rows` has computed them. ``num_left_out_words`` words were too rare to be counted when the tokenizer
-    was trained. ``peak_bytes`` is the peak private memory of the preparation, if it was measured.
+    vectors. ``gradient_reach`` is ``None`` unless the samples are read as streams. ``longest_row`` is the maximum
+    number of tokens of a row of a training batch. ``held_out_batch`` are the samples and tokens of the largest
+    evaluation batch. Both are ``None`` before `with_rows` has computed them. ``num_left_out_words`` words were too rare
+    to be counted when the tokenizer was trained. ``peak_bytes`` is the peak private memory of the preparation, if it
+    was measured.
     """
 
     record_kind: ClassVar[str] = "prepared-data"

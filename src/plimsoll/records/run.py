@@ -95,8 +95,9 @@ class StepLine(FormerNames):
 
     Its samples are the ``num_samples`` samples from position ``first_sample`` of the epoch's order.
 
-    ``used_bytes`` is the memory in use after the step. It is constant if user code retains no tensors. With several
-    ranks, ``peak_bytes`` is the maximum over the ranks, and ``used_bytes`` and ``memory`` were measured on rank 0.
+    ``used_bytes`` is the memory in use after the step. If user code retains no tensors, it is the same after every
+    step. With several ranks, ``peak_bytes`` is the maximum over the ranks, and ``used_bytes`` and ``memory`` were
+    measured on rank 0.
     """
 
     former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
@@ -171,7 +172,7 @@ class RetainedGraph(Frozen):
 
 
 class GraphLine(FormerNames):
-    """Graphs of earlier steps that were still in memory after a step. The line is written only if there are any."""
+    """Graphs of earlier steps that were still in memory after a step. Steps without such graphs have no line."""
 
     former_names: ClassVar[Mapping[str, str]] = {"held": "retained"}
 
@@ -182,7 +183,7 @@ class GraphLine(FormerNames):
 
 
 class LossLine(Frozen):
-    """The result of the check, made in step ``step`` or before it, whether a batch may be split."""
+    """The result of the check whether a batch may be split. It was made before or in step ``step``."""
 
     event: Literal["loss"] = "loss"
     time_seconds: float = 0.0
@@ -191,7 +192,7 @@ class LossLine(Frozen):
 
 
 class StartLine(FormerNames):
-    """The start of a training process after ``step`` completed steps.
+    """The start of a training process, which resumes after ``step`` completed steps.
 
     ``restarts`` counts the deaths of earlier training processes under the same supervisor. With ranks of torchrun,
     ``oom_kills`` is the kernel's count of OOM kills until this moment, by machine name.
@@ -278,7 +279,7 @@ class Timeline(Frozen):
 
 
 class RunRecord(Record):
-    """A run, finished or not."""
+    """A run, finished or not: its job, plan and device, and all events in the order in which they happened."""
 
     record_kind: ClassVar[str] = "run"
     schema_version: ClassVar[int] = 2
@@ -305,12 +306,12 @@ class RunRecord(Record):
 
     @property
     def limit_bytes(self) -> int | None:
-        """The device budget of the run in bytes."""
+        """The device budget of the run in bytes; ``None`` if the run has no budget."""
         return self.plan.budget.device_bytes
 
     @property
     def peak_bytes(self) -> int | None:
-        """The peak memory during and between steps, in bytes."""
+        """The peak memory during and between steps, in bytes; ``None`` if it was not measured."""
         seen = [step.peak_bytes for step in self.steps if step.peak_bytes is not None]
         return max([*seen, *self.timeline.used_bytes], default=None)
 
@@ -335,7 +336,10 @@ class RunRecord(Record):
 
     @property
     def units_per_second(self) -> float | None:
-        """Samples or tokens (see `unit_name`) per second of step time, without the first step (warm-up)."""
+        """Samples or tokens (see `unit_name`) per second of step time; ``None`` if no step has completed.
+
+        The first step is left out as a warm-up, unless it is the only step.
+        """
         counted = self.steps[1:] or self.steps
         seconds = sum(step.step_seconds for step in counted)
         return sum(step.num_units for step in counted) / seconds if seconds else None

@@ -16,7 +16,7 @@ from plimsoll.records.trace import Category
 
 
 class Place(Frozen):
-    """Bytes of one category that one module or line of user code has at the predicted peak; "" means unknown."""
+    """Bytes that one module or line of user code has in one category at the predicted peak; "": unknown."""
 
     category: Category
     module: str
@@ -85,7 +85,7 @@ class RunSide(Frozen):
 
 
 class JobDifference(Frozen):
-    """A field of the job, by its dotted name, that differs between the runs; ``None``: not given."""
+    """A field of the job, by its dotted name, that differs between the runs. ``None``: the job does not set it."""
 
     field: str
     first: Any

@@ -19,10 +19,10 @@ from plimsoll.records.plan import Choice, Pin, Value
 from plimsoll.records.prediction import Estimate
 
 Stage = Literal["structure", "values"]
-"""The kind of change.
+"""The kind of change that a compression method makes.
 
 ``structure`` changes shapes; the model can be trained and compressed further. ``values`` keeps the shapes and stores
-values in fewer bits, or as zeros; it comes last.
+values in fewer bits, or as zeros. Methods of this kind come last in a chain.
 """
 
 Importance = Literal["magnitude", "taylor", "activation"]
@@ -30,11 +30,14 @@ Importance = Literal["magnitude", "taylor", "activation"]
 IMPORTANCES: tuple[Importance, ...] = ("magnitude", "taylor", "activation")
 
 SHARE = 0.25
-"""The default share that is removed."""
+"""The share of attention heads, layers, channels or hidden units that a method removes by default."""
 
 
 class Option(NamedTuple):
-    """An option: its default (``None``: no value), and a function that returns the error message for a wrong value."""
+    """An option of a compression method: its default, and a function that checks a value.
+
+    A ``default`` of ``None`` means no value. ``fault`` returns the error message for a wrong value, otherwise ``None``.
+    """
 
     default: Value | None
     fault: Callable[[str, object], str | None]
@@ -122,12 +125,12 @@ METHODS: Mapping[str, Asked] = {
 
 
 def options_of(choice: Choice) -> dict[str, Value | None]:
-    """Return all options of a choice, including defaults."""
+    """Return all options of a chosen method with their values; an option that is not set has its default."""
     return {**METHODS[choice.technique].defaults, **choice.options}
 
 
 def options_fault(choice: Choice) -> str | None:
-    """Return an error message about the first option that is wrong for every model, or ``None``."""
+    """Return an error message about the first option whose value is wrong for every model; otherwise ``None``."""
     asked = METHODS[choice.technique]
     for name, value in choice.options.items():
         if name not in asked.options:
@@ -215,18 +218,18 @@ class Quality(Frozen):
 
     @property
     def perplexity(self) -> float | None:
-        """The exponential of a language model's loss."""
+        """The exponential of the loss of a language model; ``None`` for other models."""
         return math.exp(min(self.loss, 700.0)) if self.is_language_model else None
 
     @property
     def score(self) -> float:
-        """The score that compares models, higher is better: entity F1, accuracy, similarity, or the negative loss."""
+        """The score that compares models: entity F1, accuracy, similarity, or the negative loss. Higher is better."""
         known = (self.entity_f1, self.accuracy, self.similarity)
         return next((one for one in known if one is not None), -self.loss)
 
     @property
     def rank(self) -> tuple[float, float]:
-        """A sort key, higher is better: the score, then the negative loss."""
+        """A key to sort models by quality: the score, then the negative loss. Higher is better."""
         loss = self.loss if math.isfinite(self.loss) else math.inf
         return (self.score if math.isfinite(self.score) else -math.inf, -loss)
 
@@ -262,9 +265,9 @@ class TrainingCost(Frozen):
 class Small(Frozen):
     """One model: the methods that were applied to the original in this order, and the results.
 
-    Without a ``chain`` it is the original. ``quality`` is measured before recovery training, and ``recovered`` after
-    ``recovery_steps`` steps of it. The original is trained for as many steps. ``rejected`` is the reason why the model
-    does not satisfy the request.
+    With an empty ``chain``, it is the original. ``quality`` is measured before recovery training, and ``recovered``
+    after ``recovery_steps`` steps of recovery training. The original is trained for as many steps, for comparison.
+    ``rejected`` is the reason why the model does not satisfy the request.
     """
 
     chain: tuple[Choice, ...] = ()
@@ -292,14 +295,16 @@ class Small(Frozen):
 
 
 class Unused(Frozen):
-    """A method that was not tried, and the reason."""
+    """A compression method that was not tried, and the reason."""
 
     method: str
     reason: str
 
 
 class ShrinkRecord(Record):
-    """The original model, which comes first, and models derived from it. Number ``best`` was written to ``output``.
+    """The original model, which comes first, and models derived from it.
+
+    The model at index ``best`` was written to ``output``; ``None`` if no model was chosen.
 
     ``target_bytes`` limits the size of the weight files, ``budget_bytes`` the predicted peak of training a model.
     ``saves`` describes the saving of each method that was tried, by method. ``is_complete`` is false if the search was

@@ -12,12 +12,13 @@ MovingKind = Literal["plain", "strided", "transcendental", "normalize", "random"
 """The way that an op accesses bytes.
 
 ``plain``: in order. ``strided``: not in memory order. ``transcendental``: with an exponential or similar function per
-element. ``normalize``: two passes over each row. ``random``: with random numbers. ``gather``: rows picked by index.
+element. ``normalize``: two passes over each row. ``random``: generating random numbers. ``gather``: rows picked by
+index.
 """
 
 
 class Point(Frozen):
-    """A measured point of a curve: the rate at position ``at``."""
+    """A measured point of a curve: the rate at position ``at``. See `Speed` for the curves."""
 
     at: float
     rate: float
@@ -26,7 +27,7 @@ class Point(Frozen):
 Curve = tuple[Point, ...]
 
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
-"""A collective over a tensor.
+"""A collective operation of all ranks on a tensor.
 
 ``all_reduce`` adds tensors up on all ranks. ``all_gather`` joins the rows of all ranks. ``reduce_scatter`` adds tensors
 up and keeps some rows on each rank.
@@ -52,13 +53,14 @@ class Speed(Record):
 
     ``flops_per_second`` has a curve for each data type, over the arithmetic intensity (operations per byte moved). The
     intensity is low if a side of a matrix is short. ``bytes_per_second`` has a curve for each kind of op, over the
-    bytes moved, because caches hold only small tensors. Missing types and kinds are treated as ``float32`` and
-    ``plain``.
-    ``fresh_seconds_per_byte`` is the cost of memory that is used for the first time, because the kernel clears pages.
+    bytes moved, because caches hold only small tensors. A data type without a curve uses the curve of ``float32``, and
+    a kind of op without a curve uses the curve of ``plain``. ``fresh_seconds_per_byte`` is the cost of memory that is
+    used for the first time, because the kernel clears pages.
 
-    An op call occupies the CPU: for ``op_seconds`` if called directly, as in an optimizer; for ``module_op_seconds`` in
-    a forward pass, including module calls and autograd; for ``backward_op_seconds`` if torch calls it in a backward
-    pass. Its kernel occupies the device for at least ``kernel_seconds``. With ``overlaps``, a call only queues the
+    A call of an op occupies the CPU for a time that depends on the caller. It is ``op_seconds`` if Python code calls
+        the op directly, as in an optimizer. It is ``module_op_seconds`` in a forward pass, including module calls and
+        autograd, and ``backward_op_seconds`` in a backward pass. Its kernel occupies the device for at least
+        ``kernel_seconds``. With ``overlaps``, a call only queues the
     kernel, and copies over the link run concurrently. ``link_bytes_per_second`` is the rate to memory outside the
     device: host memory of a GPU, files of a CPU. ``host_bytes_per_second`` is the rate of the CPU itself in that
     memory. ``spread`` is the relative uncertainty of a predicted step time.

@@ -35,7 +35,10 @@ class Strategy(Frozen):
 
 
 class Strategies(FormerNames, Record):
-    """All strategies, exact strategies first. ``subject`` describes the model and data, ``device`` the device."""
+    """All strategies; strategies that leave the training unchanged come first.
+
+    ``subject`` describes the model and the data, and ``device`` the device that the plans are for.
+    """
 
     record_kind: ClassVar[str] = "strategies"
     former_kind: ClassVar[str | None] = "ways"

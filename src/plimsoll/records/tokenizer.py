@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from plimsoll.records.base import Frozen
 
 SMALLEST_VOCAB_SIZES = {"bpe": 257, "words": 2}
-"""The vocabulary size of a trained tokenizer without any text.
+"""The vocabulary size of a tokenizer that is trained on no text, which is the smallest possible size.
 
 ``bpe`` has all bytes and the end token; ``words`` has the unknown word and the end token.
 """

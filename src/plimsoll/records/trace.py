@@ -25,12 +25,12 @@ Category = Literal[
     "fragmentation",
     "baseline",
 ]
-"""The purposes of memory. These names are used everywhere."""
+"""The purposes of memory. Traces, predictions and reports all use these names."""
 
 CATEGORIES: tuple[Category, ...] = Category.__args__  # type: ignore[attr-defined]
 
 Phase = Literal["setup", "copy", "forward", "loss", "backward", "clip", "optimizer", "evaluation"]
-"""The activity of a training at one moment. ``setup`` is everything before the first step."""
+"""The activity of a training run at one moment. ``setup`` is everything before the first step."""
 
 
 class OpTable(Frozen):
@@ -75,7 +75,8 @@ class StorageTable(Frozen):
 class Assumption(Frozen):
     """An assumption that a prediction makes about an unknown fact.
 
-    If it is wrong, the peak may be higher by ``high_bytes`` or lower by ``-low_bytes`` (``low_bytes`` is 0 or less).
+    If the assumption is wrong, the peak may be higher by up to ``high_bytes`` or lower by up to ``-low_bytes``.
+    ``low_bytes`` is 0 or negative.
     """
 
     text: str
@@ -120,7 +121,7 @@ class Trace(Record):
         """Yield ``(event, storage, bytes)`` in order, with negative bytes for a free.
 
         Args:
-            on_host: yield the storages outside the training device, not the storages on it.
+            on_host: yield only storages outside the training device; by default, only storages on it.
         """
         num_bytes, places = self.storages.num_bytes, self.storages.on_host
         for event, signed in enumerate(self.events):

@@ -1,6 +1,6 @@
 """Conversion of bytes and seconds from and to text. All sizes in input and output use these functions.
 
-Bytes are ``int`` everywhere; as text they are binary units with one decimal ("3.4 GiB"). "GB" is decimal (10^9) and
+Bytes are ``int`` everywhere. Text shows them in binary units with one decimal ("3.4 GiB"). "GB" is decimal (10^9) and
 "GiB" binary (2^30), as in IEC 80000-13. A number without a unit is in bytes. Units go up to PB and PiB, in upper or
 lower case. Sizes go up to 2^63 - 1 bytes, the kernel's maximum.
 """

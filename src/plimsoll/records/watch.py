@@ -68,7 +68,8 @@ class Line(Frozen):
         name: a readable name, unique among the limits.
         used_bytes: the memory that counts against the limit now.
         limit_bytes: the limit.
-        expected_bytes: the use that a plan predicts. Growth up to this value causes no warning.
+        expected_bytes: the use that a plan predicts; ``None`` without a prediction. Growth up to this value causes no
+            warning.
         seconds_left: time until the limit is reached at the current growth; ``None`` if there is no warning.
     """
 
@@ -110,16 +111,16 @@ class RunProgress(Frozen):
 
 
 class WatchSample(Frozen):
-    """One observation.
+    """One observation of the watched processes.
 
     Attributes:
         seconds: time since the watch began.
         processes: the watched processes, parents first; for a whole machine, the largest processes.
-        lines: the limits that apply to them.
+        lines: the limits that apply to the watched processes.
         run: the progress of the run, if a run is watched.
-        num_kills: processes that the kernel killed for memory since the watch began. They are counted in the control
-            groups of the watched processes, or on the whole machine if groups have no counter; ``None`` without any
-            counter.
+        num_kills: the number of processes that the kernel has killed for lack of memory since the watch began. They are
+            counted in the control groups of the watched processes, or on the whole machine if groups have no counter;
+            ``None`` without any counter.
     """
 
     seconds: Seconds

@@ -133,7 +133,7 @@ def corpus_page(corpus: CorpusFacts) -> str:
 
 
 def token_page(tokens: TokenFacts) -> str:
-    """Return the page of a corpus that is tokenized, and of its tokens."""
+    """Return the page of a tokenized corpus: its texts and its tokens."""
     return _sheets_page("Tokens", "", *_corpus_sheets(tokens.corpus), data_sheets.token_sheet(tokens))
 
 
@@ -177,7 +177,10 @@ def diagnosis_page(diagnosis: Diagnosis) -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """One part of the peak as a bar. ``share`` is between 0 and 1; ``colour`` names a CSS variable of the page."""
+    """One category of memory at the peak, drawn as a bar.
+
+    ``share`` is the share of the peak, from 0 to 1. ``colour`` is the name of a CSS variable of the page.
+    """
 
     category: str
     share: float
@@ -187,7 +190,7 @@ class Bar:
 
 
 def _bars(shares: Sequence[Share]) -> list[Bar]:
-    """Return the shares of a peak as bars; empty if the shares are 0 bytes in total."""
+    """Return a bar for each category of memory at the peak; empty if the categories have 0 bytes in total."""
     total_bytes = sum(share.num_bytes for share in shares)
     return [
         Bar(
@@ -262,7 +265,7 @@ def shrink_page(record: ShrinkRecord) -> str:
 
 
 def watch_page(record: WatchRecord) -> str:
-    """Return the page of a recorded watch."""
+    """Return the page of a recording of ``plimsoll watch``."""
     charts = watch_charts(record)
     return _page(
         "watch",

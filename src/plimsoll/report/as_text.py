@@ -112,7 +112,7 @@ def diagnosis_report(diagnosis: Diagnosis) -> Group:
 
 
 def watch_report(record: WatchRecord) -> Group:
-    """Return the report of a recorded watch. Empty tables are left out."""
+    """Return the report of a recording of ``plimsoll watch``. Empty tables are left out."""
     body = Group(*map(Text, watch_sheets.sentences(record)))
     panel = Panel(body, title=Text(f"watch of {record.subject}", "bold"), title_align="left", box=box.ROUNDED)
     return _spaced(panel, *(_table(sheet) for sheet in watch_sheets.sheets_of(record) if sheet.rows))

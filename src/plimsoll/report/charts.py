@@ -41,7 +41,10 @@ def run_charts(record: RunRecord) -> tuple[Chart, ...]:
 
 
 def thinned(points: Points, most_points: int = _MOST_POINTS) -> Points:
-    """Return the first and last point, and the lowest and highest of equal stretches: at most ``most_points`` + 2."""
+    """Return the first and last point, and the lowest and highest point of each of several equal stretches.
+
+    These are at most ``most_points`` + 2 points.
+    """
     return [points[row] for row in thinned_rows([y for _, y in points], most_points)]
 
 
@@ -101,7 +104,7 @@ def _in_step(record: RunRecord) -> str:
 
 
 def ranks_chart(record: RunRecord) -> Chart:
-    """Return the chart of the peak of each step on each rank, which shows the balance of the ranks."""
+    """Return the chart of the peak of each step on each rank, which shows whether some ranks need more memory."""
     steps = [line for line in record.finished_steps if line.peak_bytes_of_ranks]
     num_ranks = max(len(line.peak_bytes_of_ranks) for line in steps)
     byte_unit, unit_bytes = unit_of(max(max(line.peak_bytes_of_ranks) for line in steps))
@@ -269,7 +272,7 @@ def limit_line(figure: go.Figure, y: float, label: str) -> None:
 
 
 def _scaled(points: Points, scale: tuple[float, float]) -> Points:
-    """Multiply points by the scales of x and y. Four decimals are kept: finer than a pixel, and the page is small."""
+    """Divide x and y by the two scales, and round them to four decimals: finer than a pixel, but short in the page."""
     return [(round(x / scale[0], 4), round(y / scale[1], 4)) for x, y in points]
 
 

@@ -118,7 +118,7 @@ def category_sheet(comparison: RunComparison) -> Sheet:
 def place_sheet(comparison: RunComparison) -> Sheet:
     """List the differences at the predicted peak by module and source line, largest change first.
 
-    Each prediction lists only its largest allocations: "not listed" does not mean zero bytes.
+    Each prediction lists only its largest allocations, so "not listed" does not mean zero bytes.
     """
     one = {(place.category, place.module, place.line): place.num_bytes for place in comparison.first.places}
     other = {(place.category, place.module, place.line): place.num_bytes for place in comparison.second.places}

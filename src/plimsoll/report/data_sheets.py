@@ -11,7 +11,7 @@ _MOST_LABELS = 20
 _THIS_JOB = "*"
 
 Found = CorpusFacts | TokenFacts | Inspection | FeedRates
-"""A result of `plimsoll data`."""
+"""A result of one of the commands of `plimsoll data`."""
 
 
 def headline(found: Found) -> str:

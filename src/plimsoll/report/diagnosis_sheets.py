@@ -69,7 +69,7 @@ def _needs_sentence(diagnosis: Diagnosis) -> str:
 
 
 def event_sheet(event: OomText) -> Sheet:
-    """Return a sheet of the facts in the text of an out-of-memory error; without rows for any other text."""
+    """Return a sheet of the facts in the text of an out-of-memory error. For any other text, the sheet has no rows."""
     if not event.is_oom:
         return Sheet("Stated in the error text", _STATED, ())
     rows = [(title, format_bytes(size)) for name, title in _SIZES.items() if (size := getattr(event, name)) is not None]
@@ -122,7 +122,7 @@ def _remedy_row(number: int, remedy: Remedy) -> tuple[str, ...]:
 
 
 def shares_sheet(shares: Sequence[Share]) -> Sheet:
-    """List the parts of a peak, each with bytes, share and place."""
+    """List the categories of memory at the peak, each with its bytes, its share and a line of user code."""
     total_bytes = sum(share.num_bytes for share in shares)
     rows = [
         (one.category, format_bytes(one.num_bytes), share_text(one.num_bytes, total_bytes), one.known, one.place)

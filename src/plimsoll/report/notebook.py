@@ -22,7 +22,7 @@ Told = tuple[str, str, Sequence[sheets.Sheet]]  # title, sentence and tables; th
 
 
 def notebook_html(record: Record) -> str | None:
-    """Return a record as an HTML fragment, or ``None`` for other kinds of records."""
+    """Return a record as an HTML fragment; ``None`` if this kind of record has no fragment."""
     if type(record) not in _TOLD:
         return None
     title, sentence, shown = _TOLD[type(record)](record)

@@ -118,7 +118,7 @@ def part_sheet(plan: InferencePlan) -> Sheet:
 
 
 def _numbers_text(parts: Iterable[Part]) -> str:
-    """Return the ranges of numbers in the names of parts, which differ only in one number: ``0-3, 6``."""
+    """Return as text the ranges of the one number in which the names of the parts differ: ``0-3, 6``."""
     numbers = [int(found[-1]) for part in parts if (found := _NUMBER.findall(part.name))]
     runs: list[list[int]] = []
     for number in numbers:

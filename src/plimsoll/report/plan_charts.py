@@ -48,7 +48,7 @@ def fallback_chart(plan: Plan) -> Chart:
 
 
 def _groups(plan: Plan) -> dict[str, list[Point]]:
-    """Return the points by name of their group. Later groups are drawn over earlier groups."""
+    """Return the points of each group, by the name of the group in the legend. Later groups are drawn on top."""
     limit_bytes = limit_bytes_of(plan)
     rejected = _known(plan.rejected)
     return {

@@ -1,7 +1,7 @@
 """Sheets and sentences of a plan, shared by the terminal and the HTML page.
 
-The functions know no colours, widths or HTML, and show only numbers from the record and differences between them. The
-description of a technique comes from the record (``about``), because the technique modules import torch.
+The functions do not depend on colours, widths or HTML, and show only numbers from the record and differences between
+them. The description of a technique comes from the record (``about``), because the technique modules import torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def verdict(plan: Plan) -> str:
 
 
 def limit_bytes_of(plan: Plan) -> int | None:
-    """Return the limit that peaks are compared with, in bytes."""
+    """Return the limit in bytes that peaks are compared with; ``None`` if the plan has no limit."""
     if plan.limit_bytes is not None:
         return plan.limit_bytes
     return plan.budget.device_bytes if plan.prediction is None else plan.prediction.limit_bytes
@@ -284,7 +284,7 @@ def _why(plan: Plan, choice: Choice) -> str:
 
 
 def _without(plan: Plan, choice: Choice) -> str:
-    """Return the peak and step time without one choice of the plan as text, or "" if they were not predicted."""
+    """Return as text the predicted peak and step time of the plan without ``choice``, or "" if it was not predicted."""
     others = _words(other for other in plan.fallbacks[0].choices if other.technique != choice.technique)
     looked_at: list[Rejected | Configuration] = [
         *plan.rejected,
@@ -345,7 +345,7 @@ def _fallback_name(index: int, plan: Plan) -> str:
 
 
 def plan_in_force_sheet(record: RunRecord) -> Sheet:
-    """List the plan of a run and its fallbacks, with the steps that each has run since the last start or resume."""
+    """List the plan of a run and its fallbacks, each with its number of steps since the last start or resume."""
     sheet, steps = fallback_sheet(record.plan), steps_of_plan(record)
     steps_at = Counter(line.fallback for line in steps)
     rows = tuple((*row, f"{steps_at[index]:,}") for index, row in enumerate(sheet.rows))
@@ -355,7 +355,10 @@ def plan_in_force_sheet(record: RunRecord) -> Sheet:
 
 
 def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
-    """List rejected combinations: fitting ones by step time, too large ones by peak, then ones without a prediction."""
+    """List up to ``most_rows`` rejected combinations.
+
+    Combinations that fit come first, by step time; then those too large, by peak; then those without a prediction.
+    """
     shown = _most_telling(plan, most_rows)
     rows = tuple((choices_text(found.choices), *_numbers(found), found.reason) for found in shown)
     title = "Rejected" if len(shown) == len(plan.rejected) else f"Rejected, {len(shown)} of {len(plan.rejected):,}"
@@ -363,7 +366,11 @@ def rejected_sheet(plan: Plan, most_rows: int) -> Sheet:
 
 
 def _most_telling(plan: Plan, most_rows: int) -> list[Rejected]:
-    """Return up to `most_rows` rejected combinations: fitting, too large and unpredicted in turn, techniques varied."""
+    """Return up to ``most_rows`` rejected combinations that differ as much as possible.
+
+    They are taken in turn from three lists: fitting, too large, and not predicted. In each list, combinations with
+    other techniques are taken before combinations that differ only in options.
+    """
     limit_bytes = limit_bytes_of(plan)
     fitting = _sorted(plan.rejected, lambda peak: stays_under(peak, limit_bytes), _seconds_of)
     too_large = _sorted(plan.rejected, lambda peak: not stays_under(peak, limit_bytes), _bytes_of)
@@ -375,7 +382,7 @@ def _most_telling(plan: Plan, most_rows: int) -> list[Rejected]:
 
 
 def _unlike_first(kind: Sequence[Rejected]) -> list[Rejected]:
-    """Move the first combination of each set of techniques before combinations that differ only in options."""
+    """Sort combinations so that the first combination of each set of techniques precedes all others."""
     first: dict[frozenset[str], Rejected] = {}
     for found in kind:
         first.setdefault(frozenset(choice.technique for choice in found.choices), found)
@@ -398,7 +405,7 @@ def _bytes_of(found: Rejected) -> float:
 
 
 def alternative_sheet(plan: Plan) -> Sheet:
-    """List combinations with techniques that change the training, and the names to allow for each."""
+    """List combinations with techniques that change the training, and the techniques that a job must allow for each."""
     rows = tuple(
         (
             ", ".join(_lossy_names(plan, alternative.choices)),

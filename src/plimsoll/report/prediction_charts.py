@@ -123,7 +123,10 @@ def _add_lines(figure: go.Figure, timeline: MemoryTimeline, rows: list[int], uni
 
 
 def _ran(timeline: MemoryTimeline, row: int) -> str:
-    """Return moment and operation of a row as text, with HTML escaped, because plotly interprets markup in names."""
+    """Return the moment and operation at a row of the timeline as text.
+
+    HTML is escaped, because plotly interprets markup in names.
+    """
     step, phase = timeline.step[row], timeline.phase[row]
     moment = f"step {step:,}, {phase}" if step else phase
     return html.escape(f"{moment}: {timeline.label[row]}", quote=False)

@@ -1,8 +1,8 @@
 """Sheets and sentences of a prediction, shared by the terminal and the HTML page.
 
-The functions know no colours, widths or HTML, and show only numbers from the record.
+The functions do not depend on colours, widths or HTML, and show only numbers from the record.
 
-Not handled: how to free memory. That is the task of `plimsoll.diagnose`.
+Does NOT give advice on how to free memory: see `plimsoll.diagnose`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def key_numbers(prediction: Prediction) -> tuple[tuple[str, str], ...]:
 
 
 def estimate_sheet(prediction: Prediction) -> Sheet:
-    """List every estimate with its range and its sources."""
+    """List the estimates of a prediction, such as the peak and the context, each with its range and its sources."""
     is_cpu = prediction.device_kind == "cpu"
     estimates = {
         "Peak (private memory)" if is_cpu else "Peak (on the device)": prediction.peak,
@@ -208,7 +208,7 @@ def _holding_row(holding: Holding) -> tuple[str, ...]:
 
 
 def answer_sheet(prediction: Prediction) -> Sheet:
-    """List answers such as the largest micro-batch, the longest sequence and the smallest device that fit."""
+    """List the results of the searches for the largest micro-batch, longest sequence and smallest device that fit."""
     rows = tuple(
         (answer.question.capitalize(), _value_text(answer), _peak_text(answer.peak)) for answer in prediction.answers
     )
@@ -250,14 +250,14 @@ def what_if_sheets(prediction: Prediction, most_lengths: int) -> Iterator[Sheet]
 
 
 def what_if_text(what_if: WhatIf | None) -> str:
-    """Format one cell of the grid: the peak, with a mark if it does not fit."""
+    """Format one cell of a `Grid`: the peak, with a mark if it does not fit; "" if it was not predicted."""
     if what_if is None:
         return ""
     return f"{'' if what_if.fits else DOES_NOT_FIT + ' '}{format_bytes(what_if.peak.likely_bytes)}"
 
 
 def assumption_sheet(prediction: Prediction) -> Sheet:
-    """List the assumptions, and how far each widens the range."""
+    """List the assumptions of a prediction, and how far each widens the range of the peak."""
     rows = tuple((assumption.text, _difference_text(assumption)) for assumption in prediction.assumptions)
     return Sheet("Assumptions", columns_of("Assumption", "Effect on the range"), rows)
 

@@ -36,7 +36,9 @@ class Report(Protocol):
 
 @contextmanager
 def spinner(quiet: bool, first: str = LOADING) -> Iterator[Callable[[str], None]]:
-    """Show the current message and its seconds while the block runs; `plimsoll.processes.timings` records the seconds.
+    """Show the current message and its duration while the block runs.
+
+    `plimsoll.processes.timings` records the durations.
 
     Args:
         quiet: whether to hide the message. Without a terminal, it is hidden, too.
@@ -64,7 +66,7 @@ def spinner(quiet: bool, first: str = LOADING) -> Iterator[Callable[[str], None]
 
 @contextmanager
 def _line(first: str) -> Iterator[Callable[[str], None]]:
-    """Start a process that draws the current message and its seconds. If it cannot start, no message is shown."""
+    """Start a process that draws the current message and its duration. If it cannot start, no message is shown."""
     command = [sys.executable, "-I", "-S", ticker.__file__, first]
     # The child stays in this process group, so that Ctrl-Z stops it too. SIGINT is blocked in the child, because only
     # this process handles Ctrl-C.
@@ -95,7 +97,7 @@ def _is_drawn_on() -> bool:
 
 @contextmanager
 def stages(quiet: bool) -> Iterator[Report]:
-    """Draw a progress bar for each reported stage while the block runs, and record its seconds.
+    """Draw a progress bar for each reported stage while the block runs, and record the duration of each stage.
 
     The status line of `spinner` is shown before the first report. ``quiet`` draws nothing.
     """
@@ -152,8 +154,8 @@ def row_rates(what: str, quiet: bool) -> Iterator[tuple[RowReport, Report]]:
         quiet: whether to hide the bar.
 
     Yields:
-        A report for the rows, and a report for the model's bytes that are loaded first. The first call of each draws a
-        bar.
+        Two functions: one reports rows, the other reports the bytes of the model, which is loaded first. The first call
+        of each draws a bar.
     """
     if quiet:
         yield (lambda done_bytes, total_bytes, num_rows, num_tokens: None), (lambda stage, done, total: None)

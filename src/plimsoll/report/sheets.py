@@ -1,9 +1,9 @@
 """Sheets (tables of finished text) and sentences of a run or device, shared by the terminal and the HTML page.
 
-The functions know no colours, widths or HTML, and show only numbers from the record. A number that was not measured is
-"unknown" or "none".
+The functions do not depend on colours, widths or HTML, and show only numbers from the record. A number that was not
+measured is "unknown" or "none".
 
-Not handled: why memory was used and how to free it. That is the task of `plimsoll.diagnose`.
+Does NOT explain why memory was used or how to free it: see `plimsoll.diagnose`.
 """
 
 from __future__ import annotations

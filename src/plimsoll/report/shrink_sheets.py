@@ -61,7 +61,7 @@ def change_text(before: Quality, after: Quality) -> str:
 
 
 def _measure(quality: Quality) -> tuple[str, Callable[[Quality], str]]:
-    """Return the name of the quality measure and the function that formats it."""
+    """Return the name of the quality measure that applies to a model, and a function that formats its value."""
     if quality.entity_f1 is not None:
         return "entity F1", lambda one: _percent(one.entity_f1)
     if quality.accuracy is not None:

@@ -37,7 +37,7 @@ def give_lines(strategies: Strategies) -> tuple[str, ...]:
 
 
 def page_sheets(strategies: Strategies) -> tuple[Sheet, ...]:
-    """Return the sheets of the HTML page, which has the options as a table."""
+    """Return the sheets of the HTML page, which shows the options of each strategy as a table."""
     rows = tuple((strategy.name, strategy.how or _NONE) for strategy in strategies.strategies)
     return (*strategy_sheets(strategies), Sheet(GIVE_TITLE, columns_of("Strategy", "Options"), rows))
 

@@ -1,4 +1,4 @@
-"""Charts of a recorded watch: memory of each process, use of each limit, and speed of the run.
+"""Charts of a recording of ``plimsoll watch``: memory of each process, use of each limit, and speed of the run.
 
 Processes are stacked, the largest at the bottom. All processes after the eighth form one layer. Pages shared after a
 fork count in each process, so the sum can exceed the memory of the machine.
@@ -51,7 +51,10 @@ def process_chart(record: WatchRecord) -> Chart:
 
 
 def _layers(record: WatchRecord) -> list[tuple[str, list[int]]]:
-    """Return the name of each layer and its bytes in each sample, largest process first; 0 bytes if it was absent."""
+    """Return the name of each layer and its bytes in each sample, largest process first.
+
+    A process has 0 bytes in samples that do not list it. The smallest processes form one layer.
+    """
     sizes = {pid: [0] * len(record.samples) for pid in record.uses_by_pid}
     names = {}
     for row, sample in enumerate(record.samples):

@@ -1,4 +1,4 @@
-"""Sheets and sentences of a recorded watch, shared by the terminal and the HTML page."""
+"""Sheets and sentences of a recording of ``plimsoll watch``, shared by the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def lines_by_name(record: WatchRecord) -> dict[str, list[tuple[float, Line]]]:
 
 
 def _drawn(sizes: list[int], whole_bytes: int) -> str:
-    """Return a sparkline of a few blocks, each for the highest value in one part of the samples."""
+    """Return a sparkline of ``sizes`` with a few blocks, each for the highest size in one part of the samples."""
     highest = [max(part) for part in _parts(sizes, _NUM_BLOCKS)]
     return sparkline(highest, round(LEAST_RANGE_SHARE * whole_bytes))
 

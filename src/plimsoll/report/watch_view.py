@@ -1,4 +1,4 @@
-"""Live view of a watch: a panel in the terminal, or one line per sample in a pipe.
+"""Live view of ``plimsoll watch``: a panel in the terminal, or one line per sample in a pipe.
 
 Every function but `shown_samples` is pure: it returns a renderable or a text. The layout suits 80 columns. Warnings are
 written in words, not only in colour.
@@ -52,7 +52,7 @@ def sample_line(sample: WatchSample) -> str:
 
 
 def watch_panel(subject: str, history: Sequence[WatchSample]) -> Panel:
-    """Return the live panel of a watch.
+    """Return the live panel of ``plimsoll watch``.
 
     Args:
         subject: the name of the watched process or run.
@@ -103,7 +103,7 @@ def parts_text(parts: dict[str, int]) -> str:
 
 
 def kill_text(num_kills: int) -> str:
-    """Return how many processes the kernel has killed for lack of memory since the watch began."""
+    """Return a clause on how many processes the kernel has killed for lack of memory since the watch began."""
     times = "a process" if num_kills == 1 else f"{num_kills:,} processes"
     return f"the kernel's OOM killer has killed {times}"
 
@@ -120,7 +120,7 @@ def sparkline(values: Sequence[int], least_range: int) -> str:
 
 
 def _limits(history: Sequence[WatchSample]) -> Table:
-    """Return a row per limit with a bar of its use and a sparkline of the last samples."""
+    """Return a table with a row per limit: a bar of its use, and a sparkline of its use in the last samples."""
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(style="dim", ratio=3, overflow="fold")
     table.add_column(ratio=2)
@@ -186,7 +186,7 @@ def _warning(line: Line) -> str:
 def shown_samples(
     subject: str, as_json: bool, show_line: Callable[[str], None]
 ) -> Iterator[Callable[[WatchSample], None]]:
-    """Yield a function that shows a sample: in a live view on a terminal, else as a line.
+    """Yield a function that shows a sample, in a live view on a terminal, otherwise as one line of text.
 
     Args:
         subject: the name of the watched process or run.

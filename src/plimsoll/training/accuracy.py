@@ -1,8 +1,8 @@
 """The accuracy of a classifier, counted while its loss is evaluated (`plimsoll.training.answers`).
 
-If samples are windows of texts, the logits of the windows are averaged for each text
-(`plimsoll.data.samples.pooling`), and the accuracy is the share of texts. Does NOT handle models that return no
-``logits``: their accuracy is unknown.
+If samples are windows of texts, the logits of the windows are averaged for each text (`plimsoll.data.samples.pooling`).
+The accuracy is then the share of texts with a correct prediction. Does NOT handle models that return no ``logits``:
+their accuracy is unknown.
 
 Shapes: B samples of a batch, L classes.
 """
@@ -26,7 +26,7 @@ class Accuracy(Answers):
 
     Args:
         model: a model that returns ``logits``, (B, L).
-        position: contains the samples of the batch that the model is evaluating.
+        position: contains the numbers, within the batch, of the samples that the model is evaluating.
         windows: maps samples to texts; ``None`` if each sample is a text.
         ranks: processes that share each batch; each of them counts all samples.
     """

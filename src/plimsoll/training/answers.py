@@ -23,14 +23,14 @@ from plimsoll.step.oom_boundary import Position
 
 
 class Windows(Protocol):
-    """A mapping from samples to the texts that they are windows of."""
+    """A mapping from samples to texts, for a data set whose samples are windows of texts."""
 
     def parents(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of the text of each sample."""
+        """Return, for each sample in ``ids``, the number of the text that it is a window of."""
         ...
 
     def num_of_parents(self, parents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of samples of each of these texts."""
+        """Return, for each text in ``parents``, the number of samples that are windows of it."""
         ...
 
 
@@ -47,7 +47,7 @@ class Answers(ABC):
 
     Args:
         model: a model that returns ``logits``, (B, ...).
-        position: contains the samples of the batch that the model is evaluating.
+        position: contains the numbers, within the batch, of the samples that the model is evaluating.
         ranks: processes that share each batch.
     """
 
@@ -100,7 +100,10 @@ class Answers(ABC):
 
     @abstractmethod
     def _count(self, answered: Sequence[Answered]) -> None:
-        """Count the answers of all ranks to a batch, at least one answer, in the order of the samples' numbers."""
+        """Add the answers to one batch, from all ranks, to the metric.
+
+        There is at least one answer. The answers are sorted by the number of the sample in the data set.
+        """
 
     def _note(self, _model: nn.Module, _positional: Any, output: Any) -> None:
         logits, samples = getattr(output, "logits", None), self._position.samples

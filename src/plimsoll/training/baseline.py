@@ -31,7 +31,7 @@ def load_training(job: Job) -> None:
 
 
 def print_baseline() -> None:
-    """Print the bytes that a training process uses before it has a model; the job is read from standard input."""
+    """Read a job from standard input, and print the bytes that its training process uses before it has a model."""
     begin_worker()
     job = Job.from_json(sys.stdin.read())
     load_training(job)

@@ -84,7 +84,7 @@ class Checkpoint:
         return torch.load(self.folder / "random.pt", map_location="cpu", weights_only=True)
 
     def _require_made_by(self, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
-        """Raise if the states belong to another optimizer class, as after a technique that replaces the optimizer."""
+        """Raise if the states belong to another optimizer class. Some techniques of a plan replace the optimizer."""
         saved, known = set(states["param_groups"][0]), set(optimizer.param_groups[0])
         if saved - known and known - saved:  # a newer torch only adds settings
             raise CheckpointError(
@@ -97,7 +97,10 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def _as_shared_file() -> Iterator[bool]:
-    """Memory-map files so that no memory limit counts them; callers must copy the tensors and not write to them."""
+    """Make `torch.load` in the block map files as shared memory, which no memory limit counts; yield ``True``.
+
+    Writing to a loaded tensor would change its file. So callers must copy the tensors and not write to them.
+    """
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         yield True
 
@@ -203,7 +206,7 @@ def remove_later(root: Path, step: int) -> None:
 
 
 def newest_good(root: Path, fingerprint: dict[str, str]) -> Checkpoint | None:
-    """Return the newest intact checkpoint of this job, or ``None``.
+    """Return the newest intact checkpoint of this job, or ``None`` if no checkpoint is intact and of this job.
 
     Args:
         root: folder of all checkpoints.
@@ -223,7 +226,10 @@ def _keep_last(root: Path, step: int, keep: int) -> None:
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Move a finished checkpoint into place. An older checkpoint of the same step stays readable until then."""
+    """Rename ``temporary``, a finished checkpoint, to ``folder``.
+
+    A checkpoint already in ``folder`` is moved aside first, and deleted after the renaming.
+    """
     aside = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     if folder.exists():
         folder.rename(aside)
@@ -249,7 +255,10 @@ def _open(root: Path, step: int) -> Checkpoint:
 
 
 def _folder(root: Path, step: int) -> Path:
-    """Return the folder of a checkpoint. It has a temporary name if a kill interrupted its replacement."""
+    """Return the folder of the checkpoint of ``step``.
+
+    If a kill interrupted its replacement, this is the folder that was moved aside under another name.
+    """
     folder = root / f"step-{step:08d}"
     return folder if folder.exists() else next(root.glob(f".{folder.name}.old-*"), folder)
 

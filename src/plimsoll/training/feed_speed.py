@@ -1,9 +1,9 @@
 """The speed of reading, tokenizing and loading a corpus, and the memory of its processes, for `plimsoll data bench`.
 
 Each stage runs for about two seconds with a warm page cache, so it measures the machine without its disk. Batches are
-loaded with the settings and workers of the job. If loading fails, or much text would have to be tokenized first, a note
-gives this reason instead. Padding does not count as tokens; rows of packed texts have almost no padding and count as
-full. Does NOT measure the model.
+loaded with the settings and workers of the job. If loading fails, or much text would have to be tokenized first,
+loading is not measured, and a note gives the reason. Padding does not count as tokens; rows of packed texts have almost
+no padding and count as full. Does NOT measure the model.
 """
 
 from __future__ import annotations

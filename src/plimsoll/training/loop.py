@@ -1,6 +1,6 @@
 """The training loop: fetch, step, record, checkpoint and evaluate, until the last step or a request to stop.
 
-The loop knows no techniques and catches no errors of a step, because a step is a transaction
+The loop does not depend on techniques and catches no errors of a step, because a step is a transaction
 (`plimsoll.step.train_step`). If work outside a step runs out of memory, it is retried after cached memory has been
 freed (`_survive`). Any other error ends the run with its checkpoints intact.
 
@@ -114,7 +114,10 @@ class Training:
 
     @property
     def asked_by(self) -> int | None:
-        """The number of the signal that asked to stop. All ranks agree on it, so they stop after the same step."""
+        """The number of the signal that asked to stop; ``None`` without a signal.
+
+        All ranks agree on it, so that they stop after the same step.
+        """
         return self.stop.signal_number if self.ranks.is_alone else self.asked_all
 
     @property
@@ -141,8 +144,8 @@ def train(training: Training, restarts: int = 0) -> RunRecord | None:
 
     Raises:
         Interrupted: after SIGINT or SIGTERM; the current step is finished and saved.
-        OutOfMemoryError, NonFiniteLossError: as a training step (`plimsoll.step.train_step`); the checkpoints are
-            intact.
+        OutOfMemoryError, NonFiniteLossError: as raised by a training step (`plimsoll.step.train_step`). The checkpoints
+            are intact.
     """
     directory, step = training.directory, training.step
     stopping = stop_on_signal(lambda: training.view.say(_STOPPING), parent_that_watches())
@@ -170,7 +173,7 @@ def train(training: Training, restarts: int = 0) -> RunRecord | None:
 
 
 def _record(training: Training) -> RunRecord | None:
-    """Write the record of the run on rank 0, if there is memory for it in this process."""
+    """Write and return the record of the run; ``None`` on other ranks than rank 0, or if memory runs out."""
     if training.ranks.rank:
         return None
     record = attempt(training.directory.write_record, training.backend, training.step.position)
@@ -196,7 +199,7 @@ def resume(training: Training, saved: checkpoint.Checkpoint) -> None:
 
 
 def begin_after(training: Training, step: int) -> None:
-    """Remove metrics and checkpoints after ``step`` from the run directory, once every rank has read its files."""
+    """Remove metrics and checkpoints after ``step`` from the run directory, after every rank has read the files."""
     training.ranks.agree(False)
     if training.ranks.rank == 0:
         checkpoint.remove_later(training.directory.checkpoints, step)
@@ -247,7 +250,7 @@ def _loop(training: Training) -> None:
 
 
 def _has_waited(training: Training) -> bool:
-    """Pause until other programs may have freed memory, and return whether to retry. Rank 0 decides for all ranks."""
+    """Pause, so that other programs can free memory, and return whether to retry the step. Rank 0 decides for all."""
     seconds = training.ranks.each([training.pause_seconds or 0.0])[0][0]
     training.pauses.take(seconds, lambda: training.asked_by is not None)
     return seconds > 0
@@ -325,7 +328,10 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
 
 
 def _told_after_step(training: Training, peak_bytes: int, events: Sequence[OomEvent]) -> tuple[int, ...]:
-    """Exchange peaks, stop requests and recovered memory errors between ranks, and return the peaks in bytes."""
+    """Exchange peaks, stop requests and recovered memory errors between ranks.
+
+    Returns the peak of each rank in bytes; empty for a single process.
+    """
     ranks = training.ranks
     if ranks.is_alone:
         return ()
@@ -357,7 +363,7 @@ def _owes_evaluation(training: Training) -> bool:
 def _evaluate(training: Training, *, is_saved: bool = False) -> None:
     """Evaluate. If the evaluation does not fit in the fragmented heap of this process, request a new process.
 
-    With ``is_saved``, the last step has a checkpoint already.
+    ``is_saved``: a checkpoint of the last completed step already exists.
     """
     try:
         _evaluate_here(training)
@@ -473,7 +479,7 @@ def _save_shards(training: Training, random_state: Any, progress: dict[str, Any]
 
 
 def _survive(training: Training, phase: Phase, work: Callable[[], T], *, is_collective: bool = False) -> T:
-    """Run ``work``, which must have no side effects. If memory runs out, free cached memory and retry.
+    """Run ``work``, which must have no side effects. If memory runs out, free cached memory and retry a few times.
 
     With ``is_collective``, a memory error on one rank counts as a memory error on all ranks.
     """

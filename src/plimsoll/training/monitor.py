@@ -69,7 +69,7 @@ class MemorySampler:
         return time.monotonic() - self._started
 
     def drain(self) -> tuple[tuple[float, int], ...]:
-        """Return the samples since the last call, thinned to at most eight, as pairs of seconds and bytes."""
+        """Return the samples recorded since the last call, thinned to at most eight: pairs of seconds and bytes."""
         samples, self._samples = self._samples, []
         return thinned(samples, _SAMPLES_PER_STEP)
 
@@ -148,7 +148,10 @@ class View:
             self._live.update(panel, refresh=True)
 
     def _eta_seconds(self, line: StepLine) -> float | None:
-        """Return the remaining seconds, extrapolated from the steps after the first, which includes the warm-up."""
+        """Return the remaining seconds, extrapolated from the steps after the first; ``None`` after the first step.
+
+        The first step is left out, because it includes the warm-up.
+        """
         assert self._first is not None
         num_steps = line.step - self._first.step
         if num_steps == 0:

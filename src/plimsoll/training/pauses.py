@@ -23,7 +23,7 @@ class Pauses:
     num_taken: int = 0
 
     def next_seconds(self, directory: RunDirectory, fallback: int) -> float | None:
-        """Return the seconds of the next pause.
+        """Return the length of the next pause.
 
         Args:
             directory: the run directory.

@@ -79,7 +79,8 @@ def prepare_run(  # noqa: PLR0917 -- of a command
         again: the run was prepared before, and the data must be the same as then.
         pins: pinned choices. They are only checked.
         forbids: forbidden techniques. They are only checked.
-        tokenizer_budget_bytes: train the tokenizer first, inside this budget and before torch is imported.
+        tokenizer_budget_bytes: train the tokenizer first, inside this budget and before torch is imported; ``None`` to
+            train it together with the other steps.
 
     Raises:
         TokenizerMemoryError: if training the tokenizer does not fit the budget.
@@ -161,7 +162,7 @@ def data_sentence(prepared: Prepared, budget_bytes: int | None = None) -> str:
 
     Args:
         prepared: the prepared data.
-        budget_bytes: private memory that preparing may use, in bytes.
+        budget_bytes: private memory that preparing may use, in bytes; ``None`` without a limit.
     """
     train = prepared.train
     parts = [f"{train.num_documents:,} texts", f"{train.num_samples:,} samples"]

@@ -38,7 +38,7 @@ _SERVERS: list[ForkServer] = []  # the server of the current block of `loading_o
 
 
 class End(NamedTuple):
-    """The end of a process.
+    """The way in which a process ended.
 
     Args:
         return_code: the exit code of the process, or -n if signal n killed it.
@@ -132,7 +132,7 @@ def _started(arguments: list[str], variables: dict[str, str], signals: _Signals)
 def loading_once(directory: RunDirectory) -> Iterator[None]:
     """Import the libraries of a run only once: inside the block, its processes are forked from a server.
 
-    The server needs about 35 MiB of memory: the original pages that its children have changed in their copies.
+    The server costs about 35 MiB: it keeps its own copy of each page that a child has modified (copy-on-write).
 
     Args:
         directory: the run directory, with its ``job.yaml``.

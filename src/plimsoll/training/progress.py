@@ -26,7 +26,7 @@ R = TypeVar("R", bound=Record)
 
 
 class _Kept(Generic[R]):
-    """A record file that is read again only if the file was replaced."""
+    """The record in a file, kept in memory and read again only if the file was replaced."""
 
     def __init__(self, kind: type[R], path: Path) -> None:
         self._kind, self._path = kind, path
@@ -94,7 +94,7 @@ class Follower:
         )
 
     def budget_lines(self, processes: tuple[ProcessUse, ...], progress: RunProgress) -> list[LimitLine]:
-        """Return the budgets of the run as limits: for the device and, if it is not the CPU, for the host.
+        """Return the budgets of the run for device and host as limits, each with the memory that counts against it.
 
         Args:
             processes: memory of the processes of the run.
@@ -125,7 +125,7 @@ class Follower:
         return lines
 
     def _predicted_bytes(self, plan: Plan) -> int | None:
-        """Return the predicted peak of the current fallback in bytes."""
+        """Return the predicted peak of the current fallback in bytes; ``None`` if it was not predicted."""
         peak = plan.fallbacks[self._fallback].peak if self._fallback < len(plan.fallbacks) else None
         return None if peak is None else peak.likely_bytes
 

@@ -119,7 +119,7 @@ def chosen(ranks: Ranks, saved: checkpoint.Checkpoint | None, root: Path, marks:
 
     Args:
         ranks: all ranks.
-        saved: the checkpoint on rank 0; ignored on other ranks.
+        saved: the checkpoint that rank 0 has chosen, or ``None`` to start from the beginning; ignored on other ranks.
         root: folder of all checkpoints.
         marks: fingerprint of the job, as for `plimsoll.training.checkpoint.load`.
     """

@@ -86,7 +86,7 @@ class RunDirectory:
 
         Raises:
             OutputError: if ``path`` is a file, a folder of other files, or, without ``force``, a run with completed
-                steps. Also if another process trains there, or ``path`` cannot be written.
+                steps; if another process trains in ``path``; or if ``path`` cannot be written.
         """
         if path.exists() and not path.is_dir():
             raise OutputError(f"{path} is a file, but a run needs a directory: give another --out")
@@ -210,7 +210,7 @@ class RunDirectory:
 
     @contextmanager
     def _when_it_has_ended(self, *, is_signed: bool = True) -> Iterator[None]:
-        """Hold the lock of the training process. If another training process holds it, print that, and wait.
+        """Wait until no other training process holds the lock of the training process, and hold it during the block.
 
         With ``is_signed``, the ID of this process is written into the lock file.
         """
@@ -230,11 +230,17 @@ class RunDirectory:
             yield
 
     def command_pid(self) -> int | None:
-        """Return the ID of the process that prepares, plans or supervises this run on this machine, or ``None``."""
+        """Return the ID of the process that prepares, plans or supervises this run.
+
+        Returns ``None`` if no such process runs on this machine.
+        """
         return _holder(self.path / _MARKER)
 
     def training_pid(self) -> int | None:
-        """Return the ID of the training process on this machine, or ``None``. It may outlive its command by a step."""
+        """Return the ID of the training process; ``None`` if none runs on this machine.
+
+        The process may outlive the command that started it by one step.
+        """
         return _holder(self.path / ".lock")
 
     def lines(self) -> list[Line]:
@@ -265,7 +271,7 @@ class RunDirectory:
         return any(isinstance(line, StepLine) and line.fallback <= fallback for line in self.each_line())
 
     def fallback_in_force(self) -> int | None:
-        """Return the number of the fallback that the run chose last, or ``None`` if the metrics do not show it."""
+        """Return the index of the plan's fallback that the run chose last; ``None`` if the metrics do not show it."""
         fallback = None
         for line in self.each_line():
             if isinstance(line, StepLine | StartLine):
@@ -281,7 +287,7 @@ class RunDirectory:
         return record
 
     def has_its_record(self) -> bool:
-        """Return whether ``record.json`` is newer than the metrics, or there is nothing to record."""
+        """Return whether ``record.json`` is newer than the metrics, or the run has nothing to record yet."""
         if not (self.head.is_file() and self.metrics.is_file()):
             return True
         return self.record.is_file() and self.record.stat().st_mtime_ns >= self.metrics.stat().st_mtime_ns
@@ -372,7 +378,7 @@ def _exclusive(path: Path, *, is_signed: bool = True) -> Iterator[None]:
 
 
 def _sign(file: TextIO) -> None:
-    """Write the ID of this process into a locked file, for `plimsoll watch`. Errors, as of a full disk, are ignored."""
+    """Write the ID of this process into a locked file, for `plimsoll watch`. Errors are ignored."""
     with suppress(OSError):
         file.truncate(0)
         file.write(f"{os.getpid()} {start_ticks(os.getpid())}\n")
@@ -380,9 +386,9 @@ def _sign(file: TextIO) -> None:
 
 
 def _holder(path: Path) -> int | None:
-    """Return the ID of the running process that last locked a file, or ``None``.
+    """Return the ID of the process that last locked a file; ``None`` if it no longer runs.
 
-    The ID is read from the file, because trying the lock here could make that process fail.
+    The ID is read from the file. Trying to lock the file instead could make that process fail to lock it.
     """
     try:
         pid, ticks = map(int, path.read_text().split())

@@ -62,7 +62,7 @@ class Session:
         path: the run directory.
         resume: resume from a checkpoint, which must exist.
         from_step: with ``resume``, the step of the checkpoint; ``None`` for the newest.
-        resume_newest: after a death of the training process, resume from the newest good checkpoint, if there is one.
+        resume_newest: after a death of the training process, resume from the newest good checkpoint, if one exists.
         fallback: after a death, the number of the plan's fallback to start with; ``None`` for the fallback of the
             checkpoint or, without a checkpoint, for the first.
         too_large_fallback: with ``fallback``, the number of the fallback whose process was killed; it is not used
@@ -172,7 +172,8 @@ class Session:
     def limit(self) -> None:
         """Limit the memory of this process and set up its allocator.
 
-        Before that, it loads everything that must not count against the limit.
+        Before that, it builds the model and the loss once without memory for tensors. The imports and threads that this
+        needs must not count against the limit.
         """
         job, data = self._job, self._data
         # Imports and threads that start inside a limit count against it with all the address space that they reserve.

@@ -218,7 +218,7 @@ class _Problem(NamedTuple):
 
 
 def _write(workload: Workload, backend: Backend, folder: Path) -> _Problem | None:
-    """Write the shards of all ranks. An error on one rank is returned on all ranks."""
+    """Write the shards of all ranks. If one rank fails, return the problem on all ranks; otherwise return ``None``."""
     position = Position(phase="checkpoint")
 
     def read() -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _finish(temporary: Path, folder: Path, random_state: Any, progress: dict[str
 
 
 def _on_first(ranks: Ranks, backend: Backend, work: Callable[[], None]) -> _Problem | None:
-    """Run ``work`` on rank 0, and return the problem, if any, on all ranks."""
+    """Run ``work`` on rank 0. If it fails, return the problem on all ranks; otherwise return ``None``."""
     problem: _Problem | None = None
     if ranks.rank == 0:
         try:

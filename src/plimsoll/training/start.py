@@ -33,7 +33,10 @@ from plimsoll.training.run_directory import RunDirectory
 from plimsoll.training.supervise import make_plan, prepare_data, supervise
 
 Train = Callable[[RunDirectory, tuple[str, ...], bool, int], int]
-"""The action after data and plan are prepared: `supervise`, or nothing on a rank; returns an exit code."""
+"""The action after data and plan are prepared. It returns an exit code.
+
+It is `supervise` or, on a rank, a function that does nothing.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ class TrainRequest:
 
     @property
     def constraints(self) -> tuple[str, ...]:
-        """The pins and forbidden techniques, as arguments of the processes that prepare and plan."""
+        """The pins and forbidden techniques, as command-line arguments for the processes that prepare data and plan."""
         return _as_arguments(self.pins, self.forbids)
 
     def job(self, fields: dict[str, Any], path: Path) -> Job:
@@ -101,7 +104,7 @@ def start(request: TrainRequest) -> int:
     """Start or resume a run, and train to its end.
 
     Returns:
-        0, or the exit code of the process that failed; it has reported the error.
+        0, or the exit code of the process that failed. That process has reported the error.
 
     Raises:
         InputError: if the request is invalid; no files have been written then.
@@ -322,7 +325,7 @@ def _is_finished(directory: RunDirectory, job: Job, before: Job) -> bool:
 
 
 def _has_line(job: Job, constraints: tuple[str, ...]) -> bool:
-    """Return whether a plan is needed: for a budget, for the memory of a GPU, or for constraints."""
+    """Return whether the run needs a plan, because it has a budget, constraints or a GPU."""
     is_on_cpu = job.device == "cpu" or (job.device == "auto" and nvml.driver_version() is None)
     return bool(constraints or job.pin) or job.budget.device_bytes is not None or not is_on_cpu
 

@@ -6,8 +6,8 @@ signal ends it at once. (SIGINT would raise KeyboardInterrupt in whichever libra
 the cause of a death, and `_Cause` defines the response. After most causes, training is restarted from the last good
 checkpoint. Three deaths in a row without a checkpoint or a smaller micro-batch end the run.
 
-Several ranks are started by torchrun's agent (`plimsoll.distributed.launch`). Does NOT watch other machines: there,
-torchrun restarts the ranks.
+Several ranks are started by torchrun's agent (`plimsoll.distributed.launch`). Does NOT watch processes on other
+machines: torchrun restarts the ranks there.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Retries:
     deaths_at: Counter[int] = field(default_factory=Counter)
 
     def arguments(self) -> list[str]:
-        """Return the arguments of the next ``plimsoll train-worker`` after the run directory."""
+        """Return the arguments that follow the run directory in the next ``plimsoll train-worker`` command."""
         fallbacks = {
             "--fallback": self.fallback,
             "--too-large-fallback": self.too_large_fallback if self.fallback is not None else None,
@@ -109,11 +109,14 @@ class _Retries:
         return [*self.beginning, *given, "--restarts", str(self.num_deaths)]
 
     def note_begun(self) -> None:
-        """Make later processes resume from the newest checkpoint. Before, it may be a checkpoint of an earlier run."""
+        """Record that training has begun, so that a new process resumes from the newest checkpoint.
+
+        Until then, the newest checkpoint may be one from an earlier run.
+        """
         self.beginning = ("--resume-newest",)
 
     def note_saved(self) -> None:
-        """Record that a process has written a checkpoint, which also contains its fallback."""
+        """Record that a process has written a checkpoint. The next process reads the fallback from it."""
         self.num_fruitless, self.fallback = -1, None
 
     def note_death(self, cause: _Cause, in_force: int, has_fit: bool) -> int:
@@ -303,7 +306,7 @@ def make_plan(directory: RunDirectory, arguments: tuple[str, ...], quiet: bool) 
 def _done_in_a_process(arguments: list[str], what_it_does: str, remedy: str) -> int:
     """Run a command in a separate process before the training, and return its exit code.
 
-    ``what_it_does`` describes the process in error messages; ``remedy`` tells the user how to need less memory.
+    ``what_it_does`` describes the process in error messages. ``remedy`` is advice to the user on how to reduce memory.
     """
     kills_before = oom_kill_count()
     end = run_worker(arguments)

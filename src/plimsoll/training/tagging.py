@@ -24,7 +24,7 @@ from plimsoll.step.oom_boundary import Position
 from plimsoll.training.answers import Answered, Answers, Windows
 
 Entity = tuple[str, int, int]
-"""The type of the entity, its first word, and the word after its last."""
+"""The type of an entity, the index of its first word, and the index after its last word."""
 
 _BEGINS, _ENDS = {"B", "S"}, {"E", "S"}
 
@@ -42,7 +42,7 @@ class TagScores(Answers):
 
     Args:
         model: a model that returns ``logits``, (B, T, L).
-        position: contains the samples of the batch that the model is evaluating.
+        position: contains the numbers, within the batch, of the samples that the model is evaluating.
         names: names of the tags, by number.
         windows: maps samples to texts; ``None`` if each sample is a text.
         ranks: processes that share each batch; each of them counts all samples.

@@ -2,11 +2,11 @@
 
 After this pass the teacher is not needed. It runs in float32, without gradients and in batches as large as fit: a batch
 that runs out of memory is repeated in halves. The logits of a language model are computed for a few positions at a
-time. Results are written to disk every 4,096 samples, and an interrupted pass is resumed from there. The cached
-probabilities are normalized over the whole vocabulary at the temperature of the job. The cached tokens alone do not
-determine the normalization at another temperature, which therefore needs another pass.
+time, because they need much memory. Results are written to disk every 4,096 samples, and an interrupted pass is resumed
+from there. The cached probabilities are normalized over the whole vocabulary at the temperature of the job. The cached
+tokens alone do not determine the normalization at another temperature, which therefore needs another pass.
 
-Does NOT handle samples that change between epochs, which a job refuses.
+Does NOT handle samples that change between epochs: a job with such samples and a teacher cache is refused.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def prepare_teacher_cache(
 
 
 class _Pass:
-    """The pass of the teacher, with the largest batch size that fits."""
+    """The pass of the teacher over the samples, in batches of the largest size that fits."""
 
     def __init__(self, job: Job, teacher: nn.Module, backend: Backend, num_kept: int, num_words: int | None) -> None:
         assert job.distill is not None
