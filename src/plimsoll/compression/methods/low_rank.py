@@ -116,7 +116,10 @@ def _rank(module: nn.Module, choice: Choice) -> int:
 
 
 def rank_for(num_in: int, num_out: int, share: float) -> int:
-    """Return the largest rank at which the two factors have at most ``1 - share`` of the matrix's weights."""
+    """Return the largest rank at which the two factors together have at most ``1 - share`` of the matrix's weights.
+
+    ``share`` is the share of the weights to remove.
+    """
     return int((1 - share) * num_in * num_out / (num_in + num_out))
 
 
