@@ -41,7 +41,7 @@ _NEEDS: dict[tuple[str, Value | None], Need] = {
 
 @dataclass(slots=True)
 class Bundle:
-    """A model to make smaller, and its tokenizer.
+    """A model to make smaller, and its tokenizer, which is ``None`` if the model's folder has no tokenizer.
 
     ``model`` is a transformers model or a recurrent model of Plimsoll. It is on the CPU, in evaluation mode, in
     float32.
@@ -114,7 +114,7 @@ class Shrinker(ABC):
         return frozenset(needs | {"corpus"} if self.reads_corpus else needs)
 
     def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return a sentence on why a choice is impossible, with values and a remedy; ``None`` if it is possible."""
+        """Return a sentence on why a choice is impossible, and a remedy; ``None`` if the choice is possible."""
         return options_fault(choice) or self.fault(bundle, choice)
 
     @abstractmethod

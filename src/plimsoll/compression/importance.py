@@ -105,7 +105,7 @@ def first_order(model: nn.Module, weights: Sequence[tuple[Tensor, int, int]], ca
 
 @contextmanager
 def _all_trainable(model: nn.Module) -> Iterator[None]:
-    """Make all parameters require gradients in the block. Afterwards, restore their previous gradients and flags."""
+    """Make all parameters require gradients in the ``with`` block, and restore their gradients and flags afterwards."""
     before = [(one, one.requires_grad, one.grad) for one in model.parameters()]
     for one, _, _ in before:
         one.requires_grad_(True)

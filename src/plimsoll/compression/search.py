@@ -281,7 +281,10 @@ class _Shrinking:
         raise self._unreached(target_bytes, *self._smallest(), more)
 
     def _smallest(self) -> tuple[int, str]:
-        """Return the file bytes and name of the smallest chain, by estimate, that no method refuses."""
+        """Return the file bytes and the name of the chain of the smallest estimated size that no method refuses.
+
+        If every examined chain is refused, return them for the smallest model made so far.
+        """
         for guess in smallest(self._singles())[:_MOST_SIZED]:
             num_bytes = self._sized(guess.chain)
             if num_bytes is not None:

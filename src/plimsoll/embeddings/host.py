@@ -206,7 +206,7 @@ class HostEmbedding(nn.Module):
 class _Lookup(torch.autograd.Function):
     """A lookup in a table on the CPU, with the result on the device of the ids. The gradient is sparse and on the CPU.
 
-    Every optimizer of ``torch.optim`` that takes sparse gradients accepts it after `_coalesce_gradient`.
+    Every optimizer of ``torch.optim`` that takes sparse gradients accepts this gradient after `_coalesce_gradient`.
     """
 
     @staticmethod

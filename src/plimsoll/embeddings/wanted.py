@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 EXACT, LOWER, CAPITALISED, BUILT, MISSING, NO_WORD, PADDING = range(7)
 """The source of a row's vector.
 
-`EXACT`, `LOWER` and `CAPITALISED`: the vector of this form of the word. `BUILT`: the n-grams of the word. `MISSING`:
-not the file, which does not have the word. `NO_WORD`: not the file, since the row has no word. `PADDING`: zeros.
+`EXACT`, `LOWER` and `CAPITALISED`: the vector of this form of the word. `BUILT`: the n-grams of the word. The file is
+not the source of other rows. `MISSING`: it has no form of the word. `NO_WORD`: the row has no word. `PADDING`: zeros.
 """
 _FORMS = 3  # the number of forms of a word: EXACT, LOWER and CAPITALISED
 

@@ -440,7 +440,7 @@ def _sizes(options: ApplyOptions, tokenizer: ModelTokenizer, plan: InferencePlan
 def _made_from(
     folder: ModelFolder, rows: InputRows, task: InferenceTask, tokenizer: ModelTokenizer, options: ApplyOptions
 ) -> dict[str, Any]:
-    """Return the settings that determine the results, as JSON values by the names that messages show."""
+    """Return the settings that determine the results: their names, as messages show them, and JSON values."""
     return {
         "model": identity_of_model(folder.path),
         "data": rows.identity,

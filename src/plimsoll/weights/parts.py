@@ -28,7 +28,7 @@ def plain_parts(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def with_parts(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a copy of a tensor with ``change`` applied to each tensor that it wraps, or to the plain tensor itself."""
+    """Apply ``change`` to each tensor that a tensor wraps, or to a plain tensor itself, and return the result."""
     if not is_made_of_parts(tensor):
         return change(tensor)
     whole: Any = tensor

@@ -107,7 +107,7 @@ def quantize_layers(model: Any, names: Sequence[str], config: Config) -> None:
 
 
 def replace_weights(model: Any, names: Sequence[str], config: Config, made: Callable[[Tensor], Tensor]) -> None:
-    """Quantize layers like `quantize_layers`, but with ``made``, which returns a weight (out, in) quantized."""
+    """Quantize layers like `quantize_layers`, but by the function ``made``, which quantizes a weight (out, in)."""
     known: dict[int, nn.Parameter] = {}
     for name in names:
         layer = model.get_submodule(name)

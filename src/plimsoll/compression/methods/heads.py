@@ -39,7 +39,7 @@ class Heads(Shrinker):
     tried = ({"share": 0.25}, {"share": 0.5})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why heads cannot be removed, such as a share of less than one group of heads; else ``None``."""
+        """Return why heads cannot be removed, for example because the share is too small for one; else ``None``."""
         found = attentions_of(bundle.model)
         if isinstance(found, str):
             return found

@@ -71,7 +71,7 @@ class Hidden(Shrinker):
         return tuple({"share": share, "importance": "activation"} for share in shares)
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why dimensions cannot be removed, such as a share that is not whole heads; else ``None``."""
+        """Return why dimensions cannot be removed, for example if the share is not whole heads; else ``None``."""
         found = _narrowed(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 

@@ -36,7 +36,7 @@ class LowRankEmbeddings(Shrinker):
     tried = ({"share": 0.5}, {"share": 0.75})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why the embedding cannot be factored, such as a rank that is too large; else ``None``."""
+        """Return why the embedding cannot be factored, for example if the rank is too large; else ``None``."""
         model: Any = bundle.model
         if not is_of_transformers(model):
             return (

@@ -47,7 +47,7 @@ class Vocabulary(Shrinker):
     reads_corpus = True
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why tokens cannot be removed: no fast tokenizer, or no weights with a row per token."""
+        """Return why tokens cannot be removed: no fast tokenizer, or no weights with a row per token; else ``None``."""
         if bundle.tokenizer is None:
             return "the model has no tokenizer to reduce: give a model folder that has its tokenizer.json"
         backend = getattr(bundle.tokenizer, "backend_tokenizer", None)
