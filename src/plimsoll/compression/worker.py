@@ -29,7 +29,11 @@ from plimsoll.records.shrink import Form, InferenceCost, Quality
 
 
 class ShrinkRequest(Record):
-    """A model to make smaller, and its evaluation data: the data of a job, or the texts of a file."""
+    """A model to make smaller, and its evaluation data: the data of a job, or the texts of the file ``data``.
+
+    ``cache`` is the cache folder for the tokenized data of the job. `plimsoll.compression.evidence.TextEvidence`
+    describes the other fields.
+    """
 
     record_kind: ClassVar[str] = "shrink-request"
 

@@ -1,10 +1,10 @@
 """Conversion of a file of word vectors to another format: all words, or the rows of a subset.
 
-The suffix of the output selects the format: ``.safetensors`` a table of Plimsoll, ``.npy`` an array with a ``.txt``
-file of its words, ``.txt`` GloVe text, ``.vec`` word2vec text, ``.bin`` word2vec binary. Reading the output gives
-bitwise the same numbers. The output gets its name when it is complete. Vectors are first written to a temporary table
-next to the output, so memory holds only the words. If a word occurs twice, its first vector is kept. A word that the
-format cannot store is an error, such as a newline in a text file or a space in word2vec formats.
+The suffix of the output selects the format: ``.safetensors`` for a table of Plimsoll, ``.npy`` for an array with a
+``.txt`` file of its words, ``.txt`` for GloVe text, ``.vec`` for word2vec text, ``.bin`` for word2vec binary. Reading
+the output gives bitwise the same numbers. The output gets its name when it is complete. Vectors are first written to a
+temporary table next to the output, so memory holds only the words. If a word occurs twice, its first vector is kept. A
+word that the format cannot store is an error, such as a newline in a text file or a space in word2vec formats.
 """
 
 from __future__ import annotations

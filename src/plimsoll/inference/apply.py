@@ -61,7 +61,8 @@ _TOKENS_PER_PASS = {"cpu": 4 << 10, "cuda": 32 << 10}
 _ROWS_PER_PASS = 256
 _BLOCK_ROWS = 4096
 _BLOCK_BYTES_PER_TOKEN = 128
-"""Bytes of text in a block, per token of a pass. A block is about 32 passes, of which the last few are not full."""
+"""Size of the texts in a block, in characters, per token of a pass. A block is about 32 passes, of which the
+last few are not full."""
 
 _FAULTS_KEPT = 5
 
