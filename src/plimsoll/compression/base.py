@@ -75,7 +75,7 @@ class Shrinker(ABC):
     Attributes:
         name: the key in the registry and on the command line, and the name of the page in ``docs/shrink``.
         saves: a sentence on the savings (file, memory, time of a pass, time of training) and their limits.
-        tried: the option values that are worth trying, mildest first.
+        tried: the option values that are worth trying, mildest first (the smallest change of the model).
         easiest: the index in ``tried`` of the choice that is most often possible. If no choice is possible, `choices`
             returns the reason for this one.
         reads_corpus: whether the method needs the count of each token in the corpus.

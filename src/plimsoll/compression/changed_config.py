@@ -95,7 +95,7 @@ def cuts_of(model: nn.Module, twin: nn.Module) -> tuple[Cut, ...] | str:
 
 
 def twin_and_cuts(model: nn.Module, fields: Mapping[str, Any]) -> tuple[nn.Module, tuple[Cut, ...]] | str:
-    """Return the twin for changed ``fields`` and the cuts to it, or a sentence on why cuts cannot produce it."""
+    """Return the twin for changed ``fields`` and the cuts that lead to it, or a sentence on why cuts cannot do so."""
     twin = twin_of(model, fields)
     if isinstance(twin, str):
         return twin

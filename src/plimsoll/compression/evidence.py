@@ -77,7 +77,10 @@ class Evidence(Protocol):
         ...
 
     def quality(self, model: nn.Module, tokenizer: Path | None) -> Quality:
-        """Evaluate a model; ``tokenizer`` is the folder of its tokenizer, ``None`` the original's tokenizer."""
+        """Return the quality of a model on the evaluation data.
+
+        ``tokenizer`` is the folder of the model's tokenizer; ``None`` is the original's tokenizer.
+        """
         ...
 
     def inference(self, folder: Path) -> InferenceTask | None:
@@ -126,7 +129,7 @@ class JobEvidence:
         return None
 
     def job_for(self, folder: Path, tokenizer: Path | None) -> Job:
-        """Return the job with another model, and with its tokenizer unless this is ``None``."""
+        """Return the job for the model in ``folder``, with the tokenizer in ``tokenizer``; ``None`` keeps the job's."""
         changes: dict[str, Any] = {"model": str(folder)}
         if tokenizer is not None:
             changes["tokenizer"] = TokenizerSource(path=str(tokenizer))

@@ -97,7 +97,7 @@ class HostEmbedding(nn.Module):
         Args:
             rows: a matrix of floats (N, D), in memory or mapped (``numpy.memmap``).
             trainable: whether the table is trained. If it is, the rows are copied, so that ``rows`` does not change. A
-                frozen table without a ``path`` shares the memory of ``rows``. If this is a file opened for reading,
+                frozen table without a ``path`` shares the memory of ``rows``. If ``rows`` is a file opened for reading,
                 later writes (by ``load_state_dict``) go to private memory.
             padding_idx: the row that gets no gradient; a negative index counts from the end.
             path: a new file for a copy of the rows; ``None``: keep them in memory.

@@ -76,7 +76,7 @@ class FactoredLinear(nn.Sequential):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the second layer."""
+        """The bias of the second layer; ``None`` if it has no bias."""
         return cast("Tensor | None", cast(Any, self[1]).bias)
 
 

@@ -163,7 +163,7 @@ def _outside(model: nn.Module, attentions: list[Attention], num_kept: int) -> st
 
 
 def _attributes(model: nn.Module, attentions: list[Attention], num_kept: int) -> dict[str, dict[str, Any]]:
-    """Return the numeric attributes that each attention module must have after the removal, by its name."""
+    """Return the numeric attributes that each attention module must have after the removal, by module name."""
     twin = checked(_narrower(model, attentions, num_kept))
     numbers: dict[str, dict[str, Any]] = {one.parent: {} for one in attentions}
     for name, attribute, value in _numbers(model, twin):

@@ -158,7 +158,9 @@ def _factor(model: nn.Module, group: Group, rank: int, second_moment: Tensor | N
 
 
 def _second_moments(model: nn.Module, groups: list[Group], calibration: Calibration) -> dict[str, Tensor]:
-    """Return the sum of ``x xᵀ`` over the inputs x of each group's layers, (in, in), by the name of its first layer.
+    """Return for each group the sum of ``x xᵀ`` over the inputs x of its layers, (in, in).
+
+    The key is the name of the group's first layer.
 
     Padding does not count.
     """

@@ -58,7 +58,7 @@ class LowRankEmbeddings(Shrinker):
         return None
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Replace the embedding by two factors, and an output layer that is tied to it."""
+        """Replace the embedding by two factors; do the same with an output layer that is tied to it."""
         model: Any = bundle.model
         table: Any = model.get_input_embeddings()
         rank = _rank(table.num_embeddings, table.embedding_dim, choice)
