@@ -43,7 +43,7 @@ def why_not(model: Any, method: str) -> str | None:
 
 
 def why_not_linear(model: Any, method: str) -> str | None:
-    """Return the reason why no linear layer of a model can be quantized; ``None`` if at least one can."""
+    """Return the reason why no linear layer of a model can be quantized; ``None`` if some are still dense."""
     return why_not(model, method) or (None if plain_layers(model) else nothing_found(model, method))
 
 
