@@ -1,9 +1,10 @@
-"""The linear layers of the attention of each block: query, key and value layers, and the layer that reads the heads.
+"""The linear layers of the attention of each block: query, key and value layers, and the output projection.
 
 Query, key and value layers are found by the last part of their names: architectures use only the few in `_ROLES`. The
-layer that reads the heads is the only other linear layer next to them. The outputs of a joined layer are all queries,
-then all keys, then all values (``c_attn``, ``qkv_proj``), or all three head by head (``query_key_value``). Sizes are
-checked against the configuration, so an unknown layout is refused, not guessed.
+output projection, which reads the heads, is the only other linear layer next to them. If one layer computes queries,
+keys and values, its outputs have one of two orders: all queries, all keys, then all values (``c_attn``, ``qkv_proj``),
+or query, key and value of the first head, then of the next head (``query_key_value``). Sizes are checked against the
+configuration, so an unknown layout is refused, not guessed.
 
 Not handled: attention whose weights are not linear layers, and encoder-decoders.
 """
@@ -35,8 +36,8 @@ class Attention:
     """The attention of one block.
 
     ``parent`` is the name of the module that holds the query, key and value layers. ``writers`` are the names of these
-    layers by role (the keys of `_ROLES`), and ``reader`` is the name of the layer that reads the heads. A group is
-    removed as a whole: a head, or several query heads that share keys and values.
+    layers by role (the keys of `_ROLES`), and ``reader`` is the name of the output projection. A group is removed as
+    a whole: it is a head, or several query heads that share keys and values.
     """
 
     parent: str
@@ -52,9 +53,9 @@ class Attention:
         return self.num_groups * self.heads_per_group
 
     def rows(self, role: str, groups: Tensor) -> Tensor:
-        """Return the indices of the outputs that belong to ``groups``, of the layer with the given role.
+        """Return the indices of the outputs that the layer with the role ``role`` computes for ``groups``.
 
-        For ``reader``, they are indices of inputs.
+        For the role ``reader``, return the indices of the inputs that the output projection reads from ``groups``.
         """
         heads = _spread(groups, self.heads_per_group)
         queries, keys = _spread(heads, self.head_width), _spread(groups, self.head_width)
@@ -68,7 +69,7 @@ class Attention:
         return keys
 
     def value_rows(self) -> tuple[str, Tensor]:
-        """Return the name of the layer that computes the values, and the indices of its value outputs, by group."""
+        """Return the name of the layer that computes the values, and the indices of these outputs, group by group."""
         width, num_rows = self.head_width, self.num_groups * self.head_width
         for role in ("value", "joined", "by head"):
             if role in self.writers:
@@ -146,7 +147,10 @@ def _attention(
 
 
 def _nearest_others(parent: str, known: set[str], linear: Sequence[str]) -> list[str]:
-    """Return the linear layers besides ``known`` in the nearest module around them that has any, inside the block."""
+    """Return the linear layers that are in ``parent``, but not in ``known``.
+
+    If there are no such layers, search the modules around ``parent`` from the inside out, but not the whole block.
+    """
     block = block_of(parent)
     while len(parent) > len(block):
         others = [name for name in linear if name.startswith(f"{parent}.") and name not in known]
@@ -170,7 +174,8 @@ def group_scores(
 ) -> list[Tensor]:
     """Return for each attention the importance of each group, (groups,).
 
-    It is measured on the weights that read the group; for ``magnitude``, also on the weights that write its values.
+    Importance is measured on the weights that read the group's outputs. For ``magnitude``, it is multiplied by the norm
+    of the weights that write the group's values.
     """
     readers = [model.get_submodule(one.reader) for one in attentions]
     widths = [one.heads_per_group * one.head_width for one in attentions]

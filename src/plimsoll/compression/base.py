@@ -36,12 +36,12 @@ _NEEDS: dict[tuple[str, Value | None], Need] = {
     ("importance", "activation"): "batches",
     ("aware", True): "batches",
 }
-"""Options that need data. Other values of ``importance`` use only the weights."""
+"""The kind of data that a value of an option needs. Other values of ``importance`` use only the weights."""
 
 
 @dataclass(slots=True)
 class Bundle:
-    """A model to make smaller, and its tokenizer.
+    """A model to make smaller, and its tokenizer, which is ``None`` if the model's folder has no tokenizer.
 
     ``model`` is a transformers model or a recurrent model of Plimsoll. It is on the CPU, in evaluation mode, in
     float32.
@@ -69,15 +69,15 @@ class Calibration:
 class Shrinker(ABC):
     """A method that makes a model smaller.
 
-    Each method is a module of `plimsoll.compression.methods`, listed in ``__init__``. `plimsoll.records.shrink` defines
-    the options of its choices.
+    Each method is a module of `plimsoll.compression.methods`, listed in ``__init__``. A choice is a method with values
+    of its options, which `plimsoll.records.shrink` defines.
 
     Attributes:
         name: the key in the registry and on the command line, and the name of the page in ``docs/shrink``.
         saves: a sentence on the savings (file, memory, time of a pass, time of training) and their limits.
-        tried: options that are worth trying, mildest first.
-        easiest: the index in ``tried`` of the choice that a model is least likely to refuse. If all choices are
-            refused, `choices` returns the reason for this one.
+        tried: the option values that are worth trying, mildest first (the smallest change of the model).
+        easiest: the index in ``tried`` of the choice that is most often possible. If no choice is possible, `choices`
+            returns the reason for this one.
         reads_corpus: whether the method needs the count of each token in the corpus.
     """
 
@@ -102,19 +102,19 @@ class Shrinker(ABC):
         return possible or str(faults[self.easiest])
 
     def worth_trying(self, bundle: Bundle) -> tuple[Options, ...] | str:
-        """Return the options that are worth trying, mildest first, or a sentence on why there are no such options.
+        """Return the option values that are worth trying, mildest first, or a sentence on why there are no such values.
 
-        By default this is ``tried``. Methods whose options depend on the model override it.
+        The default is ``tried``. Methods override this if the values depend on the model.
         """
         return self.tried
 
     def needs(self, choice: Choice) -> frozenset[Need]:
-        """Return which user data a choice reads: batches, gradients of their loss, token counts, or nothing."""
+        """Return the kinds of user data that a choice reads; empty if it reads only the weights."""
         needs = {_NEEDS[option] for option in options_of(choice).items() if option in _NEEDS}
         return frozenset(needs | {"corpus"} if self.reads_corpus else needs)
 
     def refusal(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return a sentence on why a choice is impossible, with values and a remedy; ``None`` if it is possible."""
+        """Return a sentence on why a choice is impossible, and a remedy; ``None`` if the choice is possible."""
         return options_fault(choice) or self.fault(bundle, choice)
 
     @abstractmethod

@@ -156,11 +156,13 @@ class Workshop:
             )
 
     def predicted(self, folder: Path, cost: InferenceCost) -> Estimate | None:
-        """Predict the peak of the inference passes that `measured` ran; ``None`` if a dry run is not possible.
+        """Predict the peak memory of the inference passes that `measured` ran.
+
+        Return ``None`` if the model does not support a dry run.
 
         Args:
-            folder: the model.
-            cost: the measured cost, which has the shape of the passes and the baseline.
+            folder: the folder of the model.
+            cost: the result of `measured`: the shape of its passes, and the memory that the process used before.
         """
         target = find_target("cpu", None, lambda: _known(cost.baseline_bytes))
         try:
@@ -177,7 +179,7 @@ class Workshop:
         return target.count(trace, heap=TIGHT_HEAP).peak  # `measured` uses the same heap
 
     def predicted_training(self, source: Source, teacher: str | None) -> Estimate | None:
-        """Predict the peak of a training step of ``source`` with the whole batch as one micro-batch.
+        """Predict the peak memory of a training step of ``source`` with the whole batch as one micro-batch.
 
         Return ``None`` if the evaluation data belong to no job, or if the model does not support a dry run.
 
@@ -267,7 +269,7 @@ def evidence_of(request: ShrinkRequest) -> Evidence:
 
 
 def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
-    """Return the function that answers each question of `plimsoll.compression.worker.ShrinkProcess`, by its name.
+    """Return the function that answers each question of a `plimsoll.compression.worker.ShrinkProcess`, by its name.
 
     The functions take and return JSON values.
     """
@@ -300,7 +302,7 @@ def answers_of(request: ShrinkRequest) -> dict[str, Callable[..., Any]]:
 
 
 def _measured_apart(request: ShrinkRequest, source: Source) -> InferenceCost:
-    """Measure peak and time of inference with a model in a new process; see `measured`."""
+    """Measure the peak memory and the time of inference with a model, in a new process; see `measured`."""
     command = [sys.executable, "-m", "plimsoll", "measure-worker"]
     asked = json.dumps({"request": request.to_json(), "source": source.model_dump()})
     done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, env=ending_with_this())
@@ -313,12 +315,12 @@ def _measured_apart(request: ShrinkRequest, source: Source) -> InferenceCost:
 
 
 def measured(folder: Path, evidence: Evidence, tokenizer: Path | None, original: Path) -> InferenceCost:
-    """Measure peak and time of inference on the first passes of the evaluation data.
+    """Measure the peak memory and the time of inference on the first batches of the evaluation data.
 
     Call this in a fresh process. The peak is measured with this model alone, in a heap that returns freed memory to the
-    system. An ordinary heap retains some of it, and the amount varies by some 20 MiB. Then the original is loaded as
-    well, and the passes of both are timed alternately, so that other processes slow both. For the timing, the heap
-    keeps freed memory.
+    system. An ordinary heap retains some freed memory, and this amount varies by some 20 MiB. Then the original is
+    loaded as well, and the passes of both are timed alternately, so that other processes slow both. For the timing, the
+    heap keeps freed memory.
 
     Args:
         folder: the model to measure.
@@ -357,7 +359,7 @@ def measured(folder: Path, evidence: Evidence, tokenizer: Path | None, original:
 
 
 def _row_seconds(compute: Compute, model: nn.Module, batch: dict[str, Tensor]) -> float:
-    """Return the seconds of a pass, divided by its rows, for the faster of two passes: caches may be cold at first."""
+    """Return the seconds per row of a batch, from the faster of two passes: caches may be cold in the first."""
     found = []
     for _ in range(2):
         began = time.perf_counter()
@@ -367,7 +369,7 @@ def _row_seconds(compute: Compute, model: nn.Module, batch: dict[str, Tensor]) -
 
 
 def print_measured() -> None:
-    """Read a request and a source as JSON from standard input, and print the measured `InferenceCost` as JSON."""
+    """Read a `ShrinkRequest` and a `Source` as JSON from standard input, and print an `InferenceCost` as JSON."""
     asked = json.loads(sys.stdin.read())
     request, source = ShrinkRequest.from_json(asked["request"]), Source.model_validate(asked["source"])
     tokenizer = None if source.tokenizer is None else Path(source.tokenizer)

@@ -1,9 +1,10 @@
-"""Selection of the chains of choices to make, by an estimate from the measured effect of each choice alone.
+"""Selection of the chains of choices that are tried, by an estimate from the measured effect of each choice alone.
 
 Each choice alone was measured: it multiplied the weight bytes by a factor, and raised the loss by a difference. The
-estimate for a chain is the product of the factors and the sum of the differences. It only orders the chains. It is
-wrong for methods that interact: heads and hidden size remove the same weights, and int8 and int4 exclude each other. So
-every selected chain is made and measured. A chain has at most one choice per method, in the order of the registry.
+estimate for a chain is the product of the factors and the sum of the differences, of which negative ones count as zero.
+It only orders the chains. It is wrong for methods that interact: heads and hidden size remove the same weights, and
+int8 and int4 exclude each other. So every selected chain is applied to the model, and the result is measured. A chain
+has at most one choice per method, in the order of the registry.
 
 Does NOT estimate the effect of recovery training.
 """
@@ -28,7 +29,8 @@ class Single(NamedTuple):
     """The effect of one choice on the original.
 
     ``share`` is the remaining share of the weight bytes, and ``lost`` is the increase of the loss. ``order`` is the
-    method's position in a chain. ``is_last`` is true if the choice changes only the bits of weights, not their shapes.
+    method's position in the registry, which orders the choices of a chain. ``is_last`` is true if the choice changes
+    only the bits of weights, not their shapes.
     """
 
     choice: Choice
@@ -62,7 +64,7 @@ def smallest(singles: Sequence[Single]) -> list[Guess]:
 
 
 def varied(ordered: Iterable[Guess], most: int, most_alike: int = 2) -> list[Guess]:
-    """Return the first ``most`` chains, but at most ``most_alike`` that differ only in the options of their methods."""
+    """Return the first ``most`` of the ordered chains, but at most ``most_alike`` chains of the same methods."""
     taken: list[Guess] = []
     alike: dict[tuple[str, ...], int] = {}
     for one in ordered:
@@ -95,7 +97,7 @@ def _combinations(singles: Sequence[Single], most: int) -> Iterator[list[Single]
 
 
 def _is_least(parts: Sequence[Single], most_share: float) -> bool:
-    """Return whether a chain may fit in ``most_share``, and each of its choices may be necessary for this."""
+    """Return whether a chain may leave at most ``most_share`` of the bytes, and may need all its choices for this."""
     shares = [one.share for one in parts]
     whole = math.prod(shares)
     return whole <= most_share * _WRONG_BY and all(whole / share > most_share / _WRONG_BY for share in shares)

@@ -95,7 +95,7 @@ def cuts_of(model: nn.Module, twin: nn.Module) -> tuple[Cut, ...] | str:
 
 
 def twin_and_cuts(model: nn.Module, fields: Mapping[str, Any]) -> tuple[nn.Module, tuple[Cut, ...]] | str:
-    """Return the twin for changed ``fields`` and the cuts to it, or a sentence on why cuts cannot produce it."""
+    """Return the twin for changed ``fields`` and the cuts that lead to it, or a sentence on why cuts cannot do so."""
     twin = twin_of(model, fields)
     if isinstance(twin, str):
         return twin
@@ -170,7 +170,10 @@ def take_numbers(model: nn.Module, twin: nn.Module) -> None:
 
 
 def other_numbers(model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield the numeric and tuple attributes that differ in the twin: names of module and attribute, twin's value."""
+    """Yield the numeric and tuple attributes of modules that differ in the twin.
+
+    Each has the name of the module, the name of the attribute, and the twin's value.
+    """
     theirs = dict(twin.named_modules())
     for name, module in model.named_modules():
         for attribute, value in vars(theirs[name]).items() if name in theirs else ():
@@ -180,7 +183,7 @@ def other_numbers(model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str,
 
 
 def is_place(attribute: str) -> bool:
-    """Return whether an attribute is a layer's own index among the layers, such as ``layer_idx``."""
+    """Return whether an attribute has the index of its layer among all layers, such as ``layer_idx``."""
     return attribute in _POSITIONS
 
 

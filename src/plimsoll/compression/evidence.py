@@ -58,7 +58,7 @@ class Evidence(Protocol):
 
     @property
     def head(self) -> Head:
-        """The head with which models are loaded."""
+        """The task head with which models are loaded."""
         ...
 
     def cannot_judge(self, method: str) -> str | None:
@@ -77,7 +77,10 @@ class Evidence(Protocol):
         ...
 
     def quality(self, model: nn.Module, tokenizer: Path | None) -> Quality:
-        """Evaluate a model; ``tokenizer`` is the folder of its tokenizer, ``None`` the original's tokenizer."""
+        """Return the quality of a model on the evaluation data.
+
+        ``tokenizer`` is the folder of the model's tokenizer; ``None`` is the original's tokenizer.
+        """
         ...
 
     def inference(self, folder: Path) -> InferenceTask | None:
@@ -126,7 +129,7 @@ class JobEvidence:
         return None
 
     def job_for(self, folder: Path, tokenizer: Path | None) -> Job:
-        """Return the job with another model, and with its tokenizer unless this is ``None``."""
+        """Return the job for the model in ``folder``, with the tokenizer in ``tokenizer``; ``None`` keeps the job's."""
         changes: dict[str, Any] = {"model": str(folder)}
         if tokenizer is not None:
             changes["tokenizer"] = TokenizerSource(path=str(tokenizer))
@@ -208,7 +211,7 @@ class JobEvidence:
             yield Batch(data.validation.batch(chosen), chosen, 0, begin)
 
     def _judged_ids(self, data: _Data) -> NDArray[np.int64]:
-        """Return the ids of the samples to evaluate: all windows of each selected text, which is scored as a whole."""
+        """Return the ids of the samples to evaluate: all windows of each selected text, to score it as a whole."""
         ids = np.arange(len(data.validation))
         texts = self._texts_of(data, ids)
         whole = np.unique(texts)
@@ -235,7 +238,7 @@ class JobEvidence:
 
 @dataclass
 class TextEvidence:
-    """Evaluation of an embedding model on plain texts. Token counts are from all texts, not only evaluated ones.
+    """Evaluation of an embedding model on plain texts. Tokens are counted in all texts, not only in evaluated ones.
 
     Args:
         model: the folder of the original.
@@ -254,7 +257,10 @@ class TextEvidence:
     _vectors_ND: Tensor | None = None
 
     def cannot_judge(self, method: str) -> str | None:
-        """Return the reason for ``hidden``: its vectors are shorter, so they have no cosine; otherwise ``None``."""
+        """Return a reason only for the method ``hidden``; ``None`` for other methods.
+
+        Its models return shorter vectors, which have no cosine with the original's vectors.
+        """
         if method != "hidden":
             return None
         return "vectors of another size cannot be compared with the original's, and there is no other quality measure"

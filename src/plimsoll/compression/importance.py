@@ -56,7 +56,7 @@ def best(scores: Tensor | None, num_kept: int) -> Tensor:
 
 
 def read_scores(model: nn.Module, importance: str, readers: Sequence[Rows], calibration: Calibration) -> list[Tensor]:
-    """Return for each reader a score per group of its rows, (rows / ``num_grouped``,).
+    """Return for each element of ``readers`` one score per group of its rows, (rows / ``num_grouped``,).
 
     ``importance`` is ``magnitude``, ``taylor`` or ``activation``; see the module.
     """
@@ -73,13 +73,13 @@ def read_scores(model: nn.Module, importance: str, readers: Sequence[Rows], cali
 
 
 def first_order(model: nn.Module, weights: Sequence[tuple[Tensor, int, int]], calibration: Calibration) -> list[Tensor]:
-    """Return for each weight a score per row: the change of the loss, to first order, if that row were zero.
+    """Return for each weight a score per row: the first-order change of the loss if that row were zero.
 
-    The absolute value of the change is summed over batches.
+    The score is the absolute value of the change, summed over batches.
 
     Args:
         model: the model with the weights.
-        weights: tuples of a weight, the dimension of its rows, and how many neighbouring rows share a score.
+        weights: tuples of a weight, the dimension of its rows, and how many neighbouring rows share one score.
         calibration: the batches.
 
     Raises:
@@ -105,7 +105,7 @@ def first_order(model: nn.Module, weights: Sequence[tuple[Tensor, int, int]], ca
 
 @contextmanager
 def _all_trainable(model: nn.Module) -> Iterator[None]:
-    """Make all parameters require gradients in the block. Afterwards, restore their previous gradients and flags."""
+    """Make all parameters require gradients in the ``with`` block, and restore their gradients and flags afterwards."""
     before = [(one, one.requires_grad, one.grad) for one in model.parameters()]
     for one, _, _ in before:
         one.requires_grad_(True)

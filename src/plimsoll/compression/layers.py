@@ -44,12 +44,12 @@ def linear_weight(module: Any) -> Any:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model is a transformers model, which its configuration shows."""
+    """Return whether a model is a transformers model, recognised by its configuration."""
     return hasattr(getattr(model, "config", None), "get_text_config")
 
 
 def dense_layers(model: Any) -> dict[str, Any]:
-    """Return the unquantized linear layers of the base model, by name; of layers with one weight, only the first."""
+    """Return the unquantized linear layers of the base model by name; only the first of layers that share a weight."""
     found: dict[int, tuple[str, Any]] = {}
     for name, layer in plain_layers(model).items():
         found.setdefault(id(layer.weight), (name, layer))
@@ -57,7 +57,10 @@ def dense_layers(model: Any) -> dict[str, Any]:
 
 
 def why_no_zeros(bundle: Bundle, choice: Choice) -> str | None:
-    """Return why weights cannot be set to zero: no transformers model, or no linear layers; else ``None``."""
+    """Return why weights cannot be set to zero; ``None`` if they can.
+
+    The model must be from transformers, and must have an unquantized linear layer.
+    """
     model: Any = bundle.model
     if not hasattr(model, "base_model_prefix"):
         return f"{choice.technique} needs a transformers model, and this is a {type(model).__name__}: leave it out"

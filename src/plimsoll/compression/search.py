@@ -281,7 +281,10 @@ class _Shrinking:
         raise self._unreached(target_bytes, *self._smallest(), more)
 
     def _smallest(self) -> tuple[int, str]:
-        """Return the file bytes and name of the smallest chain, by estimate, that no method refuses."""
+        """Return the file bytes and the name of the chain of the smallest estimated size that no method refuses.
+
+        If every examined chain is refused, return them for the smallest model made so far.
+        """
         for guess in smallest(self._singles())[:_MOST_SIZED]:
             num_bytes = self._sized(guess.chain)
             if num_bytes is not None:
@@ -290,9 +293,9 @@ class _Shrinking:
         return least.file_bytes, least.name
 
     def _sized(self, chain: Chain) -> int | None:
-        """Return the file bytes of a chain's model without making it; ``None`` if a method refuses.
+        """Return the file bytes of a chain's model without making it; ``None`` if a method refuses its choice.
 
-        They are the bytes of its weights, plus the bytes in the original's files that are not weights.
+        The file bytes are the bytes of its weights, plus the bytes in the original's files that are not weights.
         """
         original, num_bytes = self._models[0], self.process.weight_bytes(chain)
         return None if num_bytes is None else num_bytes + original.file_bytes - original.weight_bytes
@@ -401,7 +404,7 @@ class _Shrinking:
         """Return a language model's quality with a loss that is comparable with the original's.
 
         With a smaller vocabulary, the probability is divided among fewer tokens, which lowers the loss of every model.
-        So the amount by which it lowers the original's loss is added.
+        The amount by which the smaller vocabulary lowers the original's loss is therefore added to the loss.
         """
         fewer = tuple(choice for choice in chain if choice.technique == _VOCABULARY)
         if not fewer or not quality.is_language_model:
@@ -417,7 +420,7 @@ class _Shrinking:
         return Made.model_validate_json((place / "model.json").read_text(encoding="utf-8")).quality.loss
 
     def _fresh(self, source: Source, chain: Chain, folder: Path) -> Made:
-        """Apply a chain to ``source``, and save the model in ``folder``. Previous content is removed first."""
+        """Apply a chain to ``source``, and save the model in ``folder``, whose previous content is deleted first."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         made = self.process.make(source, chain, folder)
@@ -443,7 +446,7 @@ class _Shrinking:
     def _teacher(self, structure: Chain, place: Path) -> Path:
         """Return the folder of the teacher: the original, with the smaller vocabulary if the chain reduces it.
 
-        The reduced teacher's logits for the kept tokens are the same.
+        With the smaller vocabulary, its logits for the kept tokens equal the original's.
         """
         first = tuple(choice for choice in structure if choice.technique == _VOCABULARY)
         if not first:

@@ -25,7 +25,7 @@ def num_removed(num_parts: int, share: float) -> int:
 
 
 def removal_fault(what: str, num_parts: int, share: float) -> str | None:
-    """Return a sentence if a share removes no part or all parts; else ``None``. ``what`` is the parts' name in it."""
+    """Return a sentence if a share removes no part or all parts; else ``None``. ``what`` names the parts."""
     removed = num_removed(num_parts, share)
     if 0 < removed < num_parts:
         return None

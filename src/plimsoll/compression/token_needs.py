@@ -117,7 +117,7 @@ def _steps_of_bpe(tokenizer: Mapping[str, Any], ids: Mapping[str, int], kept: li
 
 
 def _parts_on_the_way(word: str, ranks: Mapping[tuple[str, str], int], prefix: str, suffix: str) -> set[str]:
-    """Return the token ``word``, its characters, and all tokens that BPE merges in between."""
+    """Return the characters of the token ``word``, and all tokens that BPE makes when it merges them to ``word``."""
     is_last = bool(suffix) and word.endswith(suffix)
     is_inner = bool(prefix) and word.startswith(prefix)
     parts = [*word.removeprefix(prefix if is_inner else "").removesuffix(suffix if is_last else "")]

@@ -29,7 +29,11 @@ from plimsoll.records.shrink import Form, InferenceCost, Quality
 
 
 class ShrinkRequest(Record):
-    """A model to make smaller, and its evaluation data: the data of a job, or the texts of a file."""
+    """A model to make smaller, and its evaluation data: the data of a job, or the texts of the file ``data``.
+
+    ``cache`` is the cache folder for the tokenized data of the job. `plimsoll.compression.evidence.TextEvidence`
+    describes the other fields.
+    """
 
     record_kind: ClassVar[str] = "shrink-request"
 
@@ -58,6 +62,7 @@ class Made(Frozen):
     """A model that was made and evaluated.
 
     ``form`` is the way to load it without Plimsoll, and ``file_bytes`` are the bytes of its weight files.
+    ``has_own_tokenizer`` is true if its tokenizer is not the original's.
     """
 
     form: Form
@@ -120,11 +125,11 @@ class ShrinkProcess:
         return Made.model_validate(made)
 
     def measured(self, source: Source) -> InferenceCost:
-        """Measure peak and time of inference with a model in a separate process, and predict the peak."""
+        """Measure the peak memory and the time of inference with a model in a new process, and predict the peak."""
         return InferenceCost.model_validate(self._ask("measured", source=source.model_dump()))
 
     def predicted_training(self, source: Source, teacher: Path | None = None) -> Estimate | None:
-        """Predict the peak of a training step with the whole batch as one micro-batch.
+        """Predict the peak memory of a training step with the whole batch as one micro-batch.
 
         Return ``None`` if there is no job, or a dry run is not possible.
         """

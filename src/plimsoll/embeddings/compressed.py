@@ -3,7 +3,7 @@
 Both are lossy. Product quantization (Jegou et al. 2011, doi:10.1109/TPAMI.2010.57) splits vectors into parts and stores
 for each part the index of the nearest of 256 centroids, one byte. Low-rank factorization stores the best rank-r
 approximation (Eckart and Young 1936) as two matrices, like ALBERT's embedding (arXiv:1909.11942). It can be trained.
-The error is reported as the cosine between the original and the compressed row. Does NOT retrain to recover the loss.
+The error is reported as the cosine between the original and the compressed row. Does NOT train the compressed vectors.
 
 Shapes: V rows, D numbers per vector, P parts, C centroids, R rank.
 """
@@ -75,7 +75,7 @@ def product_quantized(
 
     Args:
         vectors: a subset, an embedding, or an array (V, D).
-        num_parts: bytes per row, a divisor of D; ``None``: parts of about 4 numbers.
+        num_parts: P, which is also the bytes per row; a divisor of D. ``None``: parts of about 4 numbers.
         seed: seed of the sampled rows and of k-means.
         progress: called with the stage ``"quantizing"``.
 

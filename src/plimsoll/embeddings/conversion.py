@@ -1,10 +1,11 @@
 """Conversion of a file of word vectors to another format: all words, or the rows of a subset.
 
-The suffix of the output selects the format: ``.safetensors`` a table of Plimsoll, ``.npy`` an array with a ``.txt``
-file of its words, ``.txt`` GloVe text, ``.vec`` word2vec text, ``.bin`` word2vec binary. Reading the output gives
-bitwise the same numbers. The output gets its name when it is complete. Vectors are first written to a temporary table
-next to the output, so memory holds only the words. If a word occurs twice, its first vector is kept. A word that the
-format cannot store is an error, such as a newline in a text file or a space in word2vec formats.
+The suffix of the output selects the format: ``.safetensors`` for a table of Plimsoll, ``.npy`` for an array, ``.txt``
+for GloVe text, ``.vec`` for word2vec text, ``.bin`` for word2vec binary. The words of an array are written to a
+``.txt`` file next to it. Reading the output gives bitwise the same numbers. The output gets its name when it is
+complete. Vectors are first written to a temporary table next to the output, so memory holds only the words. If a word
+occurs twice, its first vector is kept. A word that the format cannot store is an error: a newline in any text file,
+for example, or a space in word2vec formats.
 """
 
 from __future__ import annotations
@@ -126,15 +127,15 @@ def check_output(output: Path, inputs: Iterable[Path] = ()) -> None:
 
 
 def require_writable(output: Path, force: bool, inputs: Iterable[Path]) -> None:
-    """Refuse an output as `check_output` does, and also if it already exists or its folder does not exist.
+    """Refuse an output as `check_output` does, and also if it exists without ``force``, or its folder does not exist.
 
     Args:
         output: the file to write.
         force: whether an existing file may be overwritten.
-        inputs: files that are read.
+        inputs: files that are read, which the words of a ``.npy`` output must not overwrite.
 
     Raises:
-        OutputError: if the file cannot be written.
+        OutputError: if the output is refused. The message names a remedy.
     """
     check_output(output, inputs)
     there = [str(path) for path in outputs_of(output) if path.exists()]

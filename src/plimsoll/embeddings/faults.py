@@ -38,10 +38,10 @@ class FaultList:
         self.num_entries = self.num_duplicates = 0
 
     def add(self, block: Block, indexes: NDArray[np.int64], rows: Rows) -> None:
-        """Add the faults of a part, and the faults of the vectors parsed from it.
+        """Add the faults of a part of the file, and the faults of the vectors parsed from it.
 
         Args:
-            block: the part.
+            block: the content of the part.
             indexes: the indexes in ``block.words`` of the parsed vectors.
             rows: the parsed vectors, with their faults.
 
@@ -103,6 +103,9 @@ class FaultList:
 
 
 def _in_part(fault: Fault, block: Block, index: int) -> Fault:
-    """Return the fault of a vector with the position of its word in the part, and with the word in its description."""
+    """Return the fault of the vector of a word, given by its index in ``block.words``.
+
+    The position of the fault becomes the word's position in the part, and the description names the word.
+    """
     word = block.words[index].decode("utf-8", "replace")
     return fault._replace(at=int(block.places[index]), what=f"{word!r}: {fault.what}")

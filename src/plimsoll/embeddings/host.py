@@ -97,7 +97,7 @@ class HostEmbedding(nn.Module):
         Args:
             rows: a matrix of floats (N, D), in memory or mapped (``numpy.memmap``).
             trainable: whether the table is trained. If it is, the rows are copied, so that ``rows`` does not change. A
-                frozen table without a ``path`` shares the memory of ``rows``. If this is a file opened for reading,
+                frozen table without a ``path`` shares the memory of ``rows``. If ``rows`` is a file opened for reading,
                 later writes (by ``load_state_dict``) go to private memory.
             padding_idx: the row that gets no gradient; a negative index counts from the end.
             path: a new file for a copy of the rows; ``None``: keep them in memory.
@@ -162,7 +162,8 @@ class HostEmbedding(nn.Module):
 
         Rows are read into the page cache and not copied, so a lookup sees the latest update. The loader is used in the
         calling thread, and is ``ahead`` batches further than the batch yielded. So an error of the loader is raised
-        that number of batches too early. A position of the loader that is saved meanwhile is too far by that number.
+        that number of batches too early. If the loader's position is saved during the iteration, for example in a
+        checkpoint, it is that number of batches too far.
 
         Args:
             loader: an iterable of batches.
@@ -205,7 +206,7 @@ class HostEmbedding(nn.Module):
 class _Lookup(torch.autograd.Function):
     """A lookup in a table on the CPU, with the result on the device of the ids. The gradient is sparse and on the CPU.
 
-    Every optimizer of ``torch.optim`` that takes sparse gradients accepts it after `_coalesce_gradient`.
+    Every optimizer of ``torch.optim`` that takes sparse gradients accepts this gradient after `_coalesce_gradient`.
     """
 
     @staticmethod
@@ -259,7 +260,10 @@ def _summed_on_device(positions: Tensor, num_rows: int, gradient_KD: Tensor) -> 
 
 
 def _coalesce_gradient(weight_ND: Tensor) -> None:
-    """Coalesce the gradient: autograd drops the coalesced flag, and a second gradient adds repeated ids."""
+    """Coalesce the gradient of the table, since a sum of several gradients repeats ids.
+
+    Autograd also drops the flag of a coalesced gradient.
+    """
     assert weight_ND.grad is not None
     weight_ND.grad = weight_ND.grad.coalesce()
 

@@ -119,7 +119,10 @@ def _as_large(state_1D: Tensor, table: HostEmbedding) -> Tensor:
 
 @torch.no_grad()
 def _write_into(kept: dict[nn.Parameter, dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Copy loaded states into the states ``kept`` since construction, which are stored where the table is."""
+    """Copy the states that ``optimizer`` has loaded into the states ``kept``, which then replace them.
+
+    The states in ``kept`` were created with the optimizer, and are stored where the tables are.
+    """
     for weight, states in kept.items():
         loaded = optimizer.state[weight]
         for name, state in states.items():

@@ -21,16 +21,16 @@ _SHOWN_WORDS = 8
 
 
 def every_row(block: Block) -> tuple[NDArray[np.int64], Rows]:
-    """Parse all vectors of a part, and return the indexes of their words and the vectors."""
+    """Parse all vectors of a block, and return the indexes of their words in ``block.words``, and the vectors."""
     indexes = np.arange(len(block.words))
     return indexes, block.rows(indexes)
 
 
 def first_usable(block: Block, rows: Rows, seen: set[bytes], faults: FaultList) -> list[int]:
-    """Return the indexes of the words in a part that have a valid vector and are not in ``seen``; add them to ``seen``.
+    """Return the indexes of the words in ``block`` that have a valid vector and are not in ``seen``.
 
-    Words with a valid vector that are in ``seen`` are added to ``faults`` as repeated words. All code that counts the
-    words of a file uses this function.
+    These words are added to ``seen``. Words with a valid vector that are in ``seen`` are added to ``faults`` as
+    repeated words. All code that counts the words of a file uses this function.
     """
     wrong, kept = {fault.at for fault in rows.faults}, []
     for index, word in enumerate(block.words):

@@ -57,7 +57,7 @@ Result = TypeVar("Result")
 
 
 class Opened(NamedTuple):
-    """An open file of word vectors, and its format."""
+    """An open file of word vectors, and its format: the key in `FORMATS`, and the title for messages."""
 
     source: Source
     format: str

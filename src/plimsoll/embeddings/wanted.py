@@ -1,7 +1,7 @@
 """Assignment of the words of a file to the rows of a table.
 
-A row accepts three forms of its word: as written, in lower case, and capitalised. It takes the first of these forms
-that occurs anywhere in the file. If a form occurs several times, the first one with a valid vector is taken.
+A row accepts its word as written and, if case is ignored, in lower case and capitalised. It takes the first of these
+forms that occurs anywhere in the file. If a form occurs several times, its first valid vector is taken.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 EXACT, LOWER, CAPITALISED, BUILT, MISSING, NO_WORD, PADDING = range(7)
-"""The source of a row's vector: a form of its word, parts of the word, or not the file."""
+"""The source of a row's vector.
+
+`EXACT`, `LOWER` and `CAPITALISED`: the vector of this form of the word. `BUILT`: the n-grams of the word. The file is
+not the source of other rows. `MISSING`: it has no form of the word. `NO_WORD`: the row has no word. `PADDING`: zeros.
+"""
 _FORMS = 3  # the number of forms of a word: EXACT, LOWER and CAPITALISED
 
 

@@ -61,7 +61,8 @@ _TOKENS_PER_PASS = {"cpu": 4 << 10, "cuda": 32 << 10}
 _ROWS_PER_PASS = 256
 _BLOCK_ROWS = 4096
 _BLOCK_BYTES_PER_TOKEN = 128
-"""Bytes of text in a block, per token of a pass. A block is about 32 passes, of which the last few are not full."""
+"""Size of the texts in a block, in characters, per token of a pass. A block is about 32 passes, of which the
+last few are not full."""
 
 _FAULTS_KEPT = 5
 
@@ -73,7 +74,10 @@ RESULT_FIELDS = frozenset({
 
 
 class RowProgress(Protocol):
-    """A progress callback: bytes of the file read, bytes of the file, and rows and tokens computed by this process."""
+    """A progress callback.
+
+    It gets the bytes read of the file, the size of the file, and the rows and tokens computed by this process.
+    """
 
     def __call__(self, done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
         """Show the progress."""
@@ -88,11 +92,12 @@ class ApplyOptions:
         task: a task of `plimsoll.models.inference.INFERENCE_TASKS`; ``None``: the task that the model was trained for.
         columns: columns with the text, joined by newlines; ``None``: ``text``, or the only column of strings.
         keep: columns to copy to the results.
-        longest_tokens: texts are truncated to this number of tokens; ``None``: to the model's maximum.
+        longest_tokens: texts are truncated to this number of tokens; ``None``: to the model's maximum, or to the
+            length with which its job trained it if that is shorter.
         rows_per_pass: maximum texts per pass; ``None``: at most 256, and fewer if they are long.
         dtype: data type of the weights.
-        quantize: whether linear layers are quantized to 8-bit or 4-bit integers; ``None``: not quantized. A quantized
-            model is not planned: inside a budget, passes start with the default size.
+        quantize: the integers to which linear layers are quantized, 8-bit or 4-bit; ``None``: not quantized. A
+            quantized model is not planned: inside a budget, passes start with the default size.
         device: the device that computes.
         adapters: folders of LoRA adapters to merge into the weights; a model with adapters is not planned either.
         limit_bytes: the budget in bytes; ``None``: no limit.
@@ -400,9 +405,10 @@ def _has_no_padding_id(model: Any) -> bool:
 def _planned(
     folder: ModelFolder, rows: InputRows, task: InferenceTask, tokenizer: ModelTokenizer, options: ApplyOptions
 ) -> InferencePlan | None:
-    """Plan for texts as long as the longest of the first rows.
+    """Plan inference for texts as long as the longest text in the first rows.
 
-    Return ``None`` without a budget, or if the model cannot be planned: recurrent, quantized or with adapters.
+    Return ``None`` if there is no budget, or if the model is recurrent, quantized or has adapters, so that it cannot be
+    planned.
     """
     is_recurrent = read_config(folder.path).get("architecture") in RECURRENT
     if options.limit_bytes is None or options.quantize is not None or options.adapters or is_recurrent:
@@ -421,7 +427,7 @@ def _planned(
 
 
 def _sizes(options: ApplyOptions, tokenizer: ModelTokenizer, plan: InferencePlan | None) -> tuple[int, int]:
-    """Return the maximum number of tokens, with padding, and of rows per pass."""
+    """Return the maximum number of tokens in a pass, including padding, and the maximum number of rows."""
     if plan is not None:
         tokens_per_pass = plan.micro_batch * (plan.longest_tokens + plan.new_tokens)
         return tokens_per_pass, min(options.rows_per_pass or _ROWS_PER_PASS, _ROWS_PER_PASS)
@@ -435,7 +441,7 @@ def _sizes(options: ApplyOptions, tokenizer: ModelTokenizer, plan: InferencePlan
 def _made_from(
     folder: ModelFolder, rows: InputRows, task: InferenceTask, tokenizer: ModelTokenizer, options: ApplyOptions
 ) -> dict[str, Any]:
-    """Return the settings that determine the results, as JSON values by the names that messages show."""
+    """Return the settings that determine the results: their names, as messages show them, and JSON values."""
     return {
         "model": identity_of_model(folder.path),
         "data": rows.identity,

@@ -41,7 +41,8 @@ _LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
 class Applied:
     """A model on the meta device, with the inference task for which it is traced.
 
-    ``name`` is the name of the task, ``parts`` are the parts that a plan places, and ``files`` are the files of the
+    ``name`` is the name of the task, and ``new_tokens`` is the number of tokens to generate for each row. ``parts`` are
+    the blocks and other parts that a plan places on the device, on the host or on disk. ``files`` are the files of the
     checkpoint. ``is_converted`` is true if the weights are converted to a given data type when they are loaded.
     """
 
@@ -126,7 +127,7 @@ class Applied:
             )
 
     def dry_run(self, lowering: Lowering, rows: int, longest_tokens: int, outside: Collection[str]) -> Trace:
-        """Trace one pass of the task with this model; see `dry_run_inference`."""
+        """Trace one pass of the task with this model; the arguments are the same as in `dry_run_inference`."""
         return dry_run_inference(
             self.model,
             self.task.compute,
@@ -152,7 +153,7 @@ def dry_run_inference(
     outside: Collection[str] = (),
     new_tokens: int = 0,
 ) -> Trace:
-    """Trace one pass. If the target is a GPU, blocks that are outside it are copied to it when they compute.
+    """Trace one pass of a model. If the target is a GPU, blocks in ``outside`` are copied to it when they compute.
 
     Args:
         model: the model, in the data type for inference, on any device, such as meta; it is not changed.
@@ -187,7 +188,7 @@ def dry_run_inference(
 
 
 def _arrived(stage: DryRun, model: nn.Module, outside: Collection[str]) -> nn.Module:
-    """Return a fake copy of the model. Its weights are recorded as on the device, except parts in ``outside``."""
+    """Return a fake copy of the model. All weights except the parts in ``outside`` are recorded as on the device."""
     away = [weight for part in parts_of(model) if part.name in outside for weight in part.weights]
     fake = stage.fake_model(model, away).eval().requires_grad_(False)
     stage.recorder.know_model(fake)

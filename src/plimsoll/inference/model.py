@@ -48,14 +48,14 @@ _MODEL_FILES = (
 """Files that determine the results; notes and logs next to them may change."""
 
 _NO_LIMIT_TOKENS = 1 << 24
-"""The value from which a tokenizer's maximum means none.
+"""A maximum length of at least this number of tokens means that the tokenizer has no maximum.
 
-A tokenizer without a maximum reports 10^30; none is trained with texts of 16 million tokens.
+Such a tokenizer reports 10^30. Real maximum lengths are far below 16 million tokens.
 """
 
 
 class ModelFolder(NamedTuple):
-    """A folder with a model, and the job if the model is from a run of `plimsoll train`; otherwise ``None``."""
+    """A folder with a model, and the job of the `plimsoll train` run that made it; ``None`` for other models."""
 
     path: Path
     job: Job | None

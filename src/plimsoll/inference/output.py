@@ -101,7 +101,7 @@ def part_file(out: Path, made_from: Mapping[str, Any], force: bool = False) -> I
 
     Args:
         out: the output. It must not exist, unless ``force`` is true.
-        made_from: the settings that determine the results, as JSON values by the names that messages show.
+        made_from: the settings that determine the results: their names, as messages show them, and JSON values.
         force: start over, and replace an existing output or part file.
 
     Yields:

@@ -107,7 +107,8 @@ class Passes(Generic[Result]):
     def _attempted(self, texts: Sequence[Sequence[int]], taken: list[int], fallback: int) -> list[Result] | None:
         """Return the results of one pass; ``None`` if memory ran out and smaller passes must be tried.
 
-        ``taken`` are the indexes of the texts of the pass, and ``fallback`` is the current index in the schedule.
+        ``taken`` are the indexes of the texts of the pass, and ``fallback`` is the current index in the fallback
+        schedule.
         """
         batch = padded([texts[place] for place in taken], self._padding_id, self._side)
         num_tokens = len(taken) * (batch["input_ids"].shape[1] + self._more_tokens)

@@ -78,7 +78,10 @@ def placed_model(
 
 @contextmanager
 def _over_page_cache(parts: Sequence[ModelPart], plan: InferencePlan) -> Iterator[None]:
-    """Copy resident parts to private memory, and inside the block read other parts ahead of their use, on the CPU."""
+    """Copy resident parts to private memory, and read other parts ahead of their use inside the ``with`` block.
+
+    This is the placement on a CPU.
+    """
     resident = plan.names_in("device")
     for part in parts:
         if part.name in resident:
@@ -91,7 +94,10 @@ def _over_page_cache(parts: Sequence[ModelPart], plan: InferencePlan) -> Iterato
 def _over_link(
     model: nn.Module, parts: Sequence[ModelPart], plan: InferencePlan, device: torch.device
 ) -> Iterator[None]:
-    """Move resident parts to the GPU, and other blocks to pinned memory, from which they are streamed."""
+    """Move resident parts to the GPU, and other blocks to pinned memory, from which they are streamed.
+
+    They are streamed only inside the ``with`` block.
+    """
     resident = plan.names_in("device")
     coded = [weight for part in parts for weight in part.weights if is_made_of_parts(weight)]
     if coded:

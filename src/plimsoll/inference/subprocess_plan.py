@@ -72,7 +72,7 @@ def plan_apart(  # noqa: PLR0917 -- one call
 
 
 def _said(done: subprocess.CompletedProcess[str], folder: Path) -> PlimsollError:
-    """Return the error that the process reported as JSON, or else an error with its last line of standard error."""
+    """Return the error that the planning process reported as JSON, or else one with its last line of standard error."""
     try:
         said = json.loads(done.stdout)
         kind: Any = getattr(errors, said["error"])

@@ -29,7 +29,7 @@ INT4_ROWS = 16
 
 
 def plain_of(packed: Any) -> Tensor:
-    """Return a weight packed for the CPU in the layout of files (``Int4Tensor``), with equal scales and zero points."""
+    """Convert a weight packed for the CPU to the layout of files (``Int4Tensor``). Scales and zero points are kept."""
     from torchao.quantization import Int4Tensor
 
     scales, zeros = packed.scale_and_zero[..., 0].contiguous(), packed.scale_and_zero[..., 1].contiguous()
@@ -43,7 +43,7 @@ def plain_of(packed: Any) -> Tensor:
 
 
 def packed_of(plain: Any) -> Tensor:
-    """Return a weight from a file (``Int4Tensor``) packed for the CPU (``Int4OpaqueTensor``)."""
+    """Convert a weight in the layout of files (``Int4Tensor``) to the layout of the CPU (``Int4OpaqueTensor``)."""
     from torchao.prototype.quantization.int4 import Int4OpaqueTensor
 
     rows, width = plain.shape
@@ -103,6 +103,6 @@ def _packed(pairs: Tensor) -> Tensor:
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """Return integers with two neighbours of a row in each byte, the first in the lower half."""
+    """Pack two neighbouring integers of a row into each byte, the first into the lower four bits."""
     low, high = codes[:, ::2].view(torch.uint8) & _NIBBLE, codes[:, 1::2].view(torch.uint8) & _NIBBLE
     return (low | (high << 4)).view(torch.int8)

@@ -19,7 +19,7 @@ def is_made_of_parts(tensor: Tensor) -> bool:
 
 
 def plain_parts(tensor: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of a wrapper by name; a plain tensor is returned under the name ``""``."""
+    """Return by name the tensors that a tensor wraps; a plain tensor is returned under the name ``""``."""
     if not is_made_of_parts(tensor):
         return {"": tensor}
     whole: Any = tensor
@@ -28,7 +28,7 @@ def plain_parts(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def with_parts(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply ``change`` to each part of a wrapper, or to a plain tensor, and return the result."""
+    """Apply ``change`` to each tensor that a tensor wraps, or to a plain tensor itself, and return the result."""
     if not is_made_of_parts(tensor):
         return change(tensor)
     whole: Any = tensor

@@ -25,7 +25,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
 
 
 class _WithoutSharedStorages:
-    """A model whose state dict has no tensors that are different parts of the same storage."""
+    """A wrapper of a model, whose state dict has no tensors that are different parts of the same storage."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -76,7 +76,7 @@ class FactoredLinear(nn.Sequential):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the second layer."""
+        """The bias of the second layer; ``None`` if it has no bias."""
         return cast("Tensor | None", cast(Any, self[1]).bias)
 
 
@@ -119,7 +119,7 @@ def shrunk_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def class_for(model_class: type[PreTrainedModel], config: Any) -> type[PreTrainedModel]:
-    """Return the model class for a configuration: its `shrunk_class` if the configuration has the field."""
+    """Return the model class for a configuration: its `shrunk_class` if the configuration has the field ``shrunk``."""
     return shrunk_class(model_class) if getattr(config, FIELD, None) else model_class
 
 
@@ -181,7 +181,7 @@ def _all_ties_told(model: Any) -> Iterator[None]:
 
 
 class _Shrunk:
-    """A marker base of the classes created here."""
+    """A base class that marks the classes created by `shrunk_class`."""
 
 
 def _refuse_cpu(model: Any) -> None:
@@ -339,7 +339,10 @@ def restructure(model: nn.Module, shrunk: Mapping[str, Any]) -> None:
 
 
 def find(model: Any, name: str) -> str | None:
-    """Return the name in this model of a recorded module, which may differ if the head differs; ``None`` if missing."""
+    """Return the name that the recorded module ``name`` has in this model; ``None`` if the model lacks it.
+
+    The names differ if the recorded model had another head.
+    """
     prefix = getattr(model, "base_model_prefix", "")
     candidates = [name]
     if prefix:
@@ -361,7 +364,7 @@ def _present(model: nn.Module, changes: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the module with this name."""
+    """Replace the module ``name`` of a model by ``module``."""
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
 
@@ -373,7 +376,7 @@ def sizes_of(module: nn.Module) -> list[int]:
 
 
 def set_sizes(module: Any, sizes: list[int | None]) -> None:
-    """Resize a module in place, with new initial weights. Sizes have the order of `sizes_of`; ``None`` keeps one."""
+    """Resize a module in place, with new initial weights. Sizes are ordered as in `sizes_of`; ``None`` keeps a size."""
     before = sizes_of(module)
     first, last = (new or old for new, old in zip((sizes[0], sizes[-1]), (before[0], before[-1]), strict=True))
     if len(before) == 1:

@@ -31,7 +31,7 @@ Config = Any
 
 
 def why_not(model: Any, method: str) -> str | None:
-    """Return the reason why a model cannot be quantized at all, or ``None``."""
+    """Return the reason why a model cannot be quantized at all; ``None`` if it may be possible."""
     if find_spec("torchao") is None:
         return f"{method} needs torchao, which is not installed: `pip install torch-plimsoll[quantize]`"
     if not hasattr(model, "base_model_prefix"):
@@ -43,7 +43,7 @@ def why_not(model: Any, method: str) -> str | None:
 
 
 def why_not_linear(model: Any, method: str) -> str | None:
-    """Return the reason why no linear layer of a model can be quantized, or ``None``."""
+    """Return the reason why no linear layer of a model can be quantized; ``None`` if some are still dense."""
     return why_not(model, method) or (None if plain_layers(model) else nothing_found(model, method))
 
 
@@ -107,7 +107,7 @@ def quantize_layers(model: Any, names: Sequence[str], config: Config) -> None:
 
 
 def replace_weights(model: Any, names: Sequence[str], config: Config, made: Callable[[Tensor], Tensor]) -> None:
-    """Quantize layers like `quantize_layers`, but with ``made``, which returns a weight (out, in) quantized."""
+    """Quantize layers like `quantize_layers`, but by the function ``made``, which quantizes a weight (out, in)."""
     known: dict[int, nn.Parameter] = {}
     for name in names:
         layer = model.get_submodule(name)
@@ -133,7 +133,7 @@ def quantized(weight: Tensor, config: Config) -> Tensor:
 
 
 def int8_config() -> Config:
-    """Return torchao's int8 configuration, without its global settings for a compiler."""
+    """Return torchao's int8 configuration, which here does not change the global settings of torch's compiler."""
     from torchao.quantization import Int8WeightOnlyConfig
 
     return Int8WeightOnlyConfig(set_inductor_config=False)

@@ -28,7 +28,7 @@ class Bf16(Shrinker):
     )
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why the weights cannot be converted, such as no weight wider than 16 bits; else ``None``."""
+        """Return why the weights cannot be converted, for example because none is wider than 16 bits; else ``None``."""
         model = bundle.model
         if not hasattr(model, "config"):
             return f"{type(model).__name__} has no configuration to store its type: looked for `config`"

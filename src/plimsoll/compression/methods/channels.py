@@ -149,7 +149,7 @@ def _scores(model: nn.Module, parts: list[FeedForward], importance: str, calibra
 
 
 def _written(model: nn.Module, part: FeedForward) -> Tensor:
-    """Return for each channel the norm of the weights that write it, multiplied over the layers and gates that do."""
+    """Return for each channel the product of norms: one per layer or gate, of its weights that write the channel."""
     squares: dict[str, Tensor] = {}
     for cut in part.writers:
         size = norms(model.get_parameter(cut.name), cut.dim).square().reshape(-1, part.width)

@@ -29,7 +29,10 @@ class Float8(Shrinker):
     tried = ({"dynamic": True},)  # without a suitable GPU, int8 is as small and more accurate
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why weights cannot be quantized, such as ``dynamic`` without a suitable GPU; else ``None``."""
+        """Return why weights cannot be quantized; ``None`` if they can.
+
+        With ``dynamic=true``, for example, the machine needs a suitable GPU.
+        """
         fault = why_not_linear(bundle.model, self.name)
         if fault is None and _is_dynamic(choice) and not _multiplies_in_float8():
             return (

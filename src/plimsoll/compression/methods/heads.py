@@ -1,9 +1,9 @@
-"""Fewer attention heads: each block keeps the same number, namely its own most important heads.
+"""Fewer attention heads: each block keeps its own most important heads, and all blocks keep the same number.
 
 Some configurations have a field for the width of a head (Llama, Qwen, Mistral, Gemma, Phi-3). They can express the
 remaining number of heads, and plain ``from_pretrained`` loads the folder. If the width follows from the number of heads
-(BERT, GPT-2, GPT-NeoX, OPT), the configuration cannot, and the change is recorded (`plimsoll.weights.structure`). Query
-heads that share keys and values are removed together.
+(BERT, GPT-2, GPT-NeoX, OPT), the configuration cannot express it. The change is then recorded in an additional field of
+the configuration (`plimsoll.weights.structure`). Query heads that share keys and values are removed together.
 
 Not handled: encoder-decoders, and models in which more than attention depends on the number of heads (ALiBi).
 """
@@ -25,7 +25,7 @@ from plimsoll.records.plan import Choice
 from plimsoll.weights.structure import keep, note, sizes_of
 
 Kept = Mapping[tuple[str, bool], Tensor]
-"""The rows to keep, by the name of a linear layer and whether they are inputs."""
+"""The indices to keep. A key is the name of a linear layer, and whether they index its inputs (or its outputs)."""
 
 
 class Heads(Shrinker):
@@ -39,7 +39,7 @@ class Heads(Shrinker):
     tried = ({"share": 0.25}, {"share": 0.5})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why heads cannot be removed, such as a share of less than one group of heads; else ``None``."""
+        """Return why heads cannot be removed, for example because the share is too small for one; else ``None``."""
         found = attentions_of(bundle.model)
         if isinstance(found, str):
             return found
@@ -76,7 +76,10 @@ class Heads(Shrinker):
 def kept_groups(
     model: nn.Module, attentions: list[Attention], num_kept: int, importance: str, calibration: Calibration
 ) -> Kept:
-    """Return the indices of the outputs or inputs that each attention layer keeps, for the best ``num_kept`` groups."""
+    """Return the indices of the outputs or inputs that each attention layer keeps.
+
+    They belong to the ``num_kept`` most important groups of heads of each block.
+    """
     scores: list[Tensor | None] = [None] * len(attentions)
     if not is_meta(model):
         scores = [*group_scores(model, attentions, importance, calibration)]
@@ -97,7 +100,7 @@ def _plain(
 ) -> tuple[Mapping[str, Any], nn.Module, tuple[Cut, ...]] | None:
     """Return the changed fields of the configuration, the twin and the cuts for ``num_kept`` groups of heads.
 
-    Return ``None`` if the configuration cannot express this number.
+    Return ``None`` if the configuration cannot express this number of groups.
     """
     config: Any = model.config
     if getattr(config, "shrunk", None) and any(one.parent in config.shrunk.get("attributes", ()) for one in attentions):
@@ -135,7 +138,10 @@ def _narrower(model: nn.Module, attentions: list[Attention], num_kept: int) -> n
 
 
 def _outside(model: nn.Module, attentions: list[Attention], num_kept: int) -> str | None:
-    """Return why removed heads cannot be recorded, such as other modules that depend on their number; else ``None``."""
+    """Return why the configuration cannot record the removal of heads; ``None`` if it can.
+
+    It cannot, for example, if modules other than attention depend on the number of heads.
+    """
     if attentions[0].heads_per_group > 1:
         return (
             f"{type(model).__name__} cannot have fewer groups of {attentions[0].heads_per_group} heads, since its "
@@ -157,7 +163,7 @@ def _outside(model: nn.Module, attentions: list[Attention], num_kept: int) -> st
 
 
 def _attributes(model: nn.Module, attentions: list[Attention], num_kept: int) -> dict[str, dict[str, Any]]:
-    """Return the numeric attributes that each attention module must have after the removal, by its name."""
+    """Return the numeric attributes that each attention module must have after the removal, by module name."""
     twin = checked(_narrower(model, attentions, num_kept))
     numbers: dict[str, dict[str, Any]] = {one.parent: {} for one in attentions}
     for name, attribute, value in _numbers(model, twin):

@@ -28,14 +28,15 @@ from plimsoll.compression.shares import importance_of, num_removed, removal_faul
 from plimsoll.records.plan import Choice
 
 _EQUALS = ("embedding_size", "word_embed_proj_dim", "pooler_hidden_size")
-"""Other widths. A width equal to the hidden size stays so, since the model has no projection between them."""
+"""Configuration fields with other widths. If such a width equals the hidden size, there is no projection between the
+two, so it becomes the new hidden size."""
 
 
 @dataclass(frozen=True)
 class Narrowing:
     """The changes for a smaller hidden size: changed fields of the configuration, the twin, and two kinds of cuts.
 
-    ``inner`` cuts remove whole heads, so that ``num_groups`` groups remain in each block; they are empty if attention
+    ``inner`` cuts remove whole heads, so that ``num_groups`` groups remain in each block. They are empty if attention
     keeps its heads. ``residual`` cuts remove dimensions of the vectors between the layers.
     """
 
@@ -70,7 +71,7 @@ class Hidden(Shrinker):
         return tuple({"share": share, "importance": "activation"} for share in shares)
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why dimensions cannot be removed, such as a share that is not whole heads; else ``None``."""
+        """Return why dimensions cannot be removed, for example if the share is not whole heads; else ``None``."""
         found = _narrowed(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 

@@ -47,7 +47,7 @@ class Int4(Shrinker):
     easiest = 0
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why weights cannot be quantized, such as a group size that suits no layer; else ``None``."""
+        """Return why weights cannot be quantized, for example if the group size suits no layer; else ``None``."""
         fault = why_not_linear(bundle.model, self.name)
         if fault is not None:
             return fault

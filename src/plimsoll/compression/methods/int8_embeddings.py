@@ -30,7 +30,7 @@ class Int8Embeddings(Shrinker):
     )
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why the embedding cannot be quantized, such as a tied output; else ``None``."""
+        """Return why the embedding cannot be quantized, for example if the output is tied to it; else ``None``."""
         fault = why_not(bundle.model, self.name)
         if fault is not None:
             return fault

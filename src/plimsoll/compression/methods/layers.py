@@ -1,9 +1,9 @@
 """Fewer layers: whole blocks are removed.
 
 ``importance=even`` (the default) keeps layers at equal distances. Other measures keep the layers with the highest
-importance. ``magnitude`` is the norm of a layer's weights. ``taylor`` is the change of the loss without the layer, to
-first order. ``activation`` is one minus the cosine between a layer's input and output (ShortGPT, Men et al. 2024,
-arXiv:2403.03853).
+importance. ``magnitude`` is the norm of a layer's weights. ``taylor`` is the sum of the scores of all rows of its
+weights (`plimsoll.compression.importance.first_order`). ``activation`` is one minus the cosine between a layer's input
+and output (ShortGPT, Men et al. 2024, arXiv:2403.03853).
 
 Not handled: layers that share their weights (ALBERT), encoder-decoders, and layers whose computation depends on their
 position among the layers.
@@ -89,8 +89,8 @@ def _num_kept(choice: Choice, num_layers: int) -> int:
 def _kept_evenly(num_layers: int, num_kept: int) -> list[int]:
     """Return the indices of the first and last layer, and of layers at nearly equal distances between them.
 
-    DistilBERT selects layers in this way (Sanh et al. 2019, arXiv:1910.01108). It needs no data. The norm of a layer's
-    weights needs none either, but is a poor measure of importance.
+    DistilBERT selects layers in this way (Sanh et al. 2019, arXiv:1910.01108). It needs no data. Neither does
+    ``magnitude``, but the norm of a layer's weights is a poor measure of importance.
 
     >>> _kept_evenly(12, 6), _kept_evenly(6, 2), _kept_evenly(4, 1)
     ([0, 2, 4, 7, 9, 11], [0, 5], [0])

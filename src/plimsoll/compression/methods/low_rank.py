@@ -116,7 +116,10 @@ def _rank(module: nn.Module, choice: Choice) -> int:
 
 
 def rank_for(num_in: int, num_out: int, share: float) -> int:
-    """Return the largest rank at which the two factors have at most ``1 - share`` of the matrix's weights."""
+    """Return the largest rank at which the two factors together have at most ``1 - share`` of the matrix's weights.
+
+    ``share`` is the share of the weights to remove.
+    """
     return int((1 - share) * num_in * num_out / (num_in + num_out))
 
 
@@ -155,7 +158,9 @@ def _factor(model: nn.Module, group: Group, rank: int, second_moment: Tensor | N
 
 
 def _second_moments(model: nn.Module, groups: list[Group], calibration: Calibration) -> dict[str, Tensor]:
-    """Return the sum of ``x xᵀ`` over the inputs x of each group's layers, (in, in), by the name of its first layer.
+    """Return for each group the sum of ``x xᵀ`` over the inputs x of its layers, (in, in).
+
+    The key is the name of the group's first layer.
 
     Padding does not count.
     """

@@ -36,7 +36,7 @@ class LowRankEmbeddings(Shrinker):
     tried = ({"share": 0.5}, {"share": 0.75})
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why the embedding cannot be factored, such as a rank that is too large; else ``None``."""
+        """Return why the embedding cannot be factored, for example if the rank is too large; else ``None``."""
         model: Any = bundle.model
         if not is_of_transformers(model):
             return (
@@ -58,7 +58,7 @@ class LowRankEmbeddings(Shrinker):
         return None
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Replace the embedding by two factors, and an output layer that is tied to it."""
+        """Replace the embedding by two factors; do the same with an output layer that is tied to it."""
         model: Any = bundle.model
         table: Any = model.get_input_embeddings()
         rank = _rank(table.num_embeddings, table.embedding_dim, choice)

@@ -34,7 +34,10 @@ class TwoFour(Shrinker):
         return f"{self.name} saves {self.saves}: ask for {self.name} by name if you want the zeros"
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why weights cannot be set to zero, such as no layer with a multiple of four inputs; else ``None``."""
+        """Return why weights cannot be set to zero; ``None`` if they can.
+
+        At least one layer, for example, must have a multiple of four inputs.
+        """
         fault = why_no_zeros(bundle, choice)
         if fault is None and not _of_fours(bundle.model):
             widths = sorted({sizes_of(one)[0] for one in dense_layers(bundle.model).values()})

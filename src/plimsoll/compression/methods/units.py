@@ -28,14 +28,14 @@ from plimsoll.records.plan import Choice
 
 
 class Direction(NamedTuple):
-    """One direction of a recurrent layer: its hidden units are selected by themselves. 0 is forward, 1 is backward."""
+    """One direction of a recurrent layer, 0 for forward or 1 for backward, with its own selection of hidden units."""
 
     layer: int
     direction: int
 
 
 class Reading(NamedTuple):
-    """The name of a weight, and the directions whose units its second dimension indexes, in this order."""
+    """The name of a weight, and the directions whose hidden units its second dimension indexes, in this order."""
 
     name: str
     directions: tuple[Direction, ...]
@@ -58,7 +58,10 @@ class Units(Shrinker):
         return found if isinstance(found, str) else None
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Keep the most important hidden units of each recurrent layer, selected for each direction separately."""
+        """Keep the most important hidden units of each recurrent layer.
+
+        The units are selected for each direction (forward, backward) separately.
+        """
         model: Any = bundle.model
         fields, twin, cuts = checked(_planned(model, share_of(choice)))
         layers, before = model.recurrent, model.config.hidden_size

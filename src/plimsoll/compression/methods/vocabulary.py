@@ -47,7 +47,7 @@ class Vocabulary(Shrinker):
     reads_corpus = True
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why tokens cannot be removed: no fast tokenizer, or no weights with a row per token."""
+        """Return why tokens cannot be removed: no fast tokenizer, or no weights with a row per token; else ``None``."""
         if bundle.tokenizer is None:
             return "the model has no tokenizer to reduce: give a model folder that has its tokenizer.json"
         backend = getattr(bundle.tokenizer, "backend_tokenizer", None)
@@ -57,9 +57,9 @@ class Vocabulary(Shrinker):
         return _refusal_of_model(bundle.model)
 
     def shrink(self, bundle: Bundle, choice: Choice, calibration: Calibration) -> None:
-        """Remove rare tokens and their rows.
+        """Remove the tokens that are rare in the corpus, and their rows in the embedding and output weights.
 
-        Without token counts (only sizes are wanted), remove only the rows that no token uses.
+        Without token counts, when only the size of the result is needed, remove only the rows that no token uses.
 
         Raises:
             WeightsError: if the corpus has token ids that the model does not have.

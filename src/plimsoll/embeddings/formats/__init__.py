@@ -24,7 +24,10 @@ FaultKind = Literal["dimension", "number", "finite", "utf-8", "truncated", "head
 
 
 class Fault(NamedTuple):
-    """The reason why a word cannot be used: its position ``at`` in the part, from 0, and a description ``what``."""
+    """A fault of a word, which therefore cannot be used.
+
+    ``at`` is the position of the word in the part of the file, from 0, and ``what`` describes the fault.
+    """
 
     kind: FaultKind
     at: int

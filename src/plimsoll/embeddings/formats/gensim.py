@@ -140,7 +140,7 @@ class _Saved:
         return mapped_array(path)
 
     def _inside(self, key: bytes, thing: Thing) -> NDArray[Any]:
-        """Return the array of the attribute ``key``, stored in the pickle as ``thing``; without a copy if possible."""
+        """Return the array of the attribute ``key``, which the pickle stores as ``thing``, uncopied if possible."""
         try:
             matrix = self._read_array(thing)
         except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:

@@ -46,7 +46,7 @@ class WeightFile:
 
     Args:
         path: the file.
-        num_bytes: its size when its header was read.
+        num_bytes: the size of the file when its header was read.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -55,7 +55,7 @@ class WeightFile:
         self._maps: weakref.WeakValueDictionary[bool, mmap.mmap] = weakref.WeakValueDictionary()
 
     def mapped(self, is_read_only: bool) -> mmap.mmap:
-        """Return the mapped file. It stays mapped until the last reference is gone.
+        """Return the mapped file. It stays mapped until the last reference to it is deleted.
 
         Raises:
             WeightsError: if the file cannot be opened, or a limit on this process refuses the mapping.
@@ -107,8 +107,8 @@ class Entry:
         dtype: data type of the tensor in the file.
         shape: shape of the tensor.
         source: the file.
-        offset: offset of its first byte in the file.
-        num_bytes: bytes from its first to its last byte.
+        offset: offset of the tensor's first byte in the file.
+        num_bytes: bytes from the tensor's first to its last byte.
         strides: strides in elements if the tensor is not contiguous in the file; else ``None``.
     """
 

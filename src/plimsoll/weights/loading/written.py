@@ -1,4 +1,4 @@
-"""Accounting for weights that are mapped copy-on-write: the limit counts pages before an optimizer writes them.
+"""Accounting for weights that are mapped copy-on-write: a limit counts pages before an optimizer writes them.
 
 A page of such a mapping becomes private memory when it is written. No limit can refuse it then, because ``RLIMIT_DATA``
 counts addresses. Inside a Plimsoll limit, all pages that a torch optimizer will write are therefore counted before its

@@ -189,7 +189,10 @@ class _Wanted:
         return likely[is_head]
 
     def _cut(self, heads: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Set the bytes after the first separator to zero. It is found as in Warren, Hacker's Delight, 6-1."""
+        """Set the bytes after the first separator in each head to zero.
+
+        The separator is found as in Warren, Hacker's Delight, 6-1.
+        """
         differences = heads ^ (_ONES * self._separator)
         zeros = (differences - _ONES) & ~differences & _TOPS
         lowest = zeros & (~zeros + np.uint64(1))
@@ -214,7 +217,7 @@ class _Buffers(threading.local):
         return self.raw
 
     def mask(self, num_bytes: int) -> NDArray[np.bool_]:
-        """Return a buffer of ``num_bytes`` booleans."""
+        """Return this thread's buffer for the mask, with ``num_bytes`` booleans of arbitrary value."""
         if len(self.is_newline) < num_bytes:
             self.is_newline = np.empty(num_bytes, np.bool_)
         return self.is_newline[:num_bytes]
@@ -421,7 +424,7 @@ class _Fields:
         self._last = np.searchsorted(self._ends, line_ends)
 
     def words(self) -> list[bytes | None]:
-        """Return the word of each line; ``None`` if it has too few fields."""
+        """Return the word of each line; ``None`` for a line with too few fields."""
         first = self._last - self._layout.dimension  # the index of the word's last field
         is_long = first > np.concatenate(([-1], self._last[:-1]))[: len(first)]
         ends = self._ends[np.where(is_long, first, 0)] if len(first) else first
@@ -462,7 +465,7 @@ class _Fields:
         return self._runs(doubles)[first]
 
     def _runs(self, fields: NDArray[Any]) -> NDArray[Any]:
-        """Return a view of ``fields`` whose row i has the ``dimension`` elements from element i on."""
+        """Return a view of ``fields`` whose row i has ``dimension`` elements: element i and those after it."""
         return sliding_window_view(fields, self._layout.dimension, writeable=fields.flags.writeable)
 
     def _one_by_one(self, first: NDArray[np.int64]) -> Rows:

@@ -28,9 +28,9 @@ class Mapped:
         words: function that returns an iterator of lists of words, in the order of the rows.
         num_words: the number of words.
         dimension: the number of values per vector.
-        vectors: function that returns the vectors of the rows with some indexes.
+        vectors: function that returns the vectors of the rows with the given indexes.
         build: function that builds vectors of words that are not in the file, as in `Vectors`; ``None`` if the format
-            cannot.
+            cannot build them.
     """
 
     num_parts = 0

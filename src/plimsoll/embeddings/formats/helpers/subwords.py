@@ -24,9 +24,9 @@ _WORDS_AT_ONCE = 1024
 
 
 class Ngrams(NamedTuple):
-    """The n-grams of a model: their lengths in letters, their number of buckets, and ``without``.
+    """The n-grams of a model: their lengths in letters, and the number of buckets.
 
-    The word ``without`` has no n-grams.
+    The attribute ``without`` is a word that gets no n-grams; ``None`` if the model has no such word.
     """
 
     min_letters: int
@@ -78,7 +78,7 @@ def are_usable(vectors: NDArray[np.float32], counts: NDArray[np.int64]) -> NDArr
 def _extended(
     hashes: NDArray[np.uint32], raw: NDArray[np.uint8], letters: NDArray[np.int64], letter_bytes: NDArray[np.int64]
 ) -> NDArray[np.uint32]:
-    """Return the hashes after one more letter each.
+    """Return the hashes of n-grams, each extended by one letter.
 
     The letters begin at the indexes ``letters`` of ``raw`` and have ``letter_bytes`` bytes.
     """
