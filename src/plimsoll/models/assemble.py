@@ -242,7 +242,10 @@ def loader_of(
 
 
 def _room_for_workers_bytes(job: Job) -> int:
-    """Return half of the host memory, in bytes, that is free under the budget. The other half is for the training."""
+    """Return the bytes of host memory for data-loading processes: half of the bytes that are free under the budget.
+
+    The other half is for the training.
+    """
     host = backend_for("cpu").probe()
     budget_bytes = job.budget.host_bytes
     left_bytes = host.free_bytes if budget_bytes is None else min(host.free_bytes, budget_bytes - host.use.used_bytes)

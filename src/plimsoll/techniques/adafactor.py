@@ -50,7 +50,7 @@ class Adafactor(ReplacedOptimizer):
         return obstacle(workload) or (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the job does not allow it, or the optimizer cannot be replaced."""
+        """Return a reason if the job does not allow this technique, or the optimizer cannot be replaced."""
         return conflict(self.name, others, workload, setting)
 
     def install(self, workload: Workload, choice: Choice) -> AbstractContextManager[None]:

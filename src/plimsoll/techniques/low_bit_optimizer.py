@@ -47,7 +47,7 @@ class LowBitOptimizer(ReplacedOptimizer):
         return _obstacle(workload) or tuple(Choice(technique=self.name, options={"bits": bits}) for bits in _BITS)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if it is not allowed, the number of bits is invalid, or the optimizer cannot be replaced."""
+        """Return a reason if the job does not allow this technique, or the bits or the optimizer exclude it."""
         if choice.options.get("bits") not in _BITS:
             return f"bits is {choice.options.get('bits')}: choose 8 or 4"
         return conflict(self.name, others, workload, setting) or _obstacle(workload)
