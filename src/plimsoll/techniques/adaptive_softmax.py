@@ -29,8 +29,7 @@ from plimsoll.techniques.mechanisms.frozen_base import KeptOutside
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 AUTO = "auto"
-"""The value of ``cutoffs`` that computes them from the vocabulary size, which may be unknown before the texts are
-read."""
+"""The value of ``cutoffs`` that computes them from the vocabulary size, which is unknown until the text is read."""
 
 _FEWEST_WORDS = 1024
 """A smaller vocabulary does not pay off: see `plimsoll.techniques.chunked_loss`."""

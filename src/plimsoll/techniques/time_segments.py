@@ -60,7 +60,7 @@ class TimeSegments(Technique):
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return a choice for each of the `segment_lengths`, or the default length if that of the data is unknown.
+        """Return a choice for each of the `segment_lengths`; the default length if the data's length is unknown.
 
         If the shortest segments are many, a further choice keeps only some of the states between them.
         """

@@ -114,7 +114,7 @@ class _Turn:
         self._to_drop = before.following if before.is_dropped else ()
 
     def begin(self, *_: Any) -> None:
-        """Drop the pages that followed the previous part, and request the pages of the next part."""
+        """Drop the previous part's ``following`` pages. Request this part's ``following`` pages and the next part."""
         self._reader.drop(self._to_drop)
         self._reader.bring(self._to_bring)
 

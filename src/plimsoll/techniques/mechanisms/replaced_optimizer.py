@@ -59,7 +59,10 @@ def conflict(name: str, others: Choices, workload: Workload, setting: Setting) -
 
 
 def groups_for(optimizer: torch.optim.Optimizer, settings: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the parameter groups with only these settings of the class, and keys that are unknown to the class."""
+    """Return an optimizer's parameter groups for an optimizer of another class.
+
+    The groups keep ``settings``, and keys that are no settings of the old class, such as ``initial_lr`` of a schedule.
+    """
     return [
         {key: value for key, value in group.items() if key in ("params", *settings) or key not in optimizer.defaults}
         for group in optimizer.param_groups
