@@ -125,7 +125,7 @@ def _again_in_backward(layer: nn.Module, hidden_NH: Tensor, targets_N: Tensor, r
 def _summed_loss(layer: nn.Module, hidden_NH: Tensor, targets_N: Tensor, rows_C: Tensor | None) -> Tensor:
     """Return the summed loss of the rows ``rows_C``, or of all rows if that is ``None``.
 
-    The rows are selected inside the checkpointed function, so that their copy is not saved for backward.
+    The rows are selected inside the checkpointed function, so that the copy of the rows is not saved for backward.
     """
     if rows_C is not None:
         hidden_NH, targets_N = hidden_NH.index_select(0, rows_C), targets_N.index_select(0, rows_C)

@@ -307,7 +307,7 @@ def _require_kernels(model: nn.Module, precision: str, device: str) -> None:
 
 
 def _require_apart(job: Job, model: nn.Module) -> None:
-    """Raise an error if the job packs several texts into a row and this model lets them affect each other."""
+    """Raise an error if the job packs several texts into a row and this model lets the texts affect each other."""
     fault = packing_fault(model) if job.data.pack else None
     if fault is not None:
         raise JobError(f"data.pack: {fault}: leave data.pack out, or take another model")

@@ -197,7 +197,7 @@ def inference_task(name: str, folder: Path) -> InferenceTask:
 
 
 def _refuse_unable(name: str, config: dict[str, Any], folder: Path) -> None:
-    """Raise an error if a model cannot do a task although models of its kind can."""
+    """Raise an error if a model's architecture cannot do a task that other models of its kind can do."""
     if config.get("architecture") in RECURRENT:
         if name in {"embed", "generate"}:
             raise JobError(f"model: {folder} is a recurrent model, which cannot {name} texts: use a transformers model")

@@ -149,7 +149,10 @@ def own_techniques() -> tuple[str, ...]:
 
 
 def techniques_of_others() -> tuple[EntryPoint, ...]:
-    """Return the entry points of techniques in other packages, without loading them. Each has its technique's name."""
+    """Return the entry points of techniques in other packages, without loading them.
+
+    An entry point has the name of its technique.
+    """
     return tuple(entry_points(group="plimsoll.techniques"))
 
 

@@ -209,7 +209,7 @@ def slots_of(model: nn.Module) -> Iterator[tuple[str, Slot, Tensor]]:
 
 
 def _weights(model: nn.Module, asked: list[_StandIn]) -> dict[str, Weight]:
-    """Return the weights that are on the meta device, by their first names."""
+    """Return the weights that are on the meta device, each by the first of its names in the model."""
     by_storage = {stand_in.meta.untyped_storage()._cdata: stand_in for stand_in in asked if stand_in.meta is not None}
     places: dict[int, list[tuple[str, Slot, Tensor]]] = {}
     for name, slot, value in slots_of(model):

@@ -46,7 +46,7 @@ class Adafactor(ReplacedOptimizer):
     remedies: ClassVar = {"optimizer_states": 2}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return the one choice, even if it is not allowed, because a plan reports the gain from allowing it."""
+        """Return one choice, even if the job does not allow it: a plan reports the gain from allowing it."""
         return obstacle(workload) or (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:

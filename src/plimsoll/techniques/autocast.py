@@ -42,7 +42,10 @@ class Autocast(Technique):
     stage = "precision"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return a choice for each precision that has kernels on the device, if the job leaves it to the plan."""
+        """Return a choice of the half precision that the job sets, unless the step uses it already.
+
+        If the job sets ``auto``, return a choice of each half precision that has kernels on the device.
+        """
         if setting.precision == "fp32":
             return "the job sets precision: fp32; `precision: auto` leaves it to the plan"
         if setting.precision != "auto":

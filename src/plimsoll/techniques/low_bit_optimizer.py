@@ -43,7 +43,7 @@ class LowBitOptimizer(ReplacedOptimizer):
     remedies: ClassVar = {"optimizer_states": 1}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return 8 and 4 bits, even if they are not allowed, because a plan reports the gain from allowing them."""
+        """Return choices of 8 and 4 bits, even if the job allows neither: a plan reports the gain if it did."""
         return _obstacle(workload) or tuple(Choice(technique=self.name, options={"bits": bits}) for bits in _BITS)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:

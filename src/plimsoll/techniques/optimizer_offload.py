@@ -232,7 +232,10 @@ class _States:
     def _by_device(
         self, pairs: Sequence[tuple[Tensor, Tensor]], of_target: bool
     ) -> Iterator[tuple[SideStream, list[tuple[Tensor, Tensor]]]]:
-        """Yield the side stream of each device, with the pairs of target and source that are copied from or to it."""
+        """Yield the side stream of each device, with the pairs of target and source that it copies.
+
+        ``of_target``: whether pairs are grouped by the device of the target, rather than of the source.
+        """
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for pair in pairs:
             by_device.setdefault(pair[not of_target].device, []).append(pair)

@@ -106,7 +106,10 @@ def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters:
 
 
 def has_hook(parameter: Tensor) -> bool:
-    """Return whether a parameter has a ``Tensor.register_hook`` hook, which each segment would call."""
+    """Return whether a parameter has a ``Tensor.register_hook`` hook.
+
+    Each segment would call such a hook with its part of the gradient.
+    """
     return parameter.is_leaf and bool(parameter._backward_hooks)
 
 

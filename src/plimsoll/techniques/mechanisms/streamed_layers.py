@@ -308,7 +308,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Ref(NamedTuple):
-    """A reference that autograd saves in place of a parameter's copy or a view of it. Backward copies it again."""
+    """A reference that autograd saves in place of a parameter's copy or its view. Backward copies the block again."""
 
     stream: _Stream
     block: int

@@ -28,7 +28,7 @@ class Setting:
     Attributes:
         device: the kind of device that computes.
         batch_size: number of samples per batch on this rank.
-        trace: a trace of the training without techniques other than pinned ones, if there is one.
+        trace: a trace of the training without techniques other than pinned ones; ``None``: not traced yet.
         precision: the precision that the job sets; ``auto`` leaves it to the plan.
         allow: the names that the user allows, such as lossy techniques.
         lengths_vary: whether samples of one batch differ in length.
