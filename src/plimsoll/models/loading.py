@@ -358,7 +358,7 @@ def _check_combination(quantize: Quantize | None, adapters: Sequence[Path]) -> N
 
 
 def _kept_dense(model: Any) -> set[int]:
-    """Return the ids of the modules of the output layer, which transformers does not quantize either."""
+    """Return the ``id`` of each module of the output layer, which stays dense, as in transformers."""
     output = model.get_output_embeddings()
     return set() if output is None else {id(one) for one in output.modules()}  # two modules if it is factorized
 

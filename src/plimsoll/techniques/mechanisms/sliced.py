@@ -56,7 +56,7 @@ class Slicing:
 
     @property
     def is_inside(self) -> bool:
-        """True if an enclosing module is being computed in slices."""
+        """True while an enclosing module is computed in slices."""
         return self._is_inside
 
     @contextmanager
