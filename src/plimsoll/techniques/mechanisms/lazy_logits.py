@@ -41,7 +41,7 @@ class Form:
 
 @dataclass
 class Tally:
-    """For one head: the number of chunked cross entropies, and the name of the first function that needed all logits."""
+    """The number of chunked cross entropies of one head, and the name of the first function that needed all logits."""
 
     num_chunked: int = 0
     asked_by: str | None = None
