@@ -1,9 +1,9 @@
 """The adaptive softmax loss (Grave et al. 2017, arXiv:1609.04309), and its default clusters.
 
-Parameters and mathematics equal those in ``torch.nn.AdaptiveLogSoftmaxWithLoss``. That class has no ``ignore_index``.
-For each cluster it saves all outputs (rows x words) for backward. Here the outputs are computed for a chunk of rows at
-a time, and recomputed in backward. A batch of rare words thus needs no more memory than other batches of its size, and
-the dry run's prediction holds for every text.
+Parameters and mathematics equal those in ``torch.nn.AdaptiveLogSoftmaxWithLoss``. Torch's class has no
+``ignore_index``, and saves all outputs of a cluster (rows x words) for backward. Here the outputs are computed for a
+chunk of rows at a time, and recomputed in backward. A batch of rare words thus needs no more memory than other batches
+of its size, and the dry run's prediction holds for every text.
 
 The id of a word decides its cluster: id 0 should be the most frequent word. With other ids the result is still a
 softmax over all words, but frequent words have few features and cost more.
@@ -31,7 +31,7 @@ DIV_VALUE = 4
 """The default of torch and of the paper: each cluster has a quarter of the previous one's features."""
 
 MOST_OUTPUTS = 1 << 22
-"""Rows times words of a chunk: 16 MiB in fp32. The outputs, their log-probabilities and the gradient exist at once."""
+"""The most outputs (rows x words) of a chunk: 16 MiB in fp32. Outputs, log-probabilities and gradient exist at once."""
 
 
 def default_cutoffs(vocab_size: int) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def adaptive_loss(
 ) -> Tensor:
     """Return the cross entropy for the targets (B, T), in fp32 or better. Targets of -100 do not count.
 
-    In a dry run the values of the targets must be unknown, because placeholders are not the words of a text. Every
+    In a dry run, the values of the targets must be unknown: they are placeholders, not the words of a text. Every
     target then counts as a member of every cluster. This can only overestimate: the time, because each cluster computes
     all rows, and the memory, because the chunks of the largest cluster are full.
 
@@ -125,7 +125,7 @@ def _again_in_backward(layer: nn.Module, hidden_NH: Tensor, targets_N: Tensor, r
 def _summed_loss(layer: nn.Module, hidden_NH: Tensor, targets_N: Tensor, rows_C: Tensor | None) -> Tensor:
     """Return the summed loss of the rows ``rows_C``, or of all rows if that is ``None``.
 
-    The rows are selected inside the checkpointed function, so that their copy is not saved for backward.
+    The rows are selected inside the checkpointed function, so that the copy of the rows is not saved for backward.
     """
     if rows_C is not None:
         hidden_NH, targets_N = hidden_NH.index_select(0, rows_C), targets_N.index_select(0, rows_C)

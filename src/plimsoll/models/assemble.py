@@ -242,7 +242,10 @@ def loader_of(
 
 
 def _room_for_workers_bytes(job: Job) -> int:
-    """Return half of the host memory, in bytes, that is free under the budget. The other half is for the training."""
+    """Return the bytes of host memory for data-loading processes: half of the bytes that are free under the budget.
+
+    The other half is for the training.
+    """
     host = backend_for("cpu").probe()
     budget_bytes = job.budget.host_bytes
     left_bytes = host.free_bytes if budget_bytes is None else min(host.free_bytes, budget_bytes - host.use.used_bytes)
@@ -304,7 +307,7 @@ def _require_kernels(model: nn.Module, precision: str, device: str) -> None:
 
 
 def _require_apart(job: Job, model: nn.Module) -> None:
-    """Raise an error if the job packs several texts into a row and this model lets them affect each other."""
+    """Raise an error if the job packs several texts into a row and this model lets the texts affect each other."""
     fault = packing_fault(model) if job.data.pack else None
     if fault is not None:
         raise JobError(f"data.pack: {fault}: leave data.pack out, or take another model")

@@ -171,7 +171,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
 
 
 def loss_of(task: Task) -> tuple[LossFunction, Units]:
-    """Return the loss function of a task, which asks the model for its loss, and the units that it averages over."""
+    """Return a task's loss function, which returns the loss that the model computes, and the units of the loss."""
     units: dict[Task, Units] = {
         "language-modeling": "next-tokens",
         "classification": "samples",

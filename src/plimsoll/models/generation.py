@@ -1,4 +1,4 @@
-"""Text generation with a causal transformers model: its ``generate``, with random draws that depend on the row only.
+"""Text generation with a causal transformers model: its ``generate``, with random draws that ignore the batch.
 
 Greedy decoding is the default. Sampling adds Gumbel noise to each logit, drawn for the row, position and token, and
 takes the largest. The distribution is the same as with ``softmax`` and ``multinomial``
@@ -38,7 +38,7 @@ class Generation:
     Attributes:
         max_new_tokens: the maximum number of new tokens per text.
         temperature: the temperature of sampling; ``None``: greedy decoding.
-        top_p: sample only from the most likely tokens: the fewest that have this total probability.
+        top_p: sample only from the most likely tokens: the smallest set whose total probability reaches this value.
         seed: the seed of the random draws.
         cache: ``full`` keeps the key-value cache on the device, ``offloaded`` in host memory.
     """
@@ -112,7 +112,7 @@ def _processors(rows: Sequence[int], options: Generation, num_prompt_tokens: int
 
 
 class _Draws(LogitsProcessor):
-    """The processor that makes the largest logit a random sample, with temperature, top-p and the noise of each row."""
+    """A logits processor that turns greedy decoding into sampling: it applies temperature and top-p, and adds noise."""
 
     def __init__(self, rows: Sequence[int], options: Generation, num_prompt_tokens: int) -> None:
         self._rows, self._options, self._num_prompt_tokens = rows, options, num_prompt_tokens

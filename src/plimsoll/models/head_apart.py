@@ -105,7 +105,7 @@ def _of_called(
 
 
 def _body_of(model: Any) -> nn.Module | None:
-    """Return the module whose output the head reads: the innermost decoder, which some models call directly."""
+    """Return the module whose output the head reads, the innermost decoder; ``None`` if it cannot be separated."""
     base: Any = getattr(model, "base_model", None)
     if not hasattr(base, "get_decoder"):
         return None
@@ -121,7 +121,10 @@ def _outside(model: nn.Module, body: nn.Module) -> tuple[nn.Parameter, ...]:
 
 
 def _matrix_of(model: Any) -> nn.Linear | None:
-    """Return the output layer if it is a plain linear layer. A layer changed by a technique must be called itself."""
+    """Return the output layer if it is a plain linear layer, and ``None`` otherwise.
+
+    A layer whose forward a technique has replaced is not plain: the replacement must be called.
+    """
     layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return layer if type(layer) is nn.Linear and _is_plain(layer) else None
 

@@ -23,22 +23,22 @@ class Cut(Protocol):
     """Whether the number of micro-batches depends on the values of a batch, and not only on its size."""
 
     def elements_per_sample(self, batch: Any, batch_size: int) -> float:
-        """Return the number of elements per sample by which the size of a micro-batch is chosen."""
+        """Return the number of tensor elements per sample, from which the size of a micro-batch is chosen."""
         ...
 
     def micro_batches(
         self, batch: Any, batch_size: int, micro_batch: int, count: Callable[[Any], float]
     ) -> Iterator[tuple[Any, float, Sequence[int]]]:
-        """Yield the micro-batches of a batch. Micro-batches without units are left out, because they have no mean loss.
+        """Yield the micro-batches of a batch, except those without units of the loss, which have no mean loss.
 
         Args:
             batch: the batch.
             batch_size: number of samples in the batch.
             micro_batch: number of samples per micro-batch.
-            count: returns the units of the samples that it is given; they must not be trimmed.
+            count: returns the number of units of the loss in some samples, which must not be trimmed.
 
         Yields:
-            The micro-batch, its units, and the indices of its samples in the batch.
+            The micro-batch, its number of units of the loss, and the indices of its samples in the batch.
         """
         ...
 
@@ -55,7 +55,10 @@ class BySamples:
     def micro_batches(
         self, batch: Any, batch_size: int, micro_batch: int, count: Callable[[Any], float]
     ) -> Iterator[tuple[Any, float, Sequence[int]]]:
-        """Yield views of the batch with their units and the indices of their samples; skip views without units."""
+        """Yield views of the batch, each with its units of the loss and the indices of its samples.
+
+        Views without units of the loss are skipped.
+        """
         if micro_batch >= batch_size:
             yield batch, count(batch), range(batch_size)
             return
@@ -89,7 +92,7 @@ class Sharding(Protocol):
         ...
 
     def agree_on_infinities(self, scaler: torch.amp.GradScaler, optimizer: Any) -> None:
-        """Make all ranks skip the update, or none of them, if a scaler found infinities in the gradients."""
+        """Make all ranks skip the update if the scaler of any rank found infinities in the gradients."""
         ...
 
 
@@ -113,11 +116,11 @@ class Unsharded:
 
 
 class EarlyUpdates(NamedTuple):
-    """The requirements of parameter updates during backward.
+    """The settings of parameter updates during backward.
 
     Attributes:
-        copy_outside: copies a tensor out of the device's memory, so that a step can be undone.
-        leave_out: the option to type so that parameters are updated after backward.
+        copy_outside: copies a tensor to memory outside the device, so that a step can be undone.
+        leave_out: the command-line option that messages suggest, with which parameters are updated after backward.
     """
 
     copy_outside: Copier
@@ -144,7 +147,7 @@ class StepHooks:
         cut: splits a batch into micro-batches.
         evaluation_samples: the maximum number of samples per evaluation pass; ``None``: as many as fit.
         captured: the passes captured so far, which micro-batches replay; ``None``: all passes run eagerly.
-        update_early: the requirements of parameter updates during backward; ``None``: update after backward.
+        update_early: the settings of parameter updates during backward; ``None``: update after backward.
         sharding: the distribution of the parameters over the ranks.
         after_step: called after each step that was not undone.
     """

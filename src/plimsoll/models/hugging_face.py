@@ -351,7 +351,10 @@ def _built(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
 
 
 def _fit_length(config: PreTrainedConfig, given: set[str], shape: TextShape, skeleton: PreTrainedModel) -> None:
-    """Make the position table as long as the sequence, or raise an error if the user or a checkpoint set its length."""
+    """Lengthen a position table that is shorter than the sequence.
+
+    If the user or a checkpoint set its length, raise an error instead.
+    """
     needed = shape.sequence_length + _num_reserved_positions(skeleton)
     for name in _LENGTH_FIELDS:
         longest = getattr(config, name, None)

@@ -18,7 +18,7 @@ from plimsoll.errors import JobError
 
 
 def build_imported(name: str, **facts: Any) -> nn.Module:
-    """Call the function ``module:function`` with the ``facts`` that it declares as parameters.
+    """Call a user's function, ``module:function``, with each of the ``facts`` that it declares as a parameter.
 
     Raises:
         JobError: if the module or function does not exist, needs other arguments, or returns something other than a
@@ -31,7 +31,7 @@ def build_imported(name: str, **facts: Any) -> nn.Module:
 
 
 def find_imported(name: str, **facts: Any) -> Callable[[], Any]:
-    """Return the function ``module:function`` without calling it; the ``facts`` that it declares are bound.
+    """Return a user's function, ``module:function``, with the ``facts`` that it declares already bound to it.
 
     Raises:
         JobError: if the module or function does not exist, or needs other arguments.

@@ -3,9 +3,10 @@
     with made_in(pool):
         model = build_model(job, ...)
 
-Ops that create tensors (``empty``, ``zeros``, ``randn`` and similar) take their memory from the pool. It is filled in
-the same way as torch fills memory, so weights are bitwise equal to weights in memory. Large results of other ops, such
-as ``torch.randn(...) * 0.02``, are moved to the pool at once. Only one such tensor at a time is private.
+Ops that create tensors (``empty``, ``zeros``, ``randn`` and similar) take their memory from the pool. This memory is
+filled in the same way as torch fills memory, so weights are bitwise equal to weights in private memory. Large results
+of other ops, such as ``torch.randn(...) * 0.02``, are moved to the pool at once. Only one such tensor at a time is in
+private memory.
 
 In a dry run (on fake tensors), these tensors do not count as device memory.
 
@@ -52,7 +53,7 @@ def _as_it_is(made: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def _filled(number: int) -> Fill:
-    """Return a function that fills a tensor with positional argument ``number``, or with ``fill_value`` without it."""
+    """Return a function that fills a tensor with the positional argument ``number``, or else with ``fill_value``."""
 
     def fill(made: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return made.fill_(args[number] if len(args) > number else kwargs["fill_value"])

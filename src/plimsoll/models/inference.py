@@ -95,7 +95,7 @@ class Classify:
     problem: Problem = "single_label_classification"
 
     def compute(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return (B, L): probabilities that sum to 1, independent probabilities, or values of a regression."""
+        """Return (B, L): probabilities that sum to 1, multi-label probabilities, or values of a regression."""
         logits_BL = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
         if self.problem == "regression":
             return (logits_BL,)
@@ -127,7 +127,7 @@ class Embed:
     pooling: Pooling = _MEAN
 
     def compute(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the embeddings in float32: (B, D), or D times the number of pooling modes."""
+        """Return the embeddings in float32: (B, D), or (B, D * number of pooling modes)."""
         mask_BT = batch["attention_mask"]
         hidden_BTD = model(input_ids=batch["input_ids"], attention_mask=mask_BT)[0]
         return (pool(hidden_BTD, mask_BT, self.pooling),)
@@ -197,7 +197,7 @@ def inference_task(name: str, folder: Path) -> InferenceTask:
 
 
 def _refuse_unable(name: str, config: dict[str, Any], folder: Path) -> None:
-    """Raise an error if a model cannot do a task although models of its kind can."""
+    """Raise an error if a model's architecture cannot do a task that other models of its kind can do."""
     if config.get("architecture") in RECURRENT:
         if name in {"embed", "generate"}:
             raise JobError(f"model: {folder} is a recurrent model, which cannot {name} texts: use a transformers model")

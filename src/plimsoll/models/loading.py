@@ -70,7 +70,7 @@ class Loaded:
         unexpected: names of tensors of the checkpoint that the model does not use.
         num_bytes: bytes of the tensors that were read or mapped.
         entries: the checkpoint entry of each weight that is mapped from the files, by its name in the model.
-        pool: the pool of the weights in unnamed files, or ``None``.
+        pool: the pool of unnamed files with the weights that are not mapped from the checkpoint; ``None``: no pool.
     """
 
     model: nn.Module
@@ -299,7 +299,10 @@ class _Filling:
         return target
 
     def _stays(self, made: Tensor, weight: Weight) -> bool:
-        """Return whether the result of a conversion can be the weight itself: it owns memory in the right place."""
+        """Return whether a conversion's result can become the weight without a copy.
+
+        It must own its memory, on the device and not in a file.
+        """
         is_own = made.untyped_storage().nbytes() == made.numel() * made.element_size() and made.storage_offset() == 0
         same = (made.shape, made.dtype, made.device) == (weight.meta.shape, weight.meta.dtype, self._device)
         return is_own and same and self.pool is None and made.is_contiguous() and not self._is_mapped(made)
@@ -355,7 +358,7 @@ def _check_combination(quantize: Quantize | None, adapters: Sequence[Path]) -> N
 
 
 def _kept_dense(model: Any) -> set[int]:
-    """Return the ids of the modules of the output layer, which transformers does not quantize either."""
+    """Return the ``id`` of each module of the output layer, which stays dense, as in transformers."""
     output = model.get_output_embeddings()
     return set() if output is None else {id(one) for one in output.modules()}  # two modules if it is factorized
 

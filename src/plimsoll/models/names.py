@@ -149,7 +149,10 @@ def own_techniques() -> tuple[str, ...]:
 
 
 def techniques_of_others() -> tuple[EntryPoint, ...]:
-    """Return the entry points of techniques in other packages, without loading them. Each has its technique's name."""
+    """Return the entry points of techniques in other packages, without loading them.
+
+    An entry point has the name of its technique.
+    """
     return tuple(entry_points(group="plimsoll.techniques"))
 
 
@@ -312,7 +315,10 @@ def _config_fields(architecture: str) -> set[str] | None:
 
 
 def _fields_of_class(file: str, name: str, is_base: bool = False) -> set[str] | None:
-    """Return the fields of a configuration class and of its base classes, including alternative names of fields."""
+    """Return the fields of a configuration class and of its base classes, including alternative names of fields.
+
+    The result is ``None`` if the source files do not contain one of these classes.
+    """
     statements = _statements("transformers", file)
     found = next((one for one in statements if isinstance(one, ast.ClassDef) and one.name == name), None)
     if found is None:

@@ -50,13 +50,15 @@ def build_optimizer(choice: OptimizerChoice, parameters: Iterable[nn.Parameter])
 
 
 def build_schedule(choice: OptimizerChoice, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR | None:
-    """Build the schedule that multiplies the learning rate of step ``s`` (from 0) by a factor; ``None`` if all are 1.
+    """Build the schedule that multiplies the learning rate of step ``s`` (from 0) by a factor.
+
+    The result is ``None`` if the factor is 1 in every step.
 
     With W ``warmup_steps`` and N ``steps``, the factor is (s + 1) / W in the warm-up (s < W). After the warm-up it is:
 
     - constant: 1
     - linear: (N - s) / (N - W), which reaches 0 after the last step
-    - cosine: (1 + cos(pi (s - W) / (N - W))) / 2, likewise (Loshchilov and Hutter 2016, arXiv:1608.03983)
+    - cosine: (1 + cos(pi (s - W) / (N - W))) / 2, which also reaches 0 (Loshchilov and Hutter 2016, arXiv:1608.03983)
 
     Raises:
         JobError: if the warm-up is longer than the training.

@@ -1,6 +1,6 @@
 """Pooling of token vectors to one vector for each text, as in sentence-transformers.
 
-The modes have the same names and arithmetic as in its ``Pooling`` module (sums of half-precision vectors are float32).
+The modes have the names and arithmetic of the ``Pooling`` module there (sums of half-precision vectors are float32).
 The vectors of several modes are concatenated in the same order. The modes are read from the ``config.json`` of the
 pooling module, which ``modules.json`` names.
 
@@ -146,4 +146,4 @@ _OLD_NAMES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""The settings of versions before 6, in the order of concatenation."""
+"""The pooling mode of each setting in sentence-transformers before version 6, in the order of concatenation."""

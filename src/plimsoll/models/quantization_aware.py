@@ -81,7 +81,7 @@ def _rounded_conv1d() -> type[nn.Module]:
 
 
 def _config(kind: Kind) -> Any:
-    """Return torchao's rounding configuration of a method; ``int4`` matches the files (`plimsoll.weights.int4`)."""
+    """Return torchao's rounding configuration of a method. ``int4`` matches saved files (`plimsoll.weights.int4`)."""
     from torchao.quantization import PerAxis
     from torchao.quantization.qat.fake_quantize_config import Int4WeightFakeQuantizeConfig, IntxFakeQuantizeConfig
 

@@ -64,8 +64,8 @@ class Derived:
     Attributes:
         key: the name in the model of the weight that the conversion makes.
         entries: the entries that ``make`` reads.
-        make: converts the entries, and returns the weights by name. Its argument returns the tensor of an entry in a
-            dtype.
+        make: converts the entries, and returns the weights by name. Its argument is a function that returns the tensor
+            of an entry in a dtype.
     """
 
     key: str
@@ -85,7 +85,7 @@ class Skeleton:
 
 
 class _StandIn:
-    """The stand-in for a checkpoint tensor in ``from_pretrained``, which only calls ``[...]`` and ``.to``."""
+    """The stand-in for a checkpoint tensor in ``from_pretrained``, which uses only its ``[...]`` and ``.to``."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
@@ -209,7 +209,7 @@ def slots_of(model: nn.Module) -> Iterator[tuple[str, Slot, Tensor]]:
 
 
 def _weights(model: nn.Module, asked: list[_StandIn]) -> dict[str, Weight]:
-    """Return the weights that are on the meta device, by their first names."""
+    """Return the weights that are on the meta device, each by the first of its names in the model."""
     by_storage = {stand_in.meta.untyped_storage()._cdata: stand_in for stand_in in asked if stand_in.meta is not None}
     places: dict[int, list[tuple[str, Slot, Tensor]]] = {}
     for name, slot, value in slots_of(model):
@@ -285,7 +285,10 @@ def _are_equal(one: Entry, other: Entry) -> bool:
 
 
 def _renamed(model: Any, stand_ins: list[_StandIn]) -> Iterator[tuple[_StandIn, str, str, Any]]:
-    """Yield each tensor with its name in the model, the pattern that its name matched, and its conversion, if any."""
+    """Yield each stand-in with its name in the model, its pattern, and its converter, if any.
+
+    The pattern is the key of the converter that matched the name in the checkpoint; "" if there is no converter.
+    """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     conversions = model._weight_conversions

@@ -22,8 +22,8 @@ from torch.nn import functional
 from plimsoll.models.head_apart import head_apart
 
 _CHUNK_NUMBERS = 8 << 20
-"""Logits at once, 32 MiB in float32, and cross entropy needs as much again. For 50,000 tokens they are 167 positions,
-enough for the full speed of the matrix product."""
+"""The maximum number of logits of a chunk: 32 MiB in float32, and cross entropy needs as much again. With a vocabulary
+of 50,000 tokens, a chunk has 167 positions, enough for the full speed of the matrix product."""
 
 
 def token_log_probabilities(

@@ -41,7 +41,7 @@ class Workload:
         model: the model to train; its parameters keep their dtype.
         optimizer: the optimizer of the model's parameters.
         loss: returns the mean loss over ``units``.
-        units: the loss normalizer.
+        units: the units over which the loss is a mean, such as samples or tokens.
         schedule: the learning rate schedule, if any.
         clip_norm: the upper bound for the 2-norm of all gradients, if any.
         precision: the dtype of autocast.

@@ -31,7 +31,7 @@ from plimsoll.techniques.mechanisms.side_stream import Leaving, SideStream, Tran
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 LEAST_BYTES = 1 << 20
-"""Smaller storages stay on the device: copying them would cost more than it frees."""
+"""Storages of fewer bytes stay on the device, because a copy would take more time than the freed memory is worth."""
 
 _PLACES = {"cpu": "disk", "cuda": "host"}
 _MOST_LEAVING = 1  # storages still on the device while they are copied, in addition to the last one
@@ -86,7 +86,7 @@ class ActivationOffload(Technique):
 
 
 class _Away:
-    """The offloaded storages, and the bound on their total bytes."""
+    """The storages that are offloaded now, and the bound on their total bytes."""
 
     def __init__(self, is_host: bool, most_bytes: int | None) -> None:
         self.pool = PinnedPool() if is_host else MappedPool()

@@ -46,11 +46,11 @@ class Adafactor(ReplacedOptimizer):
     remedies: ClassVar = {"optimizer_states": 2}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return the one choice, even if it is not allowed, because a plan reports the gain from allowing it."""
+        """Return one choice, even if the job does not allow it: a plan reports the gain from allowing it."""
         return obstacle(workload) or (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the job does not allow it, or the optimizer cannot be replaced."""
+        """Return a reason if the job does not allow this technique, or the optimizer cannot be replaced."""
         return conflict(self.name, others, workload, setting)
 
     def install(self, workload: Workload, choice: Choice) -> AbstractContextManager[None]:

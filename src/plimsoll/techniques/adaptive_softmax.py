@@ -29,7 +29,7 @@ from plimsoll.techniques.mechanisms.frozen_base import KeptOutside
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 AUTO = "auto"
-"""Cutoffs computed from the vocabulary, whose size may be unknown before the text is read."""
+"""The value of ``cutoffs`` that computes them from the vocabulary size, which is unknown until the text is read."""
 
 _FEWEST_WORDS = 1024
 """A smaller vocabulary does not pay off: see `plimsoll.techniques.chunked_loss`."""
@@ -63,7 +63,7 @@ class AdaptiveSoftmax(Technique):
         return _impossible(workload) or (Choice(technique=self.name, options=options),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if it is not allowed, an option is invalid, or another technique excludes it."""
+        """Return a reason if the job does not allow this technique, or an option or another technique excludes it."""
         if self.name not in setting.allow:
             return "it is lossy: allow it with `allow: [adaptive_softmax]`"
         reason = _impossible(workload)
@@ -108,7 +108,10 @@ class AdaptiveSoftmax(Technique):
 
 
 def _cutoffs(choice: Choice, config: RecurrentConfig) -> tuple[int, ...] | None:
-    """Return the cutoffs of a choice, or ``None`` if its text is invalid. By default each cluster keeps features."""
+    """Return the cutoffs of a choice, or ``None`` if its text is invalid.
+
+    Default cutoffs have one cluster instead of two if the rarest words would have less than one feature.
+    """
     text = str(choice.options.get("cutoffs", AUTO))
     if text == AUTO:
         cutoffs, div_value = default_cutoffs(config.vocab_size), float(choice.options.get("div_value", DIV_VALUE))
@@ -154,7 +157,10 @@ def _head_like(given: nn.Linear, cutoffs: tuple[int, ...], div_value: float) -> 
 
 @contextmanager
 def _exchanged(optimizer: torch.optim.Optimizer, old: list[nn.Parameter], new: list[nn.Parameter]) -> Iterator[None]:
-    """Exchange parameters of an optimizer in the block. The new parameters join the group of the first old one."""
+    """Replace the parameters ``old`` of an optimizer by ``new`` while the block runs.
+
+    The new parameters join the group of the first old parameter.
+    """
     members = [group["params"] for group in optimizer.param_groups]
     states = dict(optimizer.state)
     for group, before in zip(optimizer.param_groups, members, strict=True):

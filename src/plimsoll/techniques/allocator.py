@@ -2,8 +2,8 @@
 
 ``expandable_segments`` reserves addresses once and maps memory to them on demand, so that free memory is in one block.
 The effect is predicted by a simulation of the allocator on existing traces (`mechanisms.allocators`). A plan uses this
-technique if a combination, or a larger micro-batch, does not fit without it. A run whose plan lacks it turns it on as
-the last resort (`plimsoll.device.cuda.backend`).
+technique if a combination of techniques, or a larger micro-batch, does not fit without it. A run whose plan lacks it
+turns it on as the last resort (`plimsoll.device.cuda.backend`).
 
 ``max_split_size_mb`` and ``roundup_power2_divisions`` can be pinned. A choice that would override a setting in the
 user's environment is refused.
@@ -31,7 +31,7 @@ _BY_DEFAULT = {
     "max_split_size_mb": str((1 << 64) >> 20),  # torch's "unlimited", in MiB
     "roundup_power2_divisions": "1",
 }
-"""The settings that can be chosen, and their defaults, which undo them."""
+"""The settings that can be chosen, with torch's defaults, which `Allocator.install` restores on exit."""
 
 
 class Allocator(Technique):
@@ -52,7 +52,7 @@ class Allocator(Technique):
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return expandable segments, if the environment does not forbid them."""
+        """Return one choice, expandable segments, if the environment does not forbid them."""
         if setting.device != "cuda":
             return "it is for CUDA; on a CPU `heap` sets up the C library's heap"
         return allocator_settings.clash() or (Choice(technique=self.name, options={allocator_settings.GROWING: True}),)
@@ -88,7 +88,7 @@ class Allocator(Technique):
                 allocator_settings.set_up(",".join(f"{key}:{_BY_DEFAULT[key]}" for key in choice.options))
 
     def allocator_settings(self, choice: Choice) -> str:
-        """Return all options in the format of ``PYTORCH_CUDA_ALLOC_CONF``."""
+        """Return the options of a choice in the format of ``PYTORCH_CUDA_ALLOC_CONF``."""
         return _text(choice)
 
 

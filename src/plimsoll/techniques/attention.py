@@ -100,7 +100,10 @@ def _eager_parts(model: nn.Module) -> list[Any]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Return every config that the switch may change: the configs of all submodules, and their sub-configs."""
+    """Return every config in which `Attention` may change the attention.
+
+    They are the configs of all submodules, and the sub-configs of these configs.
+    """
     found: dict[int, Any] = {}
     left: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     while left:

@@ -1,4 +1,4 @@
-"""Matrix products in half precision: bf16, or fp16 with a scaler of the loss; parameters and reductions stay fp32.
+"""Matrix products in half precision: bf16, or fp16 with a loss scaler; parameters and reductions stay fp32.
 
 The step runs the forward pass in ``torch.autocast`` and, with fp16, creates the ``GradScaler``. Torch decides which
 ops run in half precision. The job's ``precision`` has priority: only ``auto`` leaves the choice to the plan.
@@ -42,7 +42,10 @@ class Autocast(Technique):
     stage = "precision"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return a choice for each precision that has kernels on the device, if the job leaves it to the plan."""
+        """Return a choice of the half precision that the job sets, unless the step uses it already.
+
+        If the job sets ``auto``, return a choice of each half precision that has kernels on the device.
+        """
         if setting.precision == "fp32":
             return "the job sets precision: fp32; `precision: auto` leaves it to the plan"
         if setting.precision != "auto":
@@ -81,7 +84,7 @@ class Autocast(Technique):
             workload.precision = before
 
     def precision_of(self, choice: Choice) -> Precision | None:
-        """Return the dtype of the choice, as a precision."""
+        """Return the half precision that a choice sets, bf16 or fp16."""
         return _dtype(choice)
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches of samples of similar length, trimmed to the longest one. Short samples make larger micro-batches.
+"""Micro-batches of samples of similar length, trimmed to the longest; the shorter the samples, the more in each.
 
 It only reorders the samples within the batch of one optimizer step. It is for transformers models, and for models that
 ignore padding on the right. A class declares this with ``ignores_padding = True``, as the recurrent models of

@@ -94,9 +94,9 @@ def checkpointing_choice(blocks: str) -> Choice:
 
 
 def chosen_blocks(text: str, num_blocks: int) -> tuple[int, ...]:
-    """Return the indices of the blocks that a text selects. "every n" selects block 0 first.
+    """Return the indices of the blocks that a text selects.
 
-    Block 0 is recomputed last, when most other activations have been freed.
+    "every n" starts with block 0, because it is recomputed last, when most other activations have been freed.
 
     >>> chosen_blocks("every 2", 5), chosen_blocks("0,3-4", 5)
     ((0, 2, 4), (0, 3, 4))
@@ -143,7 +143,7 @@ def blocks_as_text(numbers: tuple[int, ...], num_blocks: int) -> str:
 
 
 class BlockBytes(NamedTuple):
-    """Bytes that one pass of a block saves for backward, and how many of them are kept with checkpointing."""
+    """The bytes that one pass of a block saves for backward, without checkpointing and with it."""
 
     saved_bytes: int
     kept_bytes: int
@@ -246,7 +246,7 @@ class _Forward:
 
 
 class _Call:
-    """One call of a block. The first run uses the caller's own objects, and the recomputation uses copies."""
+    """One call of a block. Its recomputation gets new copies of the key-value caches among the arguments."""
 
     def __init__(self, of: _Forward) -> None:
         self._of = of

@@ -97,7 +97,7 @@ class ChunkedLoss(Technique):
 
 
 class _LazyForward:
-    """The lazy forward of a head. An object, not a closure, so that a deep copy of the model uses the copied head."""
+    """The lazy forward of a head: an object, not a closure, so that a deep copy of the model uses the copied head."""
 
     is_linear = True  # still linear in the weight: `models.head_apart` may compute it in chunks itself
 

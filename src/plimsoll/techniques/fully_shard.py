@@ -2,6 +2,9 @@
 
     Choice(technique="fully_shard", options={"gathered": "twice", "dtype": "bf16", "offload": "disk"})
 
+With ``gathered=once``, a block's parameters stay gathered from its forward to its backward pass. With ``twice``, they
+are freed in between and gathered again.
+
 It applies torch's FSDP2 (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) to each repeated
 block, and to the remaining parameters of the model together. If one rank runs out of memory, the step is undone on all
 ranks (`mechanisms.sharded`).
@@ -98,7 +101,7 @@ class FullyShard(Technique):
     stage = "ranks"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return choices that gather once, twice, or twice with offloading, in each precision that the job allows."""
+        """Return choices that gather blocks once, twice, or twice with offloading, in each precision the job allows."""
         reason = _why_not(workload, setting)
         if reason is not None:
             return reason

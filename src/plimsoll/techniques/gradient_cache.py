@@ -149,7 +149,9 @@ def gradient_cache_fallbacks(batch_size: int, samples: int) -> tuple[Choices, ..
 
 
 def _parts(workload: Workload, part: str) -> list[tuple[str, nn.Module]]:
-    """Return the modules that may embed, outermost first: all composite modules, except inside repeated blocks.
+    """Return the modules that may embed: the module named ``part``, or candidates if ``part`` is `FOUND`.
+
+    The candidates are all composite modules, outermost first, except inside repeated blocks.
 
     The model itself is excluded if its forward takes labels and returns the loss. The calls during a step show which
     module embeds (`mechanisms.sliced`). A module that does not compute each row independently is refused there.

@@ -30,7 +30,7 @@ MAPPED_FROM_BYTES = {
     "1MiB": 1 << 20,
     "128KiB": heap.TIGHT_BYTES,
 }
-"""The mapping thresholds by name, in bytes. The first keeps the most memory."""
+"""The mapping thresholds by name, in bytes; ``None``: map no block. The first keeps the most memory."""
 
 
 class Heap(Technique):
@@ -51,7 +51,7 @@ class Heap(Technique):
     stage = "memory"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return three thresholds, which keep all freed memory, more of it than the default, or less."""
+        """Return three choices of a threshold: keep all freed memory, more of it than by default, or less."""
         if setting.device != "cpu":
             return "it is for the heap of a CPU; on this device `cache` empties the allocator's cache"
         if not heap.is_glibc():
@@ -70,14 +70,14 @@ class Heap(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Set the threshold of this process; on exit, restore the threshold that applies without a plan."""
+        """Set the mapping threshold of this process; on exit, set the threshold that applies without a plan."""
         trims = (heap.trim,) if _trims(choice) else ()
         hooks = replace(workload.hooks, after_step=(*workload.hooks.after_step, *trims))
         with hooked(workload, hooks), blocks_mapped_from(_threshold_bytes(choice)):
             yield
 
     def heap_rules(self, choice: Choice) -> HeapRules | None:
-        """Return the rules of the heap with the threshold of the choice."""
+        """Return the rules by which a simulation of the heap predicts the effect of a choice."""
         threshold_bytes = _threshold_bytes(choice)
         if threshold_bytes is None:
             return KEPT_HEAP

@@ -87,7 +87,7 @@ class LayerStreaming(Technique):
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """Return whether streamed blocks are built on the host, which is so on CUDA."""
+        """Return whether streamed blocks are built on the host: True on CUDA."""
         return device == "cuda"
 
     def kept_on_host(self, choice: Choice, model: nn.Module) -> Set[nn.Parameter]:

@@ -28,7 +28,7 @@ from plimsoll.techniques.mechanisms.frozen_base import KeptOutside, to_codes
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 _RANK, _ALPHA = 8, 16
-"""The default rank of peft, and a scale of twice the rank, as in its examples."""
+"""The default rank of peft, and twice the rank as ``lora_alpha``, as in peft's examples."""
 
 _BASES = ("kept", *CODECS)
 
@@ -56,7 +56,7 @@ class Lora(Technique):
         return _impossible(workload.model) or tuple(Choice(technique=self.name, options=one) for one in options)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if it is not allowed, peft is missing, no layer can be adapted, or an option is invalid."""
+        """Return a reason if the job does not allow this technique, or peft, the model or an option excludes it."""
         if self.name not in setting.allow:
             return "it is lossy: allow it with `allow: [lora]`"
         for name in ("rank", "alpha"):

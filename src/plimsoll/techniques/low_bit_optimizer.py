@@ -43,11 +43,11 @@ class LowBitOptimizer(ReplacedOptimizer):
     remedies: ClassVar = {"optimizer_states": 1}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return 8 and 4 bits, even if they are not allowed, because a plan reports the gain from allowing them."""
+        """Return choices of 8 and 4 bits, even if the job allows neither: a plan reports the gain if it did."""
         return _obstacle(workload) or tuple(Choice(technique=self.name, options={"bits": bits}) for bits in _BITS)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if it is not allowed, the number of bits is invalid, or the optimizer cannot be replaced."""
+        """Return a reason if the job does not allow this technique, or the bits or the optimizer exclude it."""
         if choice.options.get("bits") not in _BITS:
             return f"bits is {choice.options.get('bits')}: choose 8 or 4"
         return conflict(self.name, others, workload, setting) or _obstacle(workload)

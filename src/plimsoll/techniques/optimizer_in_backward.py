@@ -1,8 +1,8 @@
 """Gradient release: the optimizer updates each parameter in backward, and its gradient is freed at once.
 
-The training step implements it (`plimsoll.step.update.gradient_release`). This module provides the place for copies of
-the old parameters and states, with which a step is undone: a memory-mapped file on the CPU, pinned host memory on CUDA.
-The copies are as large as all parameters and states together, and are written in every step.
+The training step implements it (`plimsoll.step.update.gradient_release`). A step is undone with copies of
+the old parameters and states. This module provides the memory for the copies: a memory-mapped file on the CPU, pinned
+host memory on CUDA. They are as large as all parameters and states together, and are written in every step.
 
 Numerics: bitwise. Does NOT cover techniques that need all gradients before the first update: accumulation, clipping of
 the global norm, a gradient scaler. If the step must split a batch nevertheless, it updates after the last micro-batch,
@@ -54,7 +54,7 @@ class OptimizerInBackward(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Make the step update early, and give it the place for copies with which an update is undone."""
+        """Make the step update in backward, and give it the memory for copies with which an update is undone."""
         pool = PinnedPool() if workload.device.type == "cuda" else MappedPool()
         with hooked(
             workload, replace(workload.hooks, update_early=EarlyUpdates(pool.copy_of, f"--forbid {self.name}"))

@@ -53,7 +53,10 @@ class OptimizerKernel(Technique):
     stage = "places"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return `fused`, which is the fastest and needs the least memory; if impossible, the other unused kernels."""
+        """Return a choice of `fused`, which is the fastest and needs the least memory.
+
+        If `fused` is impossible, return a choice of each other kernel that the optimizer does not use yet.
+        """
         optimizer = workload.optimizer
         if not is_of_torch(optimizer) or "foreach" not in optimizer.defaults:
             return f"{type(optimizer).__name__} has one kernel only"

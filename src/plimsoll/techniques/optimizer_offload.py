@@ -32,7 +32,7 @@ from plimsoll.techniques.mechanisms.side_stream import SideStream, Transfer
 from plimsoll.techniques.mechanisms.technique import Choices, Exported, Setting, Technique, by_deepspeed
 
 PLACES = {"cpu": "disk", "cuda": "host"}
-"""For each device, a place whose memory its budget does not count."""
+"""The place of the offloaded states for each device: memory that the budget of the device does not count."""
 
 DEEPSPEED_PLACES = {"host": "cpu", "disk": "nvme"}
 """DeepSpeed's names of these places."""
@@ -195,7 +195,7 @@ class _States:
             self._holds_back = False
 
     def keep(self) -> None:
-        """Copy the lent states back, and offload new states."""
+        """Copy the lent states back to the host, and offload the new states of updated parameters."""
         lent, self._lent = self._lent, []
         updated, self._updated = self._updated, []
         if self._is_leaving:  # states stay on the device from now on
@@ -208,7 +208,7 @@ class _States:
         self.send(updated)
 
     def drop(self) -> None:
-        """Discard the lent copies."""
+        """Discard the lent copies, so that the unchanged states on the host are used again."""
         for one in self._lent:
             one.state[one.key] = one.kept
         self._lent, self._updated, self._departures = [], [], []
@@ -232,7 +232,10 @@ class _States:
     def _by_device(
         self, pairs: Sequence[tuple[Tensor, Tensor]], of_target: bool
     ) -> Iterator[tuple[SideStream, list[tuple[Tensor, Tensor]]]]:
-        """Yield the side stream of each device, with the pairs of target and source that are copied from or to it."""
+        """Yield the side stream of each device, with the pairs of target and source that it copies.
+
+        ``of_target``: whether pairs are grouped by the device of the target, rather than of the source.
+        """
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for pair in pairs:
             by_device.setdefault(pair[not of_target].device, []).append(pair)

@@ -2,8 +2,8 @@
 
 On the CPU, torch processes a `PackedSequence` with different lengths step by step. In backward, each step allocates
 zeros as large as the whole packed input, so the time grows with the square of the length. Between two lengths, however,
-the rows are a dense batch of (steps, samples), for which the dense kernels can be used. The technique is offered for
-models whose class declares ``packs_sequences = True``.
+the rows are a dense batch of (steps, samples), a stretch, for which the dense kernels can be used. The technique is
+offered for models whose class declares ``packs_sequences = True``.
 
 Numerics: the dense kernels sum in another order. Dropout between layers of one direction is drawn stretch by stretch.
 Does NOT cover layers with a custom forward, layers that `time_segments` has replaced, and compiled models.

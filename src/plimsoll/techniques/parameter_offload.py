@@ -83,7 +83,7 @@ class ParameterOffload(Technique):
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """Return whether parameters are built in files, which is so on the CPU."""
+        """Return whether parameters are built in files: True on the CPU."""
         return device == "cpu"
 
 

@@ -60,7 +60,10 @@ class TimeSegments(Technique):
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return segments of a quarter of the sequence, a sixteenth, ...; last, the shortest keeping fewer states."""
+        """Return a choice for each of the `segment_lengths`; the default length if the data's length is unknown.
+
+        If the shortest segments are many, a further choice keeps only some of the states between them.
+        """
         reason = _why_not(workload.model)
         if reason is not None:
             return reason
@@ -87,7 +90,7 @@ class TimeSegments(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Replace the forward of the recurrent parts, on the instances.
+        """Replace the forward of each recurrent part of the model, on the instance.
 
         Raises:
             InputError: if the model has no part to cut.

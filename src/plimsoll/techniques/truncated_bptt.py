@@ -2,8 +2,9 @@
 
     Choice(technique="truncated_bptt", options={"steps": 128})
 
-``steps`` is the length of a segment; 0 means the same as in `time_segments`. The hidden state passes from segment to
-segment, but its gradient does not (see Williams and Peng 1990, https://doi.org/10.1162/neco.1990.2.4.490).
+``steps`` is the length of a segment. 0 is the square root of the sequence length, or a quarter of the sequence up to
+128 steps if that is longer. The hidden state passes from segment to segment, but its gradient
+does not (see Williams and Peng 1990, https://doi.org/10.1162/neco.1990.2.4.490).
 
 The gradient of a loss reaches back at most ``steps`` steps, and half as many on average. It is biased. `time_segments`
 is exact and needs as little memory, but takes longer, because it computes segments twice.
@@ -48,7 +49,7 @@ class TruncatedBptt(Technique):
     stage = "time"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return the segment lengths that `time_segments` offers."""
+        """Return a choice for each segment length that `time_segments` offers."""
         reason = _why_not(workload)
         if reason is not None:
             return reason
@@ -60,7 +61,7 @@ class TruncatedBptt(Technique):
         return tuple(Choice(technique=self.name, options={"steps": steps}) for steps in lengths)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if it is not allowed, ``steps`` is invalid, the model cannot be split, or it uses fp16."""
+        """Return a reason if the job does not allow this technique, or ``steps``, the model or fp16 excludes it."""
         if self.name not in setting.allow:
             return f"it is lossy: allow it with `allow: [{self.name}]`"
         wrong = wrong_numbers(choice, {"steps": "the default"})

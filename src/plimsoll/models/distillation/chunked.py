@@ -36,7 +36,7 @@ _LEAST_LOG = -1e4
 
 
 class SoftTargets(Protocol):
-    """The interface of the teacher's probabilities, with which the student's are compared.
+    """The interface of the teacher's probabilities, and of their comparison with the student's probabilities.
 
     Both distributions are softened by a temperature T: p = softmax(teacher's logits / T), q = softmax(student's logits
     / T). If one model has more outputs than the other, its additional outputs are left out: they belong to no token.
@@ -58,7 +58,7 @@ class SoftTargets(Protocol):
 
 @dataclass(frozen=True)
 class FullTargets:
-    """`SoftTargets` from the teacher's logits for all words. ``logits_of(begin, end)`` computes them for a chunk."""
+    """`SoftTargets` from the teacher's logits for all words. ``logits_of(begin, end)`` computes a chunk's logits."""
 
     logits_of: Callable[[int, int], Tensor]
     temperature: float
@@ -77,7 +77,7 @@ class FullTargets:
 
 @dataclass(frozen=True)
 class TopTargets:
-    """`SoftTargets` from the k most likely words at each position (B, T, k), and their log p at ``temperature``.
+    """`SoftTargets` from the k most likely words at each position (B, T, k), with log-probabilities at ``temperature``.
 
     All other words count as a single word. The teacher gives it the probability p_r = 1 - sum p, and the student q_r =
     1 - sum q. The divergence is
@@ -95,7 +95,7 @@ class TopTargets:
     num_words: int
 
     def compare(self, logits_BCV: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Compare the k words, and the total of all other words."""
+        """Compare teacher and student on each of the k words, and on the total of all other words."""
         words = self.words_BTk[:, begin:end].long()
         log_p = self.log_p_BTk[:, begin:end].to(logits_BCV.dtype)
         log_q_all = softened(logits_BCV[..., : self.num_words], self.temperature)
@@ -126,8 +126,8 @@ def _widened(gradient: Tensor, logits: Tensor) -> Tensor:
 
 
 CHUNK_NUMBERS = 2 << 20
-"""The most logits at once: 8 MiB in float32, of which a chunk has up to six copies. With 50,000 words this is 41
-positions."""
+"""The maximum number of logits of a chunk: 8 MiB in float32, of which up to six copies exist at once. A chunk has 41
+positions if the vocabulary has 50,000 words."""
 
 _ROWS_PER_SUM = 4096  # rows of a half-precision gradient to add to its float32 sum at once, to bound the temporary
 
@@ -197,7 +197,10 @@ class _Loss(torch.autograd.Function):
 
 
 class _Work:
-    """The pass over the chunks. ``hidden_sum`` and ``sums`` are the gradients of hidden states and parameters."""
+    """The computation of the loss and its gradients, in one pass over the chunks.
+
+    ``hidden_sum`` is the gradient of the hidden states. ``sums`` has the gradients of the head's parameters.
+    """
 
     def __init__(
         self, student: HeadApart, targets_BP: Tensor, soft: SoftTargets, loss_weights: LossWeights, chunk_numbers: int
@@ -263,7 +266,10 @@ class _Work:
 
     @contextmanager
     def _matrix_summed(self) -> Iterator[None]:
-        """Make the output layer add the gradients of its weight in place to one sum, if the weight is trained."""
+        """Make the output layer add its weight's gradient of each chunk to one tensor in place, while the block runs.
+
+        A frozen weight gets no gradient.
+        """
         layer = self._student.matrix
         places = [number for number, one in enumerate(self._student.parameters) if layer and one is layer.weight]
         if layer is None or not places:
@@ -285,7 +291,7 @@ def _bias(layer: nn.Linear, dtype: torch.dtype) -> Tensor | None:
 
 
 class _Product(torch.autograd.Function):
-    """``F.linear`` that adds the gradient of its weight to ``sum_VH``, if that is given."""
+    """``F.linear`` that adds the gradient of its weight to ``sum_VH``, unless ``sum_VH`` is ``None``."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight_VH: Tensor, bias_V: Tensor | None, sum_VH: Tensor | None) -> Tensor:

@@ -66,7 +66,7 @@ class Distillation:
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Return the mean loss of a batch.
 
-        Without gradients it is the task's loss alone, so that evaluations are comparable.
+        If gradients are disabled, it is the task's loss alone, so that evaluations do not depend on the teacher.
         """
         fields = {name: value for name, value in batch.items() if name not in {WORDS, LOG_P}}
         if not torch.is_grad_enabled():
@@ -107,7 +107,7 @@ class Distillation:
     def _of_labels(
         self, model: nn.Module, fields: Mapping[str, Any], labels: Tensor, batch: Mapping[str, Any]
     ) -> Tensor:
-        """Return the loss for labels of samples or tokens. Logits of the few labels are small and need no chunks."""
+        """Return the loss of a classifier or tagger. It needs no chunks, because it has logits for few labels."""
         named = {**fields, "output_hidden_states": True} if self._hidden else fields
         temperature, hard = self._loss_weights
         teacher_output = None

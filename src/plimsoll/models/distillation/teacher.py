@@ -119,7 +119,7 @@ def digest_of(folder: Path) -> str:
 
 
 def _silent(model: nn.Module) -> nn.Module:
-    """Set evaluation mode and turn gradients off."""
+    """Put a teacher in evaluation mode, disable the gradients of its parameters, and return it."""
     return model.eval().requires_grad_(False)
 
 

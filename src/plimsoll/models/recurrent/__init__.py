@@ -9,7 +9,7 @@ from plimsoll.records.former import warn_of_former
 
 
 def __getattr__(name: str) -> Any:
-    """Return a member of the module of this name that the package replaced, and warn that the name has moved."""
+    """Return a name of the module `recurrent` that this package has replaced, and warn that the name has moved."""
     if name not in {"RecurrentLanguageModel", "build_recurrent", "load_recurrent"}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warn_of_former(f"plimsoll.models.recurrent.{name}", f"plimsoll.models.recurrent.model.{name}")

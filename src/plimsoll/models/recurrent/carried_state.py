@@ -80,7 +80,7 @@ class CarriedState(nn.Module):
 
     @torch.no_grad()
     def put(self, slots_B: Tensor, windows_B: Tensor, state: State) -> None:
-        """Store the state after these windows, from which the next windows start; arguments as in `state`."""
+        """Store the state after these windows, from which the next windows start. The arguments are as in `state`."""
         parts = state if isinstance(state, tuple) else (state,)
         found_BPNH = torch.stack(parts).permute(2, 0, 1, 3)
         self._states[1 - windows_B % 2, slots_B] = found_BPNH.to(self._states.dtype)

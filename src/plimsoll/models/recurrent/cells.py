@@ -55,7 +55,10 @@ class UnrolledCell(nn.Module):
         return passed.outputs[0], form.given(passed.state)
 
     def stretch(self, form: StateForm, state: State, input: Tensor) -> Passed:
-        """Run the steps of ``input`` from a state, which is empty before the first step. ``form`` is updated."""
+        """Run the steps of ``input`` from a state, which is empty before the first step.
+
+        ``form`` is updated to the form of the last state that the cell returned.
+        """
         if input.dim() < 2 or input.shape[self.step_dim] == 0:
             raise InputError(
                 f"cannot unroll {type(self.cell).__name__} over an input of shape {list(input.shape)}, which has no "

@@ -47,7 +47,9 @@ _NO_STATE: State = ()
 
 
 class RecurrentConfig(Frozen):
-    """The configuration of a recurrent model. With ``num_labels`` it is a classifier, of tokens if ``is_tagger``.
+    """The configuration of a recurrent language model or, with ``num_labels``, of a classifier.
+
+    The classifier labels texts or, if ``is_tagger``, tokens.
 
     ``label_names`` are saved with the model. ``adaptive_cutoffs`` gives a language model an adaptive softmax: see
     `plimsoll.models.adaptive`.
@@ -208,7 +210,7 @@ class RecurrentLanguageModel(RecurrentModel):
     def _loss(
         self, hidden_BTH: Tensor, targets_BT: Tensor, reduction: Literal["mean", "sum"]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss for the targets, and the logits; ``None`` if they were never computed all at once."""
+        """Return the loss for the targets and the logits, or ``None`` for logits that never existed all at once."""
         if isinstance(self.head, nn.AdaptiveLogSoftmaxWithLoss):
             return adaptive_loss(self.head, hidden_BTH, targets_BT, reduction), None
         logits_BTV = self.head(hidden_BTH)
@@ -376,7 +378,7 @@ def recurrent_config(fields: dict[str, Any]) -> RecurrentConfig:
 
 
 def save_recurrent(model: RecurrentModel, folder: Path) -> None:
-    """Write ``model.safetensors`` and ``config.json`` into an existing folder; `save_weights` limits the memory.
+    """Write ``model.safetensors`` and ``config.json`` into an existing folder, in little memory (`save_weights`).
 
     The carried state is left out, because it belongs to the training and not to the model.
     """
@@ -451,7 +453,7 @@ def _next_tokens(labels_BT: Tensor, num_read: int) -> Tensor:
 
 
 def _rows(embedding: nn.Embedding, ids_BS: Tensor, ids_BT: Tensor) -> Tensor:
-    """Return the embeddings of a segment. Its gradient covers only the rows of its tokens, not the whole table."""
+    """Return the embeddings of a segment. The table's gradient has only the rows of the tokens in the segment."""
     is_part, hooks = ids_BS.shape[1] < ids_BT.shape[1], (embedding._forward_hooks, embedding._forward_pre_hooks)
     is_plain = type(embedding) is nn.Embedding and "forward" not in vars(embedding) and not any(hooks)
     if (

@@ -60,7 +60,7 @@ class Passed(NamedTuple):
 
 
 Run = Callable[..., Passed]
-"""``run(state, *slices)`` computes a segment; ``slices`` are that segment of each sequence."""
+"""``run(state, *slices)`` computes a segment; ``slices`` has the segment's part of each sequence."""
 
 
 class Unroll(Protocol):

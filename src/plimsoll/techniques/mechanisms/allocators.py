@@ -1,4 +1,4 @@
-"""Configuration of a CPU process's heap and of torch's CUDA allocator for a set of choices, and the resulting rules."""
+"""Configuration of a process's heap and of torch's CUDA allocator for a set of choices, and rules to simulate them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,10 @@ _MODULE = "transformers.cache_utils"
 
 
 class CachesBefore:
-    """Copies of the Hugging Face caches among the leaves of a call's arguments, made at construction."""
+    """Copies of the Hugging Face caches among a call's arguments, made when the object is created before the call.
+
+    ``leaves``: the arguments of the call, with nested dicts, lists and tuples flattened.
+    """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._pairs: list[tuple[Any, Any]] = []

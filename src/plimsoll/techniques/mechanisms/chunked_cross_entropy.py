@@ -33,9 +33,9 @@ class LossOptions:
         compute_dtype: data type of the matrix products.
         dtype: data type of the logits that the model would have returned.
         loss_dtype: data type of the result.
-        reduction: as in ``F.cross_entropy``, like ``ignore_index`` and ``label_smoothing``.
-        ignore_index: see ``reduction``.
-        label_smoothing: see ``reduction``.
+        reduction: ``mean``, ``sum`` or ``none``, as in ``F.cross_entropy``.
+        ignore_index: the target of tokens that do not count, as in ``F.cross_entropy``.
+        label_smoothing: as in ``F.cross_entropy``.
         scale: the factor by which the logits are multiplied.
     """
 
@@ -55,7 +55,7 @@ class LossOptions:
 
     @property
     def recomputes(self) -> bool:
-        """True if backward must recompute the chunks, because gradients cannot be computed without the incoming one.
+        """True if backward must recompute the chunks, because their gradients depend on the incoming gradient.
 
         In fp16, small gradients would underflow without the loss scale, which the incoming gradient contains.
         """
@@ -80,7 +80,7 @@ def chunked_cross_entropy(layer: Layer, target_N: Tensor, options: LossOptions) 
 
     Args:
         layer: the layer and its input; gradients flow to all its tensors.
-        target_N: int64, from 0 to V - 1 or ``ignore_index``.
+        target_N: the target of each token, int64: from 0 to V - 1, or ``ignore_index``.
         options: the options of the loss.
 
     Returns:
@@ -211,7 +211,10 @@ class _Pass:
         ]
 
     def losses(self, share_N: Tensor | None = None) -> Tensor:
-        """Return the loss of each token (N,); with ``share_N``, its weight in the result, also accumulate gradients."""
+        """Return the loss of each token (N,).
+
+        With ``share_N``, the weight of each token in the result, also accumulate the gradients in ``sums``.
+        """
         loss_N = self._logits.new_empty(len(self._target_N))
         for start in range(0, len(self._target_N), self._chunk_tokens):
             rows = slice(start, start + self._chunk_tokens)
@@ -247,7 +250,7 @@ class _Pass:
         return loss_C, total_C
 
     def _make_gradient(self, exponentials_CV: Tensor, total_C: Tensor, target_C: Tensor, share_C: Tensor) -> None:
-        """Overwrite the exponentials (C, V) by the gradient of the logits."""
+        """Overwrite the exponentials (C, V) by the gradient of the logits; ``share_C`` has the tokens' weights."""
         smoothing = self._options.label_smoothing
         exponentials_CV.mul_((share_C / total_C)[:, None])
         if smoothing:

@@ -41,7 +41,7 @@ class Form:
 
 @dataclass
 class Tally:
-    """For one head: the count of chunked cross entropies, and the first function that needed all logits."""
+    """The number of chunked cross entropies of one head, and the name of the first function that needed all logits."""
 
     num_chunked: int = 0
     asked_by: str | None = None
@@ -134,7 +134,10 @@ class LazyLogits(Tensor):
 
 
 class _Node(torch.autograd.Function):
-    """The node of lazy logits in autograd's graph. Usually no gradient reaches it in backward."""
+    """The node of lazy logits in autograd's graph.
+
+    Usually no gradient reaches it in backward, because the chunked cross entropy bypasses it.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -186,7 +189,10 @@ def _may_stay_lazy(lazy: LazyLogits, func: Any) -> bool:
 
 
 def _computed(lazy: LazyLogits, name: str) -> Tensor:
-    """Return the real logits, cached. They are recomputed if the cached ones have no graph and now need one."""
+    """Return the real logits, which the function ``name`` needs. They are cached.
+
+    Cached logits without a graph are recomputed if the function needs a graph.
+    """
     lacks_graph = lazy.computed is not None and _has_graph(lazy) and not lazy.computed.requires_grad
     if lazy.computed is None or (lacks_graph and torch.is_grad_enabled()):
         _check_unchanged(lazy)

@@ -28,7 +28,7 @@ _FIELDS = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_
 """Fields that are trimmed if their shape is (B, T)."""
 
 _FEWEST_COLUMNS = 8
-"""Shorter samples count as this long.
+"""The number of columns that a shorter sample counts as.
 
 A sample also takes memory that is independent of its length, and attention and matrix kernels work on blocks of 8.
 """
@@ -50,14 +50,14 @@ class CutByLength:
         self._full_length = full_length
 
     def elements_per_sample(self, batch: Any, batch_size: int) -> float:
-        """Return the elements of a sample of full length, so that a limit found for one batch holds for all batches."""
+        """Return the elements of a sample of full length, so that a limit found for one batch holds for all."""
         full_elements = elements_of_full_length(batch, self._full_length) if self._full_length is not None else None
         return BY_SAMPLES.elements_per_sample(batch, batch_size) if full_elements is None else full_elements
 
     def micro_batches(
         self, batch: Any, batch_size: int, micro_batch: int, count: Callable[[Any], float]
     ) -> Iterator[tuple[Any, float, Sequence[int]]]:
-        """Yield micro-batches by length, without unneeded padding; if lengths are unknown, as `BySamples` does."""
+        """Yield micro-batches by length, without unneeded padding; like `BySamples` if lengths are unknown."""
         groups = groups_by_length(batch, micro_batch, self._full_length)
         if groups is None:
             yield from BY_SAMPLES.micro_batches(batch, batch_size, micro_batch, count)

@@ -42,9 +42,10 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # True: has a sign
 
 
 class Table(NamedTuple):
-    """The value of each code, and a lookup of the code by the upper 16 bits of a float32.
+    """The value of each code (``numbers``), and a lookup of the code of a float32 by its upper 16 bits.
 
-    By these 16 bits, ``code`` has the code of the smallest float with them; from ``next_from`` on, it is the next code.
+    ``code`` has an entry for each value of these 16 bits: the code of the smallest float with these bits. Floats with
+    these bits from ``next_from`` on have the next code.
     """
 
     numbers: NDArray[np.float32]
@@ -100,14 +101,14 @@ class LowBitAdam(SeparableOptimizer):
     """Adam or AdamW (``decoupled_weight_decay``) with 8-bit or 4-bit moments.
 
     Args:
-        params: as in ``torch.optim.Adam``, like all other arguments except ``bits``.
+        params: the parameters to update, or parameter groups, as in ``torch.optim.Adam``.
         bits: bits per element of a moment, 8 or 4.
-        lr: see ``params``.
-        betas: see ``params``.
-        eps: see ``params``.
-        weight_decay: see ``params``.
-        maximize: see ``params``.
-        decoupled_weight_decay: see ``params``.
+        lr: the learning rate.
+        betas: the decay rates of both moments.
+        eps: the number added to the denominator.
+        weight_decay: the factor of the weight decay.
+        maximize: whether to maximize the loss.
+        decoupled_weight_decay: whether weight decay is applied as in AdamW, rather than as an L2 penalty as in Adam.
     """
 
     def __init__(

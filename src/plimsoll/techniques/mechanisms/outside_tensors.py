@@ -34,7 +34,13 @@ def next_operation() -> int:
 
 
 def refuse_what_is_outside(results: Sequence[Tensor], given: Iterable[Tensor], begin: int) -> None:
-    """Check that results use no outside tensor, if they were computed from ``given`` since operation ``begin``.
+    """Check that the results of a segment depend on no tensor with a gradient from outside the segment.
+
+    Args:
+        results: the tensors that the segment computed.
+        given: the tensors that it may use: its state, its slices and the parameters.
+        begin: the number of its first operation, from `next_operation`.
+
 
     Raises:
         InputError: if the graph contains another tensor that needs a gradient.

@@ -100,7 +100,10 @@ def _kept(module: nn.Module) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]
 
 
 def _values_in(value: Any, looks_inside: bool) -> Iterator[Any]:
-    """Yield the identity and version of each tensor in a value and its items, and the plain values themselves."""
+    """Yield the identity and version of each tensor in a value and its items, and the plain values themselves.
+
+    ``looks_inside``: whether to search the attributes of other objects too, one level deep.
+    """
     if isinstance(value, Tensor):
         yield id(value), _version(value)
     elif isinstance(value, int | float | complex | str | bytes | bytearray):

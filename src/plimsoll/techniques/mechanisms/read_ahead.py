@@ -114,7 +114,10 @@ class _Turn:
         self._to_drop = before.following if before.is_dropped else ()
 
     def begin(self, *_: Any) -> None:
-        """Drop the pages that followed the previous part, and request the pages of the next part."""
+        """Request this part's ``following`` pages and the pages of the next part.
+
+        If the previous part is dropped after use, its ``following`` pages are dropped first.
+        """
         self._reader.drop(self._to_drop)
         self._reader.bring(self._to_bring)
 

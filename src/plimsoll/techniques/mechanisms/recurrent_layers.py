@@ -71,7 +71,7 @@ def is_plain_layer(module: nn.Module) -> bool:
 
 
 class ComposedLayer(ABC):
-    """The forward of a recurrent module, composed of kernel calls for some of its layers in one direction.
+    """The forward of a recurrent module as several kernel calls, each for some of its layers in one direction.
 
     It is an object, not a closure, so that a deep copy of the model calls its own layers.
     """
@@ -264,7 +264,7 @@ class Sequences(NamedTuple):
         return None if self.batch_sizes is None else self.batch_sizes[start : start + length]
 
     def reversal(self) -> Tensor:
-        """Return, for each row of a packed batch, the index of its replacement if every sample is reversed, (N,)."""
+        """Return the order of the rows (N,) that reverses every sample of a packed batch in time."""
         assert self.batch_sizes is not None
         sizes = torch.tensor(self.batch_sizes)
         begins = sizes.cumsum(0) - sizes

@@ -22,7 +22,10 @@ _REPLACED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class ReplacedOptimizer(Technique):
-    """A technique that replaces the optimizer; a run has at most one. ``kernels``: kernels of the new optimizer."""
+    """A technique that replaces the optimizer. A run has at most one such technique.
+
+    ``kernels``: the kernels that the new optimizer has, by their names in `plimsoll.techniques.optimizer_kernel`.
+    """
 
     modifies = frozenset({"optimizer"})
     reaches = frozenset({"optimizer states"})
@@ -59,7 +62,10 @@ def conflict(name: str, others: Choices, workload: Workload, setting: Setting) -
 
 
 def groups_for(optimizer: torch.optim.Optimizer, settings: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the parameter groups with only these settings of the class, and keys that are unknown to the class."""
+    """Return an optimizer's parameter groups for an optimizer of another class.
+
+    The groups keep ``settings``, and keys that are no settings of the old class, such as ``initial_lr`` of a schedule.
+    """
     return [
         {key: value for key, value in group.items() if key in ("params", *settings) or key not in optimizer.defaults}
         for group in optimizer.param_groups
@@ -92,7 +98,7 @@ def _all_of(schedule: Any) -> Iterator[LRScheduler]:
 
 
 def _let_schedules_know(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer count its steps, as torch does when a schedule is created. Its groups stay unchanged."""
+    """Make the optimizer count its steps, as torch does when a schedule is created. Parameter groups do not change."""
     before = [dict(group) for group in optimizer.param_groups]
     LambdaLR(optimizer, lambda step: 1.0)
     for group, settings in zip(optimizer.param_groups, before, strict=True):

@@ -77,7 +77,7 @@ Both = tuple[list[Tensor], list[Tensor]]
 
 
 def _both_ways(forward: Forward, arguments: Arguments, rows: Sequence[int]) -> Both | None:
-    """Return the results for rows together and in two parts; ``None`` if the results do not have one entry per row."""
+    """Return results of rows computed together, and in two parts; ``None`` if they do not have one entry per row."""
     together = _computed(forward, arguments, rows)
     parts = [_computed(forward, arguments, part) for part in (rows[:1], rows[1:])]
     if together is None or None in parts:
@@ -118,7 +118,10 @@ def _gradients(forward: Forward, arguments: Arguments, rows: Sequence[int], weig
 
 
 def _direction(root: Tensor, first: int) -> Tensor:
-    """Return incoming gradients for a result, different for each element. ``first``: the number of its first row."""
+    """Return an artificial incoming gradient for a result, different for each element.
+
+    ``first``: the number of the first row of the result.
+    """
     num_columns = root[0].numel()
     numbers = torch.arange(first * num_columns, first * num_columns + root.numel(), device=root.device)
     return torch.cos(numbers.float()).to(root.dtype).view(root.shape)

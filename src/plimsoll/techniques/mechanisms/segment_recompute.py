@@ -28,7 +28,7 @@ from plimsoll.techniques.mechanisms.recompute_schedule import backward_states, k
 from plimsoll.techniques.mechanisms.rng_replay import Autocast, RandomNumbers
 
 RunNumbered = Callable[[int, State, tuple[Tensor, ...]], Passed]
-"""``run(segment, state, slices)``."""
+"""``run(segment, state, slices)`` computes the segment with this index from its initial state and slices."""
 
 
 class SecondBackward(InputError):
@@ -40,7 +40,7 @@ class Walk:
     """The description of a chain of segments and of the way to run it.
 
     Args:
-        run: computes one segment, given its index, the state before it (empty at first) and its slices.
+        run: computes one segment, given its index, the state before it (empty at first) and its slice of each sequence.
         spans: the first step and the number of steps of each segment, in the order of computation. Each step occurs
             once.
         dim: the time dimension of the sequences and the outputs.
@@ -106,7 +106,10 @@ def over_time(walk: Walk, sequences: Sequence[Tensor], state: State, parameters:
 
 
 def has_hook(parameter: Tensor) -> bool:
-    """Return whether a parameter has a ``Tensor.register_hook`` hook, which each segment would call with a part."""
+    """Return whether a parameter has a ``Tensor.register_hook`` hook.
+
+    Each segment would call such a hook with its part of the gradient.
+    """
     return parameter.is_leaf and bool(parameter._backward_hooks)
 
 
@@ -177,7 +180,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _Truncated(torch.autograd.Function):
-    """The autograd node of truncated gradients, for a loss that is a single sum. Forward computes them already."""
+    """The autograd node of truncated gradients, for a loss that is a single sum. Its forward computes the gradients."""
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, places: _Places, shape: list[int], *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -42,7 +42,7 @@ _GLOO_BYTES = 2 << 20  # memory of gloo besides its copy of the data; measured w
 
 
 class _Agreed:
-    """A collective for the module with this number. It starts once all ranks have allocated their memory."""
+    """A collective of one module, identified by a number. It starts once all ranks have allocated their memory."""
 
     def __init__(self, ranks: Ranks, number: int) -> None:
         self._ranks, self._number = ranks, number
@@ -58,7 +58,10 @@ class _AgreedAllGather(_Agreed, AllGather):  # type: ignore[misc]
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Agree with the other ranks, then gather; return the handle to wait for, if ``async_op``."""
+        """Gather the shards, after all ranks have agreed that they have the memory.
+
+        Returns the handle to wait for, or ``None`` without ``async_op``.
+        """
         _prove_memory(output_tensor)
         self._ranks.require_all(_place(self._number, output_tensor.numel(), is_sum=False))
         return self._ranks.exchange(lambda: _all_gather(output_tensor, input_tensor, group=group, async_op=async_op))
@@ -70,7 +73,10 @@ class _AgreedReduceScatter(_Agreed, ReduceScatter):  # type: ignore[misc]
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """Agree with the other ranks, then reduce; return the handle to wait for, if ``async_op``."""
+        """Reduce and scatter the gradients, after all ranks have agreed that they have the memory.
+
+        Returns the handle to wait for, or ``None`` without ``async_op``.
+        """
         _prove_memory(input_tensor)
         self._ranks.require_all(_place(self._number, input_tensor.numel(), is_sum=True))
         return self._ranks.exchange(
@@ -79,7 +85,7 @@ class _AgreedReduceScatter(_Agreed, ReduceScatter):  # type: ignore[misc]
 
 
 def _place(number: int, num_elements: int, is_sum: bool) -> int:
-    """Return a number that identifies a collective. It differs on a rank that skips a block or some parameters."""
+    """Return a number that identifies a collective, so that ranks notice if one skips a block or some parameters."""
     return (2 * number + is_sum << _ELEMENT_BITS) + num_elements
 
 
@@ -177,7 +183,7 @@ class ShardedTraining:
             self.rows[name] = rows
 
     def _agree_in(self, module: nn.Module, number: int) -> None:
-        """Make all ranks agree before each collective of a module, which has this number."""
+        """Make all ranks agree before each collective of a module, which ``number`` identifies."""
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(_AgreedAllGather(self._ranks, number))
         module.set_custom_reduce_scatter(_AgreedReduceScatter(self._ranks, number))
@@ -258,7 +264,10 @@ class ShardedTraining:
         self._before.restore()
 
     def whole_state(self, state: dict[str, Any], rows: Tensor, shape: torch.Size) -> dict[str, Any]:
-        """Return an optimizer state in which tensors with the shape of this rank's rows are gathered from all ranks."""
+        """Return a parameter's optimizer state in which tensors of the shape of ``rows`` are gathered from all ranks.
+
+        ``rows``: this rank's rows of the parameter. ``shape``: the shape of the whole parameter.
+        """
         return {
             key: self.whole_of(value, shape) if isinstance(value, Tensor) and value.shape == rows.shape else value
             for key, value in state.items()

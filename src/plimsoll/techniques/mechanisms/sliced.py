@@ -56,7 +56,7 @@ class Slicing:
 
     @property
     def is_inside(self) -> bool:
-        """True if an enclosing module is being computed in slices."""
+        """True while an enclosing module is computed in slices."""
         return self._is_inside
 
     @contextmanager
@@ -139,7 +139,10 @@ class _Call:
         return with_rows(result, iter(wholes))
 
     def _first(self, span: Span, given: list[Tensor], needs: list[bool]) -> tuple[Any, list[Tensor]]:
-        """Compute a slice with the kernels that backward will use, but save no tensors; return result and tensors."""
+        """Compute a slice with the kernels that backward will use, but save no tensors for backward.
+
+        Returns the result of the slice, and the tensors in it.
+        """
         self._random.append(RandomNumbers.now([self._beside, *given]))
         hooks = saved_tensors_hooks(lambda tensor: None, self._refuse_use)
         with hooks, stands_for(span.num_passes), self._autocast.again():
@@ -197,7 +200,7 @@ class _Call:
         return self._arguments.with_tensors(tensors, lambda rows: rows[span.start : span.stop])
 
     def _of_span(self, tensors: list[Tensor], span: Span) -> list[Tensor]:
-        """Return a slice, as a new leaf, of each tensor that has rows."""
+        """Return the slice, as a new leaf, of each tensor that has rows; other tensors are returned as they are."""
         return [
             tensor.detach()[span.start : span.stop].requires_grad_(tensor.requires_grad)
             if self._arguments.of_rows(tensor)

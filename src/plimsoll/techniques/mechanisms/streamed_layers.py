@@ -251,7 +251,7 @@ class _Forward:
 
 
 def _on_the_way(home: Tensor, copy: Tensor, stream: _Stream) -> Tensor:
-    """Return the copy, connected to its home by autograd, so that the gradient flows there."""
+    """Return a parameter's copy, connected to its home by autograd, so that the gradient flows to the home."""
     passage = _Passage(stream, home.device)
     left = _Leave.apply(home, passage)  # type: ignore[no-untyped-call]
     arrived: Tensor = _Arrive.apply(left, copy, passage)  # type: ignore[no-untyped-call]
@@ -275,7 +275,7 @@ class _Passage:
 
 
 class _Arrive(torch.autograd.Function):
-    """The device side: backward starts the copy of the gradient and does not wait."""
+    """The device side of a `_Passage`: backward starts the copy of the gradient and does not wait."""
 
     @staticmethod
     def forward(ctx: Any, home: Tensor, copy: Tensor, passage: _Passage) -> Tensor:
@@ -292,7 +292,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The host side: waits for the copy, because autograd then accumulates the gradient."""
+    """The host side of a `_Passage`: backward waits for the copy, because autograd then accumulates the gradient."""
 
     @staticmethod
     def forward(ctx: Any, home: Tensor, passage: _Passage) -> Tensor:
@@ -308,7 +308,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Ref(NamedTuple):
-    """A reference that autograd saves instead of a copy or a view of a copy. In backward, the block is copied again."""
+    """A reference that autograd saves in place of a parameter's copy or its view. Backward copies the block again."""
 
     stream: _Stream
     block: int
@@ -364,6 +364,6 @@ def _hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def _graph_task() -> int | None:
-    """Return the id of the backward that runs in this thread, if any. This is private in torch."""
+    """Return the id of the backward that runs in this thread; ``None`` outside of backward. Private in torch."""
     task = int(torch._C._current_graph_task_id())
     return None if task == -1 else task

@@ -28,7 +28,7 @@ class Setting:
     Attributes:
         device: the kind of device that computes.
         batch_size: number of samples per batch on this rank.
-        trace: a trace of the training without techniques other than pinned ones, if there is one.
+        trace: a trace of the training without techniques other than pinned ones; ``None``: not traced yet.
         precision: the precision that the job sets; ``auto`` leaves it to the plan.
         allow: the names that the user allows, such as lossy techniques.
         lengths_vary: whether samples of one batch differ in length.
@@ -55,16 +55,18 @@ Moved = Literal["states", "parameters", "activations"]
 """Data that a technique can move off the device."""
 
 Need = Literal["loss", "step"]
-"""A requirement on the training loop: ``workload.loss`` computes the loss; the step is `plimsoll.step.train_step`."""
+"""A requirement on the training loop.
+
+``loss``: the loop computes its loss with ``workload.loss``. ``step``: the loop uses `plimsoll.step.train_step`."""
 
 Stage = Literal[
     "precision", "model", "optimizer", "ranks", "batch", "places", "parts", "time", "calls", "update", "graph",
     "evaluation", "memory",
 ]  # fmt: skip
-"""The stage at which a technique is installed, in this order.
+"""The stage at which a technique is installed; stages follow each other in this order.
 
-1. Techniques that change the training, or move states and parameters. They stay installed when a plan moves to a
-   fallback with the same beginning.
+1. Techniques that change the training, or move states and parameters. They stay installed when a run moves to a
+   fallback whose first choices are the same.
 2. Techniques that replace parts of the model, and those that wrap calls of it.
 3. Techniques that change how memory is allocated.
 """
@@ -91,7 +93,7 @@ Export = Callable[[Choice, Literal["cpu", "cuda"]], Exported | None]
 
 
 def by_deepspeed(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
-    """Return the settings of Accelerate that delegate to DeepSpeed."""
+    """Return the settings of Accelerate that make it use DeepSpeed, which has its own configuration file."""
     return Exported({"distributed_type": "DEEPSPEED"})
 
 
@@ -169,7 +171,7 @@ class Technique(ABC):
         return None
 
     def gradient_steps(self, choice: Choice, num_steps: int) -> int | None:
-        """Return over how many of ``num_steps`` steps gradients reach back at most; ``None``: over all steps."""
+        """Return the maximum number of time steps, of ``num_steps``, that gradients reach back; ``None``: all steps."""
         return None
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:

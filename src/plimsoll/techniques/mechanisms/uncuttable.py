@@ -45,7 +45,7 @@ class WholeBatch:
         """Return the reason to keep a batch whole, if any.
 
         Args:
-            also_idle: whether to consider also modules that are in evaluation mode now.
+            also_idle: whether modules that are in evaluation mode now count too.
         """
         if any(module.training or also_idle for module in self._batch_norms):
             return _BATCH_NORM
