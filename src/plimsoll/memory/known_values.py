@@ -4,7 +4,7 @@ A fake tensor has a shape but no values. Models ask for values nevertheless: whe
 each sequence is. The integers of a batch are known. Each op on known integers therefore also runs on the real, small
 tensors (at most `MOST_ELEMENTS`). If an unknown value is requested (a loss, a gradient norm, a router's choice), the
 answer is 0, or as many elements as possible. ``assumptions`` records each such answer. Random numbers are almost 1, so
-that layer dropout skips no layer: a long run needs as much memory.
+that layer dropout skips no layer. The trace then needs as much memory as the largest step of a long run.
 
 Does NOT compute floating-point values, except of tensors with few elements.
 """

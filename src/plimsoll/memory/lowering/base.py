@@ -60,7 +60,7 @@ class Lowering(Protocol):
         """Replace the ops that differ on the target until the context exits."""
 
     def run_with(self, run: Run) -> Run:
-        """Wrap the function that executes an op."""
+        """Wrap the function that executes an op, so that results are as on the target."""
 
     def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
         """Return the sizes of the scratch memory that the target's kernel uses."""

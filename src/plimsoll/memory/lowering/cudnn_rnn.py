@@ -41,7 +41,7 @@ MOST_STEPS = 65_535
 
 
 def shape_of(module: nn.RNNBase, num_steps: int, batch: int) -> RnnShape:
-    """Return the shape of a module's call."""
+    """Return the shape of one call of a recurrent module, from which the sizes of cuDNN's buffers follow."""
     cell: Cell = module.mode.lower()  # type: ignore[assignment]
     return RnnShape(
         cell,
