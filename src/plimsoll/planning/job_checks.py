@@ -47,7 +47,7 @@ def require_sound(
 
     Args:
         job: the training.
-        device: see `plimsoll.planning.predict_job.predict_job`, as is ``limit_bytes``.
+        device: see `plimsoll.planning.predict_job.predict_job`, also for ``limit_bytes``.
         limit_bytes: see `device`.
         pins: pins of the plan, in addition to the job's.
         forbids: names of techniques.

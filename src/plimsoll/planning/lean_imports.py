@@ -54,7 +54,7 @@ def leave_out_unused(job: Job, is_own: bool | None = None) -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection in a block that imports, in which a thousand collections take a sixth of the time."""
+    """Disable garbage collection while the block runs imports, because it would take a sixth of the import time."""
     if not gc.isenabled():
         yield
         return

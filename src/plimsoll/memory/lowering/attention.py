@@ -255,7 +255,7 @@ class Tile(NamedTuple):
 
     @property
     def computes_delta(self) -> bool:
-        """True if the kernel itself computes delta, the row sums of gradient times output (``kKernelComputesDelta``)."""
+        """True if the kernel itself computes delta, the row sums of gradient x output (``kKernelComputesDelta``)."""
         return self.half and (self.keeps_outputs or self.architecture != 70)
 
 
