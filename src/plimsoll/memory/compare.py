@@ -65,7 +65,7 @@ def compare(predicted: Trace, measured: Trace, counters: Counters | None = None)
 
 
 def calibrate(calibration: Calibration, comparison: Comparison) -> Calibration:
-    """Return a calibration updated with one more run. A run without measurements changes nothing."""
+    """Return a calibration updated with one more run, or the same one if a trace has no memory on the device."""
     live, predicted = comparison.measured.peak_bytes, comparison.predicted.peak_bytes
     if not live or not predicted:
         return calibration
@@ -86,7 +86,7 @@ def _without_scratch(trace: Trace) -> Trace:
 
 
 def with_run(old: Learned | None, value: float) -> Learned:
-    """Return learned statistics of a ratio, updated with its value in one more run."""
+    """Return the statistics of a learned value, updated with one more run; ``old`` is ``None`` before the first run."""
     return Learned(num_runs=1, mean=value, low=value, high=value) if old is None else old.with_run(value)
 
 

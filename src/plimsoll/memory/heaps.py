@@ -142,7 +142,7 @@ def steps_of(trace: Trace, live: Live) -> Column:
 
 
 def _first_rows_of_steps(trace: Trace, live: Live) -> frozenset[int]:
-    """Return the rows at which every step but the first begins."""
+    """Return the first row of each step except step 1."""
     steps = steps_of(trace, live)
     begins = np.flatnonzero((steps[1:] > steps[:-1]) & (steps[:-1] > 0)) + 1
     return frozenset(begins.tolist())

@@ -211,7 +211,7 @@ class KnownValues:
         return _zero(tensor.dtype)
 
     def _unknown_length(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the results of an op that may drop elements: with all elements, or with a single element."""
+        """Return results of an op that may drop elements: with all elements if ``keeps_all``, else with one at most."""
         self.assume(f"{op} {KEEPS_ALL}{self._where() or ''}")
         results = []
         for (length, *rest), dtype in _UNKNOWN_LENGTH[op](*args, **kwargs):

@@ -1,10 +1,10 @@
 """Search for the largest size that fits, with a handful of traces. The answer itself is verified by a trace.
 
 Memory grows nearly in proportion to the batch size, and at worst with the square of the sequence length. It grows in
-steps, because an allocator reserves segments and kernels change at some sizes. Two traces define a line, or one trace
-if the growing part of its memory is known. The line gives the next size to try. Every trace narrows the bracket between
-the largest fitting and the smallest failing size, until the requested precision is reached. If lines narrow the bracket
-too slowly, it is halved.
+steps, because an allocator reserves segments and kernels change at some sizes. A line through two traces predicts the
+memory of other sizes; one trace suffices if the growing part of its memory is known. The line gives the next size to
+try. Every trace narrows the bracket between the largest fitting and the smallest failing size, until the requested
+precision is reached. If lines narrow the bracket too slowly, it is halved.
 """
 
 from __future__ import annotations

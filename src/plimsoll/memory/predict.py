@@ -69,6 +69,7 @@ class Counted:
         workspaces_bytes: bytes of cuBLAS workspaces. torch counts workspaces as allocated; here they belong to the
             context from the start.
         most_in_use_bytes: peak of torch's counter of allocated bytes, which may occur before all workspaces exist.
+            ``None`` on the CPU, which has no such counter.
     """
 
     trace: Trace
@@ -294,7 +295,7 @@ def count_on_cpu(  # noqa: PLR0917 -- the last three are given by name
 
     Args:
         trace: the trace, lowered to the CPU.
-        baseline: the interpreter and the libraries, with the memory of their threads.
+        baseline: memory of the process before training: the interpreter, the libraries, and their threads.
         rules: configuration of the heap.
         has_limit: whether the training runs inside `plimsoll.device.cpu.data_limit`, which also counts memory that is
             never written.

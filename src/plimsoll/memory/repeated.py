@@ -1,13 +1,15 @@
 """Repetition of recorded ops: a dry run executes them once, and the trace contains them as often as they would run.
 
-with stands_for(14):
-    embed(a_slice)
+    with stands_for(14):
+        embed(a_slice)
 
-begin = place_of(recorder)
-loss = a_pass()
-stretch = Stretch(recorder, begin, [loss])
-if stretch.is_closed:
-    (loss,) = stretch.again()
+    begin = place_of(recorder)
+    loss = a_pass()
+    stretch = Stretch(recorder, begin, [loss])
+    if stretch.is_closed:
+        (loss,) = stretch.again()
+
+`stands_for` repeats ops without their storages. `Stretch` repeats a section with its storages.
 """
 
 from __future__ import annotations

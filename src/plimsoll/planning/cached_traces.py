@@ -135,7 +135,7 @@ def _share_or_file(validation: str | float) -> str | float:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can represent."""
+    """Return an equivalent of a value that JSON can represent, such as a list for a set."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if isinstance(value, frozenset):

@@ -412,9 +412,10 @@ class _Tries:
     def _seconds_of(
         self, configuration: Configuration, num_micro_batches: int, is_first: bool = False
     ) -> float | OomEvent:
-        """Run a step on the first micro-batches, and return its seconds.
+        """Run a step on the first ``num_micro_batches`` micro-batches, and return its seconds.
 
-        The state to restore later is the state before the first of these steps.
+        With ``is_first``, record the state before the step, which the trial restores in the end. Later steps run on top
+        of the first one.
         """
         step, backend = self._step, self._step.backend
         num_samples = min(num_micro_batches * configuration.micro_batch, self._batch_size)

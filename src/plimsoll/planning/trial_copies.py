@@ -30,7 +30,7 @@ class TrialCopies:
     """Copies of reachable state, to be restored later.
 
     Args:
-        remembered: the state before the trial of a candidate, with its techniques installed.
+        remembered: the parts of the state before the trial of a candidate, with its techniques installed.
         updated: tensors that an update writes.
 
     Attributes:
@@ -56,7 +56,7 @@ class TrialCopies:
         self.num_bytes = sum(one.nbytes() for one in self._owners)
 
     def reason_against(self, most_bytes: int) -> str | None:
-        """Return why the state is not copied: it cannot be restored, or exceeds ``most_bytes``. ``None`` if it can be."""
+        """Return why the state cannot be copied and restored, or that it exceeds ``most_bytes``; ``None`` if neither."""
         if self._iterators:
             return said_of_iterators(self._iterators)
         if self._large:

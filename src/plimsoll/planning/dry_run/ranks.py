@@ -26,7 +26,7 @@ from plimsoll.errors import InputError
 
 @contextmanager
 def joined_alone() -> Iterator[None]:
-    """Provide everything that collectives on the CPU need, with this process as the only rank, while the block runs."""
+    """Make this process the only rank of a gloo process group while the block runs, with gloo's memory allocated."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.zeros(1), group=dist.new_group(backend="gloo"))
