@@ -67,7 +67,7 @@ def stretches(are_captured: Sequence[bool]) -> tuple[tuple[int, int], ...]:
 
 
 def captured_rows(trace: Trace) -> Column:
-    """Return a boolean column with a row for each op: whether a CUDA graph replays it."""
+    """Return, for each op of a trace, whether a CUDA graph replays it."""
     rows = np.zeros(len(trace.ops.name), dtype=bool)
     for begin, end in trace.captured:
         rows[begin:end] = True

@@ -61,7 +61,7 @@ def storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> 
 
 
 def graph_size(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> GraphSize | None:
-    """Measure the graph behind ``tensors``.
+    """Measure the autograd graph that computed ``tensors``.
 
     Args:
         tensors: tensors with a graph.
@@ -208,7 +208,7 @@ def _running_node() -> int:
 
 
 def calls_by_itself() -> bool:
-    """Return whether autograd calls the next op, not Python code in a recomputation or custom backward function."""
+    """Return whether autograd's engine calls the next op, rather than a recomputation or a custom backward function."""
     if torch._C._current_graph_task_id() == _OUTSIDE or torch.is_grad_enabled():
         return False
     return not isinstance(torch._C._current_autograd_node(), BackwardCFunction)

@@ -119,7 +119,7 @@ class KnownValues:
         return tuple(self._assumed.values())
 
     def assume(self, text: str, low_bytes: int = 0, high_bytes: int = 0) -> None:
-        """Record an assumption. If it is recorded already, the range is widened."""
+        """Record an assumption. If it is recorded already, its range of bytes is widened to include the new range."""
         old = self._assumed.get(text, Assumption(text=text))
         self._assumed[text] = Assumption(
             text=text, low_bytes=min(low_bytes, old.low_bytes), high_bytes=max(high_bytes, old.high_bytes)

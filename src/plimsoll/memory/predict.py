@@ -240,7 +240,7 @@ def count_on_cuda(
     rules: AllocatorRules | None = None,
     beside: Estimate | None = None,
 ) -> Counted:
-    """Simulate torch's caching allocator and add the CUDA context.
+    """Predict the memory of a trace on a GPU: simulate torch's caching allocator, and add the CUDA context.
 
     Args:
         trace: the trace, lowered to the card's architecture.
@@ -291,7 +291,7 @@ def count_on_cpu(  # noqa: PLR0917 -- the last three are given by name
     is_long: bool = False,
     heaps: Heaps | None = None,
 ) -> Counted:
-    """Simulate the heap of the C library and add the process.
+    """Predict the memory of a trace on the CPU: simulate the heap of the C library, and add ``baseline``.
 
     Args:
         trace: the trace, lowered to the CPU.

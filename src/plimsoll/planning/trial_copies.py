@@ -56,7 +56,7 @@ class TrialCopies:
         self.num_bytes = sum(one.nbytes() for one in self._owners)
 
     def reason_against(self, most_bytes: int) -> str | None:
-        """Return why the state cannot be copied and restored, or that it exceeds ``most_bytes``; ``None`` if neither."""
+        """Return why not to copy the state: it cannot be restored, or exceeds ``most_bytes``. Else return ``None``."""
         if self._iterators:
             return said_of_iterators(self._iterators)
         if self._large:
@@ -88,7 +88,7 @@ def updated_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def copier_for(kind: str) -> Copier:
-    """Return a function that copies tensors outside the budget: to a mapped file or to host memory."""
+    """Return a function that copies tensors outside the budget: on a CPU to a mapped file, on a GPU to host memory."""
     return MappedPool().copy_of if kind == "cpu" else _copy_on_host
 
 

@@ -365,7 +365,7 @@ def _math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: H
 
 
 class _SafeSoftmax(torch.autograd.Function):
-    """`_safe_softmax` with its temporaries: rows that are masked completely become zeros."""
+    """Autograd function of `_safe_softmax` with its temporaries: rows that are masked completely become zeros."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:

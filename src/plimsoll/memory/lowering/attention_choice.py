@@ -31,7 +31,7 @@ class Call(NamedTuple):
     """The inputs on which the choice of a kernel depends.
 
     Attributes:
-        query_shape: batch, heads, length, width; other numbers of dimensions need `math`.
+        query_shape: (batch, heads, length, width). Only the `math` kernel supports other numbers of dimensions.
         key_shape: as `query_shape`.
         value_shape: as `query_shape`.
         dtype: dtype of query, key and value.

@@ -116,7 +116,7 @@ def kernels_replaced(
 
 @contextmanager
 def foreach_as_on(device_types: tuple[str, ...]) -> Iterator[None]:
-    """Make optimizers default to `foreach` as on some devices, also for fake tensors, until the context exits.
+    """Make `foreach` the default of optimizers on the given devices, also for fake tensors, until the context exits.
 
     The default depends on the exact class of a parameter and on its device type. Both lists are private in torch.
 

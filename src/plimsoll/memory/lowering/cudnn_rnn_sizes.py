@@ -38,7 +38,7 @@ class SizeRange(NamedTuple):
 
 
 class RnnShape(NamedTuple):
-    """The parameters on which the sizes depend."""
+    """The parameters of a recurrent layer and its batch, on which the sizes of cuDNN's buffers depend."""
 
     cell: Cell
     num_steps: int
@@ -54,7 +54,7 @@ class RnnShape(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Steps of all samples, without padding if the batch is packed."""
+        """Number of time steps of all samples together, without padding if the batch is packed."""
         return self.num_steps * self.batch if self.packed_rows is None else self.packed_rows
 
     @property
@@ -77,7 +77,7 @@ class RnnShape(NamedTuple):
 
     @property
     def weight_elements(self) -> int:
-        """Size of the flat buffer. cuDNN has both biases even if the module has none (``CUDNN_RNN_DOUBLE_BIAS``)."""
+        """Number of elements of cuDNN's weight buffer, which always has both biases (``CUDNN_RNN_DOUBLE_BIAS``)."""
         return self.matrix_elements + 2 * _GATES[self.cell] * self.hidden_size * self.num_layers * self.num_directions
 
 

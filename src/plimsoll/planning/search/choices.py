@@ -115,7 +115,7 @@ def _sizes(problem: Problem) -> tuple[int, ...] | str:
 
 
 class Compatibility:
-    """Check whether choices can be combined. Each pair of choices is checked once."""
+    """Checker of whether choices can be combined. Each pair of choices is checked once."""
 
     def __init__(self, problem: Problem) -> None:
         self._reason = cache(lambda choices: conflict_among(choices, problem.workload, problem.setting))

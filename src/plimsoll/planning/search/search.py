@@ -409,7 +409,7 @@ class _Search:
         )
 
     def _simpler(self, evaluation: Evaluation, limit_bytes: int) -> Choices | None:
-        """Return choices with one left out, if they are untraced and may be as fast despite a slower guess."""
+        """Return an untraced combination with one choice fewer that may be as fast, despite its guess, or ``None``."""
         shorter = [
             combination
             for combination in self._known.combinations()
