@@ -171,8 +171,8 @@ def align(one: Trace, other: Trace) -> Iterator[Pair]:
 
     Two runs of the same training usually have the same ops. Otherwise, the ops of each section of a step and phase are
     matched from the front and from the back. After a difference, matching continues at the next position at which a few
-    ops in a row agree. If this would skip `_MOST_SKIPPED` ops, the rest of the section is not matched. This method does
-    not find the longest common sequence.
+    ops in a row agree. If this would skip `_MOST_SKIPPED` ops or more, only the ops at the back are still matched. This
+    method does not find the longest common sequence.
     """
     names, other_names = _names(one), _names(other)
     others = dict(_parts(other))

@@ -34,7 +34,10 @@ class _Deferred(ModuleType):
     __compiler__: Deferring
 
     def __getattr__(self, name: str) -> Any:
-        """Return the stand-in for an attribute, or else run the compiler and return the real attribute."""
+        """Return the stand-in for an attribute, or else run the compiler and return the real attribute.
+
+        Of the names with two leading underscores, only the package's ``__path__`` exists, which locates submodules.
+        """
         is_plain = name.startswith("__") and (name != "__path__" or self.__name__ != COMPILER)
         if is_plain or "__compiler__" not in vars(self):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
