@@ -67,7 +67,7 @@ def stretches(are_captured: Sequence[bool]) -> tuple[tuple[int, int], ...]:
 
 
 def captured_rows(trace: Trace) -> Column:
-    """Return a boolean column with a row for each op: whether a CUDA graph replays it."""
+    """Return, for each op of a trace, whether a CUDA graph replays it."""
     rows = np.zeros(len(trace.ops.name), dtype=bool)
     for begin, end in trace.captured:
         rows[begin:end] = True
@@ -87,15 +87,15 @@ Wait = tuple[int, int, bool]
 
 
 class Beside:
-    """Asynchronous copies and waits of one record.
+    """The asynchronous copies in the record of one `Recorder`, and the ops that wait for them.
 
     Args:
-        last_row: returns the row of the last recorded op.
+        last_row: returns the row of the last op in the record.
 
     Attributes:
-        copies: ``(row, whether it is to the device)`` of each copy.
-        waits: ``(row, row of a copy, whether the processor waits, too)``: the op in the first row begins after the copy
-            has finished.
+        copies: ``(row, to_device)`` of each copy: the row of its op, and whether it copies to the device.
+        waits: ``(row, copy_row, by_processor)`` of each wait. The op in ``row`` begins after the copy in ``copy_row``
+            has finished. With ``by_processor``, the processor waits as well.
     """
 
     def __init__(self, last_row: Callable[[], int]) -> None:
@@ -126,20 +126,20 @@ class Beside:
 
 
 class Copied:
-    """A group of copies: each active record, with the row of the last copy in it."""
+    """The copies made in one block of `copying_beside`, for which later ops can wait."""
 
     def __init__(self, rows: list[tuple[Beside, int]]) -> None:
         self._rows = rows
 
     def note_wait(self, *, by_processor: bool) -> None:
-        """Record that the next op waits for the copies, and with ``by_processor`` the host as well."""
+        """Record that the next op waits for these copies; with ``by_processor``, the processor waits as well."""
         for beside, row in self._rows:
             beside.waits.append((beside.last_row() + 1, row, by_processor))
 
 
 @contextmanager
 def copying_beside(to_device: bool) -> Iterator[Copied]:
-    """Mark the ops of the block as copies that overlap with later ops."""
+    """Mark the ops of the block as copies that overlap with later ops. Yield an object that records waits for them."""
     records = [getattr(mode, "beside", None) for mode in _get_current_dispatch_mode_stack()]
     begins = [(beside, beside.last_row() + 1) for beside in records if isinstance(beside, Beside)]
     rows: list[tuple[Beside, int]] = []

@@ -28,14 +28,17 @@ _RAW = "_raw_saved_"
 
 
 class GraphSize(NamedTuple):
-    """The number of operations of a graph, and the bytes of the storages that they save; ``None`` if unknown."""
+    """The number of nodes of an autograd graph, and the bytes of the storages that they save for backward.
+
+    ``saved_bytes`` is ``None`` if torch does not expose the saved tensors.
+    """
 
     num_nodes: int
     saved_bytes: int | None
 
 
 def has_graph(tensor: Tensor) -> bool:
-    """Return whether a tensor was computed with a graph, without making a Python object of the node as ``grad_fn``."""
+    """Return whether autograd recorded how a tensor was computed. Reading ``grad_fn`` would create a Python object."""
     return bool(tensor.requires_grad and not tensor.is_leaf)
 
 
@@ -58,7 +61,7 @@ def storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> 
 
 
 def graph_size(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> GraphSize | None:
-    """Measure the graph behind ``tensors``.
+    """Measure the autograd graph that computed ``tensors``.
 
     Args:
         tensors: tensors with a graph.
@@ -118,7 +121,11 @@ _Place = tuple[int, int]  # a backward pass and its running node, both -1 outsid
 
 
 class NotedNodes(NamedTuple):
-    """Records of new nodes, as ``(row of birth, row of death, number)``, and whether a backward pass is running."""
+    """Records ``(birth, death, number)`` of nodes, and whether a backward pass is running.
+
+    Each record is for ``number`` nodes. ``birth`` is the row of the op that made them. ``death`` is the row of the op
+    at which they had been freed; -1 while they are alive.
+    """
 
     nodes: list[tuple[int, int, int]]
     is_running: bool
@@ -160,7 +167,7 @@ class Graphs:
 
     @property
     def num_noted(self) -> int:
-        """Number of records of new nodes."""
+        """Number of node records so far."""
         return len(self._nodes)
 
     def noted(self, begin: int) -> NotedNodes:
@@ -168,7 +175,7 @@ class Graphs:
         return NotedNodes([(made, gone, num) for made, gone, num in self._nodes[begin:]], self._pass != _OUTSIDE)
 
     def note_again(self, noted: NotedNodes, begin: int, shift: int) -> None:
-        """Record nodes once more, ``shift`` rows later. The first op of the repetition is in row ``begin``."""
+        """Record ``noted`` once more, ``shift`` rows later. The first repeated op is in row ``begin``."""
         current = torch._C._current_graph_task_id()
         is_inside = current != _OUTSIDE  # nodes of a recomputation, which end with the next op
         if is_inside:
@@ -186,7 +193,7 @@ class Graphs:
             self._pass = _AGAIN if noted.is_running else _OUTSIDE
 
     def nodes(self) -> tuple[tuple[int, int, int], ...]:
-        """Return all records as ``(row of birth, row of death, number)``; the row of death is -1 for live nodes."""
+        """Return all node records, in the form described in `NotedNodes`."""
         return tuple((made, gone, number) for made, gone, number in self._nodes)
 
     def _end(self, op_row: int, places: list[_Place]) -> None:
@@ -201,7 +208,7 @@ def _running_node() -> int:
 
 
 def calls_by_itself() -> bool:
-    """Return whether autograd calls the next op, not Python code in a recomputation or custom backward function."""
+    """Return whether autograd's engine calls the next op, rather than a recomputation or a custom backward function."""
     if torch._C._current_graph_task_id() == _OUTSIDE or torch.is_grad_enabled():
         return False
     return not isinstance(torch._C._current_autograd_node(), BackwardCFunction)

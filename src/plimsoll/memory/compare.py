@@ -65,7 +65,7 @@ def compare(predicted: Trace, measured: Trace, counters: Counters | None = None)
 
 
 def calibrate(calibration: Calibration, comparison: Comparison) -> Calibration:
-    """Return a calibration updated with one more run. A run without measurements changes nothing."""
+    """Return a calibration updated with one more run, or the same one if a trace has no memory on the device."""
     live, predicted = comparison.measured.peak_bytes, comparison.predicted.peak_bytes
     if not live or not predicted:
         return calibration
@@ -86,7 +86,7 @@ def _without_scratch(trace: Trace) -> Trace:
 
 
 def with_run(old: Learned | None, value: float) -> Learned:
-    """Return learned statistics of a ratio, updated with its value in one more run."""
+    """Return the statistics of a learned value, updated with one more run; ``old`` is ``None`` before the first run."""
     return Learned(num_runs=1, mean=value, low=value, high=value) if old is None else old.with_run(value)
 
 
@@ -104,7 +104,7 @@ def _moment(trace: Trace, row: int) -> Moment:
 
 
 def _peak(trace: Trace) -> tuple[Side, Counter[_Key]]:
-    """Return the peak of a trace, and its live bytes by op, module and category."""
+    """Return the peak of a trace, and the bytes that are live at the peak by op, module and category."""
     live = live_bytes(trace)
     row = live.peak_row
     op_row = trace.event_op[int(live.event[row])] if row >= 0 else 0
@@ -145,7 +145,7 @@ _NOTHING: tuple[_Sizes, _Sizes] = ([], [])
 
 
 def _events_by_op(trace: Trace) -> dict[int | None, tuple[_Sizes, _Sizes]]:
-    """Return, for each op, the storages that were born and those that died in it or before the next op."""
+    """Return, for each op, the storages that were allocated and freed from its start until the next op."""
     found: dict[int | None, tuple[_Sizes, _Sizes]] = {}
     storages, texts = trace.storages, trace.texts
     for signed, op_row in zip(trace.events, trace.event_op, strict=True):
@@ -170,8 +170,9 @@ def align(one: Trace, other: Trace) -> Iterator[Pair]:
     """Yield pairs of rows of the same op in two traces, in order.
 
     Two runs of the same training usually have the same ops. Otherwise, the ops of each section of a step and phase are
-    matched from the front and from the back. Between these, the next few ops in both traces are searched for. This does
-    not find the longest common sequence. The search stops when `_MOST_SKIPPED` ops in a row are in one trace only.
+    matched from the front and from the back. After a difference, matching continues at the next position at which a few
+    ops in a row agree. If this would skip `_MOST_SKIPPED` ops or more, only the ops at the back are still matched. This
+    method does not find the longest common sequence.
     """
     names, other_names = _names(one), _names(other)
     others = dict(_parts(other))
@@ -201,7 +202,7 @@ def _parts(trace: Trace) -> Iterator[tuple[tuple[int, str, int], tuple[int, int]
 
 
 def _matched(a: list[str], b: list[str]) -> Iterator[Pair]:
-    """Yield pairs of positions of equal names in two lists."""
+    """Yield aligned positions in two lists of names; ``None`` replaces the position in a list that lacks the name."""
     tail = 0
     while tail < min(len(a), len(b)) and a[-tail - 1] == b[-tail - 1]:
         tail += 1
@@ -229,7 +230,10 @@ def _places_by_next_names(names: list[str], end: int) -> dict[tuple[str, ...], l
 def _next_alike(
     a: list[str], places: dict[tuple[str, ...], list[int]], start: tuple[int, int], end: tuple[int, int]
 ) -> tuple[int, int]:
-    """Return the next positions where three names in a row agree, with the fewest skipped; ``end`` if none is near."""
+    """Return the next positions at which three names in a row agree, with the fewest names skipped.
+
+    If `_MOST_SKIPPED` or more names would be skipped, return ``end``.
+    """
     best, num_skipped = end, _MOST_SKIPPED
     for i in range(start[0], min(end[0], start[0] + _MOST_SKIPPED)):
         if i - start[0] >= num_skipped:

@@ -2,9 +2,9 @@
 
 Fake tensors, optimizers, checkpoints and transformers import the compiler although nothing is compiled. Together with
 inductor and distributed tensors, this takes a second and up to 60 MiB. `Deferring` loads the package and its module
-``source`` empty. The few attributes that tracing and training use have equivalent stand-ins, even if the process
-compiles later. Any other attribute, for example for `torch.compile`, runs the real modules, which then replace the
-empty ones.
+``source`` empty. For the few attributes that tracing and training use, it provides stand-ins, which stay valid if the
+process compiles later. A request for any other attribute, for example by `torch.compile`, runs the real modules, which
+then replace the empty ones.
 
 Written for torch 2.13 and 2.14. If another version needs more attributes, the compiler runs as usual. Does NOT defer
 `torch.fx.experimental.symbolic_shapes` (with sympy), which fake tensors use.
@@ -34,7 +34,10 @@ class _Deferred(ModuleType):
     __compiler__: Deferring
 
     def __getattr__(self, name: str) -> Any:
-        """Return a stand-in or the real attribute. Only the package has a ``__path__``, which locates submodules."""
+        """Return the stand-in for an attribute, or else run the compiler and return the real attribute.
+
+        Of the names with two leading underscores, only the package's ``__path__`` exists, which locates submodules.
+        """
         is_plain = name.startswith("__") and (name != "__path__" or self.__name__ != COMPILER)
         if is_plain or "__compiler__" not in vars(self):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -82,7 +85,7 @@ class Deferring(Loader):
             setattr(module, name.rpartition(".")[2], inner)
 
     def asked(self, module: _Deferred, name: str) -> Any:
-        """Return a stand-in if the compiler is not needed; otherwise, run it and return the real attribute."""
+        """Return the stand-in for an attribute; if there is no stand-in or the compiler has run, the real attribute."""
         with self._lock:
             if not self._is_needed and name in self._stand_ins[module.__name__]:
                 return self._stand_ins[module.__name__][name]
@@ -91,7 +94,7 @@ class Deferring(Loader):
         return ModuleType.__getattribute__(module, name)
 
     def _need(self) -> ModuleType:
-        """Run the deferred modules, and return the package. It runs first, and imports the other module."""
+        """Run the deferred modules unless they have run, and return the package ``torch._dynamo``."""
         compiler = sys.modules[COMPILER]
         with self._lock:
             if not self._is_needed:
@@ -115,7 +118,7 @@ class Deferring(Loader):
         module.__class__ = ModuleType
 
     def _disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
-        """Return a wrapper that calls the function until the compiler has run, then the compiler's disabled version."""
+        """Return a wrapper that calls the function, and once the compiler has run, its uncompiled version."""
         if function is None:
             return partial(self._disable, recursive=recursive, **options)
 
@@ -133,12 +136,15 @@ class Deferring(Loader):
         return update_wrapper(call, function)
 
     def _graph_break(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing until the compiler has run, because there is no graph to break."""
+        """Stand in for ``graph_break``: until the compiler has run, there is no graph to break."""
         if self._is_needed:
             self._need().graph_break(*args, **kwargs)
 
     def _mark(self, mark: str, function: Any) -> Any:
-        """Apply the compiler's decorator named ``mark`` to a function, now or when the compiler is loaded."""
+        """Apply the compiler's decorator named ``mark``, such as ``allow_in_graph``, and return the function.
+
+        If the compiler has not run yet, the decorator is applied when it runs.
+        """
         if self._is_needed:
             return getattr(self._need(), mark)(function)
         self._marked.append((mark, function))

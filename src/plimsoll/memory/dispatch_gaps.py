@@ -37,7 +37,7 @@ _OWN_STORAGE_REFERENCES = 2
 
 
 def accumulating_in_place(run: Run) -> Run:
-    """Wrap the function that executes an op: sums of gradients and filled zeros reuse the first operand."""
+    """Wrap the function that executes an op, so that autograd's gradient sums and fills of zeros run in place."""
 
     def run_accumulating(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():

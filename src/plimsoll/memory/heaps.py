@@ -22,9 +22,10 @@ _MOST_LATER_STEPS, _MOST_LATER_EVENTS = 8, 40_000  # the heap hardly grows after
 
 
 class InHeap(NamedTuple):
-    """A trace in a heap: the trace without unwritten memory, its live bytes, and columns of bytes by row of ``live``.
+    """The result of replaying a trace in a heap of the C library.
 
-    ``resident`` are the resident bytes of the heap. If a row is repeated in later steps, its entry is the maximum.
+    ``written`` is the trace without memory that is never written, and ``live`` its live bytes. ``resident`` has the
+    resident bytes of the heap for each row of ``live``. If a row is repeated in later steps, its entry is the maximum.
     """
 
     written: Trace
@@ -35,7 +36,7 @@ class InHeap(NamedTuple):
 
 
 class Heaps:
-    """Cache of heap replays by trace. It keeps the traces alive."""
+    """Cache of the replays of traces in heaps. It keeps the traces alive."""
 
     def __init__(self) -> None:
         self._of: dict[int, _Traced] = {}  # by the id of a trace
@@ -46,7 +47,7 @@ class Heaps:
         Args:
             trace: the trace, lowered to the CPU.
             rules: configuration of the heap.
-            is_long: whether to simulate further steps after the traced ones, if the heap keeps large blocks.
+            is_long: whether to repeat the last step after the trace, if the heap keeps large freed blocks.
         """
         if id(trace) not in self._of:
             self._of[id(trace)] = _Traced(trace)
@@ -54,7 +55,7 @@ class Heaps:
 
 
 class _Traced:
-    """A trace and its replays."""
+    """A trace, with its replays in all heaps so far."""
 
     def __init__(self, trace: Trace) -> None:
         self._asked = trace  # keeps the trace, and with it the id, alive
@@ -92,14 +93,18 @@ class _Traced:
 
 
 class _Steps(NamedTuple):
-    """Steps after the traced ones: the rows of one step, node count changes by row, and the number of steps."""
+    """Repetitions of the last step, to replay after the trace.
+
+    ``rows`` are the rows that are repeated ``times`` times. ``nodes`` has the changes of the number of autograd nodes,
+    by the index in ``rows``.
+    """
 
     rows: Column
     nodes: dict[int, int]
     times: int
 
     def highest(self, column: Column) -> Column:
-        """Return the maximum of a column for each row of a trace; the column ends with the rows of these steps."""
+        """Return a column without the rows of the repetitions; a repeated row has the maximum over its repetitions."""
         num_later = self.times * len(self.rows)
         highest = column[: len(column) - num_later].copy()
         np.maximum.at(highest, np.tile(self.rows, self.times), column[len(highest) :])
@@ -137,14 +142,14 @@ def steps_of(trace: Trace, live: Live) -> Column:
 
 
 def _first_rows_of_steps(trace: Trace, live: Live) -> frozenset[int]:
-    """Return the rows at which every step but the first begins."""
+    """Return the first row of each step except step 1."""
     steps = steps_of(trace, live)
     begins = np.flatnonzero((steps[1:] > steps[:-1]) & (steps[:-1] > 0)) + 1
     return frozenset(begins.tolist())
 
 
 def _thresholds(trace: Trace, live: Live, rules: HeapRules) -> dict[int, int]:
-    """Return mapping thresholds by the row from which they apply: during model construction and afterwards."""
+    """Return mmap thresholds by the row from which each applies: during model construction, and from step 1 on."""
     if rules.build_threshold_bytes is None:
         return {}
     first = int(np.searchsorted(steps_of(trace, live) > 0, True))

@@ -49,7 +49,10 @@ class Piece:
 
 @dataclass
 class Inventory:
-    """The storages of one kind of device; ``is_whole`` tells whether every graph was walked to its end."""
+    """The storages on one type of device, each counted for its first owner.
+
+    ``is_whole`` is False if a graph was too large to find all tensors that it saves.
+    """
 
     kind: str
     pieces: list[Piece] = field(default_factory=list)
@@ -62,7 +65,7 @@ class Inventory:
     _files: FileMappings = field(default_factory=FileMappings)
 
     def claim(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Count the storages of tensors that have not been counted yet."""
+        """Count the storages of these tensors in a category, except storages that are already counted."""
         for tensor in tensors:
             if tensor.device.type != self.kind or (key := storage_key(tensor)) is None or key in self._seen:
                 continue
@@ -82,11 +85,11 @@ class Inventory:
         self._saved, self._tensors = [], []
 
     def claimed(self) -> set[int]:
-        """Return the keys of the storages that are claimed so far."""
+        """Return the keys (`storage_key`) of the storages counted so far."""
         return set(self._seen)
 
     def saved_by_graphs(self) -> set[int]:
-        """Return the keys of the storages that graphs save; empty after `claim_rest`."""
+        """Return the keys (`storage_key`) of the storages that graphs save for backward; empty after `claim_rest`."""
         return {key for one in self._saved if (key := storage_key(one)) is not None}
 
     def bytes_of(self, category: str) -> int:
@@ -95,7 +98,9 @@ class Inventory:
 
 
 def inventory_begun(kind: str) -> Inventory:
-    """Return an inventory of this process with parameters, buffers, gradients and optimizer states.
+    """Return an unfinished inventory of this process: parameters, buffers, gradients and optimizer states.
+
+    The caller can claim more tensors, and completes the inventory with `Inventory.claim_rest`.
 
     Args:
         kind: device type, such as ``"cpu"``; tensors on other devices do not count.
@@ -127,7 +132,7 @@ def inventory(kind: str, named: Mapping[str, Iterable[Tensor]] = MappingProxyTyp
 
 
 def graph_nodes(tensors: Iterable[Tensor], most_nodes: int) -> tuple[list[Any], bool]:
-    """Return up to about ``most_nodes`` nodes of autograd's graph behind tensors, and whether these are all."""
+    """Return about ``most_nodes`` nodes at most of the graph that computed tensors, and whether these are all nodes."""
     nodes = {tensor.grad_fn: None for tensor in tensors if has_graph(tensor)}
     waiting: list[Any] = list(nodes)
     while waiting and len(nodes) < most_nodes:
@@ -139,7 +144,7 @@ def graph_nodes(tensors: Iterable[Tensor], most_nodes: int) -> tuple[list[Any], 
 
 
 def _alive(kind: str) -> Inventory:
-    """Find live tensors, modules and optimizers by type: ``isinstance`` may fail or lie for proxy objects."""
+    """Find live tensors, modules and optimizers. Types are compared, because `isinstance` may fail for proxies."""
     found = Inventory(kind)
     for one in gc.get_objects():
         if issubclass(type(one), Tensor):

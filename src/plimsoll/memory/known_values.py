@@ -4,7 +4,7 @@ A fake tensor has a shape but no values. Models ask for values nevertheless: whe
 each sequence is. The integers of a batch are known. Each op on known integers therefore also runs on the real, small
 tensors (at most `MOST_ELEMENTS`). If an unknown value is requested (a loss, a gradient norm, a router's choice), the
 answer is 0, or as many elements as possible. ``assumptions`` records each such answer. Random numbers are almost 1, so
-that layer dropout skips no layer: a long run needs as much memory.
+that layer dropout skips no layer. The trace then needs as much memory as the largest step of a long run.
 
 Does NOT compute floating-point values, except of tensors with few elements.
 """
@@ -119,7 +119,7 @@ class KnownValues:
         return tuple(self._assumed.values())
 
     def assume(self, text: str, low_bytes: int = 0, high_bytes: int = 0) -> None:
-        """Record an assumption. If it is recorded already, the range is widened."""
+        """Record an assumption. If it is recorded already, its range of bytes is widened to include the new range."""
         old = self._assumed.get(text, Assumption(text=text))
         self._assumed[text] = Assumption(
             text=text, low_bytes=min(low_bytes, old.low_bytes), high_bytes=max(high_bytes, old.high_bytes)
@@ -211,7 +211,7 @@ class KnownValues:
         return _zero(tensor.dtype)
 
     def _unknown_length(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the results of an op that may drop elements: with all elements, or with a single element."""
+        """Return results of an op that may drop elements: with all elements if ``keeps_all``, else with one at most."""
         self.assume(f"{op} {KEEPS_ALL}{self._where() or ''}")
         results = []
         for (length, *rest), dtype in _UNKNOWN_LENGTH[op](*args, **kwargs):

@@ -1,10 +1,10 @@
 """Search for the largest size that fits, with a handful of traces. The answer itself is verified by a trace.
 
 Memory grows nearly in proportion to the batch size, and at worst with the square of the sequence length. It grows in
-steps, because an allocator reserves segments and kernels change at some sizes. Two traces define a line, or one trace
-if the growing part of its memory is known. The line gives the next size to try. Every trace narrows the bracket between
-the largest fitting and the smallest failing size, until the requested precision is reached. If lines narrow the bracket
-too slowly, it is halved.
+steps, because an allocator reserves segments and kernels change at some sizes. A line through two traces predicts the
+memory of other sizes; one trace suffices if the growing part of its memory is known. The line gives the next size to
+try. Every trace narrows the bracket between the largest fitting and the smallest failing size, until the requested
+precision is reached. If lines narrow the bracket too slowly, it is halved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ _MOST_TRACES = 16  # lines need 3 to 5 traces; steps and squares up to 15
 
 @dataclass(frozen=True)
 class Found(Generic[T]):
-    """The largest size that fits, and the result of ``try_size`` for it; ``None`` for both if no size fits."""
+    """The result of `largest_that_fits`.
+
+    ``value`` is the largest size that fits, and ``said`` the result of ``try_size`` for it. Both are ``None`` if no
+    size fits. ``is_bound`` is True if even the largest size to try fits.
+    """
 
     value: int | None
     said: T | None
@@ -47,8 +51,7 @@ def largest_that_fits(
         most: the largest size to try.
         precision: largest relative gap between the answer and the first size that does not fit.
         growing_bytes: returns, for the result of ``start``, the bytes that grow with the size; 0 if unknown.
-        suppose: called before the size from the first line is tried, with another size that is likely to be tried after
-            it.
+        suppose: called with a size that is likely to be tried after the next one, so that its trace can begin early.
     """
     beyond_bytes: dict[int, int] = {}
     best: T | None = None
@@ -78,7 +81,7 @@ def largest_that_fits(
 
 
 def _next_to_try(beyond_bytes: dict[int, int], low: int, high: int, num_slow: int) -> int:
-    """Return the size at which a line crosses the limit, or a bisection of the bracket if lines are too slow."""
+    """Return the size at which a line through two traces crosses the limit, or bisect the bracket if lines are slow."""
     sizes = sorted(beyond_bytes)
     if low in beyond_bytes and high in beyond_bytes:
         most_slow = 1 if high > 2 * low else 2  # a good line needs two: the crossing, and the next size
@@ -93,7 +96,7 @@ def _next_to_try(beyond_bytes: dict[int, int], low: int, high: int, num_slow: in
 
 
 def _crossing(beyond_bytes: dict[int, int], first: int, second: int | None = None) -> int | None:
-    """Return the size at which a line through two sizes crosses the limit; ``None`` if it does not rise."""
+    """Return the size at which a line through two traces crosses the limit; ``None`` if the line does not rise."""
     if second is None or beyond_bytes[second] <= beyond_bytes[first]:
         return None
     bytes_per_size = (beyond_bytes[second] - beyond_bytes[first]) / (second - first)

@@ -65,7 +65,7 @@ class Layouts:
     """Executor of ops on the fake tensors of a mode.
 
     Args:
-        mode: the mode.
+        mode: the mode of the fake tensors.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:

@@ -1,7 +1,7 @@
 """Memory of libraries that no trace contains: workspaces of cuBLAS, buffers of gloo and NCCL.
 
-Not covered: products on other streams, and in threads other than the forward and backward threads; NCCL's buffers for
-network cards in runs on several machines.
+Not covered: matrix products on other streams or in other threads than forward and backward. NCCL's buffers for network
+cards in runs on several machines are not covered either.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from plimsoll.records.trace import Trace
 # pytorch#73328). Up to torch 2.6, its workspace is freed after each call. Later versions keep it, for each thread
 # (`tests/recordings`).
 LT_BYTES = 1 << 20
-"""Workspace of cuBLASLt."""
+"""Size in bytes of cuBLASLt's workspace."""
 
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.addmv.", "aten.mv.", "aten.dot.")
 _WITH_BIAS = "aten.addmm."
@@ -31,15 +31,17 @@ def deltas_with_workspaces(
     num_threads: int = 2,
     private: set[int] | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Yield ``(storage, bytes)`` on the device in order, with cuBLAS's workspaces as additional storages.
+    """Yield the allocations and frees of a trace on the device in order, with cuBLAS's workspaces.
+
+    Each item is ``(storage, bytes)``, with negative bytes for a free. Workspaces have new storage ids.
 
     Args:
         trace: the trace of a training run on CUDA.
-        workspace_bytes: workspace of each handle; 0 if workspaces exist already or are outside the allocator.
-        lt_bytes: additional workspace of a linear layer with a bias.
-        returns_lt: whether that workspace is freed after each call, as up to torch 2.6.
+        workspace_bytes: workspace of each cuBLAS handle; 0 if workspaces exist already or are outside the allocator.
+        lt_bytes: additional cuBLASLt workspace of linear layers with a bias.
+        returns_lt: whether the cuBLASLt workspace is freed after each call, as up to torch 2.6.
         num_threads: 2 if backward runs in a separate thread, as on CUDA.
-        private: storages in the pool of a CUDA graph; workspaces in that pool are added.
+        private: ids of the storages in the pool of a CUDA graph. Ids of workspaces in this pool are added to the set.
     """
     # A thread that multiplies matrices gets a cuBLAS handle. Each handle and stream gets a workspace that is kept until
     # the process ends. Forward allocates one at its first product, and backward another in autograd's thread
@@ -91,7 +93,7 @@ _NCCL = Estimate(likely_bytes=256 * _MIB, low_bytes=64 * _MIB, high_bytes=512 * 
 
 
 def kept_by_exchanges(trace: Trace, device: str) -> Estimate | None:
-    """Return the memory that the communication library keeps; ``None`` if the trace has no collectives.
+    """Return the memory that gloo or NCCL keeps for collectives; ``None`` if the trace has no collectives.
 
     Args:
         trace: the trace.

@@ -59,8 +59,8 @@ class Counted:
         fixed: memory that exists from the start, by category.
         spread: relative error of the prediction.
         oom_row: the event that does not fit within the limit; the columns then show the run without a limit.
-        learned: ratio of measured to predicted live bytes in earlier runs. It widens the range but does not move the
-            estimate.
+        learned: ratio of measured to predicted live bytes in earlier runs. It widens the range of the prediction but
+            does not change the likely value.
         unwritten_bytes: bytes beyond the peak that a limit on address space (see `plimsoll.device.cpu.data_limit`) must
             allow: memory that is never written, and heap holes whose pages were released.
         holes_bytes: bytes by which heap holes may be smaller and larger than simulated, if the heap keeps large blocks.
@@ -69,6 +69,7 @@ class Counted:
         workspaces_bytes: bytes of cuBLAS workspaces. torch counts workspaces as allocated; here they belong to the
             context from the start.
         most_in_use_bytes: peak of torch's counter of allocated bytes, which may occur before all workspaces exist.
+            ``None`` on the CPU, which has no such counter.
     """
 
     trace: Trace
@@ -87,9 +88,9 @@ class Counted:
 
     @cached_property
     def fresh_bytes(self) -> dict[int, int]:
-        """Bytes by which the process grows at an op in every step, by the op's row.
+        """Bytes of memory that the process takes from the system in every step, by the row of the op that takes them.
 
-        Empty if the process returns nothing to the system: it then stops growing after its first steps.
+        Empty if the process returns no memory to the system, because it then stops growing after its first steps.
         """
         found: dict[int, int] = {}
         if self.gives_back:
@@ -144,7 +145,7 @@ class Counted:
 
     @property
     def _standing_bytes(self) -> dict[Category, int]:
-        """Fixed bytes by category, with workspaces as part of the context."""
+        """Memory that exists from the start, in bytes by category, with cuBLAS workspaces as part of the context."""
         sizes = {name: part.likely_bytes for name, part in self.fixed.items()}
         return sizes | ({"context": sizes["context"] + self.workspaces_bytes} if self.workspaces_bytes else {})
 
@@ -200,7 +201,7 @@ class Counted:
         )
 
     def timeline(self) -> MemoryTimeline:
-        """Return the columns, reduced to the peaks and to each interval's rows with the most and the fewest bytes."""
+        """Return live and reserved bytes over time, reduced to the peaks and to the extremes of equal intervals."""
         rows = _thinned(self.live.total, self.peak_row, int(self.reserved.argmax()) if len(self.reserved) else -1)
         ops = [self.trace.event_op[event] for event in self.live.event[rows].tolist()]
         table, texts = self.trace.ops, self.trace.texts
@@ -239,7 +240,7 @@ def count_on_cuda(
     rules: AllocatorRules | None = None,
     beside: Estimate | None = None,
 ) -> Counted:
-    """Simulate torch's caching allocator and add the CUDA context.
+    """Predict the memory of a trace on a GPU: simulate torch's caching allocator, and add the CUDA context.
 
     Args:
         trace: the trace, lowered to the card's architecture.
@@ -290,11 +291,11 @@ def count_on_cpu(  # noqa: PLR0917 -- the last three are given by name
     is_long: bool = False,
     heaps: Heaps | None = None,
 ) -> Counted:
-    """Simulate the heap of the C library and add the process.
+    """Predict the memory of a trace on the CPU: simulate the heap of the C library, and add ``baseline``.
 
     Args:
         trace: the trace, lowered to the CPU.
-        baseline: the interpreter and the libraries, with the memory of their threads.
+        baseline: memory of the process before training: the interpreter, the libraries, and their threads.
         rules: configuration of the heap.
         has_limit: whether the training runs inside `plimsoll.device.cpu.data_limit`, which also counts memory that is
             never written.
@@ -325,14 +326,14 @@ def _never_written(asked: Trace, live: Live) -> Column:
 
 
 def _chance_of_holes(trace: Trace, live: Live, rules: HeapRules) -> tuple[int, int]:
-    """Return the possible deviation of heap holes: multiples of the largest freed block that is not memory-mapped."""
+    """Return by how many bytes heap holes may be smaller and larger: multiples of the largest freed heap block."""
     freed = -live.delta[(live.delta < 0) & (steps_of(trace, live) > 0)]
     largest_bytes = int(freed[freed < rules.mmap_threshold_bytes].max(initial=0))
     return _HOLES_LESS * largest_bytes, _HOLES_MORE * largest_bytes
 
 
 def context_of(spec: DeviceSpec) -> Estimate:
-    """Return the memory that the driver uses per process, outside torch's allocator."""
+    """Return the device memory of a CUDA context, which the driver uses for each process outside torch's allocator."""
     low_bytes, high_bytes = _UNKNOWN_CONTEXT_BYTES
     if spec.context_low_bytes is not None and spec.context_high_bytes is not None:
         low_bytes, high_bytes = spec.context_low_bytes, spec.context_high_bytes
@@ -363,7 +364,7 @@ def _exactly(num_bytes: int, **known_how: int) -> Estimate:
 
 
 def _thinned(total: Column, *peak_rows: int) -> Column:
-    """Return sorted rows that preserve the shape of a column, ``peak_rows`` included."""
+    """Return at most about `MOST_ROWS` rows of a column, sorted: the extremes of intervals, and ``peak_rows``."""
     num_rows = len(total)
     if num_rows <= MOST_ROWS:
         return np.arange(num_rows)

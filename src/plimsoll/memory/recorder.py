@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         scratch_bytes: returns the scratch memory of the target's kernels; ``None`` for no scratch memory.
         on_host: returns whether a tensor is in host memory; ``None`` if there is only one memory. Tensors made under
             `outside_the_device` always count as host memory.
-        unwritten: returns which results are never written in full; ``None`` if all are.
+        unwritten: returns which result of an op is never written in full; ``None`` if every result is written.
         made: returns the tensors among an op's results, in the order in which the target allocates them.
 
     Attributes:
@@ -262,14 +262,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self._phases) - 1
 
     def note_again(self, begin: int, num_times: int) -> None:
-        """Record the ops from row ``begin`` on ``num_times`` more times, without recording their storages again."""
+        """Append the ops from row ``begin`` on to the record ``num_times`` more times, without their storages."""
         self.beside.note_again(begin, num_times)
         for column in (*self._ops, *self._work):
             column.extend(column[begin:] * num_times)
         self._phases.extend(self._phases[begin:] * num_times)
 
     def text(self, text: str) -> int:
-        """Return the number of a text in the record's table of texts, and add the text if it is new."""
+        """Return the index of a text in the record's table of texts, and add the text if it is new."""
         return self._texts.setdefault(text, len(self._texts))
 
     def on_host(self, tensor: Tensor) -> bool:
@@ -351,7 +351,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.know(((f"gradient of {self._parameter_names[parameter]}", parameter.grad),), "gradients")
 
     def _line(self) -> int:
-        """Return the text number of ``file:line`` for the innermost frame outside torch and this package."""
+        """Return the index of the text ``file:line`` for the innermost frame outside torch and Plimsoll."""
         frame: FrameType | None = sys._getframe(2)
         inside = self._code_is_inside
         while frame is not None:
@@ -405,7 +405,7 @@ class _Storages:
         self.take(tensor, self._add(num_bytes, None, _shape_text(tensor), self._recorder.on_host(tensor)))
 
     def take(self, tensor: Tensor, row: int) -> None:
-        """Use an existing row for a tensor's storage until the storage dies."""
+        """Assign an existing row to a tensor's storage, and record the death of the storage in this row."""
         storage = tensor.untyped_storage()
         self._row_of[storage._cdata] = row
         self._watch[weakref.ref(storage, self._dies)] = (storage._cdata, row)
@@ -439,7 +439,7 @@ class _Storages:
         return tuple(self._unwritten.items())
 
     def is_outside(self, tensor: Tensor) -> bool:
-        """Return whether a tensor was made outside the device. This runs for each tensor of each op."""
+        """Return whether a tensor was made outside the device. It must be fast: it runs for each tensor of each op."""
         if not self._has_outside or tensor.layout is not torch.strided:
             return False
         row = self._row_of.get(tensor.untyped_storage()._cdata)

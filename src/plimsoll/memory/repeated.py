@@ -1,13 +1,15 @@
 """Repetition of recorded ops: a dry run executes them once, and the trace contains them as often as they would run.
 
-with stands_for(14):
-    embed(a_slice)
+    with stands_for(14):
+        embed(a_slice)
 
-begin = place_of(recorder)
-loss = a_pass()
-stretch = Stretch(recorder, begin, [loss])
-if stretch.is_closed:
-    (loss,) = stretch.again()
+    begin = place_of(recorder)
+    loss = a_pass()
+    stretch = Stretch(recorder, begin, [loss])
+    if stretch.is_closed:
+        (loss,) = stretch.again()
+
+`stands_for` repeats ops without their storages. `Stretch` repeats a section with its storages.
 """
 
 from __future__ import annotations
@@ -68,24 +70,24 @@ def place_of(recorder: Recorder) -> Place:
 
 
 def row_of(recorder: Recorder, tensor: Tensor) -> int:
-    """Return the recorder's row for the storage of a tensor; -1 if it is not recorded."""
+    """Return the row of a tensor's storage in the recorder's table of storages; -1 if it is not recorded."""
     return recorder._storages._row_of.get(tensor.untyped_storage()._cdata, -1)
 
 
 def name_gradients(recorder: Recorder, parameters: Iterable[Tensor]) -> None:
-    """Record gradients that have no name yet, because they were moved instead of accumulated."""
+    """Record the names of gradients that autograd assigned to parameters without an op, such as the first gradient."""
     for parameter in parameters:
         if parameter.grad is not None and recorder._storages._name[row_of(recorder, parameter.grad)] == 0:
             recorder.know_gradient(parameter)
 
 
 def ended_since(recorder: Recorder, begin: Place) -> list[int]:
-    """Return the rows of storages that are older than a position and were freed since, in that order."""
+    """Return the rows of storages that were made before a position and freed after it, in the order of their frees."""
     return [-event - 1 for event in recorder._storages._events[begin.event :] if -begin.storage <= event < 0]
 
 
 def end_alike(recorder: Recorder, begin: Place, twins: Mapping[int, Sequence[int]]) -> None:
-    """Record that the twins of a storage, its repetitions, are freed in the same op as the storage, last twin first.
+    """Record that the repetitions of a storage (its twins) are freed in the same op as the storage, last twin first.
 
     Args:
         recorder: the record.
@@ -159,7 +161,7 @@ class Stretch:
         Args:
             older: labels for the rows of older storages, shared by the sections. Frees of other older storages are
                 ignored.
-            renamed: maps the numbers of texts to numbers that the sections share.
+            renamed: maps an index in the recorder's table of texts to a number that equivalent sections share.
         """
         recorder, begin, end = self._recorder, self._begin, self.end
         storages, ops, rows = recorder._storages, slice(begin.op, end.op), slice(begin.storage, end.storage)
@@ -185,9 +187,9 @@ class Stretch:
         )
 
     def _compared_events(self, older: Mapping[int, Hashable]) -> list[Any]:
-        """Return events grouped by op.
+        """Return the allocations and frees of the section, grouped by op.
 
-        Frees in one op are sorted. Their order may depend on addresses, as in casts.
+        Frees in one op are sorted, because their order may depend on addresses, as in casts.
         """
         storages, begin = self._recorder._storages, self._begin
         events = slice(begin.event, self.end.event)
@@ -204,8 +206,8 @@ class Stretch:
         """Record the section once more, and return new tensors in place of the tensors in ``made``.
 
         Args:
-            ended: rows of the older storages that the repetition frees.
-            renamed: maps the number of a text to the number of its replacement.
+            ended: rows of the older storages that the repetition frees, in place of the section's ``ended``.
+            renamed: maps an index in the recorder's table of texts to the index of the text that replaces it.
         """
         recorder, begin, end = self._recorder, self._begin, self.end
         storages, ended_by_row = recorder._storages, dict(zip(self._ended, ended, strict=True))
@@ -277,14 +279,14 @@ class _Made(NamedTuple):
 
 
 def notes_of(tensor: Tensor) -> dict[str, Any]:
-    """Return the notes of a dry run on a fake tensor: its known values and its location."""
+    """Return the attributes that a dry run sets on a fake tensor: its known values, and its memory (device or host)."""
     noted = {name: value for name, value in vars(tensor).items() if name.startswith("_plimsoll")}
     with _disable_current_modes():
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in noted.items()}
 
 
 def take_notes(tensor: Tensor, notes: dict[str, Any]) -> None:
-    """Attach the notes returned by `notes_of` to another fake tensor."""
+    """Copy the attributes returned by `notes_of` to another fake tensor."""
     with _disable_current_modes():
         for name, value in notes.items():
             setattr(tensor, name, value.clone() if isinstance(value, Tensor) else value)

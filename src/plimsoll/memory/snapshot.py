@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch.cuda.memory
 
 MOST_EVENTS = 1_000_000
-"""torch keeps the most recent events."""
+"""Maximum number of events that torch records; it discards older events."""
 
 _SIGNS = {"alloc": 1, "free_completed": -1}
 _SEGMENT_SIGNS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}

@@ -149,7 +149,7 @@ class DryRun:
         return memo
 
     def _fake(self, real: Tensor, category: Category = "parameters") -> Tensor:
-        """Return a fake tensor, outside the device if the device is the CPU and the real tensor is memory-mapped."""
+        """Return a fake tensor for a real one. On the CPU, a memory-mapped tensor counts as outside the device."""
         if self._lowering.kind != "cpu" or not self._files.stays_in_file(real):
             return self.known.fake(real)
         with outside_the_device():
@@ -169,7 +169,7 @@ class DryRun:
         return model
 
     def _where(self) -> str | None:
-        """Return the code location that needs a value; ``None`` in Plimsoll's own step, which only reads its loss."""
+        """Return the code location that reads an unknown value; ``None`` in Plimsoll's step, which reads losses."""
         if self._is_step and not self.recorder.is_in_module:
             return None
         return self.recorder.describe_place()
@@ -232,7 +232,10 @@ def trace_training(train: Callable[[DryRun], Any], lowering: Lowering, name: str
 
 
 def with_unknown_lengths(trace_with: Callable[[bool], Trace]) -> Trace:
-    """Trace with results of unknown length at their longest, and record how much lower the peak is at their shortest.
+    """Trace a training in which the lengths of some results, such as a boolean selection, depend on unknown values.
+
+    The trace has the longest results. If there are such results, a second trace with the shortest ones gives the lower
+    end of the peak's range.
 
     Args:
         trace_with: traces with the longest results (``True``), or with results of one element (``False``).
@@ -249,7 +252,7 @@ def with_unknown_lengths(trace_with: Callable[[bool], Trace]) -> Trace:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence expected warnings, and torch's log message that repeats an error which is raised anyway."""
+    """Silence expected warnings, and torch's log message about an error that is raised as well."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -263,7 +266,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Disable garbage collection of the oldest generation: traversing all objects of the libraries takes 0.3 s."""
+    """Disable garbage collection of the oldest generation: it takes 0.3 s to traverse the objects of the libraries."""
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, 1 << 30)
     try:

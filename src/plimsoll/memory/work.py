@@ -2,8 +2,8 @@
 
     flops, moved_bytes, outside_bytes, dtype = WorkCounter(on_host).count(op, args, kwargs, result)
 
-Operations are counted for matrix products, with torch's formulas and formulas for oneDNN's and cuDNN's recurrent
-layers. Other ops have none, and their time follows from their bytes. Bytes count the tensors that an op reads or
+Floating-point operations are counted for matrix products only, with torch's formulas and formulas for oneDNN's and
+cuDNN's recurrent layers. The time of other ops follows from their bytes. Bytes count the tensors that an op reads or
 writes. Views move nothing, and an op that selects rows of a tensor moves only those rows. Scratch memory of kernels is
 not counted.
 
@@ -59,7 +59,7 @@ _said: ContextVar[tuple[int, int] | None] = ContextVar("said", default=None)  # 
 
 
 def add_work(flops: int, moved_bytes: int) -> None:
-    """Attribute the operations of matrix products, and the bytes that they move, to the following op."""
+    """Add floating-point operations of matrix products, and the bytes that they move, to the work of the next op."""
     said = _said.get()
     if said is not None:
         _said.set((said[0] + flops, said[1] + moved_bytes))
@@ -69,7 +69,7 @@ def add_work(flops: int, moved_bytes: int) -> None:
 def hearing() -> Iterator[None]:
     """Collect the work reported by `add_work` inside the block.
 
-    Outside such blocks it is discarded. Otherwise it would be attributed to the first op of the next record.
+    Outside such blocks, this work is discarded, because it would be added to the first op of the next record.
     """
     before = _said.get()
     _said.set(_NONE)
@@ -80,7 +80,10 @@ def hearing() -> Iterator[None]:
 
 
 class Work(NamedTuple):
-    """Work of one op. ``dtype`` is the type of its first floating-point tensor, or empty if it has none."""
+    """Work of one op: floating-point operations, and bytes that it moves in device memory and outside the device.
+
+    ``dtype`` is the type of its first floating-point tensor; "" if it has none.
+    """
 
     flops: int
     moved_bytes: int
@@ -200,19 +203,19 @@ def _flops_of(op: Any, name: str) -> Flops | None:
 
 
 def _attention_flops(args: tuple[Any, ...]) -> int:
-    """Return the operations of attention for query, key and value; several query heads may share a key head."""
+    """Return the floating-point operations of attention; several query heads may share a key head."""
     (*batch, queries, width), (keys, value_width) = args[0].shape, args[2].shape[-2:]
     flops: int = 2 * torch.Size(batch).numel() * queries * keys * (width + value_width)
     return flops
 
 
 def rnn_flops(num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, num_gates: int) -> int:
-    """Return the operations of the matrix products in the forward pass of one recurrent layer in one direction."""
+    """Return the floating-point operations of a recurrent layer's matrix products, for forward in one direction."""
     return 2 * num_steps * batch_size * num_gates * hidden_size * (num_inputs + hidden_size)
 
 
 def _mkldnn_flops(args: tuple[Any, ...]) -> int:
-    """Return the operations of ``mkldnn_rnn_layer(input, w_ih, w_hh, b_ih, b_hh, hx, ...)``.
+    """Return the floating-point operations of ``mkldnn_rnn_layer(input, w_ih, w_hh, b_ih, b_hh, hx, ...)``.
 
     The arguments of the backward op begin with the same tensors.
     """
@@ -240,6 +243,6 @@ _OWN_FLOPS: dict[str, Flops] = {
 
 
 def grouped_flops(a: Tensor, b: Tensor) -> int:
-    """Return the operations of grouped products: each row of a group is multiplied only by the matrix of that group."""
+    """Return the floating-point operations of a grouped product: each row is multiplied by its group's matrix only."""
     num_times = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * num_times * a.shape[-2] * a.shape[-1] * b.shape[-1]

@@ -54,7 +54,7 @@ def baseline_for(job: Job, device: str | None, load_training: LoadTraining | Non
     """Load the libraries of the training, and measure them in a fork of this process while the block runs.
 
     Call this before anything else is loaded, so that this process resembles the training process. If this process
-    cannot be forked, a new process is started. If the answer is cached, nothing is loaded.
+    cannot be forked, a new process is started. If the baseline is cached, nothing is loaded.
 
     Args:
         job: the job of the training.
@@ -63,7 +63,7 @@ def baseline_for(job: Job, device: str | None, load_training: LoadTraining | Non
         load_training: loads the libraries before the fork; with ``None``, a new process is started without a fork.
 
     Raises:
-        JobError: if there is no such model.
+        JobError: if the job's model does not exist.
     """
     if not _is_cpu(job, device):
         yield None
@@ -91,7 +91,7 @@ def _is_cpu(job: Job, device: str | None) -> bool:
 
 @final
 class ForkedBaseline:
-    """`Baseline`: measured in a fork of this process, which has loaded the libraries but has computed nothing yet."""
+    """A `Baseline` measured in a fork of this process, which has loaded the libraries but has computed nothing yet."""
 
     def __init__(self, job: Job) -> None:
         context = get_context("fork")
@@ -132,7 +132,7 @@ def _send_baseline(sending: Connection, job: Job, parent: int) -> None:
 
 @final
 class StartedBaseline:
-    """`Baseline`: measured in a new process.
+    """A `Baseline` measured in a new process.
 
     Args:
         job: the job of the training, passed on standard input.
@@ -186,10 +186,12 @@ def _not_started(exit_code: int | None, why: str) -> DeviceError:
 
 
 def load_model_code(job: Job) -> None:
-    """Import the code of the model, including a user's function, which may import more modules when it is called.
+    """Import the code of the job's model.
+
+    A user's function is also called, on the meta device, because it may import more modules.
 
     Raises:
-        JobError: if there is no such model.
+        JobError: if the job's model does not exist.
     """
     _load_model_code(job.to_json())
 

@@ -1,9 +1,9 @@
-"""A cache of predictions and plans of jobs, valid while the facts that they depend on are unchanged.
+"""A cache of predictions and plans of jobs. An entry is valid while the facts that it depends on are unchanged.
 
     plan, is_kept = plan_of(job, limit_bytes=1 << 30)
 
 Predictions and plans depend on the facts of `plimsoll.planning.cached_traces`, on measured speeds and on the
-calibration. Reading an answer imports torch only if this machine may have a GPU.
+calibration. Reading a cached prediction or plan imports torch only if this machine may have a GPU.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def plan_of(
 
 
 def _sketched(job: Job) -> TextSketch | None:
-    """Return the facts of the texts, or ``None`` on an error, which is raised when the answer is made."""
+    """Return the facts of the job's texts. On an error, return ``None``: making the prediction or plan raises it."""
     with suppress(PlimsollError):
         return sketch_texts(job)
     return None
@@ -101,7 +101,7 @@ def _facts_of_answer(
 
 
 def _measured() -> dict[str, Any]:
-    """Return the measured speeds of this machine, including those measured for this answer."""
+    """Return the measured speeds of this machine that are stored in the cache folder, as a fact of a cache entry."""
     found = []
     for path in (path for name in _MEASURED for path in cache_folder().glob(name)):
         with suppress(OSError):  # the speed is measured again if needed

@@ -3,8 +3,8 @@
     with cached_baseline(job, lambda: StartedBaseline(job)) as baseline:
         baseline.wait()
 
-An entry depends on the surroundings and on the fields of the job that determine its imports. It does not depend on the
-job's data, sizes or budget.
+An entry depends on the versions and settings of the machine (`plimsoll.device.surroundings`), and on the fields of the
+job that determine its imports. It does not depend on the job's data, sizes or budget.
 """
 
 from __future__ import annotations

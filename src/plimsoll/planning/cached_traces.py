@@ -80,12 +80,12 @@ def kept_or_made(
     """Return the cached answer that depends on the given facts, or make and cache it.
 
     Args:
-        kind: kind of answer, which names its part of the cache.
+        kind: the kind of answer, such as ``"plans"``, which names its part of the cache.
         record: record class of the answer.
         facts: the facts that the answer depends on. ``None`` makes the answer without caching.
         make: makes the answer.
-        late: returns further facts that making the answer may change, such as a measured speed. They are read again
-            afterwards.
+        late: returns further facts, which making the answer may change, such as a measured speed. The new entry is
+            stored with the facts that ``late`` returns afterwards.
 
     Returns:
         the answer, and whether it was cached.
@@ -135,7 +135,7 @@ def _share_or_file(validation: str | float) -> str | float:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can represent."""
+    """Return an equivalent of a value that JSON can represent, such as a list for a set."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if isinstance(value, frozenset):
@@ -144,7 +144,7 @@ def _plain(value: Any) -> Any:
 
 
 def _by_content(value: Any, name: str = "") -> Any:
-    """Return the fields of a job, with the state of each file in place of its path."""
+    """Return a value of a job in which the state of each file (size, times, a sample of content) replaces its path."""
     if isinstance(value, dict):
         return {key: _by_content(inner, f"{name}.{key}".lstrip(".")) for key, inner in value.items()}
     if isinstance(value, list):
@@ -188,7 +188,7 @@ def _files_below(path: str) -> Iterator[str]:
 
 
 def _gpu_here(job: Job, device: str | None) -> dict[str, Any] | None:
-    """Return the specification and versions of this machine's GPU; ``None`` for the CPU or a GPU given by name."""
+    """Return the specification and versions of this machine's GPU; ``None`` for a plan for the CPU or a named GPU."""
     name = (device or job.device).lower()
     if not (name in {"auto", "local"} or name.partition(":")[0] == "cuda") or not may_have_gpu():
         return None

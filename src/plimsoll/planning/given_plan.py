@@ -45,6 +45,7 @@ def require_same(plan: Plan, job: Job, source: str) -> Job:
     Raises:
         InputError: if the plan is for other code, other data, another device or a larger budget; the message names the
             differences.
+        BudgetError: if the plan does not fit its budget.
     """
     different = _differences(plan, job, sketch_texts(job))
     if different:

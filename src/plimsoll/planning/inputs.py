@@ -1,7 +1,7 @@
-"""The subjects of a plan: a job, or a model with its optimizer and a batch in a user's program.
+"""The inputs of the planner: a job, or a model with its optimizer and a batch in a user's program.
 
-Each provides the planner (`plimsoll.planning.plan`) with its dry run and the baseline of its process. It also provides
-the facts that techniques and plans depend on.
+Each input provides the planner (`plimsoll.planning.plan`) with the dry run of the training and the baseline of its
+process. It also provides the facts that techniques and plans depend on.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def allowed(names: Iterable[str]) -> frozenset[str]:
 
 
 class PlanningInput(Protocol):
-    """A training run to plan. ``precision`` may be ``auto``; planning does not change ``workload``.
+    """A training run to plan. ``precision`` may be ``auto``, which leaves it to the plan. Planning keeps ``workload``.
 
     Attributes:
         evaluates_between_steps: whether the training evaluates between steps. A step after an evaluation may need more
@@ -98,7 +98,7 @@ class PlanningInput(Protocol):
         ...
 
     def loss_check(self) -> LossCheck:
-        """Check whether the batches may be cut."""
+        """Check whether batches may be split into micro-batches without changing the loss."""
         ...
 
     def baseline(self) -> Estimate:
@@ -115,7 +115,7 @@ class PlanningInput(Protocol):
 
 
 class JobInput:
-    """`PlanningInput`: the training of a job.
+    """A `PlanningInput` for the training of a job.
 
     Args:
         job: the job.
@@ -154,7 +154,7 @@ class JobInput:
 
     @contextmanager
     def traced_apart(self) -> Iterator[None]:
-        """Run processes for `tracers` while the block runs."""
+        """Run the worker processes of `tracers`, which make traces in advance, while the block runs."""
         with Tracers.started(self._job, self._texts) as self.tracers:
             yield
         self.tracers = Tracers()
@@ -214,7 +214,7 @@ class JobInput:
 
 @dataclass
 class StepInput:
-    """`PlanningInput`: an existing model, optimizer and batch. The fields are arguments of `TrainStep`.
+    """A `PlanningInput` for an existing model, optimizer and batch. The fields are arguments of `TrainStep`.
 
     ``checked`` is an earlier result of the check whether the batch may be split into micro-batches.
     """

@@ -47,7 +47,7 @@ def require_sound(
 
     Args:
         job: the training.
-        device: see `plimsoll.planning.predict_job.predict_job`, as is ``limit_bytes``.
+        device: see `plimsoll.planning.predict_job.predict_job`, also for ``limit_bytes``.
         limit_bytes: see `device`.
         pins: pins of the plan, in addition to the job's.
         forbids: names of techniques.
@@ -78,10 +78,10 @@ def require_sound(
 
 
 def require_micro_batch(micro_batch: int | None, job: Job) -> None:
-    """Check that a micro-batch is at most the batch of a rank.
+    """Check that a micro-batch has at least one sample, and at most the samples that a rank has of each batch.
 
     Raises:
-        InputError: if the micro-batch is larger; the message names the valid range.
+        InputError: if it has not; the message names the valid range.
     """
     most = samples_of_rank(job)
     if micro_batch is not None and not 1 <= micro_batch <= most:

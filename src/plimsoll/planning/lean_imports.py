@@ -54,7 +54,7 @@ def leave_out_unused(job: Job, is_own: bool | None = None) -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection in a block that imports, in which a thousand collections take a sixth of the time."""
+    """Disable garbage collection while the block runs imports, because it would take a sixth of the import time."""
     if not gc.isenabled():
         yield
         return
@@ -128,13 +128,13 @@ class _Asking(Loader):
 
 
 def _once(look_through: Callable[[str], Any]) -> Callable[[str | Path], Any]:
-    """Cache the contents of a folder: transformers reads the files of all its models twice during import."""
+    """Cache the results of a function that reads a folder: transformers reads the files of all its models twice."""
     known = cache(look_through)
     return lambda path: known(str(path).removesuffix("/__init__.py"))
 
 
 def _from_the_end(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Pass only the end of a file to the reader of ``__all__``, which would split each of 1600 files as a whole."""
+    """Wrap the reader of ``__all__`` to get only the end of a file: it would split each of 1600 files as a whole."""
     return lambda text: read(text[text.rfind("\n__all__") + 1 :])
 
 

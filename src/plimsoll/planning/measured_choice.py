@@ -1,4 +1,4 @@
-"""Trials of a plan: time its candidates with real passes on the device, undo them, and keep the fastest.
+"""Trials of a plan: they time its candidates with real passes on the device, undo the passes, and keep the fastest.
 
     plan = try_plan(step, plan, batch)
 
@@ -69,14 +69,14 @@ def _silent(_text: str) -> None:
 def try_plan(
     step: TrainStep, plan: Plan, batch: Any, *, num_steps: int | None = None, progress: Progress = _silent
 ) -> Plan:
-    """Time the candidates of a plan for a few passes, undo them, and continue with the fastest.
+    """Time each candidate of a plan in a few passes, undo these passes, and continue with the fastest candidate.
 
         step = plimsoll.TrainStep(model, optimizer, units="next-tokens", fallbacks=plan.fallbacks)
         with plimsoll.limited("2GiB"):
             plan = plimsoll.try_plan(step, plan, batch)
 
-    The time limit begins once the plan has warmed up. No further candidate starts after 5 seconds on a GPU. On a CPU,
-    it is 10 seconds or two steps, whichever is longer.
+    The time limit of a trial is 5 seconds on a GPU. On a CPU, it is 10 seconds or two steps, whichever is longer. It
+    begins once the plan has warmed up. After it, no further candidate starts.
 
     Args:
         step: the training step, made with ``plan.fallbacks``.
@@ -182,7 +182,7 @@ class _Found:
 
 
 class _Tries:
-    """The trial of one plan on one running training."""
+    """The trial of the candidates of one plan, on the model and optimizer of one training run."""
 
     def __init__(self, step: TrainStep, plan: Plan, batch: Any, progress: Progress) -> None:
         self._step, self._plan, self._batch, self._progress = step, plan, batch, progress
@@ -272,7 +272,7 @@ class _Tries:
         return self._struck_if_near(found)
 
     def _timed_alone(self, configuration: Configuration, num_left: int) -> tuple[float, float] | OomEvent | str:
-        """Install a candidate, time and undo it; return seconds and noise, an out-of-memory event, or a reason."""
+        """Install a candidate, time and undo it. Return seconds and noise, an out-of-memory event, or why it failed."""
         step = self._step
 
         def work() -> tuple[float, float] | OomEvent | str:
@@ -412,9 +412,10 @@ class _Tries:
     def _seconds_of(
         self, configuration: Configuration, num_micro_batches: int, is_first: bool = False
     ) -> float | OomEvent:
-        """Run a step on the first micro-batches, and return its seconds.
+        """Run a step on the first ``num_micro_batches`` micro-batches, and return its seconds.
 
-        The state to restore later is the state before the first of these steps.
+        With ``is_first``, record the state before the step, which the trial restores in the end. Later steps run on top
+        of the first one.
         """
         step, backend = self._step, self._step.backend
         num_samples = min(num_micro_batches * configuration.micro_batch, self._batch_size)
@@ -437,7 +438,7 @@ class _Tries:
         return outcome if isinstance(outcome, OomEvent) else time.perf_counter() - began
 
     def _again(self, batch: Any, micro_batch: int, shape: Shape) -> Outcome | OomEvent:
-        """Run another step as if the previous one had been kept, without recording state to restore."""
+        """Run another step on top of the previous one, which is not undone, without recording state to restore."""
         step = self._step
         step._drop_gradients()
         step._gradient_release = None

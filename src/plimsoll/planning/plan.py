@@ -200,7 +200,8 @@ def plan_step(
         allow: names of lossy techniques that the plan may use. ``"recut_loss"`` allows micro-batches even if the loss
             is not shown to be the sum of the losses of its micro-batches.
         never_cut: never split the batch into micro-batches.
-        loss_check: an earlier result of the check whether the batch may be split (``step.additivity.found``).
+        loss_check: an earlier result of the check whether the batch may be split (``step.additivity.found``). ``None``
+            runs the check.
         device: ``"cpu"``; ``"local"``, the GPU of this machine or else its CPU; ``"cuda"``; or a GPU's name.
         pins: choices that the plan must use, such as ``"checkpointing=all"``.
         forbids: names of techniques that the plan must not use.
@@ -271,9 +272,9 @@ class Planner:
         return self._record(found, (chosen, *found.fallbacks), smallest_bytes)
 
     def _has_grown(self) -> bool:
-        """Return whether imports and caches of the planner have enlarged this process since its baseline was read.
+        """Return whether the planner's imports and caches have enlarged this process since its baseline was measured.
 
-        This matters only if this process will run the training.
+        This matters only for a plan for this process (`plan_step`), whose baseline is then too small.
         """
         if self._target.baseline is None:
             return False
@@ -283,7 +284,7 @@ class Planner:
         return grown_bytes > 0
 
     def _trace_plainly(self, lowering: Lowering) -> Trace:
-        """Trace the whole batch, and begin a trace of the smallest micro-batch, needed next if memory is tight."""
+        """Trace the whole batch with the pins only. Begin a trace of the smallest micro-batch in a worker process."""
         whole = self.plain_choices
         if (_seen_in_trace(whole), True) not in self._traced:
             smallest = in_order((micro_batch_choice(1), *without_micro_batch(whole)))
@@ -292,7 +293,7 @@ class Planner:
 
     @property
     def limit_bytes(self) -> int:
-        """Upper bound for the budget in bytes that a combination needs."""
+        """Upper bound in bytes for the memory that a combination may need."""
         return self._target.limit_bytes
 
     def problem(self, limit_bytes: int) -> Problem:
@@ -526,7 +527,7 @@ def _seen_in_trace(choices: Choices) -> Choices:
 
 
 def _fallback_schedule(in_order: Sequence[Evaluation]) -> tuple[Configuration, ...]:
-    """Return the configurations of evaluations, without configurations that need as much as their predecessor."""
+    """Return the configurations of evaluations, leaving out any that needs at least the memory of its predecessor."""
     kept = [
         in_order[0],
         *(evaluation for before, evaluation in pairwise(in_order) if evaluation.need_bytes < before.need_bytes),

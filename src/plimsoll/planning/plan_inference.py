@@ -223,7 +223,7 @@ class _Planner:
         )
 
     def _unchecked(self, parts: Sequence[Part]) -> tuple[Assumption, ...]:
-        """Return assumptions about a host that is not present."""
+        """Return the assumption that the host's memory holds its parts, if the host is not present to be checked."""
         host_bytes = sum(part.num_bytes for part in parts if part.place == "host")
         if not host_bytes or self._reading.free_bytes is not None:
             return ()
@@ -241,7 +241,7 @@ class _Planner:
 
 
 def _free_bytes() -> int:
-    """Return the bytes available to the inference process and its page cache, including those this process uses."""
+    """Return the bytes available to the inference process and its page cache, including those this process uses now."""
     return cache_free_bytes() + private_bytes()
 
 

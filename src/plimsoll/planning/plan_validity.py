@@ -62,7 +62,7 @@ def facts_of_texts(texts: TextSketch) -> dict[str, str]:
 
 
 def _facts_of_data(job: Job) -> dict[str, str]:
-    """Return facts about data and evaluations that change the allocations of a step, without usual settings."""
+    """Return facts about data and evaluations that change a step's allocations. Usual settings are left out."""
     data, facts = job.data, {}
     # An evaluation after the last step runs without optimizer states; between two steps they are in memory.
     facts["evaluates"] = "between steps" if data.validation and job.evaluate_every else str(bool(data.validation))
@@ -87,7 +87,7 @@ def facts_of_model(model: nn.Module, optimizer: torch.optim.Optimizer, target: s
 
 
 def differences(made_for: dict[str, str], now: dict[str, str], guessed: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield a sentence for each fact that invalidates a plan. A guessed fact is skipped if the guess may be right."""
+    """Yield a text for each changed fact that makes a plan invalid, except guesses that may still be right."""
     for name in dict.fromkeys((*made_for, *now)):
         before, after = made_for.get(name, "not known"), now.get(name, "not known")
         if name in _AT_MOST:
@@ -101,7 +101,7 @@ def differences(made_for: dict[str, str], now: dict[str, str], guessed: frozense
 
 
 def require_prepared_for(plan: Plan, texts: TextSketch) -> None:
-    """Check that a plan matches the prepared texts. Before preparation, some facts were guesses.
+    """Check that a plan matches the prepared texts, because some facts about them were guesses when it was made.
 
     Raises:
         InputError: if the plan does not match; the message names the differences.

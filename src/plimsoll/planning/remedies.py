@@ -39,9 +39,9 @@ _LEAST_PART = 0.02  # share of a peak: techniques that reach less are not tried,
 
 
 class Remedies(NamedTuple):
-    """The prediction for a job, and its remedies. ``notes`` are sentences about the search.
+    """The prediction for a job, and its remedies. ``notes`` are sentences for the user about the search.
 
-    ``vocab_size`` is the vocabulary size of the model, which can be larger than the tokenizer's.
+    ``vocab_size`` is the model's number of token embeddings, which can be larger than the tokenizer's vocabulary.
     """
 
     prediction: Prediction
@@ -65,7 +65,7 @@ def find_remedies(
 
     Args:
         job: the training.
-        device: see `plimsoll.planning.plan.plan_job`, as is ``limit_bytes``.
+        device: see `plimsoll.planning.plan.plan_job`, also for ``limit_bytes``.
         limit_bytes: see `device`.
         in_force: the techniques in force; by default the whole batch, and the job's pins.
         calibration: correction factors learned from measured runs.
@@ -114,7 +114,7 @@ def _rank(remedy: Remedy) -> tuple[bool, bool, float, int]:
 
 
 def _distinct(remedies: Sequence[Remedy]) -> Iterator[Remedy]:
-    """Yield the remedies, but of several with the same choices only the first."""
+    """Yield the remedies. Of several remedies with the same choices, yield only the first."""
     seen: set[frozenset[Choice]] = set()
     for remedy in remedies:
         if (choices := frozenset(remedy.choices)) not in seen:
@@ -188,7 +188,7 @@ class _Search:
                 yield choices
 
     def _open_setting(self, setting: Setting) -> Setting:
-        """Return the setting with all techniques allowed, and with precision ``auto`` in place of ``fp32``."""
+        """Return a setting that allows every remedy: all techniques, and precision ``auto`` in place of ``fp32``."""
         precision = "auto" if self.job.precision == "fp32" else setting.precision
         return replace(setting, precision=precision, allow=frozenset(TECHNIQUES))
 

@@ -47,7 +47,7 @@ CUDA_HOST_BYTES = (420 << 20, 1965 << 20)
 class Target:
     """A device with its limit. A CPU has a ``baseline``, and a GPU a ``spec``.
 
-    ``limit_bytes`` is the budget minus ``kept_back_bytes``.
+    ``limit_bytes`` is the budget minus the headroom, ``kept_back_bytes``. Without a budget, it is ``capacity_bytes``.
     """
 
     name: str
@@ -226,7 +226,7 @@ def _assumptions(counted: Counted) -> tuple[Assumption, ...]:
 
 
 def _host(trace: Trace) -> Estimate:
-    """Return the host memory of training on a GPU: the process, and data on the way to the device."""
+    """Return the host memory that training on a GPU needs, for the process and for the trace's tensors on the host."""
     traced_bytes = live_bytes(trace, on_host=True).peak_bytes
     low_bytes, high_bytes = CUDA_HOST_BYTES
     likely_bytes = (low_bytes + high_bytes) // 2

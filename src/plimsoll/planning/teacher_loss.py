@@ -65,7 +65,7 @@ class Texts(Protocol):
 
 
 def form_of(job: Job, device: str | None = None) -> Form:
-    """Return the form of the weights of a job's teacher.
+    """Return the form of the weights of a job's teacher: ``memory``, ``mapped`` or ``int8``.
 
     Raises:
         JobError: if the device does not support this form.

@@ -1,4 +1,4 @@
-"""Copies of all state that the passes of a trial may change, made before the first pass and outside the device.
+"""Copies of all state that a trial of candidates may change, made before its first pass and outside the device.
 
 A training step can be observed, so that only the state that it changed is copied. A trial must undo many passes at
 once. Some tensors are written only every few passes, such as a target network or a codebook. So all reachable state is
@@ -30,7 +30,7 @@ class TrialCopies:
     """Copies of reachable state, to be restored later.
 
     Args:
-        remembered: the state before the trial of a candidate, with its techniques installed.
+        remembered: the parts of the state before the trial of a candidate, with its techniques installed.
         updated: tensors that an update writes.
 
     Attributes:
@@ -56,7 +56,7 @@ class TrialCopies:
         self.num_bytes = sum(one.nbytes() for one in self._owners)
 
     def reason_against(self, most_bytes: int) -> str | None:
-        """Return the reason not to copy (state cannot be restored, or exceeds ``most_bytes``), or ``None``."""
+        """Return why not to copy the state: it cannot be restored, or exceeds ``most_bytes``. Else return ``None``."""
         if self._iterators:
             return said_of_iterators(self._iterators)
         if self._large:
@@ -72,7 +72,7 @@ class TrialCopies:
         self._places = [SavedPlace.of(tensor) for tensor in self._stored if not is_marked(tensor)]
 
     def restore(self) -> None:
-        """Restore the state that has changed. It may be called again."""
+        """Restore the state that has changed since `make`. This method may be called again."""
         for place in self._places:
             place.restore()
         for copied in self._copies:
@@ -88,7 +88,7 @@ def updated_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def copier_for(kind: str) -> Copier:
-    """Return a function that copies tensors outside the budget: to a mapped file or to host memory."""
+    """Return a function that copies tensors outside the budget: on a CPU to a mapped file, on a GPU to host memory."""
     return MappedPool().copy_of if kind == "cpu" else _copy_on_host
 
 

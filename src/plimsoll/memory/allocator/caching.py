@@ -257,7 +257,7 @@ class CachingAllocator:
         return block.num_bytes < size_bytes + self.rules.max_non_split_rounding_bytes
 
     def _is_split_for(self, block: _Block, size_bytes: int) -> bool:
-        """Return whether the bytes of a block that a request does not use become a separate block (`should_split`)."""
+        """Return whether the unused rest of a block becomes a separate free block (`should_split`)."""
         rest_bytes = block.num_bytes - size_bytes
         if block.pool.is_small or self.rules.expandable_segments:
             return rest_bytes >= self.rules.rounding_bytes
@@ -326,7 +326,7 @@ class CachingAllocator:
         return released_bytes >= needed_bytes
 
     def _collect_garbage(self) -> None:
-        """Release whole large segments unused for longer than the mean (`garbage_collect_cached_blocks`)."""
+        """Release the oldest unused large segments, down to the threshold (`garbage_collect_cached_blocks`)."""
         threshold = self.rules.garbage_collection_threshold
         if threshold is None or self.limit_bytes is None or self.rules.expandable_segments:
             return

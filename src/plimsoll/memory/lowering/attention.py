@@ -8,8 +8,8 @@ recorder sees it.
 
 Does NOT cover a batch above 65,535, and flash's split of the keys in a forward pass with few blocks. For cuDNN, it
 allocates the workspace according to cudnn-frontend's ``scaled_dot_product_flash_attention.h``, without memory that
-cuDNN adds. The tile of the efficient kernel depends on shared memory, and is a guess if torch has several: 7.0, 8.0,
-9.x and 10.x are assumed to fit the larger one.
+cuDNN adds. The tile of the efficient kernel depends on shared memory, and is a guess if torch has several: compute
+capabilities 7.0, 8.0, 9.x and 10.x are assumed to fit the larger tile.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
 
 
 class _Flash(torch.autograd.Function):
-    """`_flash_attention_forward` and `_flash_attention_backward`."""
+    """Autograd function of the flash kernel: `_flash_attention_forward` and `_flash_attention_backward`."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
@@ -201,7 +201,7 @@ def flash_backward_bytes(
 
 
 class _Efficient(torch.autograd.Function):
-    """`_efficient_attention_forward` and `_efficient_attention_backward`."""
+    """Autograd function of the efficient kernel: `_efficient_attention_forward` and `_efficient_attention_backward`."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
@@ -240,7 +240,7 @@ class _Efficient(torch.autograd.Function):
 
 
 class Tile(NamedTuple):
-    """The kernel of the efficient backward as ``cutlassB.h`` names it: rows x columns, largest width."""
+    """The variant of the efficient backward kernel, with the parameters in its ``cutlassB.h`` name."""
 
     rows: int
     columns: int
@@ -250,12 +250,12 @@ class Tile(NamedTuple):
 
     @property
     def keeps_outputs(self) -> bool:
-        """`kOutputInRF`."""
+        """True if the kernel keeps its output in registers (``kOutputInRF``), and so needs no output buffer."""
         return self.half and self.most_width <= self.rows
 
     @property
     def computes_delta(self) -> bool:
-        """`kKernelComputesDelta`."""
+        """True if the kernel itself computes delta, the row sums of gradient x output (``kKernelComputesDelta``)."""
         return self.half and (self.keeps_outputs or self.architecture != 70)
 
 
@@ -304,7 +304,7 @@ def efficient_workspace_bytes(
 
 
 class _CuDNN(torch.autograd.Function):
-    """`_cudnn_attention_forward` and `_cudnn_attention_backward`."""
+    """Autograd function of the cuDNN kernel: `_cudnn_attention_forward` and `_cudnn_attention_backward`."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
@@ -333,7 +333,7 @@ class _CuDNN(torch.autograd.Function):
 
 
 def cudnn_backward_bytes(query_shape: Sequence[int], key_shape: Sequence[int]) -> int:
-    """Return the workspace size: dq in fp32, a sum per row, and dk and dv per query head if heads are grouped."""
+    """Return the workspace bytes of cuDNN's backward: dq in fp32, row sums, and dk and dv if heads are grouped."""
     batch, heads, length, width = query_shape
     size = batch * heads * length * (width + 1) * 4
     return size + (2 * batch * heads * key_shape[2] * width * 2 if key_shape[1] != heads else 0)
@@ -365,7 +365,7 @@ def _math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: H
 
 
 class _SafeSoftmax(torch.autograd.Function):
-    """`_safe_softmax` with its temporaries: rows that are masked completely become zeros."""
+    """Autograd function of `_safe_softmax` with its temporaries: rows that are masked completely become zeros."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:

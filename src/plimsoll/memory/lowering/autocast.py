@@ -132,7 +132,7 @@ def _operator(name: str) -> Any:
 
 
 def _run(policy: Policy, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an op as `WrapFunction_` (ATen/autocast_mode.h) and, for RNNs, `_cudnn_rnn_cast_reflatten` do."""
+    """Run an op with the casts of its policy, as `WrapFunction_` and, for RNNs, `_cudnn_rnn_cast_reflatten` do."""
     # Private names that torch.library.register_autocast uses, too: inside this guard, ops are not cast again.
     below = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
     # As in C++, neither a TorchFunctionMode nor a Tensor subclass sees the casts.
@@ -233,7 +233,7 @@ def _eligible(value: Any) -> bool:
 
 
 class _Casts:
-    """Cast weights cached for the current autocast region (`cached_casts` of ``autocast_mode.cpp``)."""
+    """Cache of cast weights for the current autocast region (`cached_casts` of ``autocast_mode.cpp``)."""
 
     def __init__(self) -> None:
         self.active = False

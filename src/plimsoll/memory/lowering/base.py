@@ -60,7 +60,7 @@ class Lowering(Protocol):
         """Replace the ops that differ on the target until the context exits."""
 
     def run_with(self, run: Run) -> Run:
-        """Wrap the function that executes an op."""
+        """Wrap the function that executes an op, so that results are as on the target."""
 
     def scratch_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
         """Return the sizes of the scratch memory that the target's kernel uses."""
@@ -116,7 +116,7 @@ def kernels_replaced(
 
 @contextmanager
 def foreach_as_on(device_types: tuple[str, ...]) -> Iterator[None]:
-    """Make optimizers default to `foreach` as on some devices, also for fake tensors, until the context exits.
+    """Make `foreach` the default of optimizers on the given devices, also for fake tensors, until the context exits.
 
     The default depends on the exact class of a parameter and on its device type. Both lists are private in torch.
 

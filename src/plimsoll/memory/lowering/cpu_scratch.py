@@ -140,7 +140,7 @@ def _flash(args: Sequence[Any], num_threads: int) -> int:
 
 
 def _flash_backward(args: Sequence[Any], num_threads: int) -> int:
-    """Return the bytes of two tiles for each thread, and of a copy of a gradient that is not [batch, token, head]."""
+    """Return the bytes of two tiles for each thread, and of the gradient's copy if it is not [batch, token, head]."""
     rows, columns = _flash_tile(args[1].shape[-2], args[2].shape[-2])
     copied_bytes = 0 if args[0].transpose(1, 2).is_contiguous() else _bytes(args[0])
     return num_threads * 2 * rows * columns * 4 + copied_bytes

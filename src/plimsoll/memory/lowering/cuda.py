@@ -45,8 +45,8 @@ class CudaLowering:
 
     Args:
         capability: the compute capability, for example ``(8, 6)``.
-        num_sms: number of multiprocessors, which determines the scratch memory of some kernels; by default, that number
-            on an H200.
+        num_sms: number of multiprocessors, which determines the scratch memory of some kernels. The default is the
+            number on an H200.
     """
 
     kind: Literal["cpu", "cuda"] = "cuda"

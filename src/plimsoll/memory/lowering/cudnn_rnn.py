@@ -41,7 +41,7 @@ MOST_STEPS = 65_535
 
 
 def shape_of(module: nn.RNNBase, num_steps: int, batch: int) -> RnnShape:
-    """Return the shape of a module's call."""
+    """Return the shape of one call of a recurrent module, from which the sizes of cuDNN's buffers follow."""
     cell: Cell = module.mode.lower()  # type: ignore[assignment]
     return RnnShape(
         cell,
@@ -98,7 +98,7 @@ def _views(buffer: Tensor, weights: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 class _Call(NamedTuple):
-    """One call of ``_cudnn_rnn``."""
+    """The shape and options of one call of ``_cudnn_rnn``."""
 
     shape: RnnShape
     train: bool
@@ -124,7 +124,7 @@ class _Call(NamedTuple):
 
 
 class _CudnnRnnFunction(torch.autograd.Function):
-    """``_cudnn_rnn`` and ``_cudnn_rnn_backward``, with the same tensors, allocated and freed in the same order."""
+    """Autograd function of ``_cudnn_rnn``: the same tensors are allocated and freed in the same order as in RNN.cpp."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, inputs: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor) -> Any:
@@ -198,7 +198,10 @@ def _are_flat(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
 
 
 class _FusedLstmCell(torch.autograd.Function):
-    """``_thnn_fused_lstm_cell``, whose meta kernel fails without biases. It saves [B, 4H] and the gates."""
+    """Autograd function of ``_thnn_fused_lstm_cell``, which saves [B, 4H] and the gates.
+
+    It replaces torch's meta kernel, which fails without biases.
+    """
 
     @staticmethod
     def forward(ctx: Any, igates: Tensor, hgates: Tensor, cx: Tensor, *biases: Tensor | None) -> Any:
@@ -219,7 +222,10 @@ class _FusedLstmCell(torch.autograd.Function):
 
 
 class _FusedGruCell(torch.autograd.Function):
-    """``_thnn_fused_gru_cell``, which has no meta kernel. It saves [B, 5H], and the gates for double backward."""
+    """Autograd function of ``_thnn_fused_gru_cell``, which saves [B, 5H], and the gates for double backward.
+
+    torch has no meta kernel for it.
+    """
 
     @staticmethod
     def forward(ctx: Any, igates: Tensor, hgates: Tensor, hx: Tensor, *biases: Tensor | None) -> Tensor:
@@ -427,7 +433,7 @@ def _require_steps(a: _Arguments) -> None:
 
 
 def _autocast_dtype(inputs: Tensor) -> torch.dtype:
-    """Return the autocast dtype of the traced training, for either device: the trace runs on CPU tensors."""
+    """Return the autocast dtype in force, set for "cuda" or "cpu": CUDA training is traced on CPU tensors."""
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device) and inputs.dtype != torch.float64:
             return torch.get_autocast_dtype(device)

@@ -22,7 +22,7 @@ _KEPT: dict[Cell, int] = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
 """Values per hidden unit that a layer keeps for each step and sample. An LSTM keeps the gates and the cell state."""
 
 _SMALL = 128
-"""Largest number of units for which cuDNN uses other kernels. Sizes between this and `_LARGE` were not measured."""
+"""Largest measured hidden size of cuDNN's kernels for small layers. Sizes between this and `_LARGE` are unmeasured."""
 _LARGE = 512
 _PER_MATRICES_BYTES = 8 << 20
 """Bytes for each layer and direction, regardless of its size."""
@@ -38,7 +38,7 @@ class SizeRange(NamedTuple):
 
 
 class RnnShape(NamedTuple):
-    """The parameters on which the sizes depend."""
+    """The parameters of a recurrent layer and its batch, on which the sizes of cuDNN's buffers depend."""
 
     cell: Cell
     num_steps: int
@@ -54,7 +54,7 @@ class RnnShape(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Steps of all samples, without padding if the batch is packed."""
+        """Number of time steps of all samples together, without padding if the batch is packed."""
         return self.num_steps * self.batch if self.packed_rows is None else self.packed_rows
 
     @property
@@ -77,7 +77,7 @@ class RnnShape(NamedTuple):
 
     @property
     def weight_elements(self) -> int:
-        """Size of the flat buffer. cuDNN has both biases even if the module has none (``CUDNN_RNN_DOUBLE_BIAS``)."""
+        """Number of elements of cuDNN's weight buffer, which always has both biases (``CUDNN_RNN_DOUBLE_BIAS``)."""
         return self.matrix_elements + 2 * _GATES[self.cell] * self.hidden_size * self.num_layers * self.num_directions
 
 
@@ -102,9 +102,9 @@ def reserve_bytes(shape: RnnShape) -> SizeRange:
 def workspace_bytes(shape: RnnShape) -> SizeRange:
     """Return the size of the workspace of one forward or backward call.
 
-    ``es * (matrices + rows * ((n-1)*H + I) + m*B*H) + 8 MiB * L * D``, where ``es`` is the bytes of an element, and n
-    and m are the multiples of H for each row and each sample (`_values_of_h`). One of the n is as wide as the input
-    instead of H. Small layers have an n that is larger by 13 to 16.
+    ``es * (matrices + rows * ((n-1)*H + I) + m*B*H) + 8 MiB * L * D``, where ``es`` is the bytes of an element. The
+    workspace has n vectors for each row: one of width I, the others of width H. For each sample, it has m vectors of
+    width H (see `_values_of_h`). For small layers (`_SMALL`), n is larger by 13 to 16 than for large layers.
     """
     num_rows, of_sample = _values_of_h(shape)
     rows, inputs = shape.num_rows, shape.num_steps * shape.batch * shape.num_inputs
@@ -121,7 +121,7 @@ def workspace_bytes(shape: RnnShape) -> SizeRange:
 
 
 def _values_of_h(shape: RnnShape) -> tuple[int, int]:
-    """Return how many times H elements a workspace has for each row and for each sample."""
+    """Return n and m of `workspace_bytes`: the numbers of vectors in a workspace for each row and for each sample."""
     num_layers, is_small = shape.num_layers, shape.hidden_size <= _SMALL
     if shape.cell == "lstm" and shape.bidirectional:
         return (31, 18 * num_layers) if is_small else (15, 24 * num_layers)
@@ -146,6 +146,6 @@ def _range(shape: RnnShape, likely: int) -> SizeRange:
 
 
 def uncertainty_bytes(shape: RnnShape, train: bool = True) -> tuple[int, int]:
-    """Return by how many bytes the reserve and workspace of one call may be smaller and larger than traced."""
+    """Return the bytes by which the reserve and workspace of one call may be smaller, and larger, than in the trace."""
     ranges = [workspace_bytes(shape), *([reserve_bytes(shape)] if train else [])]
     return sum(size.likely - size.low for size in ranges), sum(size.high - size.likely for size in ranges)

@@ -91,7 +91,7 @@ def _parts(num_steps: int, batch_size: int, num_inputs: int, hidden_size: int, e
 
 
 def _leading(num_elements: int, element_bytes: int) -> int:
-    """Return the row length in elements: whole cache lines, but not a multiple of 256 elements."""
+    """Return the padded length of a matrix row in elements: whole cache lines, but not a multiple of 256 elements."""
     per_line = _LINE_BYTES // element_bytes
     rounded = _rounded(num_elements, per_line)
     return rounded + per_line if rounded % 256 == 0 else rounded

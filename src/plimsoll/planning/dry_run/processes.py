@@ -63,7 +63,7 @@ class _Worker(NamedTuple):
 
 
 class Tracers:
-    """Worker processes that trace a job. Without workers, no trace is begun and none can be taken."""
+    """Worker processes that make traces of a job in advance. Without workers, `take` always returns ``None``."""
 
     def __init__(self, workers: Sequence[_Worker] = ()) -> None:
         self._workers, self._is_over, self._changed = workers, False, Condition()
@@ -74,7 +74,7 @@ class Tracers:
 
     @property
     def number(self) -> int:
-        """The number of workers that have a free core for supposed traces, given the load of other programs."""
+        """The number of workers for which a core is free, given the load of other programs."""
         num_working = sum(not future.done() for future in tuple(self._begun.values()))
         num_others = max(_num_running() - 1 - num_working, 0)
         return min(len(self._workers), max(len(os.sched_getaffinity(0)) - 1 - num_others, 0))
@@ -103,7 +103,10 @@ class Tracers:
         self._ask(self._supposed, list(islice(asked, self.number)))
 
     def take(self, asked: Asked) -> tuple[Trace, bool] | None:
-        """Wait for a begun trace; return the trace and whether it was cached, or ``None`` if no worker began it."""
+        """Wait for a trace that a worker has started. Return it, and whether it was cached.
+
+        Return ``None`` if no worker has started it, or the worker failed. The caller then makes the trace.
+        """
         with self._changed:
             for waiting in (self._expected, self._supposed):
                 waiting[:] = [one for one in waiting if one.key != asked.key]

@@ -26,7 +26,7 @@ from plimsoll.errors import InputError
 
 @contextmanager
 def joined_alone() -> Iterator[None]:
-    """Provide everything that collectives on the CPU need, with this process as the only rank, while the block runs."""
+    """Make this process the only rank of a gloo process group while the block runs, with gloo's memory allocated."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.zeros(1), group=dist.new_group(backend="gloo"))
@@ -37,9 +37,9 @@ def joined_alone() -> Iterator[None]:
 
 @contextmanager
 def threads_of_rank(num_ranks: int) -> Iterator[None]:
-    """Set the number of threads of a rank that `plimsoll.distributed.launch` starts here, while the block runs.
+    """Set torch's number of threads while the block runs, as in a rank that `plimsoll.distributed.launch` starts here.
 
-    If ``OMP_NUM_THREADS`` is set, the number is unchanged.
+    If ``OMP_NUM_THREADS`` is set, or there is one rank, the number is unchanged.
     """
     before = torch.get_num_threads()
     if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:

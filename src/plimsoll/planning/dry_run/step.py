@@ -60,7 +60,7 @@ _FEW, _SHORT = 8, 64  # samples, and tokens of a sample, in made-up batches for 
 
 
 class StageBackend:
-    """`Backend` of a dry run, in which memory never runs out. It does not count, limit or restore anything."""
+    """`Backend` of a dry run, in which memory never runs out. It does not count, limit or restore any memory."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -214,7 +214,7 @@ def dry_run_step(
     precision: Precision,
     is_short: bool = False,
 ) -> Trace:
-    """Trace three steps of an existing model and optimizer, on fake copies.
+    """Trace the training of an existing model and optimizer, on fake copies: three steps, or two if ``is_short``.
 
     Args:
         model: see `TrainStep`, also for other arguments without a description.
@@ -287,7 +287,7 @@ def _stage(lowering: Lowering, position: Position, keeps_all: bool, folds_blocks
 def _dry_run(  # noqa: PLR0917 -- one call
     stage: DryRun, step: TrainStep, choices: Choices, batches: list[Any], held_out: Any | None, has_states: bool
 ) -> None:
-    """Run a step on each batch, and the evaluation after the second step or, without optimizer states, the last."""
+    """Run a step on each batch. Evaluate after the second step or, without ``has_states``, after the last step."""
     if passes_repeat(step.workload, choices):
         may_fold = stage.folds_blocks and not any(technique_of(choice.technique).spans_blocks for choice in choices)
         blocks = FoldedBlocks(stage.recorder, step.workload.model) if may_fold else None
@@ -398,7 +398,7 @@ def uneven_batch(job: Job, texts: TextSketch) -> dict[str, Tensor]:
 
 
 def _said(job: Job, texts: TextSketch, fields: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return zeros in place of the cached teacher outputs of a batch."""
+    """Return zeros in place of the cached teacher outputs of a batch, by field name."""
     assert job.distill is not None
     if texts.num_labels is not None:
         return {LOG_P: torch.zeros(*fields["labels"].shape, texts.num_labels)}
@@ -412,7 +412,7 @@ def _phase(position: Position) -> Phase:
 
 @contextmanager
 def _fake_tensors_are_plain() -> Iterator[None]:
-    """Make the update copy fake tensors in the same way as real ones."""
+    """Make the optimizer update copy fake tensors in the same way as real ones, while the block runs."""
     ADDRESS_OF[FakeTensor] = lambda tensor: tensor.untyped_storage()._cdata
     try:
         yield

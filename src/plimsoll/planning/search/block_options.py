@@ -26,7 +26,7 @@ _BYTES_A_FLOP = 0.1  # bytes moved in the time of one operation, which converts 
 
 
 class SomeBlocks(NamedTuple):
-    """A choice of blocks, with the shares that it has in the saving and the cost of checkpointing all blocks."""
+    """A choice of blocks to checkpoint. Its saved bytes and added seconds are shares of checkpointing all blocks."""
 
     choice: Choice
     bytes_share: float
@@ -34,7 +34,7 @@ class SomeBlocks(NamedTuple):
 
 
 def some_blocks(workload: Workload, trace: Trace) -> tuple[SomeBlocks, ...]:
-    """Return proper, non-empty subsets of the blocks, weakest first; empty for a model of one block."""
+    """Return choices that checkpoint some blocks but not all, weakest first; empty for a model of one block."""
     names = tuple(name for name, _ in blocks_of(workload.model))
     bytes_of = saved_per_block(trace, names)
     work = _work_of(trace, names)

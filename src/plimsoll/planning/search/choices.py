@@ -19,12 +19,12 @@ _NOTHING_DECIDED = Decided((), frozenset(), frozenset())
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem of a search: a training run, its limit, and the user's constraints.
+    """The problem to search a plan for: a training run, its limit, and the user's constraints.
 
     Attributes:
         limit_bytes: upper bound for the memory that a combination may need.
-        margin_bytes: bytes of the device beyond ``limit_bytes``, kept because a short dry run may underestimate the
-            peak.
+        margin_bytes: headroom between ``limit_bytes`` and the real limit, because a short dry run may underestimate
+            the peak.
         update_seconds: duration of an update without techniques, an upper bound for the time that techniques save in
             it.
     """
@@ -115,7 +115,7 @@ def _sizes(problem: Problem) -> tuple[int, ...] | str:
 
 
 class Compatibility:
-    """Check whether choices can be combined. Each pair of choices is checked once."""
+    """Checker of whether choices can be combined. Each pair of choices is checked once."""
 
     def __init__(self, problem: Problem) -> None:
         self._reason = cache(lambda choices: conflict_among(choices, problem.workload, problem.setting))

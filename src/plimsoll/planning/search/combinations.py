@@ -33,7 +33,7 @@ class Combination:
 
 
 def whole(combination: Choices, micro_batch: int) -> Choices:
-    """Return a combination with a micro-batch of ``micro_batch`` samples."""
+    """Return the choices of a combination together with a micro-batch of ``micro_batch`` samples."""
     return (micro_batch_choice(micro_batch), *in_order(combination))
 
 
@@ -80,5 +80,5 @@ def least_of(evaluations: Iterable[Evaluation]) -> Evaluation:
 
 
 def about(need_bytes: float) -> float:
-    """Return the largest need in bytes that counts as equal to a need. A guessed need may be negative."""
+    """Return the largest need in bytes that counts as equal to ``need_bytes``, which may be negative if guessed."""
     return need_bytes + SAME_BYTES * abs(need_bytes)

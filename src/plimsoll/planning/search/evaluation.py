@@ -72,7 +72,7 @@ def heap_of(choices: Choices) -> Choice | None:
 
 
 def in_heap(choices: Choices, heap: Choice | None) -> Choices:
-    """Return the same choices with the given heap; ``None`` is the default heap."""
+    """Return choices in which ``heap`` replaces the choice of the heap; with ``None``, they use the default heap."""
     rest = tuple(choice for choice in choices if technique_of(choice.technique).is_traced)
     return rest if heap is None else in_order((*rest, heap))
 

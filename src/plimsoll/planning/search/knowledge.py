@@ -22,9 +22,9 @@ _GUESSES_OFF = 0.025  # share of the limit: a guess with less headroom is traced
 
 
 class Known:
-    """Evaluations, a surrogate for each heap, and the options of each useful technique.
+    """The state of a search: evaluations, a surrogate for each heap, and the options of each useful technique.
 
-    ``only_guessed`` are options that no trace has shown yet.
+    ``only_guessed`` are options that are in no traced combination yet.
     """
 
     def __init__(self, available: AvailableChoices, required: frozenset[str], allows: Allows) -> None:
@@ -44,7 +44,7 @@ class Known:
         return other
 
     def take_guess(self, choices: Choices) -> None:
-        """Treat choices as traced: for each heap, store the guess as if it were the evaluation."""
+        """Store a guess as the evaluation of these choices, for each heap, as if they had been traced."""
         for heap, surrogate in self.surrogates.items():
             alike = in_heap(choices, heap)
             if self._allows(alike):
@@ -52,7 +52,7 @@ class Known:
         self.only_guessed.difference_update(choices)
 
     def suppose(self, weaker: Sequence[Choice], strongest: Choice) -> Sequence[Choice]:
-        """Suppose that weaker options save as much memory as the strongest, in less time, until one is traced."""
+        """Suppose that weaker options save as much memory as the strongest, in less time, until each is traced."""
         for choice in weaker:
             for surrogate in self.surrogates.values():
                 surrogate.suppose(choice, strongest, technique_of(choice.technique).may_be_faster)

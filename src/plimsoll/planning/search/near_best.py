@@ -35,7 +35,7 @@ def can_follow(before: Choices, combination: Choices) -> bool:
 def candidates_beside(
     chosen: Evaluation, fallbacks: Sequence[Evaluation], evaluations: Sequence[Evaluation], limit_bytes: int
 ) -> tuple[Evaluation, ...]:
-    """Return the other candidates, fastest first by prediction.
+    """Return the candidates for a trial in addition to the plan itself, fastest first by prediction.
 
     Args:
         chosen: the evaluation of the plan.

@@ -85,7 +85,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The traced peak and times of a pass. ``steps_seconds`` has one step, or the first and the last step.
+    """The traced peak and times of a pass. ``steps_seconds`` has the seconds of its only step, or the first and last.
 
     ``spread`` is the relative error of the predicted memory.
     """

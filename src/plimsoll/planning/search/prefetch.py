@@ -25,7 +25,7 @@ Likely = tuple[Choices, bool]
 """A combination that may be traced, and whether it is traced at full length."""
 
 Suppose = Callable[[Iterable[Likely]], None]
-"""Called with combinations that may be traced next, likeliest first. It uses as many as can be begun."""
+"""Called with combinations that may be traced next, likeliest first. It consumes only those that it can begin."""
 
 
 class Untraced(Exception):
@@ -47,9 +47,9 @@ def asked_in_turn(
     """Yield the combinations that a search requests, in order; a guess answers each request before the next.
 
     Args:
-        go_on: runs the search from the beginning until `not_traced` raises.
+        go_on: runs the copied search again, until `not_traced` raises or the search ends.
         guess: stores a guess as the result of a combination.
-        at_length: evaluations of the combinations that were requested with a full-length dry run.
+        at_length: evaluations of the combinations that the search requested at full length; the search adds to them.
     """
     asked: Choices | None = ()
     while asked is not None:

@@ -1,4 +1,4 @@
-"""The reason why an evaluated combination is not the plan. It claims only differences that predictions can resolve."""
+"""Reasons why evaluated combinations are not the plan. They claim only differences that predictions can resolve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plimsoll.records.units import format_bytes
 from plimsoll.techniques import TECHNIQUES
 
 SAME_SECONDS = 0.02
-"""Share of a step: the time model cannot tell plans apart that differ by less."""
+"""Share of a step time: the time model cannot tell which of two plans is faster if they differ by less."""
 
 
 def rejected(evaluation: Evaluation, chosen: Evaluation, problem: Problem) -> Rejected:

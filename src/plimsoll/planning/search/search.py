@@ -71,8 +71,8 @@ def search(
         problem: the training run, the limit, and the user's constraints.
         evaluate: traces and evaluates a combination.
         expect: called with combinations that are certain to be traced, so that they can be traced in parallel.
-        at_length: evaluates a combination over enough steps to include everything that the training does. The chosen
-            combination also fits there.
+        at_length: evaluates a combination over enough steps to include everything that the training does, such as an
+            evaluation. The chosen combination fits in this longer dry run, too. ``None`` relies on ``evaluate``.
         suppose: called with combinations that may be traced next, so that idle processes can begin them.
 
     Raises:
@@ -96,7 +96,7 @@ class _Search:
         self._num_missed = 0  # consecutive evaluations that did not give a better plan
 
     def found(self) -> Found:
-        """Run the search."""
+        """Run the search, and return its result."""
         limit_bytes = self._problem.limit_bytes
         plain = self._evaluate(self._needed_to_run(), self._problem.setting.batch_size)
         self._plain_line(limit_bytes)
@@ -166,7 +166,10 @@ class _Search:
         return self._known.evaluations[choices]
 
     def _plain_line(self, limit_bytes: int) -> None:
-        """Trace the base at a few micro-batches. The smallest, chosen to fit, becomes the reference for techniques."""
+        """Trace the base (the choices that are in every combination) at a few micro-batches.
+
+        The evaluation at the smallest one, chosen to fit, becomes the reference for judging techniques.
+        """
         base, sizes = self._available.base, self._available.sizes
         large = self._evaluate(base, sizes[0])
         # The bytes that grow with the batch get a proportional share of the allocator's fragmentation.
@@ -263,7 +266,7 @@ class _Search:
         return share * self._reference.need_bytes > self._problem.limit_bytes
 
     def _is_faster(self, evaluation: Evaluation) -> bool:
-        """Return whether an evaluation with a larger micro-batch is faster than the reference."""
+        """Return whether an evaluation of the base with a larger micro-batch is faster than the reference."""
         return evaluation.seconds * (1 + SAME_SECONDS) < self._reference.seconds
 
     def _learn_each(self, choices: Sequence[Choice]) -> list[Choice]:
@@ -333,7 +336,10 @@ class _Search:
         return False
 
     def _next_down(self, evaluation: Evaluation, rest: dict[str, Choice]) -> Evaluation | None:
-        """Evaluate one more technique that reduces the need, largest reach first; drop techniques without effect."""
+        """Return the evaluation with one more technique that reduces the memory need, or ``None`` if none helps.
+
+        Techniques that can reduce most of the peak are tried first. Tried techniques leave ``rest``.
+        """
         reached = {name: sum(evaluation.parts.get(part, 0) for part in technique_of(name).reaches) for name in rest}
         least_bytes = SAME_BYTES * evaluation.need_bytes
         for name in sorted(rest, key=lambda name: -reached[name]):
@@ -403,7 +409,7 @@ class _Search:
         )
 
     def _simpler(self, evaluation: Evaluation, limit_bytes: int) -> Choices | None:
-        """Return choices with one left out, if they are untraced and may be as fast despite a slower guess."""
+        """Return an untraced combination with one choice fewer that may be as fast, despite its guess, or ``None``."""
         shorter = [
             combination
             for combination in self._known.combinations()

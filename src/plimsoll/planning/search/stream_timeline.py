@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 class StreamTimeline:
     """The seconds at which processor, device and link become idle, relative to the start.
 
-    ``waited`` is the time in which ranks add up gradients after a pass. ``fetched`` is the time of a pass's exchanges
-    with other ranks, which run in parallel with its kernels. ``arrivals`` are the times at which copies end, by row. If
-    nothing overlaps, the processor does all work, and copies are ordinary ops.
+    ``waited`` is the time of the all-reduce of gradients after the last pass. ``fetched`` is the time of a pass's other
+    exchanges with other ranks, which run in parallel with its kernels. ``arrivals`` are the times at which copies end,
+    by row. If nothing overlaps, the processor does all work, and copies are ordinary ops.
     """
 
     overlaps: bool
@@ -62,7 +62,10 @@ class StreamTimeline:
             self.processor = max(self.processor, arrival)
 
     def work(self, seconds: float, *, adds_up: bool) -> None:
-        """Add work of the processor in host memory. If ops overlap, ``adds_up`` puts it on the gradient thread."""
+        """Add work of the processor in host memory.
+
+        If ops overlap and ``adds_up`` is True, the thread that adds up gradients does the work, in parallel.
+        """
         if adds_up and self.overlaps:
             self.adding += seconds
         else:

@@ -84,7 +84,7 @@ class _Effect:
 
 
 class _Difference(NamedTuple):
-    """The difference between a trace and a guess, in the units of `_Effect`."""
+    """The difference between a trace and a guess. The fields are as in `_Effect`."""
 
     fixed_bytes: dict[Phase, float]
     shares_left: dict[Phase, float]
@@ -199,9 +199,9 @@ class Surrogate:
             )
 
     def suppose(self, choice: Choice, strong: Choice, may_be_faster: bool) -> None:
-        """Suppose that a weaker option saves as much memory as a stronger one, in less time.
+        """Guess that a weaker option saves as much memory as a stronger one, in less time.
 
-        This holds until a combination with the weaker option is traced.
+        The guess is used until a combination with the weaker option is traced.
         """
         effect = self._effects.get(strong)
         if effect is not None:
@@ -227,7 +227,7 @@ class Surrogate:
         points[evaluation.micro_batch] = (need_off, seconds_off)
 
     def _put_right(self, choice: Choice, strong: Choice, evaluation: Evaluation) -> None:
-        """Attribute the error of a guess to one choice, which cannot become slower than the stronger option."""
+        """Attribute the error of a guess to one choice. Its effect cannot become slower than the stronger option's."""
         effect = self._effects[choice]
         asked = [evaluation.combination], np.zeros(1, dtype=int), np.asarray([evaluation.micro_batch])
         seconds, off = float(self.guess(*asked)[1][0]), self._difference(evaluation)

@@ -98,7 +98,7 @@ def update_seconds(counted: Counted, speed: Speed, exchange: ExchangeSpeed | Non
 
 
 def moved_outside(counted: Counted, *, batch_size: int, micro_batch: int, dry_run_samples: int) -> int:
-    """Count the bytes outside the device that one optimizer step reads and writes; see `step_duration`."""
+    """Count the bytes outside device memory that one optimizer step reads and writes; see `step_duration`."""
     ops = counted.trace.ops
     last_step = max(ops.step, default=0)
     passes: list[int] = []
@@ -134,9 +134,10 @@ def with_disk(duration: Duration, moved_bytes: int, disk_bytes_per_second: float
 
 
 def learned_ratio(calibration: Calibration, lowered_to: str, techniques: Iterable[str]) -> Learned | None:
-    """Return the learned time ratio for a set of techniques; for an unknown set, the average over known sets.
+    """Return the learned ratio of measured to predicted step times for a set of techniques.
 
-    Without the average, an untried set would seem faster than sets whose runs were slower than predicted.
+    For an untried set, return the average over known sets; ``None`` if there are no known sets. Without the average, an
+    untried set would seem faster than sets whose runs were slower than predicted.
     """
     target = calibration.targets.get(lowered_to)
     if target is None or not target.step_ratios:
@@ -151,7 +152,7 @@ def learned_ratio(calibration: Calibration, lowered_to: str, techniques: Iterabl
 
 
 def learned_peak(calibration: Calibration, lowered_to: str, techniques: Iterable[str]) -> Learned | None:
-    """Return the learned peak ratio for a set of techniques, or ``None`` for an untried set."""
+    """Return the learned ratio of measured to predicted peaks for a set of techniques; ``None`` for an untried set."""
     target = calibration.targets.get(lowered_to)
     return target.peak_ratios.get(_set_name(techniques)) if target else None
 
@@ -195,7 +196,7 @@ def _with_target(calibration: Calibration, lowered_to: str, target: Target) -> C
 
 
 def _set_name(techniques: Iterable[str]) -> str:
-    """Return the key of a set of techniques. It leaves out the micro-batch, which is in every plan and traced."""
+    """Return the key of a set of techniques. It leaves out the micro-batch, which every plan has."""
     return "+".join(sorted(set(techniques) - {MICRO_BATCH}))
 
 
@@ -216,7 +217,7 @@ def _of_all(passes: Sequence[float], num_micro_batches: int, ends_smaller: bool)
 def _stretches(
     counted: Counted, speed: Speed, step: int | None, exchange: ExchangeSpeed | None
 ) -> tuple[list[float], float]:
-    """Return the seconds of each micro-batch of a step, and the seconds of its ops outside micro-batches."""
+    """Return the seconds of each traced micro-batch of a step, and the seconds of all ops outside micro-batches."""
     trace, fresh_bytes = counted.trace, counted.fresh_bytes
     ops = trace.ops
     names = [_plain_name(text) for text in trace.texts]
