@@ -67,8 +67,8 @@ class Loader:
         world_size: the number of processes that share each batch.
         host_budget_bytes: the memory limit for ``"auto"`` workers in bytes.
         on_event: called with a sentence for each failure that was handled; by default, a warning.
-        oom_kills: returns how many processes the kernel has killed so far because memory ran out, to identify such a
-            kill of a worker.
+        oom_kills: a function that returns how many processes the kernel has killed so far because memory ran out. It
+            shows whether a worker was killed for this reason.
 
     Raises:
         DataError: if the data set does not fill one batch, or its lengths do not fit the buckets.
