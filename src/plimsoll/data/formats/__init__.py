@@ -36,9 +36,9 @@ class Reading:
         escapes: in csv and tsv, decode ``\\n``, ``\\t``, ``\\r`` and ``\\\\`` as Python does.
         quotes: whether double quotes in csv and tsv are special. ``False``: every line is a row, and a quote is an
             ordinary character.
-        header: whether the first row of a csv names its columns. ``None``: it does if it holds the requested names. It
-            does not if the requested names are numbers, or if one of its cells is a number. Otherwise an error is
-            raised.
+        header: whether the first row of a csv names its columns. ``None``: decided from the first row. It names the
+            columns if it holds the requested names. It does not if the requested names are numbers, or if one of its
+            cells is a number. Otherwise an error is raised.
         on_error: ``stop``: unreadable data raises an error; ``skip``: unreadable rows (or files, if a text is a file)
             are left out, counted and listed.
         max_text_bytes: a longer line, paragraph or row counts as unreadable.
@@ -58,12 +58,12 @@ class Reading:
 
     @property
     def columns(self) -> tuple[str, ...] | None:
-        """The requested columns."""
+        """The columns requested for the text; ``None`` if none is requested."""
         return (self.text,) if isinstance(self.text, str) else self.text
 
 
 class Layout(NamedTuple):
-    """The facts that decoding a file needs; serializable as JSON. Columns are indices (csv) or names (jsonl)."""
+    """The layout of a file, as needed to decode it; serializable as JSON. Columns are indices (csv) or names."""
 
     format: str
     unit: Unit = "document"
@@ -147,17 +147,17 @@ class Format(Protocol):
         ...
 
     def decode(self, raws: list[bytes], layout: Layout) -> list[str]:
-        """Return the texts of some spans; a span reaches from the start of its text to the start of the next text.
+        """Return the texts of ``raws``: each item holds the bytes from the start of a text to the start of the next.
 
         Raises:
-            ValueError: if a span differs from the indexed content.
+            ValueError: if the bytes of a text differ from the indexed content.
         """
         ...
 
     def decode_run(self, raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
-        """Return consecutive texts from the bytes of all their spans, which are ``raw[borders[i] : borders[i + 1]]``.
+        """Return consecutive texts from one bytes object: text ``i`` is ``raw[borders[i] : borders[i + 1]]``.
 
         Raises:
-            ValueError: if the spans differ from the indexed content.
+            ValueError: if the texts differ from the indexed content.
         """
         ...

@@ -3,7 +3,7 @@
 A row ends at a newline outside quotes; without ``quotes``, at every newline. Quotes follow the rules of Python's strict
 `csv` reader, which decodes the rows: a quote is special only at the beginning of a field, and an ordinary character
 inside an unquoted field. Quoted fields may contain newlines. A row must have as many fields as the first row. Every row
-is decoded during indexing, so that faults are found before the training starts. Empty lines are not rows.
+is decoded during indexing, so that faults are found before training starts. Empty lines are not rows.
 
 Not handled: separators other than the comma (.csv) and the tab (.tsv), and backslashes before quotes. If a quote opens
 a field and is never closed, the field includes the rows after it, which is a fault.
@@ -119,7 +119,7 @@ def _is_number(cell: str) -> bool:
 
 
 def quoting_after(part: Part) -> int:
-    """Return the state of quoting at the beginning of the next part: `OUTSIDE`, `QUOTED` or `OPENS`."""
+    """Return the quoting state at the beginning of the part after ``part``: `OUTSIDE`, `QUOTED` or `OPENS`."""
     offset = max(part.begin - 1, 0)
     with opened(part.path) as descriptor:
         view = np.frombuffer(os.pread(descriptor, part.end - offset, offset), np.uint8)
@@ -140,7 +140,7 @@ def _begin(part: Part, offset: int) -> tuple[int, int]:
 
 
 def _quotes(view: NDArray[np.uint8], layout: Layout, begin: int, quoting: int) -> tuple[NDArray[np.int64], int]:
-    """Return the indices of the quotes that open or close a field, and the state of quoting after the last byte.
+    """Return the indices of the quotes that open or close a field, and the quoting state after the last byte.
 
     A doubled quote, which stands for one quote, counts as closing the field and opening it again.
     """
@@ -218,7 +218,7 @@ def _spans(part: Part, raw: bytes, offset: int) -> list[tuple[int, int]]:
 
 
 def _suspects(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]]) -> Iterator[Fault]:
-    """Yield rows that may contain other rows by mistake: each line between the first and the last would be a valid row.
+    """Yield rows whose quotes may join several rows by mistake: each of their inner lines would be a valid row.
 
     Tables of one column are not checked, because any line would be a valid row.
     """
@@ -253,7 +253,7 @@ def _rows(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]]) -> 
 
 
 def _rows_of(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]], line: int) -> Iterator[Row | Fault]:
-    """Decode some rows at once, and one by one only if one of them is faulty."""
+    """Yield the fields or the fault of each row. Rows are decoded one by one only if one of them is faulty."""
     layout = part.layout
     raws = [raw[begin:end].strip(b"\r\n") for begin, end in spans]
     rows = _faultless(raws, part)
@@ -321,7 +321,7 @@ def _said(error: Exception) -> str:
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """Lift the process-wide limit of 128 KiB per field."""
+    """Lift the process-wide limit of 128 KiB per field of Python's csv reader inside the block."""
     limit = csv.field_size_limit(1 << 40)
     try:
         yield
@@ -340,7 +340,7 @@ def _label(fields: list[str], layout: Layout) -> Any:
 
 
 def decode(raws: list[bytes], layout: Layout) -> list[str]:
-    """Return the texts of some spans; see `plimsoll.data.formats.Format`."""
+    """Return the texts of some rows, given their bytes; see `plimsoll.data.formats.Format`."""
     try:
         rows = fields_of([raw.decode("utf-8").strip("\r\n") for raw in raws], layout)
         return [text_of(row, layout) for row in rows]
@@ -349,5 +349,5 @@ def decode(raws: list[bytes], layout: Layout) -> list[str]:
 
 
 def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
-    """Return consecutive texts from the bytes of all their spans."""
+    """Return consecutive texts from one bytes object; see `plimsoll.data.formats.Format`."""
     return decode([raw[begin:end] for begin, end in pairwise(borders.tolist())], layout)
