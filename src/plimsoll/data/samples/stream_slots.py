@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StreamSlots:
-    """The stream slots of the tokens from ``begin``.
+    """The stream slots into which ``num_tokens`` tokens from index ``begin`` are cut.
 
     Args:
         begin: the index of the first token.

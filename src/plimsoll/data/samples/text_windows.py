@@ -3,7 +3,7 @@
 Special tokens around a text (`plimsoll.data.tokens.template`) are added to each span when it is read, and counted in
 its length. They are not in the store. So a window of a long text equals the output of transformers with
 ``return_overflowing_tokens``. If no text is too long, or all long texts are truncated, spans follow from the store and
-take no memory. Otherwise they are a memory-mapped table (12 bytes per span), written once next to the tokens.
+take no memory. Otherwise spans are a memory-mapped table (12 bytes per span), written once next to the tokens.
 
 Not handled: spans that cross the end of a text (`plimsoll.data.samples.windows.WindowDataset`), and overlap of windows
 that end at borders. Shapes: B requested spans, N spans of one pass.
@@ -122,7 +122,7 @@ class Spans:
     def num_known(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of tokens at the start of each span that an earlier span predicts, (B,).
 
-        Special tokens before the text are included.
+        If there are such tokens, the special tokens before them are counted, too.
         """
         num_repeated_B = self.num_repeated(ids)
         return np.where(num_repeated_B > 0, num_repeated_B + len(self.template.prefix), 0)
@@ -259,7 +259,7 @@ def _passes(num_items: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _surveyed(num_texts: int, texts: _Texts, sequence_length: int, template: Template, long_texts: LongTexts) -> Facts:
-    """Read the lengths of all texts; return the facts of spans without a table."""
+    """Read the lengths of all texts, and return the metadata of spans for which no table is written."""
     longest = num_long = num_beyond = num_tokens = 0
     for ids in _passes(num_texts):
         lengths_N = texts(ids)[1] + template.num_tokens
@@ -287,7 +287,7 @@ def _surveyed(num_texts: int, texts: _Texts, sequence_length: int, template: Tem
 def _written(
     folder: Path, tables: Iterable[tuple[Table, int]], template: Template, report: Callable[[int], None]
 ) -> Facts:
-    """Write a table in parts; each part comes with the number of its windows that do not end at a border."""
+    """Write a table of spans in parts. With each part comes the number of its windows that end at no border."""
     num_tokens = num_cut_inside = 0
     with (folder / _STARTS_FILE).open("wb") as starts_file, (folder / _LENGTHS_FILE).open("wb") as lengths_file:
         for (starts_N, lengths_N), num_inside in tables:

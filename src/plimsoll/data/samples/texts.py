@@ -155,7 +155,7 @@ class TokenLabels:
         return TokenLabels, (self._store, self.names)
 
     def of(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the label of each token of spans, end to end (N,); -100 if it has no label here."""
+        """Return the label of each token of spans, end to end (N,); -100 if the token has no label in this span."""
         starts_B, lengths_B = spans.places(ids)
         require_runs(self._store.labels, starts_B, starts_B + lengths_B)
         labels_N = self._labels[ragged.places(starts_B, lengths_B)]

@@ -86,7 +86,7 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]], ABC):
         return min(-(-longest // self.pad_multiple) * self.pad_multiple, self.sequence_length)
 
     def set_epoch(self, epoch: int) -> None:
-        """Select the augmentation of samples that are fetched one by one. Call this before each epoch."""
+        """Select the augmentation of samples that are fetched by index. Call this method before each epoch."""
         self.epoch = epoch
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
@@ -174,7 +174,7 @@ class WindowDataset(Samples):
 
 
 class Selection:
-    """Some samples of a dataset in some order: ``selection[positions]`` are their indices. No index list is stored."""
+    """Some samples of a dataset in some order. ``selection[positions]`` computes their indices in the dataset."""
 
     def __init__(self, order: Order | Unshuffled, start: int, stop: int) -> None:
         self._order, self._start, self._stop = order, start, stop
