@@ -44,14 +44,16 @@ class Corpus:
 
     Attributes:
         folder: the store that holds the index.
-        num_bytes: the size of all texts in their files (converted files: in the store), with line ends and quoting.
-        key: a hash of the content, independent of its location: equal files that are read alike have equal keys.
+        num_bytes: the size of all texts, line ends and quoting included, as stored in their files or, if converted, in
+            the store.
+        key: a hash of the content, independent of the location of the files: equal files read by the same rules have
+            equal keys.
         skipped: the first 100 rows and files that were left out, with the reason; ``num_skipped`` is their total
             number.
         num_hidden: the number of hidden files and folders that were found and not read; 0 if only the index was opened.
-        left_out: the files without a text.
+        left_out: the files that contain no text.
         label_names: the names of the classes, if a label column was requested.
-        labels: the class index of each text (memory-mapped), or ``None``.
+        labels: the class index of each text (memory-mapped); ``None`` if no label column was requested.
         tag_counts: the number of occurrences of each tag, in the order of the names, if words have tags.
     """
 
@@ -264,7 +266,7 @@ class Corpus:
         return file, begin, end
 
     def _spans(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]:
-        """Return the spans of texts in all files laid end to end, and their files (``None``: there is only one)."""
+        """Return the spans of texts in all files laid end to end, and their file indices (``None``: one file only)."""
         begins, ends, files = self._begins[ids], self._begins[ids + 1], None
         if len(self._paths) > 1:
             files = self._files_of(ids)
@@ -308,7 +310,7 @@ class Corpus:
             raise self._changed(file, error) from None
 
     def _changed(self, file: int, error: ValueError) -> DataError:
-        """Return the error that a text has changed, and discard the index and the converted file."""
+        """Return the error for a text that has changed since it was indexed; discard the index and converted file."""
         discard(self.folder)
         if str(file) in self._facts["stored"]:
             discard(Path(self._facts["stored"][str(file)]).parent)
@@ -358,6 +360,6 @@ def _cut(raw: bytes) -> Iterator[tuple[str, bool]]:
 
 
 def _last_border(raw: bytes) -> int:
-    """Return the length at which to cut a part of a text: after the last word, or else the last whole character."""
+    """Return the length to which to cut a part of a text: up to the last word, or else the last whole character."""
     borders = [match.end() for match in _WORD_BORDER.finditer(raw, max(len(raw) - _BORDER_WINDOW_BYTES, 0))]
     return borders[-1] if borders else codecs.utf_8_decode(raw, "strict", False)[1]

@@ -1,9 +1,9 @@
 """Held-out texts, the training texts and held-out texts as separate streams, and texts that occur in both.
 
 Whole texts are held out: random texts, or the last texts. If texts are stored end to end, the texts of each side
-(training or held-out) form a stream: `ChosenTexts` provides its tokens. It uses a memory-mapped table of their places
-in the store (16 bytes per run of neighbouring texts, and 8 bytes per text). A text that occurs literally on both sides
-is found by a hash of its characters. Not handled: nearly identical texts.
+(training or held-out) form a stream: `ChosenTexts` provides its tokens. The places of these texts in the store are in
+memory-mapped tables: 16 bytes per run of neighbouring texts, and 8 bytes per text. A text that occurs literally on both
+sides is found by a hash of its characters. Not handled: nearly identical texts.
 
 Shapes: D texts, N tokens, R runs of neighbouring texts.
 """
@@ -57,7 +57,7 @@ def num_held_out(num_samples: int, share: float) -> int:
 
 
 class Side(NamedTuple):
-    """The training texts or the held-out texts: a cache name of the choice, a predicate, and the number of texts."""
+    """The training or the held-out texts: a name for cache keys, a test of text indices, and the number of texts."""
 
     name: str
     is_chosen: IsChosen
@@ -169,7 +169,7 @@ def signatures(corpus: Corpus) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
     """Yield the indices of texts and a hash of the characters of each text, in order.
 
     White space around a text is ignored (a file ends with a newline, a row does not), and blank texts are left out.
-    Memory: a piece of a text (`Corpus.pieces`), and the white space before it.
+    The memory needed is one piece of a text (`Corpus.pieces`) and the white space before it.
     """
     texts, hashes, number = array("q"), array("Q"), 0
     hasher, white = xxhash.xxh3_64(), ""
@@ -219,7 +219,7 @@ def num_repeated(corpus: Corpus, job: Job, other: Corpus | None, cache: Path) ->
 
     Args:
         corpus: the training texts, of which a share is held out if ``other`` is ``None``.
-        job: the job, which defines the share and its choice.
+        job: the job, which defines the share and how the held-out texts are chosen.
         other: the validation texts, if they have separate files.
         cache: the folder for the result.
 
@@ -274,7 +274,7 @@ def refuse_same_files(train: Corpus, validation: Corpus) -> None:
 
 
 def _identity(path: Path) -> tuple[int, int] | str:
-    """Return the identity of a file, which does not depend on its name if the file exists."""
+    """Return the device and inode of a file, or its path as a string if it does not exist."""
     try:
         status = path.stat()
     except OSError:  # a remote file, or a name that is not a path

@@ -1,8 +1,8 @@
 """Conversion of JSON files to JSON lines: files with a list of objects, or with several objects in sequence.
 
 The list may be a field of the single object of a file, if it is the only list of objects in it. Other objects are
-refused with a remedy, so that no content is left out silently. Examples are objects with several lists,
-objects of columns, and rows that contain a list.
+refused with a remedy, so that no content is left out silently. Examples are objects with several lists, objects with
+one list per column, and rows that contain a list.
 
 An object keeps the number of the line in which it begins, so that line numbers in messages are correct. If several
 objects begin in one line, each gets its own line. Memory: the longest object. Not handled: lists deeper in an object.
@@ -48,7 +48,7 @@ class Field(NamedTuple):
 
 
 def fields_of_object(chunks: Iterator[bytes], most_bytes: int) -> dict[str, Field] | None:
-    """Return the fields of the single object of a file; ``None`` if the file holds anything else.
+    """Return the fields of the single object of a file; ``None`` if the file does not hold exactly one object.
 
     Args:
         chunks: the bytes of the file.
@@ -216,7 +216,7 @@ def field_of_rows(chunks: Iterator[bytes], reading: Reading) -> str | None:
 
     Args:
         chunks: the bytes of the file.
-        reading: the requested columns, which decide whether the object is the row.
+        reading: the requested columns, by which a row is recognized.
 
     Raises:
         DataError: if it is ambiguous which field holds the rows; the message does not name the file.

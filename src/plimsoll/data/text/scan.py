@@ -2,8 +2,8 @@
 
 A part has 2 MiB on any machine, so that the digests of a file do not depend on the number of cores. A task is several
 parts, possibly of several small files. From 16 MiB on, forked processes scan, because threads would wait for the GIL.
-Only a few tasks are in flight, so the memory needed does not depend on the files. Holes of sparse files are not read,
-because they are NUL bytes.
+Only a few tasks are in flight, so the memory needed does not depend on the files. Holes of sparse files are not read:
+they are known to be NUL bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reading of sentences with tagged words, and writing of them to `plimsoll.data.formats.tagged`.
 
-Supported are JSON lines and tables (parquet, Arrow, `datasets`) with a column of words and a column of tags, each a
-list. Files in CoNLL format have a word per line, its tag in the last column, and an empty line between sentences. Tags
-are names, or whole numbers with names in a ``ClassLabel`` of `datasets`; -100 means no tag. Memory: one sentence, or
-one batch of rows. Not handled: csv, several tags per word, and token ranges and empty nodes of CoNLL-U.
+The supported formats are JSON lines and tables (parquet, Arrow, `datasets`) with a column of words and a column of
+tags, each a list. Files in CoNLL format have a word per line, its tag in the last column, and an empty line between
+sentences. Tags are names, or whole numbers with names in a ``ClassLabel`` of `datasets`; -100 means no tag. Memory: one
+sentence, or one batch of rows. Not handled: csv, several tags per word, and token ranges and empty nodes of CoNLL-U.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Packing:
         self.skipped: list[str] = []
 
     def add(self, sentence: Sentence) -> None:
-        """Add a sentence, or handle its fault."""
+        """Add a sentence to the bytes to write. A faulty sentence is skipped and counted, or raised."""
         raw, why = b"", sentence.why or _mismatch(sentence)
         if why is None and sentence.words:
             try:
@@ -204,7 +204,7 @@ class _Conll:
                 self._number = number  # report the faulty line instead of the sentence's first line
 
     def ended(self, done_bytes: int) -> Iterator[Sentence]:
-        """Yield the sentence, if it has any line."""
+        """Yield the sentence that has been read, if it has any line, and start the next one."""
         if self._words or self._why is not None:
             yield Sentence(f"line {self._number}", self._words, self._tags, done_bytes, self._why)
         self._begin(0)

@@ -33,7 +33,7 @@ _KINDS = (
 
 
 class SourceFile(NamedTuple):
-    """A file to read; ``named`` if the user gave this very path, so that a fault in it is an error and not skipped."""
+    """A file to read. ``named``: the user gave this very path, so a fault in the file is an error, not skipped."""
 
     path: str
     num_bytes: int
@@ -60,7 +60,7 @@ def find_files(sources: tuple[str, ...], copies: Path | None = None, skips: bool
 
     Args:
         sources: files, folders, globs and addresses.
-        copies: the folder of copies.
+        copies: the folder for copies of remote files; ``None`` if the files will not be read.
         skips: whether a folder that cannot be listed is left out and reported; otherwise it is an error.
 
     Raises:

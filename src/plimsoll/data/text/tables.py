@@ -2,8 +2,8 @@
 
 The text is one or several columns of strings. The label is a column of strings, whole numbers or booleans;
 ``ClassLabel`` columns give the names of their classes. Memory: one batch of rows. Not handled: nested columns, and
-streaming data sets. The functions of `datasets` used here are public, except ``Dataset._fingerprint``. Transforms of
-that library use it for the same purpose: it identifies the content and its transformations.
+streaming data sets. The functions of `datasets` used here are public, except ``Dataset._fingerprint``, which identifies
+the content of a data set and its transformations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Batch = tuple[Any, int]  # a pyarrow.RecordBatch or Table, and the bytes of the 
 class Table(NamedTuple):
     """A table that can be read once with ``batches(columns)``.
 
-    ``class_names`` holds the names of the classes for columns of class indices.
+    ``class_names`` maps each column of class indices to the names of its classes.
     """
 
     name: str
@@ -91,7 +91,7 @@ OPENERS = {"parquet": open_parquet, "arrow": open_arrow}  # by format
 
 @contextmanager
 def _said(name: str) -> Iterator[None]:
-    """Convert errors of Arrow to `DataError`."""
+    """Convert errors that Arrow raises inside the block to `DataError`."""
     try:
         yield
     except pyarrow.ArrowInvalid as error:
@@ -212,7 +212,7 @@ class _Rows(NamedTuple):
 
 
 class _Packing:
-    """The class names, counts and skipped rows so far."""
+    """The state of writing a store: the class names, counts and skipped rows so far."""
 
     def __init__(self, table: Table, reading: Reading) -> None:
         self._table, self._reading = table, reading
