@@ -2,10 +2,10 @@
 
 Hugging Face ``tokenizers`` stores each distinct word and the places of each pair of its bytes. This takes about 150
 bytes of memory per byte of distinct words (measured, `docs/LOG.md`): several GiB for 64 MiB of numbers, hashes or
-Chinese. So this module counts the words first. If the distinct words exceed `most_distinct_bytes`, the rarest are
-dropped; among equally rare words, those with the larger hash are dropped first. Otherwise no word is dropped, and the
-tokenizer is byte-identical to the library's own. Training that would exceed the budget or a process limit is refused in
-advance, because the library would abort the process.
+Chinese. This module therefore counts the words first. If the distinct words exceed `most_distinct_bytes`, the rarest
+are dropped; among equally rare words, those with the larger hash are dropped first. Otherwise no word is dropped, and
+the tokenizer is byte-identical to the library's own. Training that would exceed the budget or a process limit is
+refused in advance, because the library would abort the process.
 
 A word is a word of the ``ByteLevel`` pre-tokenizer. ASCII texts are split by a regular expression with the same result.
 Other texts are split at white space and counted first, so that each distinct chunk is split into words only once.
@@ -56,12 +56,12 @@ def most_distinct_bytes(vocab_size: int) -> int:
 
 
 def peak_bytes(num_distinct_bytes: int) -> int:
-    """Return an upper bound of the bytes that training on distinct words of this size takes, without the words."""
+    """Return an upper bound of the bytes that training on distinct words of this size takes besides the words."""
     return _BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
 
 
 def whole_bytes(num_distinct_bytes: int) -> int:
-    """Return an upper bound of the bytes that counting distinct words of this size and training on them take."""
+    """Return an upper bound of the memory in bytes of counting distinct words of this size and training on them."""
     return peak_bytes(num_distinct_bytes) + _COUNTED_BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
 
 

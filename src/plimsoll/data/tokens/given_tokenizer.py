@@ -3,8 +3,8 @@
 ``transformers.AutoTokenizer`` loads a folder, because its classes may override parts of ``tokenizer.json``. A lone
 ``tokenizer.json`` is loaded by ``tokenizers``. The files are exported unchanged, with two exceptions:
 
-- If only the ``config.json`` of the model names the tokenizer class, it is added to ``tokenizer_config.json``. The
-  export may be next to another model.
+- If only the ``config.json`` of the model names the tokenizer class, the class is added to ``tokenizer_config.json``.
+  The tokenizer may be exported next to another model.
 - A lone file gets a ``tokenizer_config.json`` that names its special tokens.
 
 Nothing is downloaded, and no code of a folder is executed.
@@ -149,7 +149,7 @@ def _from_file(file: Path) -> _Found:
 
 
 def _names_in_template(backend: tokenizers.Tokenizer) -> dict[str, str | None]:
-    """Infer the roles of special tokens from their positions; the model of the tokenizer names the unknown token."""
+    """Infer the roles of special tokens from their positions around a text; the tokenizer names the unknown token."""
     template, model = template_of(backend), json.loads(backend.to_str())["model"]
     unknown = model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
     return {
@@ -185,7 +185,7 @@ def _from_transformers(folder: Path) -> _Found:
 
 
 def _without_template(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Return a tokenizer with the same tokens for a text that adds no special tokens."""
+    """Return a copy of a tokenizer that gives a text the same tokens, but adds no special tokens around it."""
     import tokenizers
 
     described = json.loads(backend.to_str())

@@ -1,8 +1,8 @@
 """A data set that tokenizes texts on demand: nothing is stored, and words can be augmented anew in each epoch.
 
-One sample is one text. Tokenizing takes hundreds of times longer than reading stored tokens. So use this with loader
-workers, for a corpus that is read once or twice, or for augmentation of words. The samples equal the samples
-of `plimsoll.data.samples.texts.DocumentDataset` over stored tokens of the same corpus, with the same truncation.
+One sample is one text. Tokenizing takes hundreds of times longer than reading stored tokens. So use this data set with
+loader workers, for a corpus that is read once or twice, or for augmentation of words. The samples equal the samples of
+`plimsoll.data.samples.texts.DocumentDataset` over stored tokens of the same corpus, with the same truncation.
 
 The token counts of texts are not known in advance. `TextDataset.lengths` returns bytes instead, which sort texts nearly
 as well.

@@ -91,7 +91,7 @@ class TokenStore:
 
     @property
     def marks(self) -> NDArray[np.uint8]:
-        """The kind of border at which each token begins: see `plimsoll.data.samples.borders.MARKS`."""
+        """The borders at which each token begins, as bits of a byte: see `plimsoll.data.samples.borders.MARKS`."""
         assert self._has_marks, self.folder
         return checked(self.folder / _MARKS_FILE, np.uint8)
 
@@ -226,7 +226,7 @@ class _Writing:
         return sizes | {_ENDS_FILE: done.texts * _END_BYTES}
 
     def _noted(self) -> _Done:
-        """Return the amount in the journal, or zeros if a file is shorter than this amount."""
+        """Return the finished amount in the journal; zeros if a file is shorter than the journal records."""
         try:
             done = _Done(*json.loads((self._folder / _JOURNAL_FILE).read_bytes()))
             wanted = self._num_bytes(done).items()
@@ -338,7 +338,7 @@ class TextEncoder:
 def _encoded_ahead(
     batches: Iterator[_Batch], encode: Callable[[list[Any]], Encoded]
 ) -> Iterator[tuple[_Batch, Encoded]]:
-    """Yield each batch with its tokens while the next is encoded in a thread; the library releases the GIL."""
+    """Yield each batch with its tokens while a thread encodes the next batch (``tokenizers`` releases the GIL)."""
     with tokenizer_threads(), ThreadPoolExecutor(1) as executor:
         before: tuple[_Batch, Future[Encoded]] | None = None
         for batch in batches:
