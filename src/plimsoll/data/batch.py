@@ -161,7 +161,7 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of every leaf of a batch."""
+    """Yield the dotted name and the value of every leaf (tensor, list of items or single value) of a batch."""
     if isinstance(value, MutableMapping):
         named: Iterable[tuple[Any, Any]] = value.items()
     elif _is_container(value):

@@ -137,9 +137,9 @@ def _size_bytes(folder: Path) -> int:
 class _Seen(NamedTuple):
     """The measured texts: all texts, or evenly spaced texts. ``lengths`` are in tokens.
 
-    ``total_bytes`` is their total size in files, and ``num_bytes`` the size of each text, if the job needs it.
-    ``at_borders`` holds the number of tokens of each window if windows end at borders, and ``num_borders`` is the
-    number of borders.
+    ``total_bytes`` is the total size of these texts in their files. ``num_bytes`` is the size of each text, or ``None``
+    if the job does not need it. If windows end at borders, ``at_borders`` holds the number of tokens of each window,
+    and ``num_borders`` is the number of borders; otherwise both are ``None``.
     """
 
     lengths: NDArray[np.int64]

@@ -45,8 +45,9 @@ class Stage(Generic[T]):
 
     Attributes:
         name: the name of the output.
-        takes: the stages whose outputs it needs.
-        gives: a function of a `Pipeline` and these outputs. It returns the output, or a `Store` that can make it.
+        takes: the stages whose outputs this stage needs.
+        gives: the function that makes the output from a `Pipeline` and the outputs in ``takes``. It may return a
+            `Store` that can make the output.
     """
 
     name: str

@@ -125,7 +125,7 @@ def slots_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> tu
 def reach_of(
     job: Job, train: PreparedText, held_out: PreparedText | None, segment_steps: int | None = None
 ) -> GradientReach:
-    """Compute how far back gradients of streams reach, optionally with segments of ``segment_steps`` tokens."""
+    """Compute how many tokens back gradients of streams reach, optionally with segments of ``segment_steps`` tokens."""
     slots, _ = slots_of(job, train, held_out)
     return slots.reach(stream_of(train).ends if job.data.reset else None, segment_steps)
 
@@ -165,7 +165,7 @@ def _split(pipeline: Pipeline, text: PreparedText) -> tuple[PreparedText, Prepar
 
 
 def _samples(pipeline: Pipeline, name: str) -> dict[str, Any]:
-    """Make the samples of texts, or of the texts of a side. Return fields of their `PreparedText`."""
+    """Make the samples of all texts, or of the training or held-out texts. Return fields of `PreparedText`."""
     data, length, batch_size = pipeline.job.data, pipeline.job.sequence_length, pipeline.job.batch_size
     if not pipeline.job.reads_streams:
         every, spans = pipeline.run(stage.SPANS), pipeline.run(stage.CHOSEN_SPANS)
@@ -189,9 +189,9 @@ def _samples(pipeline: Pipeline, name: str) -> dict[str, Any]:
 
 
 def _what_tokens_mean(tokenizer: Tokenizer, padding: int, names: tuple[str, ...]) -> list[str]:
-    """Return the facts that determine samples, in addition to the content of the stores.
+    """Return the properties of the tokenizer and labels that determine samples besides the stored tokens.
 
-    Without templates, the list is as in releases before templates, so that existing keys stay valid.
+    Without a template, the list is the same as in releases before templates, so that existing keys stay valid.
     """
     facts = [tokenizer.key]
     if tokenizer.template.num_tokens or tokenizer.keeps_end:
