@@ -93,7 +93,7 @@ class Part(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """The reason why the text at byte ``at`` cannot be read, and the remedy; ``line`` counts from the part's start."""
+    """The reason why the text at byte ``at`` cannot be read, and the remedy. ``line`` counts from the part's start."""
 
     at: int
     why: str
@@ -113,7 +113,7 @@ class Found(NamedTuple):
 
     ``starts`` holds the byte offsets of its texts in ascending order, including faulty and empty texts. ``is_empty``
     marks the empty texts. ``digest`` is a hash of the bytes of the part. ``is_blank`` is set if the whole part is white
-    space. ``suspects`` are texts that can be read but may not be intended.
+    space. ``suspects`` are texts that can be read, but may be mistakes in the file, such as unintended quotes.
 
     For paragraphs, ``starts`` holds the offset after each newline of the part. ``inks`` tells for each stretch before,
     between and after these newlines whether it holds more than white space.
@@ -138,12 +138,12 @@ class Format(Protocol):
         """Inspect the beginning of a file; return its layout and the offset of the first byte that may begin a text.
 
         Raises:
-            DataError: if no text can be found in it; the message does not name the file.
+            DataError: if no text can be found in the file. The caller adds the name of the file to the message.
         """
         ...
 
     def scan(self, part: Part) -> Found:
-        """Find the texts that begin in a part, and check all bytes of the part."""
+        """Find the texts that begin in a part, and check that all bytes of the part can be decoded."""
         ...
 
     def decode(self, raws: list[bytes], layout: Layout) -> list[str]:

@@ -1,9 +1,10 @@
 """Comma- or tab-separated values: a text is one column, or several joined by newlines.
 
-A row ends at a newline outside quotes; without ``quotes``, at every newline. Quotes follow the rules of Python's strict
-`csv` reader, which decodes the rows: a quote is special only at the beginning of a field, and an ordinary character
-inside an unquoted field. Quoted fields may contain newlines. A row must have as many fields as the first row. Every row
-is decoded during indexing, so that faults are found before training starts. Empty lines are not rows.
+A row ends at a newline outside quotes. With ``quotes=False``, a row ends at every newline. Quotes follow the rules of
+Python's strict `csv` reader, which decodes the rows: a quote is special only at the beginning of a field, and an
+ordinary character inside an unquoted field. Quoted fields may contain newlines. A row must have as many fields as the
+first row. Every row is decoded during indexing, so that faults are found before training starts. Empty lines are not
+rows.
 
 Not handled: separators other than the comma (.csv) and the tab (.tsv), and backslashes before quotes. If a quote opens
 a field and is never closed, the field includes the rows after it, which is a fault.
@@ -127,7 +128,7 @@ def quoting_after(part: Part) -> int:
 
 
 def quoting_after_line(line: bytes, layout: Layout, quoting: int) -> int:
-    """Return the state of quoting after a line that is passed without its newline."""
+    """Return the quoting state after ``line``, which must not include its newline."""
     after = _quotes(np.frombuffer(line, np.uint8), layout, 0, quoting)[1]
     return QUOTED if after == QUOTED else OPENS
 
@@ -162,7 +163,7 @@ def _quotes(view: NDArray[np.uint8], layout: Layout, begin: int, quoting: int) -
 
 
 def _meaningful(quotes: NDArray[np.int64], begins_field: NDArray[np.bool_], is_quoted: bool) -> NDArray[np.bool_]:
-    """Return whether each quote opens or closes a field; otherwise it is an ordinary character."""
+    """Return whether each quote opens or closes a field, and is not an ordinary character."""
     are_meant = np.zeros(len(quotes), np.bool_)
     closed_at = -1
     for number, (place, may_open) in enumerate(zip(quotes.tolist(), begins_field.tolist(), strict=True)):
@@ -194,7 +195,7 @@ def scan(part: Part) -> Found:
 
 
 def _row_ends(raw: bytes, layout: Layout, begin: int, quoting: int) -> NDArray[np.int64]:
-    """Return the indices of the newlines outside quotes; ``quoting`` is the state of quoting at the byte ``begin``."""
+    """Return the indices of the newlines outside quotes, given the quoting state at the byte ``begin``."""
     view = np.frombuffer(raw, np.uint8)
     newlines: NDArray[np.int64] = (view == NEWLINE).nonzero()[0]
     if not layout.quotes:

@@ -113,7 +113,7 @@ def text_of(record: Any, layout: Layout) -> str:
     """Return the text of an object.
 
     Raises:
-        DataError: if the object has no text; the message does not name the line of the object.
+        DataError: if the object has no text. The caller adds the line of the object to the message.
     """
     if isinstance(record, dict) and len(layout.columns) == 1:  # a fast path, because this runs for every row
         text = record.get(layout.columns[0])

@@ -112,7 +112,7 @@ def _paragraph(raw: bytes) -> bytes:
 
 
 def _is_blank(chunk: Chunk, first: int) -> bool:
-    """Return whether a chunk is only white space, starting at the first text of the file."""
+    """Return whether a chunk is only white space after ``first``, the offset at which the first text may begin."""
     raw = chunk.raw[max(first - chunk.offset, 0) : chunk.num_bytes]
     return not (raw[:_FIRST_LOOK_BYTES] > _LARGEST_WHITE).any() and not (raw > _LARGEST_WHITE).any()
 
@@ -146,7 +146,7 @@ def _inks(chunk: Chunk, newlines: NDArray[np.int64], first: int, is_valid: bool)
 
 
 def _joined(inks: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
-    """Concatenate the results of chunks; the end of a chunk and the beginning of the next form one stretch."""
+    """Concatenate the results of `_inks`. The last stretch of a chunk and the first of the next form one stretch."""
     for before, after in pairwise(inks):
         after[0] |= before[-1]
     return np.concatenate([*(ink[:-1] for ink in inks[:-1]), inks[-1]])
