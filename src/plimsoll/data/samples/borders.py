@@ -174,7 +174,7 @@ def cut_at_borders(
         kind: the kind of border at which windows end.
         room: the maximum number of tokens of a window.
         with_end: whether the end token belongs to its text.
-        keeps_empty: whether an empty text gives a window of length 0; otherwise the window is its end token.
+        keeps_empty: whether an empty text gives a window of length 0. Otherwise its window is the end token.
     """
     begin, num_tokens = 0, len(store.tokens)
     while begin < num_tokens:

@@ -120,7 +120,7 @@ class PackedDataset(Samples):
 
 @kept
 def pack(spans: Spans, sequence_length: int | None = None, progress: Progress = silent) -> Store[Packs]:
-    """Return rows of whole spans, from the cache that holds ``spans`` or packed now.
+    """Return rows of whole spans, from the cache folder that holds ``spans``, or packed now.
 
     Args:
         spans: the texts or windows.

@@ -108,8 +108,8 @@ def tagged_words(corpus: Corpus, first_text: int = 0) -> Iterator[Words]:
 class Encoded(NamedTuple):
     """Tokens end to end (N,), the number of tokens of each text or piece, and labels (N,) if words have tags.
 
-    ``num_lost_words`` is the number of words without a token. ``marks`` (N,) mark the beginnings of sentences and
-    paragraphs, if requested.
+    ``num_lost_words`` is the number of words for which the tokenizer returned no token. ``marks`` (N,) mark the
+    beginnings of sentences and paragraphs, if requested.
     """
 
     tokens: NDArray[np.uint32]
@@ -122,7 +122,7 @@ class Encoded(NamedTuple):
 class WordEncoder:
     """An encoder of single words, each encoded as the tokenizer encodes it after another word.
 
-    A byte-level tokenizer returns other tokens for a word with a preceding space than without. The constructor tests
+    A byte-level tokenizer returns different tokens for a word with and without a preceding space. The constructor tests
     whether this tokenizer does so. Each distinct word is encoded once per call.
     """
 
@@ -148,7 +148,7 @@ class WordEncoder:
         return flat[ragged.places(begins[places_W], lengths[places_W])], lengths[places_W]
 
     def labelled(self, pieces: Sequence[Words]) -> Encoded:
-        """Return the tokens of pieces with their labels."""
+        """Return the tokens of pieces, with the label of each token."""
         tokens_N, lengths_W = self.encode([piece.words for piece in pieces])
         tags_W = np.array([tag for piece in pieces for tag in piece.tags], np.int64)
         labels_N = np.full(len(tokens_N), INSIDE_WORD, np.int64)

@@ -47,7 +47,7 @@ class Spans:
         num_long_texts: the number of texts longer than a sample.
         num_truncated: the number of texts that were truncated.
         num_dropped_tokens: the number of tokens lost by truncation.
-        num_cut_inside: the number of windows that do not end at a border because no border fits.
+        num_cut_inside: the number of windows that end inside a sentence or paragraph, because they contain no border.
     """
 
     def __init__(self, store: TokenStore, folder: Path, facts: Facts) -> None:
@@ -128,7 +128,7 @@ class Spans:
         return np.where(num_repeated_B > 0, num_repeated_B + len(self.template.prefix), 0)
 
     def own_ranges(self, ids: NDArray[np.int64]) -> Table:
-        """Return the first and last token (exclusive) that each span owns, (B,) each.
+        """Return the range of tokens that each span owns: its first and last token (exclusive), (B,) each.
 
         A token that two spans share belongs to the span in which it is farther from an edge: the earlier span owns the
         first half and the middle token. Tokens are counted from the first text token of the span.
@@ -151,7 +151,7 @@ def cut_texts(
     keeps_end: bool = False,
     progress: Progress = silent,
 ) -> Store[Spans]:
-    """Return the spans of texts, from the cache (the folder that holds ``store``) or cut now.
+    """Return the spans of texts, from the cache folder that holds ``store``, or cut now.
 
     Args:
         store: the texts.
@@ -301,7 +301,7 @@ def _written(
 
 
 def _strided(num_texts: int, texts: _Texts, room: int, stride: int) -> Iterator[tuple[Table, int]]:
-    """Yield the windows of all texts in bounded passes, even if one text is very long."""
+    """Yield the windows of all texts, a limited number at a time, even if one text is very long."""
     for ids in _passes(num_texts):
         starts, lengths = texts(ids)
         for texts_N, steps_N, lengths_N in windows_of(lengths, room, stride):
@@ -320,7 +320,7 @@ def _chosen_tables(
 def windows_of(
     lengths: NDArray[np.int64], sequence_length: int, stride: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield the windows that texts of these lengths are cut into, in bounded passes.
+    """Yield the windows that texts of these lengths are cut into, a limited number at a time.
 
     Yields:
         for each window, the index of its text, its first token in the text, and its number of tokens, (N,) each.
