@@ -81,7 +81,7 @@ class PlainFiles(NamedTuple):
 
 
 def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress) -> PlainFiles:
-    """Return the files of all sources sorted by path, then the data sets; convert them if necessary.
+    """Return the files of all sources sorted by path, then the data sets, all converted if necessary.
 
     Args:
         sources: paths, globs, addresses and data sets.
@@ -122,12 +122,12 @@ class _Report:
         self._shown_bytes = 0
 
     def show(self, done_bytes: int) -> None:
-        """Report the bytes of the current file that are converted; the shown total never decreases."""
+        """Report how many bytes of the current file are converted. The shown total never decreases."""
         self._shown_bytes = max(self._shown_bytes, min(self._before_bytes + done_bytes, self._total_bytes))
         self._progress("convert", self._shown_bytes, self._total_bytes)
 
     def copied(self, num_bytes: int) -> None:
-        """Report the copied bytes of the current remote file."""
+        """Report how many bytes of the current remote file are copied."""
         self._progress("copy", min(self._before_bytes + num_bytes, self._total_bytes), self._total_bytes)
 
     def end(self, file: SourceFile) -> None:
@@ -215,7 +215,7 @@ class _Converting:
         return {}
 
     def _unpack(self, folder: Path, source: SourceFile, called: str) -> Facts:
-        """Write the files of an archive; return their names in it, and the names under which they are stored."""
+        """Write the files of an archive into ``folder``. Return their names in the archive and in the folder."""
         members: list[tuple[str, str]] = []
         left_out: list[tuple[str, str]] = []
         _require_whole(source.path)

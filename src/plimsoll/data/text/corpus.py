@@ -98,7 +98,7 @@ class Corpus:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files that hold at least one text, in order; converted files by their original names."""
+        """The files that hold at least one text, in order. Converted files have their original names."""
         return tuple(map(Path, self._paths))
 
     @property
@@ -107,7 +107,7 @@ class Corpus:
         return np.diff(self._first_texts)
 
     def texts(self, ids: NDArray[np.int64]) -> list[str]:
-        """Return texts by their indices; consecutive texts are read at once.
+        """Return texts by their indices. Consecutive texts are read at once.
 
         Args:
             ids: the indices of the texts (B,), int64.
@@ -139,7 +139,7 @@ class Corpus:
             yield place, self._read(file, place, self._span(end - 1)[2])
 
     def _scattered(self, ids: NDArray[np.int64]) -> list[str]:
-        """Return texts that are each read separately or taken from their block."""
+        """Return texts by their indices, each read separately or taken from its cached block."""
         begins, ends, files = self._spans(ids)
         if files is None:
             return self._decoded(0, self._raws(0, ids, begins, ends))
@@ -177,8 +177,8 @@ class Corpus:
     def with_blocks(self, cache_bytes: int = 32 << 20) -> Corpus:
         """Return a corpus that caches whole blocks of texts, up to ``cache_bytes`` bytes.
 
-        A block is `texts_per_block` consecutive texts, about 64 KiB, read at once. Use it for orders
-        that take texts from few blocks at a time; any other order reads far too much.
+        A block is `texts_per_block` consecutive texts, about 64 KiB, read at once. Use such a corpus for orders that
+        take texts from few blocks at a time. With any other order it reads far too much.
         """
         return Corpus(self.folder, self._facts, cache_bytes)
 
@@ -216,7 +216,7 @@ class Corpus:
     def sample(self, max_bytes: int) -> Iterator[str]:
         """Yield texts of about ``max_bytes`` bytes at most: all texts, or the texts in evenly spaced slices of 32 KiB.
 
-        A document of plain text is cut to its part in the slice; other texts are taken whole if they begin in the
+        A document of plain text is cut to its part in the slice. Other texts are taken whole if they begin in the
         slice. A character cut at the edge of a slice is left out.
         """
         total_bytes = int(self._begins[-1])
@@ -256,7 +256,7 @@ class Corpus:
         return np.searchsorted(self._first_texts, ids, "right") - 1
 
     def _span(self, number: int) -> tuple[int, int, int]:
-        """Return the file of a text and its span in all files laid end to end."""
+        """Return the file index of a text, and the begin and end of the text in all files laid end to end."""
         file = self._file_of(number) if len(self._paths) > 1 else 0
         begin, end = int(self._begins[number]), min(int(self._begins[number + 1]), int(self._file_ends[file]))
         if len(self._gaps):

@@ -130,7 +130,7 @@ class _Joined:
 
 @kept
 def choose_texts(store: TokenStore, name: str, is_chosen: IsChosen) -> Store[ChosenTexts]:
-    """Select some texts of a store as one stream; the selection is cached next to the store.
+    """Return some texts of a store as one stream, from the cache folder that holds ``store``, or selected now.
 
     Args:
         store: the tokens of all texts.
@@ -197,7 +197,7 @@ def signatures(corpus: Corpus) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
 def num_on_both_sides(
     held: Iterable[tuple[Ints, NDArray[np.uint64]]], trained: Iterable[tuple[Ints, NDArray[np.uint64]]]
 ) -> int:
-    """Return how many held-out texts are also training texts; at most the first million held-out texts are checked.
+    """Return how many of the first million held-out texts are also training texts.
 
     Args:
         held: the indices and hashes of held-out texts.
@@ -215,7 +215,7 @@ def num_on_both_sides(
 
 @kept
 def num_repeated(corpus: Corpus, job: Job, other: Corpus | None, cache: Path) -> Store[int]:
-    """Count the held-out texts of a job that are also training texts; the result is cached.
+    """Return the number of held-out texts of a job that are also training texts, from the cache or counted now.
 
     Args:
         corpus: the training texts, of which a share is held out if ``other`` is ``None``.

@@ -36,7 +36,7 @@ from plimsoll.records.units import format_bytes
 
 @kept
 def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress = silent) -> Store[Corpus]:
-    """Open the texts of files, folders, globs and data sets; index them on first use, or if a file has changed.
+    """Open the texts of files, folders, globs and data sets. They are indexed first if new or changed.
 
     Args:
         sources: files, folders and globs (`plimsoll.data.text.sources`), and data sets (`plimsoll.data.text.convert`).

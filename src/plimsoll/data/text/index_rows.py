@@ -141,7 +141,7 @@ class Rows:
             self.skipped.append(f"{name}: {why}")
 
     def finish(self) -> list[str]:
-        """Write the end of the index; return the names of the classes."""
+        """Write the end of the index, and return the names of the classes."""
         self._begins.write(np.int64(self._base_bytes).tobytes())
         self._begins.flush()
         return self._sort_labels()
@@ -160,7 +160,7 @@ class Rows:
         )
 
     def _check_lengths(self, path: str, starts: NDArray[np.int64], dropped: NDArray[np.bool_]) -> dict[int, int]:
-        """Drop texts that are too long; return the ends of texts followed by more than 1 MiB of blank lines."""
+        """Drop texts that are too long. Return the ends of texts before more than 1 MiB of blank lines."""
         ends: dict[int, int] = {}
         if self._source.layout.format in _CONVERTED or self._is_document():
             return ends

@@ -39,7 +39,7 @@ def are_lines(head: bytes) -> bool:
 
 
 class Field(NamedTuple):
-    """The value of a field in words, the number of objects in its list, and the field names of the first object."""
+    """A field: its value in words; if the value is a list, its number of objects, and the field names of the first."""
 
     kind: str
     is_nested: bool  # it is a list or an object
@@ -139,12 +139,12 @@ class _Reading:
                 return ""
 
     def rest(self) -> Iterator[None]:
-        """Yield at each value up to the end of the file; the caller moves past the value."""
+        """Stop at each value up to the end of the file, and yield. The caller moves past the value."""
         while self.next_character():
             yield
 
     def items(self, end: str) -> Iterator[None]:
-        """Yield at each item of the list or object that starts here and ends with ``end``; the caller skips it."""
+        """Stop at each item of the list or object that starts here, and yield. The caller moves past the item."""
         whole, item = ("list", "an object") if end == "]" else ("object", "a field")
         self.at += 1
         while (character := self.next_character()) != end:
@@ -161,7 +161,7 @@ class _Reading:
         self.at += 1
 
     def names(self) -> Iterator[str]:
-        """Yield the name of each field of the object that begins here; the caller moves past the value."""
+        """Yield the name of each field of the object that begins here. The caller moves past the value of the field."""
         for _ in self.items("}"):
             name = self.value()[1] if self.next_character() == '"' else None
             if name is None or self.next_character() != ":":
@@ -195,7 +195,7 @@ class _Reading:
         return DataError(f"line {self.line + 1}: it is not a list of JSON objects ({why}): correct it")
 
     def _more(self) -> bool:
-        """Read at least a chunk, and at least as much as is unread in memory; return whether anything was read."""
+        """Read at least one chunk, and as many bytes as are unread in memory. Return whether anything was read."""
         if self._is_whole:
             return False
         raw, num_bytes = b"", len(self._text) - self.at

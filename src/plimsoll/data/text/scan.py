@@ -76,7 +76,7 @@ def scan_files(
 
 
 class _Scanners:
-    """Scanning processes; threads instead if there is little data, or a process cannot be started or was killed."""
+    """A pool of scanning processes, or of threads if there is little data or processes cannot run."""
 
     def __init__(self, stack: ExitStack, num_bytes: int) -> None:
         self.number = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
@@ -96,7 +96,7 @@ class _Scanners:
         return self.threads.submit(_scan_all, parts)
 
     def result(self, parts: list[Part], future: Future[list[Found | DataError]]) -> list[Found | DataError]:
-        """Wait for the results of some parts."""
+        """Wait for the results of scanning ``parts``, and return them."""
         try:
             return future.result()
         except BrokenProcessPool:

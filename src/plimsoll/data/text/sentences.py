@@ -35,9 +35,9 @@ _FLUSH_BYTES, _HEAD_BYTES = 1 << 20, 8 << 10
 
 
 class Sentence(NamedTuple):
-    """Words and their tags, their place in the source, and the bytes of the source read so far.
+    """The words of a sentence, their tags, the place in the source, and the bytes of the source read so far.
 
-    ``why`` is the reason if the sentence is faulty.
+    ``why`` is the reason why the sentence is faulty; ``None`` if it is not.
     """
 
     place: str
@@ -50,7 +50,7 @@ class Sentence(NamedTuple):
 def pack_sentences(
     folder: Path, sentences: Iterator[Sentence], name: str, reading: Reading, show: Callable[[int], None]
 ) -> Facts:
-    """Write sentences that are not empty into a store; return the count of each tag, and the skipped sentences.
+    """Write the non-empty sentences into a store. Return the count of each tag, and the skipped sentences.
 
     Args:
         folder: the folder of the store.
@@ -321,7 +321,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _class_names(schema: Any, column: str) -> Sequence[str] | None:
-    """Return the names of numbered tags, which `datasets` stores in the schema of its files, or ``None``."""
+    """Return the names of numbered tags that `datasets` stores in a file's schema; ``None`` if it has no names."""
     metadata = (schema.metadata or {}).get(_HUGGING_FACE)
     features = json.loads(metadata).get("info", {}).get("features", {}) if metadata else {}
     names = features.get(column, {}).get("feature", {}).get("names")

@@ -55,7 +55,7 @@ class SourceFiles(NamedTuple):
 def find_files(sources: tuple[str, ...], copies: Path | None = None, skips: bool = False) -> SourceFiles:
     """Return the regular files of the sources, by absolute path, sorted by path.
 
-    The path of a remote file is the path of its present or future copy below ``copies``; without ``copies`` it is its
+    A remote file has the path of its present or future copy below ``copies``. Without ``copies``, its path is its
     address.
 
     Args:
@@ -143,7 +143,7 @@ class _Search:
                 yield from self._expanded(path, rest)
 
     def _folders(self, top: str) -> Iterator[str]:
-        """Yield a folder and all folders below it, each once; linked folders come last."""
+        """Yield a folder and all folders below it, each once. Linked folders come last."""
         seen: dict[tuple[int, int], str] = {}
         waiting, linked = [top], list[str]()
         while waiting or linked:

@@ -52,7 +52,7 @@ class Table(NamedTuple):
 
 @contextmanager
 def open_parquet(path: str, name: str) -> Iterator[Table]:
-    """Open a parquet file; at most one batch of rows and its pages are in memory."""
+    """Open a parquet file, of which at most one batch of rows and its pages are in memory."""
     num_bytes = Path(path).stat().st_size
     with _said(name), pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
         num_rows = max(file.metadata.num_rows, 1)
@@ -139,7 +139,7 @@ def load_dataset(source: Any) -> tuple[Any, str]:
 
 
 def open_dataset(dataset: Any, name: str) -> Table:
-    """Return a data set as a table; selected or shuffled rows keep their order."""
+    """Return a data set as a table. The order of selected or shuffled rows is kept."""
     num_rows, num_bytes = max(len(dataset), 1), max(dataset.data.nbytes, 1)
 
     def batches(columns: list[str]) -> Iterator[Batch]:
@@ -152,7 +152,7 @@ def open_dataset(dataset: Any, name: str) -> Table:
 
 
 def pack(folder: Path, table: Table, reading: Reading, show: Callable[[int], None]) -> Facts:
-    """Write the texts of a table and their classes into a store; return the skipped rows.
+    """Write the texts of a table and their classes into a store. Return the skipped rows.
 
     Args:
         folder: the folder of the store.
@@ -247,7 +247,7 @@ class _Packing:
         return _Rows(raw, ends, codes)
 
     def _codes(self, batch: Any, kept: NDArray[np.bool_]) -> NDArray[np.uint32]:
-        """Return the class of each row of a batch; rows without a class are faults."""
+        """Return the class code of each row of a batch. Rows without a class are faults."""
         label = self._reading.label
         if label is None:
             return np.zeros(len(kept), np.uint32)
