@@ -77,8 +77,8 @@ class TokenAugmentation:
             lengths_B: the number of tokens of each sample, at least 1.
             ids: the indices of the samples (B,).
             epoch: a different epoch draws different changes.
-            begins_N: whether each token begins a word; the first token of a sample must. If given, whole words are
-                deleted and swapped.
+            begins_N: whether each token begins a word. The first token of each sample must begin a word. If given,
+                whole words are deleted and swapped.
 
         Raises:
             DataError: if ``token_function`` does not return 1 to ``sequence_length`` token ids.

@@ -9,7 +9,7 @@ All ranks see the same batches: rank r of R takes every R-th sample of each batc
 fewer samples than there are ranks, some ranks get empty fields.
 
 The loader keeps the batch at the cursor. With a CUDA device it also keeps the next batch, which is copied during
-computation. The loader does not wait for other ranks, and identifies samples only by their index.
+computation. The loader does not synchronize with other ranks. It identifies samples only by their index.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def train(
 
 
 def count_words(texts: Iterable[str], byte_level: Any, most_bytes: int) -> tuple[Counter[str], int]:
-    """Count the words of texts, written in byte-level letters; return the counts and the number of dropped words.
+    """Count the words of texts. Return the counts of words in byte-level letters, and the number of dropped words.
 
     If words were dropped, counts may be too small. Memory: words of up to twice ``most_bytes`` bytes, and 64 Ki chunks.
     """
@@ -159,7 +159,7 @@ class _Counting:
 
 
 def _leave_out_rarest(words: Counter[str], most_bytes: int) -> int:
-    """Drop the rarest words until the remaining words have at most ``most_bytes`` bytes; return the dropped number."""
+    """Drop the rarest words until the others have at most ``most_bytes`` bytes. Return the number of dropped words."""
     ranked = sorted(words, key=lambda word: (-words[word], xxhash.xxh3_64_intdigest(word.encode())))
     num_bytes = 0
     for number, word in enumerate(ranked):

@@ -95,9 +95,9 @@ class TextDataset(Samples):
 
     @property
     def fingerprint(self) -> str:
-        """An identifier of the samples.
+        """A string that identifies the corpus, the tokenizer and the maximum length of a sample.
 
-        It contains no hash of their content, because reading a sample would count its truncation.
+        It is not a hash of samples, because reading a sample would count its truncation.
         """
         return f"{self._corpus.key} {self._tokenizer_folder.name} {self.sequence_length}"
 

@@ -109,7 +109,7 @@ def tokenize(
     is_stream: bool = False,
     borders: bool = False,
 ) -> Store[TokenStore]:
-    """Return the tokens of ``corpus`` from the cache, or encode them now; an interrupted call is resumed.
+    """Return the tokens of ``corpus``, from the cache or encoded now. An interrupted call is resumed.
 
     Args:
         corpus: the texts.
@@ -149,7 +149,7 @@ class _Batch(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """The written amount: whole texts, pieces of the unfinished text, tokens, bytes of text, words without a token."""
+    """The finished amount: whole texts, pieces of the unfinished text, tokens, bytes of text, words without a token."""
 
     texts: int = 0
     open_pieces: int = 0
