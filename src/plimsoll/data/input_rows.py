@@ -268,7 +268,7 @@ def _head(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
 
 
 def _behind(chunks: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
-    """Yield the content of chunks without its first ``num_bytes`` bytes."""
+    """Yield the content of ``chunks`` after its first ``num_bytes`` bytes."""
     for chunk in chunks:
         yield chunk[num_bytes:]
         num_bytes = max(num_bytes - len(chunk), 0)
@@ -341,7 +341,7 @@ def _record_row(record: Any, layout: Layout, keep: tuple[str, ...]) -> tuple[str
 
 
 def _csv_layout(path: str, head: bytes, reading: Reading, keep: tuple[str, ...]) -> tuple[Layout, int, dict[str, int]]:
-    """Return the layout of rows, the offset of the first row in bytes, and the positions of the kept columns."""
+    """Return the layout of a csv file, the byte offset of its first row, and the indices of the columns to keep."""
     with tempfile.NamedTemporaryFile(suffix=Path(uncompressed(path)).suffix) as begin:
         begin.write(head)
         begin.flush()

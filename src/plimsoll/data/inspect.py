@@ -175,7 +175,7 @@ def _seen(of: Pipeline, corpus: Corpus, tokenizer: Tokenizer) -> _Seen:
 
 
 def _drawn(job: Job, corpus: Corpus, tokenizer: Tokenizer, borders: BorderKind | None, progress: Progress) -> _Seen:
-    """Tokenize all texts, or an evenly spaced share of them."""
+    """Tokenize all texts, or evenly spaced texts of a large corpus, and measure them."""
     share = min(1.0, _SEEN_BYTES / corpus.num_bytes, _MOST_SEEN_TEXTS / len(corpus))
     ids = np.unique(np.linspace(0, len(corpus) - 1, max(int(len(corpus) * share), 1)).astype(np.int64))
     encoder, lengths, parts = TextEncoder(tokenizer.backend), list[int](), list[Encoded]()
@@ -212,7 +212,7 @@ def _at_borders(
 
 
 def _lengths_by_words(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
-    """Return the number of tokens of texts whose words are encoded one by one (split at spaces)."""
+    """Return the number of tokens of each text, with the words between spaces encoded one by one."""
     words = [text.split(" ") for text in texts]
     _, lengths_W = WordEncoder(tokenizer.backend).encode(words)
     sums = np.concatenate(([0], np.cumsum(lengths_W)))

@@ -82,12 +82,12 @@ class Pipeline:
         return output
 
     def is_there(self, stage: Stage[Any]) -> bool:
-        """Return whether the output of a stage is in the cache. Missing outputs that the stage needs are made."""
+        """Return whether the output of a stage is in the cache. This makes the outputs that the stage needs."""
         given = self._given(stage)
         return not isinstance(given, Store) or given.is_there
 
     def replacing(self, outputs: Mapping[Stage[Any], Any]) -> Pipeline:
-        """Return a pipeline in which some stages have given outputs. Only stages that depend on these run again."""
+        """Return a pipeline in which some stages have the given outputs. Only stages that depend on them run again."""
         other = Pipeline(self.job, self.cache, self.progress, self.budget_bytes)
         kept = {stage: output for stage, output in self._outputs.items() if not any(map(stage.depends_on, outputs))}
         other._outputs = kept | dict(outputs)

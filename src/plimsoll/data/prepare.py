@@ -1,8 +1,8 @@
 """Preparation of the data of a job: stores in a cache folder, so that slow work is done once.
 
-`prepare` runs the stages of `plimsoll.data.pipeline` and returns a record of the results. It imports torch only to
-pack texts. It takes a few hundred MiB, mostly for the tokenizer; in a separate process, this memory is freed at the
-end. Jobs and processes may share a cache folder. The folder may be deleted while no job runs. Not handled: data on
+`prepare` runs the stages of `plimsoll.data.pipeline` and returns a record of the results. It imports torch only to pack
+texts. It takes a few hundred MiB, mostly for the tokenizer. If it runs in a separate process, this memory is freed at
+its end. Jobs and processes may share a cache folder. The folder may be deleted while no job runs. Not handled: data on
 other machines, and data made during training.
 """
 
@@ -131,7 +131,7 @@ def reach_of(
 
 
 def _text(pipeline: Pipeline, name: str) -> PreparedText:
-    """Make the tokens and samples of texts that the job prepares in advance; ``name`` is used in errors."""
+    """Make the tokens and samples of texts that the job prepares in advance. Errors call the texts ``name``."""
     corpus, labels = pipeline.run(stage.TEXTS), pipeline.run(stage.LABELS)
     facts: dict[str, Any] = {"num_samples": len(corpus)}
     if not pipeline.job.data.on_the_fly:
@@ -151,7 +151,7 @@ def _text(pipeline: Pipeline, name: str) -> PreparedText:
 
 
 def _split(pipeline: Pipeline, text: PreparedText) -> tuple[PreparedText, PreparedText | None]:
-    """Split texts into training and held-out texts; ``None`` if texts are samples, which are split when opened."""
+    """Split texts into training and held-out texts; the latter are ``None`` if samples are split when opened."""
     if text.tokens_folder is None or not (text.has_windows or pipeline.job.data.pack or pipeline.job.reads_streams):
         return text, None
 

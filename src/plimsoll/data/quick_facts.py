@@ -69,7 +69,7 @@ class TextSketch(NamedTuple):
 
 
 def texts_of(prepared: Prepared) -> TextSketch:
-    """Return the facts about prepared texts. None of them is guessed."""
+    """Return the facts about prepared texts. All of them are exact: `TextSketch.guessed` is empty."""
     sizes = prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id
     return TextSketch(*sizes, longest=prepared.longest_row, held_out=prepared.held_out_batch)
 
