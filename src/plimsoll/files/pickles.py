@@ -50,7 +50,7 @@ _Operations = dict[int, Callable[[int], None]]
 
 
 class BrokenPickle(Exception):
-    """A file cannot be read. The message starts with a verb; ``is_torn`` marks a possibly cut-off pickle."""
+    """A pickle cannot be read. The message starts with a verb. ``is_torn``: the file may be cut off."""
 
     def __init__(self, what: str, is_torn: bool = False) -> None:
         super().__init__(what)

@@ -236,7 +236,7 @@ def _reserve(temporary: Path, note: dict[str, Any]) -> None:
 
 
 def _let_go(folder: Path, num_bytes: int, most_bytes: int) -> int:
-    """Delete copies until ``num_bytes`` more bytes are allowed and fit on the disk. Return the bytes still missing."""
+    """Delete copies until ``num_bytes`` more bytes are allowed and free. Return the missing bytes, or 0 or less."""
     copies, taken_bytes = [], 0
     for note in folder.glob(f"*/*{_NOTE}"):
         place = Path(str(note).removesuffix(_NOTE))

@@ -5,7 +5,7 @@ A store is written under a temporary name. The manifest comes last, with the siz
 kill or a full disk therefore leaves no incomplete store. It leaves a temporary folder only if the writer can resume
 from it. Later damage beyond the head of a file is found when it is read (`plimsoll.files.checksums`).
 
-One process writes a store at a time; other processes wait for it and use the result. This requires ``flock``, which
+One process writes a store at a time. Other processes wait for it, and use the result. This requires ``flock``, which
 some network file systems lack. Unused stores are not removed: the cache folder may be deleted while no command runs.
 """
 
@@ -131,7 +131,7 @@ def read_facts(folder: Path) -> Facts | None:
 
 
 def kept_facts(folder: Path, what: str) -> Facts:
-    """Return the facts of a store that must exist. ``what`` names its content in the error.
+    """Return the facts of a store that must exist. The error calls its content ``what``.
 
     Raises:
         DataError: if the store is missing or damaged.
