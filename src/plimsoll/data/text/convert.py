@@ -180,7 +180,7 @@ class _Converting:
         return [_as_plain(name, path, file.named, _form_of_store(self._reading), facts)]
 
     def _lines(self, file: SourceFile, name: str) -> SourceFile:
-        """Return the JSON lines of a file: the file itself, or a converted file."""
+        """Return the file with the objects of ``file`` as JSON lines: ``file`` itself, or a converted file."""
         os.close(descriptor_of(file.path, self.report.copied))
         if are_lines(read_head(file.path, HEAD_BYTES)):
             return file
@@ -197,7 +197,7 @@ class _Converting:
         return _source(folder / name, source.named)
 
     def _members(self, file: SourceFile, name: str) -> list[PlainFile]:
-        """Return the files to index of an archive."""
+        """Return the files to index that an archive contains."""
         folder = self._cache / f"archive-{_hash(_states(file))}"
         facts = stored(folder, partial(self._unpack, source=file, called=name))
         self._left_out |= {f"{name}/{inner}": why for inner, why in facts["left_out"]}

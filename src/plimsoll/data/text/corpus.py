@@ -197,10 +197,10 @@ class Corpus:
         """Yield the texts in order, split into pieces of at most 64 KiB, each with whether it is the last of its text.
 
         A piece ends before a space that follows a visible character, if its last 4 KiB contain one. Common
-        pre-tokenizers (byte-level BPE from GPT-2 to Llama 3, WordPiece) never join the two sides of such a place. So
-        the tokens of the pieces are the tokens of the text. Tokens can differ at a cut in texts without such spaces.
-        They can also differ with SentencePiece-like tokenizers that put a space before each input: about one token in
-        16,000.
+        pre-tokenizers (byte-level BPE from GPT-2 to Llama 3, WordPiece) never make a token from both sides of such a
+        cut. So the tokens of the pieces are the tokens of the text. Tokens can differ at a cut in texts without such
+        spaces. They can also differ with SentencePiece-like tokenizers that put a space before each input: about one
+        token in 16,000.
         """
         for file, first, last in self._runs(first_text, len(self)):
             _, begin, end = self._span(first)

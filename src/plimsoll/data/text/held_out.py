@@ -39,11 +39,11 @@ _MOST_COMPARED = 1 << 20  # held-out texts; 8 MiB of hashes
 
 
 def num_held_out(num_samples: int, share: float) -> int:
-    """Return the number of samples in a share: at least 1 if the share is above 0, and at least 1 sample is left.
+    """Return the number of samples to hold out: at least 1 if ``share`` is above 0, and at most all but 1.
 
     Args:
         num_samples: the number of all samples.
-        share: the share to hold out, from 0 to 1.
+        share: the fraction of the samples to hold out, from 0 to 1.
 
     Raises:
         DataError: if a share is to be held out of fewer than 2 samples.
@@ -65,11 +65,11 @@ class Side(NamedTuple):
 
 
 def sides(num_texts: int, share: float, seed: int, is_drawn: bool = True) -> tuple[Side, Side]:
-    """Return the training texts and the held-out texts, as in `plimsoll.data.samples.windows.split`.
+    """Return the training and the held-out texts, chosen as by `plimsoll.data.samples.windows.split`.
 
     Args:
         num_texts: the number of all texts.
-        share: the share to hold out, more than 0.
+        share: the fraction of the texts to hold out, more than 0.
         seed: the seed of the random choice.
         is_drawn: whether held-out texts are drawn at random; otherwise they are the last texts.
 
@@ -241,7 +241,7 @@ def num_repeated(corpus: Corpus, job: Job, other: Corpus | None, cache: Path) ->
 
 
 def said_of_repeated(num_texts: int) -> Iterator[str]:
-    """Yield a message if held-out texts are also training texts."""
+    """Yield a message that ``num_texts`` held-out texts are also training texts, if there are any."""
     if num_texts:
         are = "is a training text" if num_texts == 1 else "are training texts"
         yield f"{num_texts:,} of the held-out texts {are}, too, word for word: metrics on them measure memorization"

@@ -117,7 +117,7 @@ def json_lines(chunks: Iterator[bytes], most_bytes: int, field: str | None = Non
 
 
 class _Reading:
-    """The part of a file that is in memory, and the position in it."""
+    """A reader of JSON values. It holds the part of the file that is in memory, and the position in it."""
 
     def __init__(self, chunks: Iterator[bytes], most_bytes: int) -> None:
         self._chunks, self._most_bytes = chunks, most_bytes

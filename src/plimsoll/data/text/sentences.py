@@ -176,7 +176,7 @@ def _has_tabs(head: bytes) -> bool:
 
 
 class _Conll:
-    """The sentence that is being read."""
+    """The sentence that is being read from a CoNLL file, to which lines are added."""
 
     def __init__(self, reading: Reading, has_tabs: bool) -> None:
         self._word_column, self._tag_column = _column(reading.text, 0), _column(reading.label, -1)
@@ -191,7 +191,7 @@ class _Conll:
         self._tags: list[str] = []
 
     def add(self, raw: bytes, number: int) -> None:
-        """Add a line with a word."""
+        """Add a line with a word and its tag to the sentence. ``number`` is the number of the line in the file."""
         if not self._words and self._why is None:
             self._begin(number)
         self._num_bytes += len(raw)
@@ -293,7 +293,7 @@ def _parsed(raw: bytes, most_bytes: int) -> dict[str, Any] | str:
 
 
 def table_sentences(table: Table, reading: Reading) -> Iterator[Sentence]:
-    """Yield the rows of a table.
+    """Yield the rows of a table as sentences.
 
     Raises:
         DataError: if the columns of the words and tags are ambiguous, or do not hold lists.
