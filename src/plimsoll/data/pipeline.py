@@ -146,7 +146,7 @@ def _tokenizer(on: Pipeline, corpus: Corpus) -> Store[Tokenizer]:
 
 
 class Labels(NamedTuple):
-    """The names of classes or tags. ``folder`` holds the class index of each text, if texts have classes."""
+    """The names of classes or tags. ``folder`` holds the class index of each text; ``None``: texts have no class."""
 
     names: tuple[str, ...] = ()
     folder: Path | None = None

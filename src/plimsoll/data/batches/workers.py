@@ -47,7 +47,7 @@ Task = tuple[int, NDArray[np.int64]]  # an epoch and the indices of samples
 
 
 class Places(Protocol):
-    """A sequence of batches to read."""
+    """The sequence of batches to read, addressed by cursors."""
 
     def task(self, cursor: Cursor) -> Task:
         """Return the task at a cursor: the epoch and the indices of the samples to read."""
@@ -65,7 +65,8 @@ class Feed:
     """A reader of the batches at cursors, in this process or ahead of time in worker processes.
 
     Args:
-        read: reads the samples of a task and returns their fields; called in the workers, if there are any.
+        read: a function that reads the samples of a task and returns their fields. The workers call it, if there are
+            any.
         places: the batches to read.
         workers: the number of processes. ``"auto"`` depends on cores and ``budget_bytes``, and is 0 if ``reads_fast``.
         prefetch: the number of batches that each worker reads ahead.

@@ -88,7 +88,7 @@ def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[s
 
 
 def _whole_lines(raw: bytes, borders: NDArray[np.int64]) -> list[str] | None:
-    """Return the texts if each is one line with its newline; ``None`` if not, or if there are few texts."""
+    """Return the texts if each is one line with its newline; otherwise, or for few texts, ``None``."""
     if len(borders) <= _FEW:
         return None
     view, ends = np.frombuffer(raw, np.uint8), borders[1:] - 1

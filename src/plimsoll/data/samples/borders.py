@@ -77,8 +77,8 @@ def begins_in(text: str, context: tuple[str, str] = ("", "")) -> list[Begin]:
     The beginning of the text itself is not included.
 
     Args:
-        text: the piece.
-        context: the characters before and after the piece, in the same text.
+        text: the text, or a piece of it.
+        context: the characters before and after ``text`` if it is a piece of a longer text.
     """
     offset, whole = len(context[0]), "".join((context[0], text, context[1])) if any(context) else text
     found = {
@@ -173,7 +173,7 @@ def cut_at_borders(
         store: the tokens of all texts, with marks.
         kind: the kind of border at which windows end.
         room: the maximum number of tokens of a window.
-        with_end: whether the end token belongs to its text.
+        with_end: whether the windows of a text include its end token.
         keeps_empty: whether an empty text gives a window of length 0. Otherwise its window is the end token.
     """
     begin, num_tokens = 0, len(store.tokens)

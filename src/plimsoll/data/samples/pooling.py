@@ -28,7 +28,7 @@ class WindowPool:
         pooling: ``"mean"`` or ``"max"`` of the logits, ``"probability"`` (mean of the probabilities), or ``"vote"``.
             The vote for a class is the share of windows in which it has the largest logit. Mean probability decides
             ties.
-        num_of_parents: returns the number of windows of each text, as
+        num_of_parents: a function that returns the number of windows of each text, as
             `plimsoll.data.samples.text_windows.Spans.num_of_parents` does.
     """
 

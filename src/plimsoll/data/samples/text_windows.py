@@ -154,7 +154,7 @@ def cut_texts(
     """Return the spans of texts, from the cache folder that holds ``store``, or cut now.
 
     Args:
-        store: the texts.
+        store: the tokens of all texts.
         sequence_length: the maximum number of tokens of a span, including special tokens.
         long_texts: the treatment of longer texts. ``"window"`` cuts them into spans, ``"truncate"`` keeps one span of
             each, and ``"stop"`` raises.
@@ -162,7 +162,7 @@ def cut_texts(
             of text tokens of a span (the default).
         borders: the kind of border at which windows end. A window ends at the last border that fits, or where the span
             is full if no border fits. The store must have been made with ``borders``.
-        with_end: whether the end token belongs to its text, so that language models learn where a text ends.
+        with_end: whether the spans of a text include its end token, so that language models learn where a text ends.
         template: the special tokens around each span.
         keeps_end: whether truncation drops the beginning of a text instead of its end.
         progress: called with the stage ``"spans"``, and the done and total number of tokens.
@@ -219,7 +219,7 @@ def select_spans(spans: Spans, name: str, is_chosen: Callable[[NDArray[np.int64]
     Args:
         spans: the spans of all texts.
         name: the cache key of the selection; it must identify the selection.
-        is_chosen: returns for an array of text indices whether each text is selected.
+        is_chosen: a function that maps an array of text indices to whether each text is selected.
 
     Raises:
         OutputError: if the cache cannot be written.

@@ -51,7 +51,7 @@ class TrainedOn(NamedTuple):
 
 
 def most_distinct_bytes(vocab_size: int) -> int:
-    """Return the largest size in bytes of the distinct words that a vocabulary of this size is trained on."""
+    """Return the maximum size in bytes of the distinct words on which a vocabulary of this size is trained."""
     return max(_LEAST_DISTINCT_BYTES, _DISTINCT_BYTES_PER_TOKEN * vocab_size)
 
 

@@ -54,7 +54,7 @@ class Loaded(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A given tokenizer: the roles of its special tokens, its truncation side, and its files."""
+    """A given tokenizer: the tokens by role (such as ``eos_token``), its truncation side, and its files."""
 
     backend: tokenizers.Tokenizer
     roles: dict[str, str]
@@ -115,7 +115,7 @@ def identity_of_tokenizer(path: Path) -> list[str]:
 
 
 def _place(path: Path) -> tuple[Path | None, Path]:
-    """Return the folder for transformers to load, or ``None`` if one file holds the whole tokenizer, and that file."""
+    """Return the folder for transformers to load (``None`` if one file suffices), and the tokenizer file."""
     file = path / TOKENIZER_FILE if path.is_dir() else path
     says_more = any((file.parent / name).is_file() for name in (*_OWN_FILES, "config.json"))
     is_one_file = file.is_file() and (not says_more or file.name != TOKENIZER_FILE)

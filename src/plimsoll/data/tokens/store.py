@@ -65,7 +65,7 @@ class Tokens(Protocol):
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """The position of the end token of each text."""
+        """The index in `tokens` of the end token of each text."""
         ...
 
 
@@ -141,7 +141,7 @@ def open_tokens(folder: Path) -> TokenStore:
 
 
 class _Batch(NamedTuple):
-    """Some pieces, whether each is the last of its text, and their size in bytes."""
+    """Some pieces of texts, whether each is the last of its text, and the size of all pieces in bytes."""
 
     pieces: list[Any]
     are_last: list[bool]

@@ -117,7 +117,7 @@ def text_begin(path: str) -> int:
 
 
 class Chunk(NamedTuple):
-    """Consecutive bytes of a part, and the next 8 bytes of the file (newlines beyond its end)."""
+    """Consecutive bytes of a part, and the next 8 bytes of the file (newlines beyond the end of the file)."""
 
     offset: int
     raw: NDArray[np.uint8]  # including the 8 bytes after the chunk
@@ -130,7 +130,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(path: str, begin: int, end: int, hasher: xxhash.xxh3_128) -> Iterator[Chunk]:
-    """Read a range of a file chunk by chunk into one buffer, and hash it on the way.
+    """Yield the chunks of a range of a file, all read into one buffer, and add their bytes to ``hasher``.
 
     Raises:
         DataError: if the file is shorter than ``end``.
