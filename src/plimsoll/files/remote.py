@@ -211,7 +211,7 @@ def _download(temporary: Path, note: dict[str, Any], told: Told) -> None:
 
 
 def _reserve(temporary: Path, note: dict[str, Any]) -> None:
-    """Reserve disk space for a file: delete the least recently opened copies, and wait for others to be released."""
+    """Reserve space for a file: delete the least recently opened copies, and wait while too many are in use."""
     num_bytes, name, folder = note["num_bytes"], shown(note["address"]), temporary.parents[1]
     most_bytes = parse_bytes(os.environ.get(_LIMIT, _DEFAULT_LIMIT))
     if num_bytes > most_bytes:
