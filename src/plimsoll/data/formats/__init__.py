@@ -143,7 +143,7 @@ class Format(Protocol):
         ...
 
     def scan(self, part: Part) -> Found:
-        """Find the texts that begin in a part, and check that all bytes of the part can be decoded."""
+        """Find the texts that begin in a part, and check all bytes of the part for faults."""
         ...
 
     def decode(self, raws: list[bytes], layout: Layout) -> list[str]:
