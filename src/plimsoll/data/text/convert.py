@@ -141,7 +141,7 @@ def format_of(path: str) -> str:
 
 
 def is_converted(path: str) -> bool:
-    """Return whether a file of this name is converted before its texts are read, because its bytes are not text."""
+    """Return whether a file of this name is converted first, because its texts cannot be read in place."""
     return uncompressed(path) != path or is_archive(path) or format_of(path) in {*_TABLES, "json"}
 
 
